@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every exception of ddpilot.
+
+One shape for all of them: what you did, what was found, what to do, and on which rank. The pieces stay readable as
+attributes, and each error survives pickling, since most of them cross from a rank process to its parent.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class DdpilotError(Exception):
+    """Base of every error that ddpilot raises.
+
+    `did`: what was being done, as a clause ("starting 2 ranks"); `found`: what was found instead, with the values;
+    `fix`: what to do, as a sentence; `rank`: the rank it is about, None where it is about no single rank.
+    """
+
+    def __init__(self, did: str, *, found: str, fix: str = "", rank: int | None = None) -> None:
+        self.did = did
+        self.found = found
+        self.fix = fix
+        self.rank = rank
+        super().__init__(self.render())
+
+    def render(self) -> str:
+        """The message: one sentence for what was done and found, one for what to do."""
+        where = "" if self.rank is None else f"[rank {self.rank}] "
+        todo = f". {self.fix}" if self.fix else ""
+        return f"{where}{self.did}: {self.found}{todo}"
+
+    def __str__(self) -> str:
+        return self.render()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.__dict__.copy())
+
+
+def _rebuild(cls: type[DdpilotError], state: dict[str, Any]) -> DdpilotError:
+    error = cls.__new__(cls)
+    error.__dict__.update(state)
+    error.args = (error.render(),)
+    return error
+
+
+class TopologyError(DdpilotError, ValueError):
+    """The variables that say who this process is contradict each other, or one is missing.
+
+    `variable`: the name of the variable to look at first.
+    """
+
+    def __init__(self, did: str, *, variable: str, found: str, fix: str = "", rank: int | None = None) -> None:
+        self.variable = variable
+        super().__init__(did, found=found, fix=fix, rank=rank)
+
+
+class GroupError(DdpilotError, RuntimeError):
+    """A process group could not be entered, left, freed or rebuilt."""
+
+
+class RendezvousError(GroupError):
+    """The ranks did not all meet: an address, a port, a rank that never came (`missing`) or that came twice."""
+
+    def __init__(
+        self, did: str, *, found: str, fix: str = "", rank: int | None = None, missing: tuple[int, ...] = ()
+    ) -> None:
+        self.missing = missing
+        super().__init__(did, found=found, fix=fix, rank=rank)
+
+
+class RemoteRankError(GroupError):
+    """Another rank raised inside `on_ranks`; this rank raises too, so that all of them stop at the same call."""
+
+
+class LaunchError(DdpilotError, RuntimeError):
+    """Ranks could not be started, or the machinery around them broke. No user code failed."""
+
+
+class ShipError(LaunchError, TypeError):
+    """Something cannot travel between parent and ranks. `path` names it, such as ``args[0].loader.fn``."""
+
+    def __init__(self, did: str, *, path: str, found: str, fix: str = "", rank: int | None = None) -> None:
+        self.path = path
+        super().__init__(did, found=found, fix=fix, rank=rank)
