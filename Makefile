@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+# Every verb does its own set-up: Python 3.10+ and make are all a fresh machine needs.
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PYTEST := $(BIN)/python -m pytest
+
+# The first interpreter that is new enough and can make a virtual environment. `make PYTHON=/path/to/python` overrides.
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3.10; do \
+	$$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1 \
+	&& { command -v $$python; break; }; done)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test soak check bench clean
+
+help: ## list the verbs
+	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: $(READY) ## make .venv and install everything that constraints.txt pins
+
+$(READY): pyproject.toml constraints.txt
+	@python="$(PYTHON)"; if [ -z "$$python" ]; then \
+		echo "make: looked for python3, python3.13 ... python3.10 and found none that is 3.10 or newer and has venv." >&2; \
+		echo "      Install one (Debian and Ubuntu: apt install python3-venv), or say which: make PYTHON=/path/to/python" >&2; \
+		exit 1; fi; \
+	if [ ! -x $(BIN)/python ]; then echo "making $(VENV) with $$python" && "$$python" -m venv $(VENV); fi
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $(READY)
+
+demo: $(READY) ## run the quickstart notebook in a real Jupyter kernel, 2 ranks, and say where its plots are
+	$(BIN)/python examples/run_quickstart.py
+
+test: $(READY) ## every test, with a seeded tenth of the soak
+	$(PYTEST)
+
+soak: $(READY) ## the long, randomised versions
+	DDPILOT_SOAK=1 $(PYTEST) -m soak
+
+check: $(READY) ## lint, strict types, import floors
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(READY) ## measure every bar against its peer, on this machine
+	$(BIN)/python -m benchmarks
+
+clean: ## remove what the verbs made
+	rm -rf $(VENV) out build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
