@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A test that leaks fails, with the list of what it left; every test starts from the same seed."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.leftovers import MARK, Look, look, settle, unused_shared_memory
+
+pytest_plugins = ["pytester"]
+
+GRACE_S = 2.0
+"""How long what a test started may take to be gone after it: the promise that ddpilot makes about its ranks."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_left_at_the_end(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Mark this run's processes, keep its temporary files apart, and end with neither a process nor a file left."""
+    tmp_path_factory.getbasetemp()  # before TMPDIR moves: pytest keeps its own folders for a look after a failure
+    mark = uuid.uuid4().hex
+    # Short: a Unix socket's path must fit into 107 characters.
+    folder = Path(tempfile.mkdtemp(prefix="dt-"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(MARK, mark)
+        patch.setenv("TMPDIR", str(folder))
+        patch.setattr(tempfile, "tempdir", None)
+        before = _long_lived(look(mark))
+        yield mark
+        stop_rank_servers()
+        left = settle(lambda: _long_lived(look(mark, everywhere=True)).since(before), grace_s=GRACE_S)
+        left += [f"temporary files: {path.name}" for path in folder.iterdir() if not path.name.startswith("torch")]
+    shutil.rmtree(folder)
+    assert not left, "after the whole run and after stopping the rank servers, these were left:\n  " + "\n  ".join(left)
+
+
+@pytest.fixture(autouse=True)
+def no_leaks(nothing_left_at_the_end: str) -> Iterator[None]:
+    """Compare before and after: variables, processes, threads, descriptors, ports, shared memory, a process group."""
+    mark = nothing_left_at_the_end
+    environment = dict(os.environ)
+    before = look(mark, spared_pids=spared_pids())
+    yield
+    left = [*_restore_environment(environment), *_leave_process_group()]
+    left += settle(lambda: _new_leftovers(mark, before), grace_s=GRACE_S)
+    assert not left, "the test left behind:\n  " + "\n  ".join(left)
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed() -> None:
+    """Seed Python, and numpy and torch where they are loaded already: asking for them here would load them."""
+    random.seed(0)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(0)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
+
+
+def spared_pids() -> tuple[int, ...]:
+    """Processes that stay alive on purpose: the warm rank server, and Python's own resource tracker."""
+    client = sys.modules.get("ddpilot.launching.local.client")
+    tracker = sys.modules.get("multiprocessing.resource_tracker")
+    tracker_pid = tracker._resource_tracker._pid if tracker else None
+    return (*(client.server_pids() if client else ()), *([tracker_pid] if tracker_pid else ()))
+
+
+def stop_rank_servers() -> None:
+    """Stop what `spared_pids` spared, so that the run can end with nothing left."""
+    if client := sys.modules.get("ddpilot.launching.local.client"):
+        client.stop_servers()
+    tracker = sys.modules.get("multiprocessing.resource_tracker")
+    if tracker and tracker._resource_tracker._pid:
+        tracker._resource_tracker._stop()
+
+
+def _new_leftovers(mark: str, before: Look) -> list[str]:
+    now = look(mark, spared_pids=spared_pids())
+    shared = now.shared_memory_files - before.shared_memory_files
+    # Others use this machine's shared memory too; a file that a live process uses is no leftover of this test.
+    theirs = shared - set(unused_shared_memory(shared)) if shared else frozenset()
+    return [entry for entry in now.since(before) if entry.removeprefix("shared memory files: ") not in theirs]
+
+
+def _long_lived(seen: Look) -> Look:
+    # Descriptors and shared memory are compared after each test, where their owner is known.
+    return Look(processes=seen.processes, threads=seen.threads, listening_ports=seen.listening_ports)
+
+
+def _restore_environment(before: dict[str, str]) -> list[str]:
+    own = {"PYTEST_CURRENT_TEST"}  # pytest changes it between set-up and teardown
+    after = dict(os.environ)
+    changed = [name for name in {*before, *after} - own if before.get(name) != after.get(name)]
+    for name in changed:
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            del os.environ[name]
+    return [f"environment variable: {name}={after.get(name)!r}, was {before.get(name)!r}" for name in sorted(changed)]
+
+
+def _leave_process_group() -> list[str]:
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return []
+    distributed.destroy_process_group()
+    return ["process group: the default one was still up"]

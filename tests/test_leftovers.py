@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fixtures that fail a leaking test do fail it, and name what it left."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SHARED = Path(f"/dev/shm/ddpilot-leak-test-{os.getpid()}")
+
+# What a test does, and the line that its failure must print (`*` matches anything).
+LEAKS = {
+    "import os; os.environ['LEAKED'] = 'yes'": "environment variable: LEAKED='yes', was None",
+    "import subprocess as s; kept.append(s.Popen(['sleep', '2.01']))": "processes: * (S) sleep 2.01",
+    "import os; os.system('setsid sleep 2.02 &')": "processes: * (S) sleep 2.02",
+    "import os; os.posix_spawn('/bin/true', ['true'], {})": "processes: * (Z) no command: a zombie",
+    "import threading as t, time; t.Thread(target=time.sleep, args=(2,), name='ghost').start()": "threads: ghost *",
+    "kept.append(open('/dev/null'))": "file descriptors: * -> /dev/null",
+    "import socket; kept.append(socket.create_server(('127.0.0.1', 0)))": "listening ports: 127.0.0.1 port *",
+    f"open({str(SHARED)!r}, 'w').close()": f"shared memory files: {SHARED.name}",
+    "import torch.distributed as d; d.init_process_group('gloo', store=d.HashStore(), rank=0, world_size=1)": (
+        "process group: the default one was still up"
+    ),
+}
+
+
+@pytest.fixture
+def _no_shared_memory_left() -> Iterator[None]:
+    yield
+    SHARED.unlink(missing_ok=True)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.usefixtures("_no_shared_memory_left")
+def test_no_leaks_fails_a_test_for_every_kind_of_leftover(pytester: pytest.Pytester) -> None:
+    """One leaking test per kind fails in its teardown with kind and culprit; a clean test passes; the run fails too."""
+    ours = (ROOT / "tests/conftest.py").read_text()
+    short = ours.replace("GRACE_S = 2.0", "GRACE_S = 0.1").replace('pytest_plugins = ["pytester"]', "")
+    pytester.makeconftest(short)
+    tests = "".join(f"def test_{number}():\n    {code}\n" for number, code in enumerate(LEAKS))
+    pytester.makepyfile(f"kept = []\n{tests}def test_clean():\n    pass\n")
+    pytester.makeini(f"[pytest]\npythonpath = {ROOT}\n")
+    outcome = pytester.runpytest_subprocess("-p", "no:cacheprovider", timeout=50)
+    outcome.stdout.fnmatch_lines_random([f"*{line}*" for line in LEAKS.values()])
+    outcome.stdout.fnmatch_lines(["*after the whole run and after stopping the rank servers, these were left:*"])
+    outcome.assert_outcomes(passed=len(LEAKS) + 1, errors=len(LEAKS) + 1)
