@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 MARK = "DDPILOT_LEFTOVERS_MARK"
-"""Variable whose value marks this process and every process that descends from it, also after they lose their parent."""
+"""Variable whose value marks this process and all that descend from it, also those that lost their parent."""
 
 _PROC = Path("/proc")
-_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the place to look at, not a place to write to
+_SHARED_MEMORY = Path("/dev/shm")
 _LISTEN = "0A"
 
 
