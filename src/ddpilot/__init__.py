@@ -11,34 +11,51 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ddpilot.api.launch import Launcher, launch
     from ddpilot.errors import (
         DdpilotError,
         GroupError,
         LaunchError,
+        LaunchInterrupted,
+        LaunchTimeoutError,
+        RankError,
         RemoteRankError,
         RendezvousError,
         ShipError,
         TopologyError,
     )
+    from ddpilot.launching.results import RankResults
 
 _HOMES = {
     "DdpilotError": "ddpilot.errors",
     "GroupError": "ddpilot.errors",
     "LaunchError": "ddpilot.errors",
+    "LaunchInterrupted": "ddpilot.errors",
+    "LaunchTimeoutError": "ddpilot.errors",
+    "Launcher": "ddpilot.api.launch",
+    "RankError": "ddpilot.errors",
+    "RankResults": "ddpilot.launching.results",
     "RemoteRankError": "ddpilot.errors",
     "RendezvousError": "ddpilot.errors",
     "ShipError": "ddpilot.errors",
     "TopologyError": "ddpilot.errors",
+    "launch": "ddpilot.api.launch",
 }
 
 __all__ = [
     "DdpilotError",
     "GroupError",
     "LaunchError",
+    "LaunchInterrupted",
+    "LaunchTimeoutError",
+    "Launcher",
+    "RankError",
+    "RankResults",
     "RemoteRankError",
     "RendezvousError",
     "ShipError",
     "TopologyError",
+    "launch",
 ]
 
 

@@ -83,3 +83,65 @@ class ShipError(LaunchError, TypeError):
     def __init__(self, did: str, *, path: str, found: str, fix: str = "", rank: int | None = None) -> None:
         self.path = path
         super().__init__(did, found=found, fix=fix, rank=rank)
+
+
+class LaunchTimeoutError(LaunchError, TimeoutError):
+    """A launch took longer than its `timeout_s`. The ranks' Python stacks were printed before they were ended."""
+
+
+class LaunchInterrupted(KeyboardInterrupt):
+    """Ctrl-C or the stop button ended a launch; the message says how each rank ended. All of them are gone."""
+
+    def _render_traceback_(self) -> list[str]:
+        """For IPython: one line, since where the parent waited says nothing."""
+        return [f"KeyboardInterrupt: {self}"]
+
+
+class RankError(DdpilotError, RuntimeError):
+    """A rank failed: it raised, exited or was killed. Of several, the first in time that is not a consequence.
+
+    The original exception is chained as `__cause__` where it could travel. `rank`; `host`: name of the rank's machine;
+    `exitcode`: of the process, minus the signal's number where a signal ended it, 1 for an exception; `signal_name`:
+    such as "SIGKILL", or None; `rank_traceback`: text with source lines, "" where there is none; `last_lines`: up to
+    20 lines of the rank's output; `others`: a sentence on what the other ranks did.
+    """
+
+    def __init__(
+        self,
+        did: str,
+        *,
+        found: str,
+        rank: int,
+        host: str,
+        fix: str = "",
+        exitcode: int = 1,
+        signal_name: str | None = None,
+        rank_traceback: str = "",
+        last_lines: tuple[str, ...] = (),
+        others: str = "",
+    ) -> None:
+        self.host = host
+        self.exitcode = exitcode
+        self.signal_name = signal_name
+        self.rank_traceback = rank_traceback
+        self.last_lines = last_lines
+        self.others = others
+        super().__init__(did, found=found, fix=fix, rank=rank)
+
+    def render(self) -> str:
+        """The sentence, then the rank's traceback, its last lines and what the others did, each where there is one."""
+        todo = f". {self.fix}" if self.fix else ""
+        parts = [f"{self.found} ({self.did} on {self.host}){todo}"]
+        if self.rank_traceback:
+            parts.append(self.rank_traceback.rstrip())
+        num_lines = 5 if self.rank_traceback else len(self.last_lines)
+        if self.last_lines:
+            lines = "\n".join(f"  {line}" for line in self.last_lines[-num_lines:])
+            parts.append(f"Last output of rank {self.rank}:\n{lines}")
+        if self.others:
+            parts.append(self.others)
+        return "\n\n".join(parts)
+
+    def _render_traceback_(self) -> list[str]:
+        """For IPython: the rank's own traceback and line instead of the frames of the launcher."""
+        return [f"RankError: {self.render()}"]

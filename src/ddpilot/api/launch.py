@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`launch` and `Launcher`: run a function on every rank, from a notebook or a script."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ddpilot.launching.local.host import run_local
+from ddpilot.launching.options import LaunchOptions
+from ddpilot.launching.results import RankResults
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launcher(LaunchOptions):
+    """Runs functions on ranks of this machine with the options of `LaunchOptions`, checked when it is made."""
+
+    def run(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> RankResults:
+        """Run `fn(*args, **kwargs)` on every rank and return every rank's value, by rank.
+
+        `fn` and its arguments may be defined in cells; they travel by value. Ranks see torchrun's environment and enter
+        a process group themselves (`init_group()`, `init_process_group()`, or a library). Not collective: the parent
+        calls it once.
+
+        Raises ShipError (what cannot be pickled, by path) or LaunchError before any rank starts; RankError with the
+        first failure in time; LaunchTimeoutError after `timeout_s`; LaunchInterrupted, a KeyboardInterrupt, after
+        Ctrl-C. In every case no process of the launch is left.
+        """
+        return run_local(self, fn, args, kwargs)
+
+
+def launch(fn: Callable[..., Any], /, *args: Any, nproc_per_node: int | str = "auto", **kwargs: Any) -> RankResults:
+    """Run `fn(*args, **kwargs)` on `nproc_per_node` ranks of this machine; `results[0]` is what rank 0 returned.
+
+    `nproc_per_node` ("auto": the visible accelerators, else 1) is the only keyword that `fn` does not get. For every
+    other option there is `Launcher`, whose `run` says what is raised.
+    """
+    return Launcher(nproc_per_node=nproc_per_node).run(fn, *args, **kwargs)

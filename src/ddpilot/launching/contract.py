@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The environment of a rank: torchrun's contract, so that third-party code sees a torchrun job.
+
+Source of the names: `torch/distributed/run.py`, "Environment Variables", and `torch/distributed/elastic/agent`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+
+LAUNCH_VARIABLE = "DDPILOT_LAUNCH"
+"""Names the launch; equal to TORCHELASTIC_RUN_ID in its ranks, different where torchrun was started inside one."""
+
+_LOOPBACK_INTERFACE = "lo" if sys.platform == "linux" else "lo0"
+_IMPORT_TIME_PREFIXES = ("TORCH_", "OMP_", "MKL_", "KMP_", "OPENBLAS_", "PYTHON", "LD_", "DYLD_", "CUDA_")
+
+
+def rank_variables(
+    *, launch_id: str, rank: int, nproc_per_node: int, master_port: int, num_threads: int, backend: str | None
+) -> dict[str, str]:
+    """The variables that make a process rank `rank` of a single-node launch; they win over the user's."""
+    size = str(nproc_per_node)
+    number = str(rank)
+    variables = {
+        "RANK": number,
+        "LOCAL_RANK": number,
+        "ROLE_RANK": number,
+        "ROLE_NAME": "default",
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+        "ROLE_WORLD_SIZE": size,
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(master_port),
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RUN_ID": launch_id,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        LAUNCH_VARIABLE: launch_id,
+        "OMP_NUM_THREADS": str(num_threads),
+    }
+    return variables if backend is None else variables | {"DDPILOT_BACKEND": backend}
+
+
+def default_variables() -> dict[str, str]:
+    """Variables for single-node groups that the user's own win over: collectives listen on loopback only."""
+    return {"GLOO_SOCKET_IFNAME": _LOOPBACK_INTERFACE, "NCCL_SOCKET_IFNAME": _LOOPBACK_INTERFACE}
+
+
+def import_time_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that libraries read when they are imported: a change of one needs a new rank server."""
+    return {name: value for name, value in sorted(environ.items()) if name.startswith(_IMPORT_TIME_PREFIXES)}
+
+
+def count_cores() -> int:
+    """The cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def choose_num_threads(environ: Mapping[str, str], nproc_per_node: int) -> int:
+    """Threads per rank: OMP_NUM_THREADS if it is set to a number, else cores / ranks, at least 1."""
+    text = environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    return int(text) if text.isdigit() and int(text) > 0 else max(1, count_cores() // nproc_per_node)

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which rank failed first, and the error that says so."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ddpilot.errors import RankError
+from ddpilot.findings.words import render_ranks
+from ddpilot.launching.local.report import Exited, Raised
+from ddpilot.launching.shipping.sources import name_cells
+
+SETTLE_S = 0.05
+"""How long the first cause waits for one that was earlier in time and arrives later."""
+
+VICTIM_GRACE_S = 0.3
+"""How long a victim waits for a cause."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """One rank's failure. `error`: the original exception where it could travel; `since_s`: when it became known."""
+
+    rank: int
+    raised: Raised | None
+    exited: Exited | None
+    error: BaseException | None
+    since_s: float
+
+    @property
+    def time_s(self) -> float:
+        """When it happened, on the machine's monotonic clock."""
+        if self.raised is not None:
+            return self.raised.time_s
+        assert self.exited is not None
+        return self.exited.time_s
+
+    @property
+    def is_victim(self) -> bool:
+        """Whether it reads like a consequence of another rank's end."""
+        return self.raised is not None and self.raised.is_victim
+
+
+def choose_failure(failures: Sequence[Failure], now_s: float) -> Failure | None:
+    """The first cause in time, or the first victim where no cause has come; None while more may come."""
+    if not failures:
+        return None
+    waited_s = now_s - min(failure.since_s for failure in failures)
+    causes = [failure for failure in failures if not failure.is_victim]
+    if causes and waited_s >= SETTLE_S:
+        return min(causes, key=lambda failure: failure.time_s)
+    if waited_s >= VICTIM_GRACE_S:
+        return min(failures, key=lambda failure: failure.time_s)
+    return None
+
+
+def build_error(
+    failure: Failure,
+    *,
+    function_name: str,
+    num_ranks: int,
+    last_lines: tuple[str, ...],
+    victims: Sequence[int],
+    returned: Sequence[int],
+) -> RankError:
+    """The error for the parent, its cause chained."""
+    raised, exited = failure.raised, failure.exited
+    found = f"rank {failure.rank} "
+    fix = ""
+    if raised is not None and raised.type_name == "SystemExit":
+        found += f"called sys.exit with code {raised.exitcode}"
+    elif raised is not None:
+        found += f"raised {raised.type_name}: {name_cells(raised.message)}"
+    else:
+        assert exited is not None
+        how, fix = _describe_exit(exited, function_name)
+        found += how
+    error = RankError(
+        f"running `{function_name}` on {num_ranks} rank{'s' * (num_ranks > 1)}",
+        found=found,
+        fix=fix,
+        rank=failure.rank,
+        host=platform.node(),
+        exitcode=raised.exitcode if raised is not None else exited.exitcode if exited is not None else 1,
+        signal_name=None if exited is None or raised is not None else exited.signal_name,
+        rank_traceback="" if raised is None else name_cells(raised.traceback),
+        last_lines=last_lines,
+        others=_describe_others(failure, victims, returned),
+    )
+    error.__cause__ = failure.error
+    return error
+
+
+def _describe_exit(exited: Exited, function_name: str) -> tuple[str, str]:
+    peak = f"its peak was {exited.peak_memory_bytes / 1e9:.1f} GB"
+    if exited.signal_name == "SIGKILL":
+        return f"was killed by SIGKILL; the kernel's OOM killer is the usual cause; {peak}", ""
+    if exited.signal_name == "SIGABRT":
+        cause = "C++ code gave up, which gloo does when tensors of ranks differ in size or dtype"
+        return f"was aborted (SIGABRT): {cause}; {peak}", "Its last output has the C++ message"
+    if exited.signal_name in ("SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE"):
+        return f"crashed with {exited.signal_name}; {peak}", "The Python line is in its last output"
+    if exited.signal_name is not None:
+        return f"was killed by {exited.signal_name}; {peak}", ""
+    how = f"exited with code {exited.exitcode} before `{function_name}` returned"
+    return how, "Look for `os._exit` or a C library that calls `exit`; return from the function instead"
+
+
+def _describe_others(failure: Failure, victims: Sequence[int], returned: Sequence[int]) -> str:
+    parts = []
+    if failure.is_victim and returned:
+        who = render_ranks(returned).capitalize()
+        parts.append(f"{who} had already returned, so nobody answered: do all ranks run the same number of steps?")
+    if victims:
+        parts.append(f"{render_ranks(victims).capitalize()} failed because of it (a connection to a rank went away).")
+    return " ".join(parts)

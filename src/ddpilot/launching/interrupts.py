@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turn Ctrl-C into something that a loop can wait for, so that it never cuts a message in two."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+
+class InterruptCatcher:
+    """While entered, SIGINT is counted and makes `fd` readable instead of raising KeyboardInterrupt.
+
+    Does nothing outside the main thread, where Python delivers no signals.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.fd, self._writer = os.pipe()
+        self._previous: Any = None
+
+    def __enter__(self) -> InterruptCatcher:
+        os.set_blocking(self._writer, False)
+        if threading.current_thread() is threading.main_thread():
+            self._previous = signal.signal(signal.SIGINT, self._on_signal)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
+    ) -> None:
+        if self._previous is not None:
+            signal.signal(signal.SIGINT, self._previous)
+        os.close(self.fd)
+        os.close(self._writer)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+        try:
+            os.write(self._writer, b"i")
+        except BlockingIOError:  # the pipe is full of earlier ones, which wake the loop too
+            return
+
+    def clear(self) -> None:
+        """Take what made `fd` readable."""
+        os.read(self.fd, 4096)

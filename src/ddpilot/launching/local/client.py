@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parent's side of rank servers: start one, know when it is stale, stop it."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import IO
+
+from ddpilot.errors import LaunchError
+from ddpilot.launching.contract import import_time_variables
+from ddpilot.launching.local import wire
+from ddpilot.launching.local.report import Hello
+
+_BOOT = (
+    "import sys, json; given = json.loads(sys.argv[1]); sys.path[:] = given['sys_path']; sys.argv[:] = ['ddpilot'];"
+    "from ddpilot.launching.local.server import serve;"
+    "serve(given['fd'], given['parent'], tuple(given['preload']), given['may_fork'])"
+)
+_MAX_WARM = 2
+_START_LIMIT_S = 120.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerKey:
+    """What a server cannot change after its start. Another key needs another server."""
+
+    executable: str
+    variables: tuple[tuple[str, str], ...]
+    preload: tuple[str, ...]
+    may_fork: bool
+
+
+class RankServer:
+    """A running rank server of this process."""
+
+    def __init__(self, key: ServerKey, environ: Mapping[str, str]) -> None:
+        self.key = key
+        self.owner_pid = os.getpid()
+        self._lock = threading.Lock()
+        self._channel, theirs = socket.socketpair()
+        with tempfile.TemporaryFile() as log, theirs:
+            boot = {
+                "fd": theirs.fileno(),
+                "parent": os.getpid(),
+                "preload": key.preload,
+                "may_fork": key.may_fork,
+                "sys_path": sys.path,
+            }
+            flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+            self._process = subprocess.Popen(
+                [key.executable, *flags, "-c", _BOOT, json.dumps(boot)],
+                env=dict(environ),
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+            theirs.close()
+            self.hello = self._wait_for_hello(log)
+
+    @property
+    def pid(self) -> int:
+        """The server's process id."""
+        return self._process.pid
+
+    @property
+    def forks(self) -> bool:
+        """Whether it forks ranks; otherwise each rank is a fresh interpreter."""
+        return self.key.may_fork and self.hello.dirty is None
+
+    def _wait_for_hello(self, log: IO[bytes]) -> Hello:
+        self._channel.settimeout(_START_LIMIT_S)
+        try:
+            hello, _ = wire.receive(self._channel)
+        except (wire.Closed, TimeoutError) as error:
+            self._process.kill()
+            self._process.wait()
+            self._channel.close()
+            log.seek(0)
+            tail = log.read().decode(errors="replace")[-3000:]
+            raise LaunchError(
+                "starting the rank server",
+                found=f"it ended with code {self._process.returncode} before it was ready; it wrote:\n{tail}",
+                fix='Check that `python -c "import torch"` works in this environment',
+            ) from error
+        self._channel.settimeout(None)
+        assert isinstance(hello, Hello)
+        if hello.failed is not None:
+            self.stop()
+            name, text = hello.failed
+            raise LaunchError(
+                "importing the modules of `preload`",
+                found=f"`{name}` cannot be imported in the rank server:\n{text}",
+                fix="Correct the name, or leave it out of `preload`",
+            )
+        return hello
+
+    def begin_job(self, launch_id: str) -> socket.socket:
+        """Open a launch; the socket is its channel to the server. Raises wire.Closed when the server is gone."""
+        ours, theirs = socket.socketpair()
+        try:
+            with self._lock:
+                wire.send(self._channel, launch_id, [theirs.fileno()])
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        return ours
+
+    def is_fresh(self) -> bool:
+        """Whether it lives and the files of its modules are as they were when it imported them."""
+        if self._process.poll() is not None:
+            return False
+        for path, known in self.hello.files.items():
+            try:
+                stat = os.stat(path)
+            except OSError:
+                return False
+            if (stat.st_mtime_ns, stat.st_size) != known:
+                return False
+        return True
+
+    def describe_end(self) -> str:
+        """How it ended, in words; waits a moment for the end."""
+        try:
+            return f"it ended with code {self._process.wait(timeout=2)}"
+        except subprocess.TimeoutExpired:
+            return "it closed its connection and is still running"
+
+    def stop(self) -> None:
+        """End it, and whatever it runs."""
+        self._channel.close()
+        try:
+            self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+class _Servers:
+    """The warm servers of this process, the last used last."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.warm: list[RankServer] = []
+
+    def get(self, key: ServerKey, environ: Mapping[str, str]) -> RankServer:
+        with self.lock:
+            self._drop(
+                lambda server: server.owner_pid != os.getpid(), stop=False
+            )  # made before this process was forked
+            self._drop(lambda server: not server.is_fresh())
+            found = next((server for server in self.warm if server.key == key), None)
+            if found is None:
+                found = RankServer(key, environ)
+            else:
+                self.warm.remove(found)
+            self.warm.append(found)
+            for stale in self.warm[:-_MAX_WARM]:
+                stale.stop()
+            del self.warm[:-_MAX_WARM]
+            return found
+
+    def stop_all(self) -> None:
+        with self.lock:
+            self._drop(lambda server: server.owner_pid == os.getpid())
+
+    def _drop(self, is_out: object, stop: bool = True) -> None:
+        assert callable(is_out)
+        for server in [server for server in self.warm if is_out(server)]:
+            self.warm.remove(server)
+            if stop:
+                server.stop()
+
+
+_servers = _Servers()
+atexit.register(_servers.stop_all)
+
+
+def ensure_server(environ: Mapping[str, str], preload: tuple[str, ...], may_fork: bool) -> RankServer:
+    """A warm server for this environment, or a new one (about a second). Raises LaunchError when it cannot start."""
+    variables = tuple(import_time_variables(environ).items())
+    key = ServerKey(executable=sys.executable, variables=variables, preload=preload, may_fork=may_fork)
+    return _servers.get(key, environ)
+
+
+def server_pids() -> tuple[int, ...]:
+    """Process ids of this process's warm servers."""
+    return tuple(server.pid for server in _servers.warm if server.owner_pid == os.getpid())
+
+
+def stop_servers() -> None:
+    """End this process's rank servers; the next launch starts a new one."""
+    _servers.stop_all()

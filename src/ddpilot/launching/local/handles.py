@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parent's view of one rank of a launch."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass, field
+
+from ddpilot.launching.local import wire
+from ddpilot.launching.local.jobs import Start
+from ddpilot.launching.local.report import Exited, Raised, RankStart, Returned
+
+
+@dataclass
+class RankHandle:
+    """Channels to one rank process and what is known of it."""
+
+    rank: int
+    control: socket.socket
+    pipes: dict[str, int]
+    """The parent's ends of its "stdout" and "stderr", while they are open."""
+
+    pid: int | None = None
+    returned: Returned | None = None
+    raised: Raised | None = None
+    exited: Exited | None = None
+    parcels: list[int] = field(default_factory=list)
+    """Descriptors of the parcel with its value or exception; whoever takes one removes it."""
+
+    exited_notice_at_s: float | None = None
+
+    @property
+    def is_live(self) -> bool:
+        """Whether its process has not been reaped."""
+        return self.exited is None
+
+    def close(self) -> None:
+        """Close everything that is still open."""
+        self.control.close()
+        wire.close_all([*self.pipes.values(), *self.parcels])
+        self.pipes.clear()
+        self.parcels.clear()
+
+
+def start_rank(job: socket.socket, start: RankStart, parcel_fd: int) -> RankHandle:
+    """Ask the server for the process of one rank, and give it what it needs. Raises wire.Closed without a server."""
+    control, theirs = socket.socketpair()
+    out_reader, out_writer = os.pipe()
+    err_reader, err_writer = os.pipe()
+    handle = RankHandle(start.rank, control, {"stdout": out_reader, "stderr": err_reader})
+    try:
+        wire.send(job, Start(start.rank), [theirs.fileno(), out_writer, err_writer])
+        wire.send(control, start, [parcel_fd])
+    except BaseException:
+        handle.close()
+        raise
+    finally:
+        theirs.close()
+        wire.close_all([out_writer, err_writer])
+    return handle

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launch a function on ranks of this machine and return every rank's value. Free of torch."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import sys
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ddpilot.errors import LaunchError
+from ddpilot.group.devices_count import count_accelerators
+from ddpilot.launching.contract import (
+    LAUNCH_VARIABLE,
+    choose_num_threads,
+    count_cores,
+    default_variables,
+    rank_variables,
+)
+from ddpilot.launching.local import wire
+from ddpilot.launching.local.client import RankServer, ensure_server
+from ddpilot.launching.local.handles import RankHandle, start_rank
+from ddpilot.launching.local.jobs import STORE, Start
+from ddpilot.launching.local.report import RankStart
+from ddpilot.launching.local.store import bind_listener
+from ddpilot.launching.local.supervisor import Supervisor
+from ddpilot.launching.options import LaunchOptions
+from ddpilot.launching.output.display import Display
+from ddpilot.launching.output.pump import OutputPump
+from ddpilot.launching.results import RankResults
+from ddpilot.launching.shipping.blame import ship
+from ddpilot.launching.shipping.sources import collect_sources
+
+
+def run_local(
+    options: LaunchOptions,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    hooks: tuple[str, ...] = (),
+) -> RankResults:
+    """Run `function(*args, **kwargs)` on every rank. `hooks`: functions "module:name" that each rank calls before.
+
+    Raises ShipError or LaunchError before any rank starts, RankError, LaunchTimeoutError or LaunchInterrupted after.
+    """
+    name = check_function(function)
+    _refuse_nested(os.environ, name)
+    environ = {**default_variables(), **os.environ, **options.env}
+    display = Display(options.output, options.output_limit_bytes)
+    count = resolve_count(options, environ, display)
+    did = f"starting {count} rank{'s' * (count > 1)} of `{name}`"
+    parts = {"fn": function, "args": args, "kwargs": dict(kwargs)}
+    parcel_fd, known = ship("ddpilot-call", parts, (function, args, dict(kwargs)), did=did, known=[])
+    try:
+        server = ensure_server(environ, options.preload, _may_fork(options))
+        if server.hello.dirty is not None and options.start_method != "spawn":
+            _say_dirty(server, options, display)
+        starts = functools.partial(
+            _rank_start,
+            options=options,
+            environ=environ,
+            count=count,
+            hooks=hooks,
+            name=name,
+            launch_id=uuid.uuid4().hex,
+        )
+        return _run_on(server, starts, count, parcel_fd, OutputPump(count, display), options, name, known)
+    finally:
+        os.close(parcel_fd)
+
+
+def check_function(function: Callable[..., Any]) -> str:
+    """The name to call `function` by; LaunchError where calling it would run nothing."""
+    inner: Any = function
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    name = getattr(inner, "__qualname__", type(inner).__qualname__)
+    if not callable(function):
+        raise LaunchError("launching", found=f"{function!r} is not callable", fix="Give a function and its arguments")
+    kinds = {
+        "a generator function": inspect.isgeneratorfunction,
+        "a coroutine function": inspect.iscoroutinefunction,
+        "an asynchronous generator function": inspect.isasyncgenfunction,
+    }
+    for kind, test in kinds.items():
+        if test(inner) or test(getattr(inner, "__call__", None)):
+            raise LaunchError(
+                f"launching `{name}`",
+                found=f"it is {kind}: calling it runs none of its code",
+                fix="Launch an ordinary function; inside it, consume the generator or call `asyncio.run`",
+            )
+    return str(name)
+
+
+def _refuse_nested(environ: Mapping[str, str], name: str) -> None:
+    launched, elastic = environ.get(LAUNCH_VARIABLE), environ.get("TORCHELASTIC_RUN_ID")
+    if launched is None and elastic is None:
+        return
+    raise LaunchError(
+        f"launching `{name}`",
+        found=f"this process is itself rank {environ.get('RANK')} of {environ.get('WORLD_SIZE')} "
+        f"(started by {'ddpilot' if launched == elastic else 'torchrun'})",
+        fix=f"Call `{name}` directly: every rank runs it already",
+    )
+
+
+def resolve_count(options: LaunchOptions, environ: Mapping[str, str], display: Display) -> int:
+    """The number of ranks that `options` mean on this machine."""
+    asked = options.nproc_per_node
+    if asked == "cpu":
+        return count_cores()
+    num_accelerators = count_accelerators(environ)
+    if asked == "gpu" and num_accelerators == 0:
+        raise LaunchError(
+            'counting ranks for `nproc_per_node="gpu"`',
+            found="no accelerator is visible",
+            fix='Check `nvidia-smi` and CUDA_VISIBLE_DEVICES, or give a number or "cpu"',
+        )
+    if isinstance(asked, int):
+        _check_sharing(options, asked, num_accelerators, display)
+        return asked
+    if num_accelerators == 0:
+        display.note(
+            f"no accelerator found, so one rank runs on the CPU; `nproc_per_node=2` gives two of them "
+            f"({count_cores()} cores here)"
+        )
+    return max(1, num_accelerators)
+
+
+def _check_sharing(options: LaunchOptions, asked: int, num_accelerators: int, display: Display) -> None:
+    if not 0 < num_accelerators < asked:
+        return
+    found = f"{asked} ranks on {num_accelerators} accelerator{'s' * (num_accelerators > 1)}"
+    if options.backend is not None and "nccl" in options.backend:
+        raise LaunchError(
+            f'starting {asked} ranks with `backend="{options.backend}"`',
+            found=f"{found}; NCCL refuses two ranks on one GPU",
+            fix=f'Use `nproc_per_node={num_accelerators}`, or `backend="gloo"` to share',
+        )
+    display.note(f"{found}: ranks share them, over gloo")
+
+
+def _may_fork(options: LaunchOptions) -> bool:
+    return sys.platform == "linux" and options.start_method != "spawn"
+
+
+def _say_dirty(server: RankServer, options: LaunchOptions, display: Display) -> None:
+    if options.start_method == "fork":
+        raise LaunchError(
+            'starting ranks with `start_method="fork"`',
+            found=f"the rank server cannot be forked safely: {server.hello.dirty}",
+            fix="Leave that module out of `preload`, or the start method at its default",
+        )
+    display.note(f"{server.hello.dirty}, so ranks start as fresh interpreters, which takes seconds; see `preload=`")
+
+
+def _rank_start(
+    rank: int,
+    port: int,
+    sources: dict[str, list[str]],
+    *,
+    options: LaunchOptions,
+    environ: Mapping[str, str],
+    count: int,
+    hooks: tuple[str, ...],
+    name: str,
+    launch_id: str,
+) -> RankStart:
+    num_threads = choose_num_threads(environ, count)
+    variables = rank_variables(
+        launch_id=launch_id,
+        rank=rank,
+        nproc_per_node=count,
+        master_port=port,
+        num_threads=num_threads,
+        backend=options.backend,
+    )
+    return RankStart(
+        launch_id=launch_id,
+        rank=rank,
+        environ={**environ, **variables},
+        working_directory=os.getcwd(),
+        sys_path=list(sys.path),
+        argv=list(sys.argv),
+        num_threads=num_threads,
+        hooks=hooks,
+        sources=sources,
+        function_name=name,
+    )
+
+
+def _run_on(
+    server: RankServer,
+    make_start: Callable[..., RankStart],
+    count: int,
+    parcel_fd: int,
+    pump: OutputPump,
+    options: LaunchOptions,
+    name: str,
+    known: list[Any],
+) -> RankResults:
+    handles: list[RankHandle] = []
+    sources = collect_sources()
+    try:
+        with bind_listener() as listener:
+            port = listener.getsockname()[1]
+            starts = [make_start(rank, port, sources) for rank in range(count)]
+            with server.begin_job(starts[0].launch_id) as job:
+                wire.send(job, Start(STORE), [listener.fileno()])
+                listener.close()
+                for start in starts:
+                    handles.append(start_rank(job, start, parcel_fd))
+                Supervisor(job, handles, pump, options, name, known).run()
+        return RankResults([handle.parcels.pop() for handle in handles], known)
+    except wire.Closed as error:
+        raise LaunchError(
+            f"starting {count} ranks of `{name}`",
+            found=f"the rank server is gone: {server.describe_end()}",
+            fix="Launch again: a new one is started. If it happens again, memory is the usual cause",
+        ) from error
+    finally:
+        for handle in handles:
+            handle.close()

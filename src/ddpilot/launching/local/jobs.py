@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One launch inside the rank server: its store, its ranks, and their ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from ddpilot.launching.contract import LAUNCH_VARIABLE
+from ddpilot.launching.local import wire
+from ddpilot.launching.local.report import Exited
+
+STORE = -1
+"""Stands for the store process where a rank is asked for."""
+
+StartProcess = Callable[[Callable[[], Any], list[str], list[int]], int]
+
+
+@dataclass(frozen=True)
+class Start:
+    """Ask for a process: a rank (descriptors: control, stdout, stderr), or STORE (descriptor: listener)."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class Signal:
+    """Ask for a signal to the process groups of `ranks`."""
+
+    ranks: tuple[int, ...]
+    number: int
+    group: bool = True
+
+
+@dataclass(frozen=True)
+class Finish:
+    """Ask for the end of everything that is left; `Finished` is the answer."""
+
+
+@dataclass(frozen=True)
+class Started:
+    """A rank has a process now."""
+
+    rank: int
+    pid: int
+
+
+@dataclass(frozen=True)
+class Finished:
+    """No process of the launch is left. `num_leftovers`: how many had to be killed beside the store."""
+
+    num_leftovers: int
+
+
+class Job:
+    """The processes of one launch. They end with it, and it ends with the parent's end of `channel`."""
+
+    def __init__(self, launch_id: str, channel: socket.socket, start_process: StartProcess) -> None:
+        self.launch_id = launch_id
+        self._channel = channel
+        self._start_process = start_process
+        self._ranks: dict[int, int] = {}  # pid: rank
+        self._num_leftovers = 0
+        self._ending = False
+
+    def owns(self, pid: int) -> bool:
+        """Whether `pid` is the store or a rank of this launch, and not reaped yet."""
+        return pid in self._ranks
+
+    @property
+    def pids(self) -> set[int]:
+        """The processes that are not reaped yet."""
+        return set(self._ranks)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the launch was told to end and its recorded processes are reaped."""
+        return self._ending and not self._ranks
+
+    def close(self) -> None:
+        """Tell the parent that nothing is left."""
+        with contextlib.suppress(wire.Closed, OSError):
+            wire.send(self._channel, Finished(self._num_leftovers))
+        self._channel.close()
+
+    def handle(self, request: Any, fds: list[int]) -> None:
+        """Do what the parent asks."""
+        if isinstance(request, Start):
+            pid = self._start_process(lambda: _run(request.rank, fds), _argv(request.rank, fds), fds)
+            self._ranks[pid] = request.rank
+            self._tell(Started(request.rank, pid))
+        elif isinstance(request, Signal):
+            for pid, rank in self._ranks.items():
+                if rank in request.ranks:
+                    _signal(pid, request.number, request.group)
+        elif isinstance(request, Finish):
+            self._num_leftovers = sum(rank != STORE for rank in self._ranks.values())
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Kill whatever is left, at once."""
+        self._ending = True
+        for pid in self._ranks:
+            _signal(pid, signal.SIGKILL, True)
+
+    def end_process_group(self, pid: int) -> None:
+        """Kill what a rank that ended left in its process group. `pid` is not reaped yet, so the number is still its."""
+        _signal(pid, signal.SIGKILL, True)
+
+    def on_exit(self, pid: int, status: int, peak_memory_bytes: int, now: float) -> None:
+        """A process of this launch was reaped."""
+        rank = self._ranks.pop(pid)
+        if not self._ending:
+            self._tell(Exited(rank=rank, status=status, peak_memory_bytes=peak_memory_bytes, time_s=now))
+
+    def _tell(self, message: Any) -> None:
+        with contextlib.suppress(wire.Closed):  # the parent is gone: its end closes this launch
+            wire.send(self._channel, message)
+
+
+def _signal(pid: int, number: int, group: bool) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        (os.killpg if group else os.kill)(pid, number)
+
+
+def kill_orphans(recorded: set[int], launch_id: str | None) -> int:
+    """Kill adopted children of this process that are not `recorded`; return how many there were.
+
+    `launch_id`: only those that were started in that launch, since another one is still running.
+    """
+    found = 0
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            if child.pid in recorded or child.status() == psutil.STATUS_ZOMBIE:
+                continue
+            if launch_id is None or child.environ().get(LAUNCH_VARIABLE) == launch_id:
+                child.kill()
+                found += 1
+    return found
+
+
+def _run(rank: int, fds: list[int]) -> None:
+    if rank == STORE:
+        from ddpilot.launching.local.store import run_store
+
+        run_store(*fds)
+    from ddpilot.launching.local.rank import run_rank
+
+    run_rank(*fds)
+
+
+def _argv(rank: int, fds: list[int]) -> list[str]:
+    module, name = ("store", "run_store") if rank == STORE else ("rank", "run_rank")
+    code = (
+        f"import sys, json; sys.path[:] = json.loads(sys.argv.pop()); "
+        f"from ddpilot.launching.local.{module} import {name}; {name}(*{fds!r})"
+    )
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return [sys.executable, *flags, "-c", code, json.dumps(sys.path)]

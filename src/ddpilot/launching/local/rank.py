@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank process, from its first instruction to its exit."""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import os
+import random
+import socket
+import sys
+import threading
+import time
+import traceback
+import types
+from importlib.machinery import ModuleSpec
+from typing import Any, NoReturn
+
+from ddpilot.errors import DdpilotError
+from ddpilot.launching.local import wire
+from ddpilot.launching.local.process import write_to
+from ddpilot.launching.local.report import Raised, RankStart, Returned
+from ddpilot.launching.shipping.blame import ship
+from ddpilot.launching.shipping.pickling import open_parcel, pack_parcel
+from ddpilot.launching.shipping.sources import install_sources
+from ddpilot.launching.victims import is_victim
+
+PARCEL_VARIABLE = "DDPILOT_PARCEL"
+_MAX_TEXT_CHARS = 100_000
+
+
+def run_rank(control_fd: int, out_fd: int, err_fd: int) -> NoReturn:
+    """Be a rank: read who this is from `control_fd`, run the function, send its value or its exception, exit."""
+    write_to(out_fd, err_fd)
+    control = socket.socket(fileno=control_fd)
+    try:
+        start, (parcel_fd,) = wire.receive(control)
+    except wire.Closed:  # the parent gave up before this rank began
+        os._exit(1)
+    code = _run(start, parcel_fd, control)
+    _finish(code)
+
+
+def _run(start: RankStart, parcel_fd: int, control: socket.socket) -> int:
+    known: list[Any] = []
+    try:
+        _become(start, parcel_fd)
+        threading.Thread(target=_obey, args=(control,), name="ddpilot-control", daemon=True).start()
+        (function, args, kwargs), known = open_parcel(parcel_fd)
+        _bind(known)
+        value = function(*args, **kwargs)
+        _send_value(control, start, value, known)
+    except BaseException as error:  # every way out of the user's function is reported to the parent
+        return _send_error(control, start, error, known)
+    return 0
+
+
+def _become(start: RankStart, parcel_fd: int) -> None:
+    """Take the parent's environment, directory, path and arguments; fresh random states; an empty ``__main__``."""
+    os.environ.clear()
+    os.environ.update(start.environ)
+    os.environ[PARCEL_VARIABLE] = f"/proc/{os.getpid()}/fd/{parcel_fd}"
+    os.chdir(start.working_directory)
+    sys.path[:] = start.sys_path
+    sys.argv[:] = start.argv
+    importlib.invalidate_caches()
+    install_sources(start.sources)
+    main = types.ModuleType("__main__")
+    # DataLoader workers that are not forked import this module as their __main__, which opens the parcel again.
+    main.__spec__ = ModuleSpec("ddpilot.launching.local.worker_main", None)
+    sys.modules["__main__"] = main
+
+    import torch
+
+    torch.set_num_threads(start.num_threads)
+    random.seed()
+    torch.seed()  # type: ignore[no-untyped-call]
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+
+    from ddpilot.group.rendezvous import number_env_rendezvous
+
+    number_env_rendezvous(start.environ["MASTER_ADDR"], int(start.environ["MASTER_PORT"]))
+    for hook in start.hooks:
+        module, _, name = hook.partition(":")
+        getattr(importlib.import_module(module), name)(start)
+
+
+def _bind(definitions: list[Any]) -> None:
+    """Make what was shipped importable from ``__main__``, where pickles made by ranks look for it."""
+    main = sys.modules["__main__"]
+    for definition in definitions:
+        if "." not in definition.__qualname__:
+            setattr(main, definition.__qualname__, definition)
+
+
+def _obey(control: socket.socket) -> None:
+    """Do what the parent asks while the main thread may be stuck in C++. The parent's end closes this thread."""
+    from ddpilot.group.free import free_group
+
+    while True:
+        try:
+            request, fds = wire.receive(control)
+        except wire.Closed:
+            return
+        wire.close_all(fds)
+        if request == "free":
+            free_group()
+
+
+def _send_value(control: socket.socket, start: RankStart, value: Any, known: list[Any]) -> None:
+    did = f"sending what {start.function_name} returned back to the parent"
+    fd, _ = ship("ddpilot-result", {"result": value}, value, did=did, known=known, rank=start.rank)
+    try:
+        wire.send(control, Returned(time.monotonic()), [fd])
+    finally:
+        os.close(fd)
+
+
+def _send_error(control: socket.socket, start: RankStart, error: BaseException, known: list[Any]) -> int:
+    now = time.monotonic()
+    exitcode = 1
+    if isinstance(error, SystemExit):
+        exitcode = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if exitcode == 0:
+            _send_value(control, start, None, known)
+            return 0
+    report = Raised(
+        time_s=now,
+        type_name=type(error).__qualname__,
+        message=str(error)[:_MAX_TEXT_CHARS],
+        traceback=_user_traceback(error)[-_MAX_TEXT_CHARS:],
+        is_victim=is_victim(error),
+        interrupted=isinstance(error, KeyboardInterrupt),
+        exitcode=exitcode & 0xFF,
+    )
+    try:
+        fds = [pack_parcel("ddpilot-error", error, known)[0]]
+    except Exception as unpicklable:  # its text travels all the same
+        print(f"ddpilot: {type(error).__name__} cannot be pickled: {unpicklable}", file=sys.stderr)
+        fds = []
+    try:
+        wire.send(control, report, fds)
+    except wire.Closed:
+        traceback.print_exception(error)
+    wire.close_all(fds)
+    return report.exitcode
+
+
+def _user_traceback(error: BaseException) -> str:
+    """The traceback without the frames of this package that lead to the user's function."""
+    frames = error.__traceback__
+    own = os.path.dirname(os.path.dirname(__file__)) + os.sep
+    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(own):
+        frames = frames.tb_next
+    if frames is None and isinstance(error, DdpilotError):
+        return ""  # raised by ddpilot itself: the message says it all
+    return "".join(traceback.TracebackException(type(error), error, frames).format())
+
+
+def _finish(exitcode: int) -> NoReturn:
+    """Wait for the user's threads, run exit handlers, flush, and leave without C++ destructors.
+
+    gloo's and NCCL's static destructors can abort a process that did not destroy its groups.
+    """
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+    except BaseException:
+        traceback.print_exc()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):  # the user's function closed it
+            continue
+    os._exit(exitcode)

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rank server: a process that has imported torch, used nothing of it, and forks ranks.
+
+It is exec'ed by the parent in a session of its own, serves one parent over an inherited socket, and ends with it. It
+is not `multiprocessing.forkserver`, which is one per process, re-imports the user's ``__main__``, changes the ranks'
+default start method and leaves ranks behind when the parent is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from ddpilot.launching.local import wire
+from ddpilot.launching.local.clean import CleanWatch
+from ddpilot.launching.local.jobs import Job, kill_orphans
+from ddpilot.launching.local.process import adopt_orphans, become_process_of
+from ddpilot.launching.local.report import Hello
+
+_IDLE_IMPORTS = ("torch._dynamo",)
+"""Imported when nothing runs, since the first optimizer of a process imports it anyway (0.9 to 1.3 s measured)."""
+
+
+def serve(channel_fd: int, parent_pid: int, preload: tuple[str, ...], may_fork: bool) -> NoReturn:
+    """Import, say hello, and serve until the parent is gone."""
+    channel = socket.socket(fileno=channel_fd)
+    adopt_orphans()
+    clean = CleanWatch()
+    failed = None
+    for name in ("torch", "torch.distributed", "ddpilot.launching.local.rank", "ddpilot.launching.local.store"):
+        importlib.import_module(name)
+    clean.begin()
+    for name in preload:
+        try:
+            importlib.import_module(name)
+        except BaseException:  # a module may raise anything; the parent turns it into an error
+            failed = (name, traceback.format_exc())
+            break
+        clean.check(name)
+    hello = Hello(pid=os.getpid(), dirty=clean.dirty, failed=failed, files=_files_of_modules())
+    try:
+        wire.send(channel, hello)
+        Server(channel, parent_pid, clean, may_fork and clean.dirty is None).run()
+    except wire.Closed:
+        os._exit(0)
+
+
+def _files_of_modules() -> dict[str, tuple[int, int]]:
+    found = {}
+    for module in list(sys.modules.values()):
+        path = getattr(module, "__file__", None)
+        if isinstance(path, str) and path.endswith(".py") and os.path.exists(path):
+            stat = os.stat(path)
+            found[path] = (stat.st_mtime_ns, stat.st_size)
+    return found
+
+
+class Server:
+    """The loop: requests of jobs, ends of processes, the end of the parent."""
+
+    def __init__(self, channel: socket.socket, parent_pid: int, clean: CleanWatch, may_fork: bool) -> None:
+        self._channel = channel
+        self._clean = clean
+        self._may_fork = may_fork
+        self._jobs: dict[socket.socket, Job] = {}
+        self._idle_imports = list(_IDLE_IMPORTS) if may_fork else []
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(channel, selectors.EVENT_READ, self._on_channel)
+        self._wake_reader, self._wake_writer = os.pipe()
+        self._parent_fd = os.pidfd_open(parent_pid) if hasattr(os, "pidfd_open") else None
+        self._parent_pid = parent_pid
+        self._served_one = False
+
+    def run(self) -> NoReturn:
+        """Serve. Signals of children wake the loop through a pipe."""
+        os.set_blocking(self._wake_writer, False)
+        os.set_blocking(self._wake_reader, False)
+        signal.set_wakeup_fd(self._wake_writer, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self._selector.register(self._wake_reader, selectors.EVENT_READ, self._on_child)
+        if self._parent_fd is not None:  # a fork of the parent may hold its socket open after its death
+            self._selector.register(self._parent_fd, selectors.EVENT_READ, self._on_parent_end)
+        gc.collect()
+        gc.freeze()
+        while True:
+            idle = not self._jobs
+            wait_s = 0.05 if idle and self._idle_imports and self._served_one else 0.5
+            events = self._selector.select(wait_s)
+            for key, _ in events:
+                key.data()
+            if self._parent_fd is None and os.getppid() != self._parent_pid:
+                self._on_parent_end()
+            if not events and idle and self._served_one and self._idle_imports:
+                self._import_while_idle()
+            self._sweep()
+
+    def _import_while_idle(self) -> None:
+        name = self._idle_imports.pop(0)
+        importlib.import_module(name)
+        self._clean.check(name)
+        self._may_fork = self._may_fork and self._clean.dirty is None
+        gc.collect()
+        gc.freeze()
+
+    def _on_channel(self) -> None:
+        try:
+            launch_id, (fd,) = wire.receive(self._channel)
+        except wire.Closed:
+            self._on_parent_end()
+        job_channel = socket.socket(fileno=fd)
+        self._jobs[job_channel] = Job(launch_id, job_channel, self._start_process)
+        self._selector.register(job_channel, selectors.EVENT_READ, lambda: self._on_job(job_channel))
+        self._served_one = True
+
+    def _on_job(self, channel: socket.socket) -> None:
+        try:
+            request, fds = wire.receive(channel)
+        except wire.Closed:
+            self._jobs[channel].abandon()
+            self._selector.unregister(channel)
+            return
+        try:
+            self._jobs[channel].handle(request, fds)
+        finally:
+            wire.close_all(fds)
+
+    def _on_child(self) -> None:
+        while True:
+            try:
+                os.read(self._wake_reader, 4096)
+            except BlockingIOError:
+                break
+        while True:
+            try:
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return
+            if ended is None:
+                return
+            now = time.monotonic()
+            owner = next((job for job in self._jobs.values() if job.owns(ended.si_pid)), None)
+            if owner is not None:
+                owner.end_process_group(ended.si_pid)
+            _, status, usage = os.wait4(ended.si_pid, 0)
+            if owner is not None:
+                owner.on_exit(ended.si_pid, status, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024), now)
+
+    def _sweep(self) -> None:
+        for channel, job in list(self._jobs.items()):
+            if not job.has_ended:
+                continue
+            recorded = set().union(*(each.pids for each in self._jobs.values()))
+            if kill_orphans(recorded, job.launch_id if len(self._jobs) > 1 else None):
+                continue  # their end wakes the loop again
+            del self._jobs[channel]
+            if channel in self._selector.get_map():
+                self._selector.unregister(channel)
+            job.close()
+
+    def _on_parent_end(self) -> NoReturn:
+        for job in self._jobs.values():
+            job.abandon()
+        deadline = time.monotonic() + 2.0
+        while self._jobs and time.monotonic() < deadline:
+            self._on_child()
+            self._sweep()
+            time.sleep(0.005)
+        os._exit(0)
+
+    def _start_process(self, run: Callable[[], Any], argv: list[str], fds: list[int]) -> int:
+        """Fork `run`, or where forking is not safe exec a fresh interpreter with `argv`; return the pid."""
+        server_pid = os.getpid()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # OpenBLAS has a thread, and survives a fork
+            pid = os.fork()
+        if pid:
+            with contextlib.suppress(PermissionError, ProcessLookupError):  # the child has done it, or is gone
+                os.setpgid(pid, pid)
+            return pid
+        try:
+            become_process_of(server_pid)
+            if not self._may_fork:
+                for fd in fds:
+                    os.set_inheritable(fd, True)
+                os.execv(sys.executable, argv)
+            self._close_in_child()
+            run()
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(70)
+
+    def _close_in_child(self) -> None:
+        """A rank holds no end of the server's sockets and pipes."""
+        self._selector.close()
+        for channel in (self._channel, *self._jobs):
+            channel.close()
+        for fd in (self._wake_reader, self._wake_writer, self._parent_fd):
+            if fd is not None:
+                os.close(fd)

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The store process of a launch: torch's TCPStore on a socket that the parent bound to loopback, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from typing import NoReturn
+
+
+def run_store(listen_fd: int) -> NoReturn:
+    """Serve the store until this process is killed."""
+    from torch.distributed import TCPStore
+
+    with socket.socket(fileno=os.dup(listen_fd)) as listener:
+        host, port = listener.getsockname()
+    store = TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=listen_fd)
+    while store is not None:
+        signal.pause()
+    raise AssertionError("unreachable")
+
+
+def bind_listener() -> socket.socket:
+    """A socket that listens on a free port of 127.0.0.1; nobody can take the port in between."""
+    return socket.create_server(("127.0.0.1", 0), backlog=1024)

@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parent's loop over a running launch: outputs, outcomes, failures, the stop button, the end."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Sequence
+
+from ddpilot.errors import LaunchError, LaunchInterrupted, LaunchTimeoutError
+from ddpilot.findings.words import render_ranks
+from ddpilot.launching.failures import Failure, build_error, choose_failure
+from ddpilot.launching.interrupts import InterruptCatcher
+from ddpilot.launching.local import wire
+from ddpilot.launching.local.handles import RankHandle
+from ddpilot.launching.local.jobs import STORE, Finish, Finished, Signal, Started
+from ddpilot.launching.local.process import STACKS_SIGNAL
+from ddpilot.launching.local.report import Exited, Raised, Returned
+from ddpilot.launching.options import LaunchOptions
+from ddpilot.launching.output.pump import OutputPump
+from ddpilot.launching.shipping.pickling import open_parcel
+
+_TERM_GRACE_S = 1.0
+_FREE_GRACE_S = 1.0
+_STACKS_S = 0.3
+_SLOW_EXIT_NOTICE_S = 5.0
+
+
+class Supervisor:
+    """Runs one launch to its end. `known`: what the parent shipped by value, in the parcel's order."""
+
+    def __init__(
+        self,
+        job: socket.socket,
+        handles: Sequence[RankHandle],
+        pump: OutputPump,
+        options: LaunchOptions,
+        function_name: str,
+        known: Sequence[object],
+    ) -> None:
+        self._job = job
+        self._handles = handles
+        self._pump = pump
+        self._options = options
+        self._function_name = function_name
+        self._known = known
+        self._selector = selectors.DefaultSelector()
+        self._failures: list[Failure] = []
+        self._ending: BaseException | None = None
+        self._steps: list[tuple[float, str]] = []  # what to do next while ending: (when, action)
+        self._finish_sent = False
+        self._finished = False
+        self._num_interrupts = 0
+        self._timeout_at_s = float("inf") if options.timeout_s is None else time.monotonic() + options.timeout_s
+
+    def run(self) -> None:
+        """Wait for the end of every rank. Raises RankError, LaunchTimeoutError, LaunchInterrupted or LaunchError.
+
+        When it returns or raises, no process of the launch is left.
+        """
+        with self._selector, InterruptCatcher() as interrupts:
+            self._selector.register(interrupts.fd, selectors.EVENT_READ, interrupts.clear)
+            self._selector.register(self._job, selectors.EVENT_READ, self._on_job)
+            for handle in self._handles:
+                self._watch(handle)
+            while not self._finished:
+                for key, _ in self._selector.select(self._wait_s()):
+                    key.data()
+                now = time.monotonic()
+                self._pump.show(now)
+                self._on_interrupts(interrupts.count, now)
+                self._judge(now)
+                self._step(now)
+        self._pump.close()
+        if self._ending is not None:
+            self._raise()
+
+    def _raise(self) -> None:
+        assert self._ending is not None
+        if isinstance(self._ending, LaunchInterrupted):
+            if all(handle.returned is not None for handle in self._handles):
+                return  # the function took the interrupt as its cue and returned
+            raise LaunchInterrupted(f"the launch of `{self._function_name}` was stopped: {self._describe_ends()}")
+        raise self._ending
+
+    def _watch(self, handle: RankHandle) -> None:
+        self._selector.register(handle.control, selectors.EVENT_READ, lambda: self._on_control(handle))
+        for stream, fd in handle.pipes.items():
+            self._selector.register(fd, selectors.EVENT_READ, lambda stream=stream: self._on_pipe(handle, stream))
+
+    def _wait_s(self) -> float:
+        now = time.monotonic()
+        dues = [self._pump.next_due_s(), self._timeout_at_s, *(when for when, _ in self._steps[:1])]
+        if self._failures and self._ending is None:
+            dues.append(now + 0.02)
+        return max(0.0, min([1.0, *(due - now for due in dues if due is not None)]))
+
+    # what comes in
+
+    def _on_job(self) -> None:
+        try:
+            message, _ = wire.receive(self._job)
+        except wire.Closed:
+            message = Finished(0)
+            if self._ending is None:
+                self._ending = LaunchError(
+                    f"running `{self._function_name}`",
+                    found="the rank server ended, and the ranks with it",
+                    fix="If nobody killed it, the kernel's OOM killer is the usual cause; launch again",
+                )
+        if isinstance(message, Started) and message.rank != STORE:
+            self._handles[message.rank].pid = message.pid
+        elif isinstance(message, Exited) and message.rank != STORE:
+            self._on_exit(self._handles[message.rank], message)
+        elif isinstance(message, Finished):
+            self._finished = True
+
+    def _on_control(self, handle: RankHandle) -> None:
+        try:
+            message, fds = wire.receive(handle.control)
+        except wire.Closed:
+            self._selector.unregister(handle.control)
+            return
+        handle.parcels.extend(fds)
+        if isinstance(message, Returned):
+            handle.returned = message
+            handle.exited_notice_at_s = time.monotonic() + _SLOW_EXIT_NOTICE_S
+        elif isinstance(message, Raised):
+            handle.raised = message
+            self._add_failure(handle)
+
+    def _on_pipe(self, handle: RankHandle, stream: str) -> None:
+        if not self._pump.read(handle.pipes[stream], handle.rank, stream, time.monotonic()):
+            self._close_pipe(handle, stream)
+
+    def _close_pipe(self, handle: RankHandle, stream: str) -> None:
+        fd = handle.pipes.pop(stream)
+        self._selector.unregister(fd)
+        os.close(fd)
+
+    def _on_exit(self, handle: RankHandle, exited: Exited) -> None:
+        while handle.control in self._selector.get_map():
+            self._on_control(handle)  # what it said before it ended
+        handle.exited = exited
+        for stream, fd in list(handle.pipes.items()):
+            self._pump.drain(fd, handle.rank, stream, time.monotonic())
+            self._close_pipe(handle, stream)
+        if handle.returned is None and handle.raised is None:
+            self._add_failure(handle)
+        elif handle.returned is not None and exited.signal_name is not None and self._ending is None:
+            self._pump.display.note(f"rank {handle.rank} returned, then died of {exited.signal_name} while exiting")
+        if not any(each.is_live for each in self._handles):
+            self._finish()
+
+    def _add_failure(self, handle: RankHandle) -> None:
+        if self._ending is not None:
+            return
+        error = self._open_error(handle)
+        self._failures.append(
+            Failure(rank=handle.rank, raised=handle.raised, exited=handle.exited, error=error, since_s=time.monotonic())
+        )
+
+    def _open_error(self, handle: RankHandle) -> BaseException | None:
+        if handle.raised is None or not handle.parcels:
+            return None
+        try:
+            error, _ = open_parcel(handle.parcels[0], self._known)
+        except Exception as failure:  # the exception's own code runs: its text is in the report all the same
+            self._pump.display.note(f"rank {handle.rank}'s exception could not be rebuilt here: {failure!r}")
+            return None
+        return error if isinstance(error, BaseException) else None
+
+    # what is done about it
+
+    def _judge(self, now: float) -> None:
+        if self._ending is not None:
+            return
+        chosen = choose_failure(self._failures, now)
+        if chosen is not None:
+            others = [failure.rank for failure in self._failures if failure is not chosen and failure.is_victim]
+            returned = [handle.rank for handle in self._handles if handle.returned is not None]
+            self._drain_output(chosen.rank)
+            self._ending = build_error(
+                chosen,
+                function_name=self._function_name,
+                num_ranks=len(self._handles),
+                last_lines=self._pump.last_lines(chosen.rank),
+                victims=others,
+                returned=returned,
+            )
+            self._steps = [(now, "terminate"), (now + _TERM_GRACE_S, "kill")]
+        elif now >= self._timeout_at_s:
+            self._ending = self._timeout_error()
+            self._steps = [
+                (now, "stacks"),
+                (now + _STACKS_S, "terminate"),
+                (now + _STACKS_S + _TERM_GRACE_S, "kill"),
+            ]
+
+    def _drain_output(self, rank: int) -> None:
+        """A rank that raised wrote its last lines before it reported."""
+        handle = self._handles[rank]
+        for stream, fd in handle.pipes.items():
+            self._pump.drain(fd, rank, stream, time.monotonic())
+            os.set_blocking(fd, True)
+
+    def _timeout_error(self) -> LaunchTimeoutError:
+        late = [handle.rank for handle in self._handles if handle.returned is None]
+        return LaunchTimeoutError(
+            f"running `{self._function_name}` on {len(self._handles)} ranks",
+            found=f"{render_ranks(late)} had not returned after `timeout_s={self._options.timeout_s}`",
+            fix="Their Python stacks are in the output above; raise the limit if they were only slow",
+        )
+
+    def _on_interrupts(self, count: int, now: float) -> None:
+        if count == self._num_interrupts or self._finish_sent:
+            return
+        self._num_interrupts = count
+        if self._ending is None:
+            self._ending = LaunchInterrupted()
+            free_at = now + self._options.stop_grace_s
+            self._steps = [(now, "interrupt"), (free_at, "free"), (free_at + _FREE_GRACE_S, "kill")]
+        else:
+            self._steps = [(now, "kill")]
+
+    def _step(self, now: float) -> None:
+        while self._steps and self._steps[0][0] <= now:
+            self._act(self._steps.pop(0)[1])
+        for handle in self._handles:
+            if handle.is_live and handle.exited_notice_at_s is not None and now >= handle.exited_notice_at_s:
+                handle.exited_notice_at_s = None
+                self._pump.display.note(
+                    f"rank {handle.rank} returned and is still running: a thread or an exit handler"
+                )
+
+    def _act(self, action: str) -> None:
+        live = tuple(handle.rank for handle in self._handles if handle.is_live)
+        if not live:
+            return
+        say = self._pump.display.note
+        if action == "interrupt":
+            grace = self._options.stop_grace_s
+            say(f"interrupting {render_ranks(live)}; they have {grace:g} s (interrupt again to kill them now)")
+            self._ask(Signal(live, signal.SIGINT, group=False))
+        elif action == "free":
+            say(f"{render_ranks(live)} did not end; freeing the process group under them")
+            for rank in live:
+                try:
+                    wire.send(self._handles[rank].control, "free")
+                except wire.Closed:
+                    continue
+        elif action == "stacks":
+            self._ask(Signal(live, STACKS_SIGNAL, group=False))
+        elif action == "terminate":
+            self._ask(Signal(live, signal.SIGTERM))
+        else:
+            if isinstance(self._ending, LaunchInterrupted):
+                say(f"killing {render_ranks(live)}")
+            self._ask(Signal(live, signal.SIGKILL))
+
+    def _finish(self) -> None:
+        if not self._finish_sent:
+            self._finish_sent = True
+            self._judge(float("inf") if self._failures else time.monotonic())
+            self._ask(Finish())
+
+    def _ask(self, request: Signal | Finish) -> None:
+        try:
+            wire.send(self._job, request)
+        except wire.Closed:  # the loop reads its end next
+            return
+
+    def _describe_ends(self) -> str:
+        return "; ".join(f"rank {handle.rank} {_describe_end(handle)}" for handle in self._handles)
+
+
+def _describe_end(handle: RankHandle) -> str:
+    if handle.returned is not None:
+        return "returned"
+    if handle.raised is not None:
+        return "ended at KeyboardInterrupt" if handle.raised.interrupted else f"raised {handle.raised.type_name}"
+    if handle.exited is None:
+        return "was never started"
+    return f"was ended by {handle.exited.signal_name or f'exit code {handle.exited.exitcode}'}"

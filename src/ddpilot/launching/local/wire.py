@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages with file descriptors over a Unix stream socket, between processes of one launch.
+
+A frame is 8 bytes (length of the body, number of descriptors; both network order) and a pickled body. The descriptors
+ride on the first byte. Sockets are made by `socket.socketpair` and inherited: no address, nobody else can connect.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import pickle
+import socket
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+_HEADER = struct.Struct("!II")
+_MAX_FDS = 16
+
+
+class Closed(Exception):  # noqa: N818  # a state, not a failure
+    """The other end is gone."""
+
+
+def send(channel: socket.socket, body: Any, fds: Sequence[int] = ()) -> None:
+    """Send one frame; `fds` stay open here. Raises Closed when the other end is gone."""
+    data = pickle.dumps(body)
+    if len(fds) > _MAX_FDS:
+        raise ValueError(f"{len(fds)} descriptors in one frame, at most {_MAX_FDS}")
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+    try:
+        header = _HEADER.pack(len(data), len(fds))
+        sent = channel.sendmsg([header], rights)
+        channel.sendall(header[sent:] + data)
+    except (BrokenPipeError, ConnectionResetError) as error:
+        raise Closed from error
+
+
+def receive(channel: socket.socket) -> tuple[Any, list[int]]:
+    """The next frame and its descriptors, which the caller owns. Waits for it. Raises Closed at the end."""
+    fds: list[int] = []
+    try:
+        head = _receive_exactly(channel, _HEADER.size, fds)
+        length, num_fds = _HEADER.unpack(head)
+        body = pickle.loads(_receive_exactly(channel, length, fds))
+    except (Closed, ConnectionResetError) as error:
+        close_all(fds)
+        raise Closed from error
+    if len(fds) != num_fds:
+        close_all(fds)
+        raise OSError(f"{num_fds} descriptors were sent and {len(fds)} came: the limit of open files is reached")
+    return body, fds
+
+
+def _receive_exactly(channel: socket.socket, size_bytes: int, fds: list[int]) -> bytes:
+    parts = bytearray()
+    while len(parts) < size_bytes:
+        data, ancillary, _, _ = channel.recvmsg(
+            size_bytes - len(parts), socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
+        )
+        for level, kind, payload in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                received = array.array("i")
+                received.frombytes(payload[: len(payload) - len(payload) % received.itemsize])
+                for fd in received:
+                    os.set_inheritable(fd, False)
+                fds.extend(received)
+        if not data:
+            raise Closed
+        parts += data
+    return bytes(parts)
+
+
+def close_all(fds: Sequence[int]) -> None:
+    """Close descriptors that were received."""
+    for fd in fds:
+        os.close(fd)

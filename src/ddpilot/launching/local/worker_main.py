@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ``__main__`` of processes that a rank starts with multiprocessing's "spawn" or "forkserver" method.
+
+They look for classes and functions from cells in ``__main__``, so the rank's parcel is opened once more here.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+
+def _shipped_definitions() -> dict[str, Any]:
+    from ddpilot.launching.local.rank import PARCEL_VARIABLE
+    from ddpilot.launching.shipping.pickling import open_parcel
+
+    fd = os.open(os.environ[PARCEL_VARIABLE], os.O_RDONLY)
+    try:
+        _, definitions = open_parcel(fd)
+    finally:
+        os.close(fd)
+    return {each.__qualname__: each for each in definitions if "." not in each.__qualname__}
+
+
+if __name__ == "__mp_main__":
+    globals().update(_shipped_definitions())

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a launch can be told, checked when it is said."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from ddpilot.errors import LaunchError
+
+Output = Literal["labelled", "rank_zero", "silent"]
+StartMethod = Literal["auto", "fork", "spawn"]
+_COUNT_WORDS = ("auto", "cpu", "gpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions:
+    """Options of one launch on this machine. Raises LaunchError for a value that cannot be meant."""
+
+    nproc_per_node: int | str = "auto"
+    """Number of ranks. "auto": the visible accelerators, else 1 with a hint; "gpu": the visible accelerators, at least
+    one; "cpu": the cores that this process may use."""
+
+    backend: str | None = None
+    """Backend that `init_group()` uses where it is given none ("gloo", "nccl", "cpu:gloo,cuda:nccl"); None chooses."""
+
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of the ranks, on top of the parent's."""
+
+    timeout_s: float | None = None
+    """Seconds that the whole launch may take; the ranks' Python stacks are printed when it is over. None: no limit."""
+
+    preload: tuple[str, ...] = ()
+    """Modules that the rank server imports before it forks, so that ranks need not. One that starts threads or touches
+    CUDA on import makes forking unsafe: that is said, and ranks are started as fresh interpreters instead."""
+
+    output: Output = "labelled"
+    """What is shown of the ranks' output: "labelled" all of it with the rank in front, "rank_zero" only rank 0's and
+    without label, "silent" nothing (an error still carries its rank's last lines)."""
+
+    output_limit_bytes: int | None = None
+    """Bytes shown of each rank's output before the rest is only counted; None: 1 MB in a notebook, else no limit."""
+
+    stop_grace_s: float = 5.0
+    """Seconds that ranks have after Ctrl-C or the stop button, for instance to save a checkpoint, before the group is
+    freed under them; one second later they are killed."""
+
+    start_method: StartMethod = "auto"
+    """"fork" from the rank server, "spawn" a fresh interpreter per rank (slower, the same otherwise), or "auto": fork
+    where the server is clean."""
+
+    def __post_init__(self) -> None:
+        count = self.nproc_per_node
+        is_count = isinstance(count, int) and not isinstance(count, bool) and count >= 1
+        if not is_count and count not in _COUNT_WORDS:
+            raise LaunchError(
+                "reading `nproc_per_node`",
+                found=f"{count!r}",
+                fix='Give a number of ranks from 1 on, or "auto", "gpu" or "cpu"',
+            )
+        for name, value in (("timeout_s", self.timeout_s), ("stop_grace_s", self.stop_grace_s)):
+            if value is not None and not value > 0:
+                raise LaunchError(f"reading `{name}`", found=f"{value!r}", fix="Give seconds, more than 0")
+        self._check_choice("output", self.output, get_args(Output))
+        self._check_choice("start_method", self.start_method, get_args(StartMethod))
+        if isinstance(self.preload, str):
+            raise LaunchError(
+                "reading `preload`", found=f"{self.preload!r}", fix=f"Write `preload=({self.preload!r},)`"
+            )
+        for key, text in self.env.items():
+            if not isinstance(key, str) or not isinstance(text, str) or "=" in key or "\0" in key + text:
+                raise LaunchError(
+                    "reading `env`",
+                    found=f"{key!r}: {text!r}",
+                    fix="Names and values are text, without NUL; no = in names",
+                )
+
+    def _check_choice(self, name: str, value: object, choices: tuple[str, ...]) -> None:
+        if value not in choices:
+            known = ", ".join(f'"{choice}"' for choice in choices)
+            raise LaunchError(f"reading `{name}`", found=f"{value!r}", fix=f"Give one of {known}")

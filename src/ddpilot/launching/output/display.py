@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write ranks' lines to the parent's stdout and stderr, labelled; one progress bar, rank 0's, below them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TextIO
+
+from ddpilot.findings.words import render_ranks
+from ddpilot.launching.options import Output
+
+_NOTEBOOK_LIMIT_BYTES = 1_000_000
+
+
+class Display:
+    """Where ranks' output is shown. Streams are the parent's `sys.stdout` and `sys.stderr` as they are now."""
+
+    def __init__(self, mode: Output, limit_bytes: int | None) -> None:
+        self._mode = mode
+        self._streams: dict[str, TextIO] = {"stdout": sys.stdout, "stderr": sys.stderr}
+        self._limit_bytes = limit_bytes if limit_bytes is not None else _default_limit_bytes()
+        self._shown_bytes: dict[int, int] = {}
+        self._hidden_bytes: dict[int, int] = {}
+        self._bar: tuple[str, str] | None = None  # stream, text
+
+    def hides(self, rank: int) -> bool:
+        """Whether nothing more of `rank` will be shown, so that its output need not be cut into lines."""
+        is_over = self._limit_bytes is not None and self._shown_bytes.get(rank, 0) > self._limit_bytes
+        return is_over or self._mode == "silent" or (self._mode == "rank_zero" and rank != 0)
+
+    def count_hidden(self, rank: int, num_bytes: int) -> None:
+        """Remember that `num_bytes` of `rank` were not shown because of the limit."""
+        if self._mode == "labelled" or (self._mode == "rank_zero" and rank == 0):
+            self._hidden_bytes[rank] = self._hidden_bytes.get(rank, 0) + num_bytes
+
+    def line(self, ranks: Sequence[int], stream: str, text: str) -> None:
+        """Show one line of `ranks`."""
+        for rank in ranks:
+            self._shown_bytes[rank] = self._shown_bytes.get(rank, 0) + len(text) + 1
+        label = f"[{render_ranks(sorted(ranks))}] " if self._mode == "labelled" else ""
+        self._write(stream, f"{label}{text}\n")
+
+    def progress(self, stream: str, text: str) -> None:
+        """Redraw rank 0's bar."""
+        self._erase_bar()
+        shown = f"[rank 0] {text}" if self._mode == "labelled" else text
+        self._bar = (stream, shown)
+        self._streams[stream].write(f"\r{shown}")
+        self._streams[stream].flush()
+
+    def end_progress(self, stream: str, text: str) -> None:
+        """Leave rank 0's finished bar standing."""
+        self.progress(stream, text)
+        self._bar = None
+        self._streams[stream].write("\n")
+
+    def note(self, text: str) -> None:
+        """Say something of ddpilot's own, on stderr, whatever the mode."""
+        self._write("stderr", f"ddpilot: {text}\n")
+
+    def close(self) -> None:
+        """End the bar's line and say what was not shown."""
+        if self._bar is not None:
+            self._streams[self._bar[0]].write("\n")
+            self._bar = None
+        for rank, num_bytes in sorted(self._hidden_bytes.items()):
+            self.note(
+                f"{num_bytes / 1e6:.1f} MB more output of rank {rank} not shown "
+                f"(limit {self._limit_bytes} bytes per rank, `output_limit_bytes=`)"
+            )
+        for stream in self._streams.values():
+            stream.flush()
+
+    def _write(self, stream: str, text: str) -> None:
+        bar = self._bar
+        self._erase_bar()
+        self._streams[stream].write(text)
+        if bar is not None:
+            self._bar = bar
+            self._streams[bar[0]].write(f"\r{bar[1]}")
+
+    def _erase_bar(self) -> None:
+        if self._bar is not None:
+            stream, shown = self._bar
+            self._streams[stream].write("\r" + " " * len(shown) + "\r")
+            self._bar = None
+
+
+def _default_limit_bytes() -> int | None:
+    in_notebook = type(sys.stdout).__module__.partition(".")[0] == "ipykernel"
+    return _NOTEBOOK_LIMIT_BYTES if in_notebook else None

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cut a stream of bytes into lines and progress-bar updates."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_MAX_LINE_BYTES = 64 * 1024
+_CURSOR_MOVES = re.compile(rb"\x1b\[\d*[A-HJK]")  # nested bars move the cursor, which lines of other ranks would break
+
+
+@dataclass(frozen=True)
+class Line:
+    """A finished line without its end. `is_progress`: the last state of a bar that redrew itself."""
+
+    text: str
+    is_progress: bool = False
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a bar that redraws itself with carriage returns shows now."""
+
+    text: str
+
+
+class LineSplitter:
+    """Cuts the bytes of one stream of one rank. Memory is bounded: a line over 64 KiB is cut into pieces."""
+
+    def __init__(self) -> None:
+        self._pending = b""
+
+    def feed(self, data: bytes) -> list[Line | Progress]:
+        """The lines that `data` completes, and the bar that it leaves unfinished."""
+        without_moves = _CURSOR_MOVES.sub(b"", data)
+        moved = len(without_moves) != len(data)
+        *complete, rest = (self._pending + without_moves).split(b"\n")
+        found: list[Line | Progress] = [_line(raw) for raw in complete if not (moved and not raw.strip())]
+        while len(rest) > _MAX_LINE_BYTES and b"\r" not in rest:
+            found.append(_line(rest[:_MAX_LINE_BYTES]))
+            rest = rest[_MAX_LINE_BYTES:]
+        if b"\r" in rest:
+            shown = _last_segment(rest)
+            if shown:
+                found.append(Progress(shown.decode(errors="replace")))
+            rest = (
+                b"\r" + rest[rest.rindex(b"\r") + 1 :][-_MAX_LINE_BYTES:] if not rest.endswith(b"\r") else b"\r" + shown
+            )
+        self._pending = rest
+        return found
+
+    def close(self) -> list[Line | Progress]:
+        """The last line, where it had no end."""
+        rest, self._pending = self._pending, b""
+        return [_line(rest)] if rest.strip() else []
+
+
+def _line(raw: bytes) -> Line:
+    body = raw.rstrip(b"\r")
+    text = _last_segment(body) if b"\r" in body else body
+    return Line(text.decode(errors="replace"), is_progress=b"\r" in body)
+
+
+def _last_segment(raw: bytes) -> bytes:
+    return next((segment for segment in reversed(raw.split(b"\r")) if segment.strip()), b"")

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read the pipes of all ranks of a launch and show what comes, keeping each rank's last lines."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+
+from ddpilot.launching.output.collapse import Collapser
+from ddpilot.launching.output.display import Display
+from ddpilot.launching.output.lines import Line, LineSplitter, Progress
+
+_CHUNK_BYTES = 1 << 16
+_MAX_LAST_LINES = 20
+
+
+class OutputPump:
+    """The parent's ends of the ranks' stdout and stderr pipes, by (rank, "stdout" or "stderr")."""
+
+    def __init__(self, world_size: int, display: Display) -> None:
+        self.display = display
+        self._collapser = Collapser(world_size)
+        self._splitters: dict[tuple[int, str], LineSplitter] = {}
+        self._last_lines = {rank: deque[str](maxlen=_MAX_LAST_LINES) for rank in range(world_size)}
+
+    def last_lines(self, rank: int) -> tuple[str, ...]:
+        """The last lines that `rank` printed, stdout and stderr in the order in which they came."""
+        return tuple(self._last_lines[rank])
+
+    def read(self, fd: int, rank: int, stream: str, now_s: float) -> bool:
+        """Take at most 64 KiB of one pipe that has something, or has ended; False at its end."""
+        data = os.read(fd, _CHUNK_BYTES)
+        if self.display.hides(rank):
+            self.display.count_hidden(rank, len(data))
+            self._last_lines[rank].extend(data[-4096:].decode(errors="replace").splitlines()[-_MAX_LAST_LINES:])
+            return bool(data)
+        splitter = self._splitters.setdefault((rank, stream), LineSplitter())
+        for piece in splitter.feed(data) if data else splitter.close():
+            self._take(rank, stream, piece, now_s)
+        return bool(data)
+
+    def drain(self, fd: int, rank: int, stream: str, now_s: float) -> None:
+        """Take all that is in the pipe of a rank that ended; a process it left may still hold the other end."""
+        os.set_blocking(fd, False)
+        try:
+            while self.read(fd, rank, stream, now_s):
+                continue
+        except BlockingIOError:
+            for piece in self._splitters.get((rank, stream), LineSplitter()).close():
+                self._take(rank, stream, piece, now_s)
+
+    def _take(self, rank: int, stream: str, piece: Line | Progress, now_s: float) -> None:
+        if isinstance(piece, Progress):
+            if rank == 0:
+                self.show(now_s)
+                self.display.progress(stream, piece.text)
+        elif piece.is_progress:
+            self._last_lines[rank].append(piece.text)
+            if rank == 0:
+                self.show(now_s)
+                self.display.end_progress(stream, piece.text)
+        else:
+            self._last_lines[rank].append(piece.text)
+            self._collapser.add(rank, stream, piece.text, now_s)
+
+    def show(self, now_s: float) -> None:
+        """Show the lines that have waited long enough for their like."""
+        for entry in self._collapser.ready(now_s):
+            self.display.line(entry.ranks, entry.stream, entry.text)
+
+    def next_due_s(self) -> float | None:
+        """When `show` has something to do next; None if nothing waits."""
+        return self._collapser.next_due_s()
+
+    def close(self) -> None:
+        """Show everything that still waits."""
+        for entry in self._collapser.flush():
+            self.display.line(entry.ranks, entry.stream, entry.text)
+        self.display.close()

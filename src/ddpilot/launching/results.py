@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the ranks returned."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, overload
+
+from ddpilot.errors import LaunchError
+from ddpilot.launching.shipping.pickling import open_parcel
+
+
+class RankResults(Sequence[Any]):
+    """Every rank's value, by rank: `results[0]` is what rank 0 returned.
+
+    A value is unpickled when it is first asked for, and large tensors in it are read from a memory file when they are
+    touched; they are this process's own. Classes and functions that the parent had shipped come back as the parent's.
+    """
+
+    def __init__(self, parcel_fds: Sequence[int], known: Sequence[Any]) -> None:
+        self._fds = dict(enumerate(parcel_fds))
+        self._known = known
+        self._values: dict[int, Any] = {}
+        self._size = len(parcel_fds)
+        weakref.finalize(self, _close_all, self._fds)
+
+    def __len__(self) -> int:
+        return self._size
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Any]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return [self[rank] for rank in range(*index.indices(self._size))]
+        rank = range(self._size)[index]
+        if rank not in self._values:
+            self._values[rank] = self._open(rank)
+        return self._values[rank]
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[rank] for rank in range(self._size))
+
+    def __repr__(self) -> str:
+        return f"RankResults({list(self)!r})"
+
+    def _open(self, rank: int) -> Any:
+        try:
+            value, _ = open_parcel(self._fds[rank], self._known)
+        except Exception as error:  # unpickling runs the value's own code: anything can come
+            raise LaunchError(
+                f"reading what rank {rank} returned",
+                found=f"{type(error).__name__}: {error}",
+                fix="Return plain values, tensors, or objects whose modules this process can import",
+                rank=rank,
+            ) from error
+        os.close(self._fds.pop(rank))
+        return value
+
+
+def _close_all(fds: dict[int, int]) -> None:
+    for fd in fds.values():
+        os.close(fd)

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Name what cannot be pickled by its path, such as ``args[0].loader.fn``."""
+
+from __future__ import annotations
+
+import functools
+import io
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ddpilot.errors import ShipError
+from ddpilot.launching.shipping.pickling import ShipPickler, pack_parcel
+
+_MAX_CHILDREN = 1000
+
+
+def ship(
+    name: str, parts: Mapping[str, Any], value: Any, *, did: str, known: list[Any], rank: int | None = None
+) -> Any:
+    """`pack_parcel(value)`, but a failure is a ShipError that names the path within `parts` and what is there."""
+    try:
+        return pack_parcel(name, value, known)
+    except Exception as error:  # pickling runs the objects' own code: anything can come
+        path, culprit = blame(parts, known)
+        kind = f"{type(culprit).__module__}.{type(culprit).__qualname__}"
+        raise ShipError(
+            did,
+            path=path,
+            found=f"`{path}` ({kind}) cannot be pickled: {type(error).__name__}: {error}",
+            fix=f"Leave it out, or make it inside the function, on each rank{_hint(culprit)}",
+            rank=rank,
+        ) from error
+
+
+def _hint(culprit: Any) -> str:
+    if isinstance(culprit, (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)):
+        return "; a generator or a coroutine cannot travel: return its values, for instance as a list"
+    return ", or give its class a `__getstate__` without it"
+
+
+def blame(parts: Mapping[str, Any], known: list[Any]) -> tuple[str, Any]:
+    """The path to the innermost object within `parts` that does not pickle on its own, and the object."""
+    for path, value in parts.items():
+        if not _pickles(value, known):
+            return _descend(path, value, known, set())
+    name = " and ".join(parts)
+    return name, parts  # each pickles alone: they only fail together
+
+
+def _descend(path: str, value: Any, known: list[Any], seen: set[int]) -> tuple[str, Any]:
+    seen.add(id(value))
+    for count, (suffix, child) in enumerate(_children(value)):
+        if count >= _MAX_CHILDREN:
+            break
+        if id(child) not in seen and not _pickles(child, known):
+            return _descend(path + suffix, child, known, seen)
+    return path, value
+
+
+def _pickles(value: Any, known: list[Any]) -> bool:
+    try:
+        ShipPickler(io.BytesIO(), lambda buffer: None, known).dump(value)
+    except Exception:  # whatever it was, the answer is no, and the caller chains the first failure
+        return False
+    return True
+
+
+def _children(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, child in value.items():
+            yield f"[{key!r}]", child
+    elif isinstance(value, (list, tuple)):
+        for index, child in enumerate(value):
+            yield f"[{index}]", child
+    elif isinstance(value, (set, frozenset)):
+        for child in value:
+            yield f"{{{child!r}}}", child
+    elif isinstance(value, functools.partial):
+        yield ".func", value.func
+        yield ".args", value.args
+        yield ".keywords", value.keywords
+    elif isinstance(value, types.MethodType):
+        yield ".__self__", value.__self__
+    elif isinstance(value, types.FunctionType):
+        yield from _function_children(value)
+    if not isinstance(value, types.ModuleType):
+        for name, child in _attributes(value):
+            yield f".{name}", child
+
+
+def _function_children(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield f".closure[{name!r}]", cell.cell_contents
+        except ValueError:  # the cell is still empty
+            continue
+    for name in _global_names(function.__code__):
+        if name in function.__globals__:
+            yield f".globals[{name!r}]", function.__globals__[name]
+    yield ".__defaults__", function.__defaults__
+    yield ".__kwdefaults__", function.__kwdefaults__
+
+
+def _global_names(code: types.CodeType) -> set[str]:
+    inner = [_global_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return set(code.co_names).union(*inner)
+
+
+def _attributes(value: Any) -> list[tuple[str, Any]]:
+    found = dict(getattr(value, "__dict__", None) or {})
+    for cls in type(value).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if hasattr(value, name):
+                found[name] = getattr(value, name)
+    return [(name, child) for name, child in found.items() if not (isinstance(value, type) and name.startswith("__"))]

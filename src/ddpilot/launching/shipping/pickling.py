@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pickle objects into a memory file and back, without torch being imported unless tensors are there.
+
+What is defined in ``__main__`` (a script or a notebook's cells) goes by value. Tensor storages and NumPy buffers lie
+beside the pickle in the file, each once. A parcel ends with a footer, so that a file alone is enough to open it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import pickle
+import struct
+import sys
+import types
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import cloudpickle
+
+from ddpilot.launching.shipping.memory import MemoryWriter, map_private
+
+_FOOTER = struct.Struct("<QQ")
+
+
+class _MainGlobals:
+    """Stands for the globals of the receiver's ``__main__``, which every function from ``__main__`` shares there."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _main_globals, ()
+
+
+def _main_globals() -> dict[str, Any]:
+    return sys.modules["__main__"].__dict__
+
+
+def known_object(index: int) -> Any:
+    """Stands in a pickle for the object that the receiver itself once shipped as its `index`-th."""
+    raise pickle.UnpicklingError(f"object {index} of a parcel was asked for outside `open_parcel`")
+
+
+class ShipPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is untyped
+    """Pickles by value what ``__main__`` defines, and storages out of band.
+
+    `defined` collects the classes and functions of ``__main__`` that went by value. Objects in `known` are the
+    receiver's own: they go as a number, so that an instance that comes back has the receiver's class, unchanged.
+    """
+
+    def __init__(self, stream: io.BytesIO, keep_buffer: Any, known: Sequence[Any] = ()) -> None:
+        super().__init__(stream, protocol=5, buffer_callback=keep_buffer)
+        self.defined: dict[int, Any] = {}
+        self._known = {id(value): index for index, value in enumerate(known)}
+        self._storages: dict[int, Any] = {}
+        self.globals_ref[id(_main_globals())] = _MainGlobals()
+
+    def reducer_override(self, obj: Any) -> Any:
+        if id(obj) in self._known:
+            return known_object, (self._known[id(obj)],)
+        torch = sys.modules.get("torch")
+        storage_types = () if torch is None else (torch.UntypedStorage, torch.storage.TypedStorage)
+        if storage_types and isinstance(obj, storage_types):
+            return self._reduce_storage(obj)
+        if isinstance(obj, (type, types.FunctionType)) and obj.__module__ == "__main__":
+            self.defined[id(obj)] = obj
+        return super().reducer_override(obj)
+
+    def _reduce_storage(self, storage: Any) -> Any:
+        if isinstance(storage, sys.modules["torch"].storage.TypedStorage):
+            untyped = storage._untyped_storage
+            return _typed_storage, (self._storages.setdefault(untyped._cdata, untyped), storage.dtype)
+        if storage.device.type == "meta":
+            return NotImplemented
+        on_host = storage if storage.device.type == "cpu" else storage.cpu()
+        self._storages.setdefault(storage._cdata, storage)
+        if on_host.nbytes() == 0:
+            return _untyped_storage, (b"",)
+        region = (ctypes.c_ubyte * on_host.nbytes()).from_address(on_host.data_ptr())
+        region.storage = on_host  # the bytes are written at once, but keep them alive for as long as the view is
+        return _untyped_storage, (pickle.PickleBuffer(region),)
+
+
+def _untyped_storage(data: Any) -> Any:
+    import torch
+
+    return torch.frombuffer(data, dtype=torch.uint8).untyped_storage() if len(data) else torch.UntypedStorage(0)
+
+
+def _typed_storage(untyped: Any, dtype: Any) -> Any:
+    import torch
+
+    return torch.storage.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)
+
+
+def pack_parcel(name: str, value: Any, known: Sequence[Any] = ()) -> tuple[int, list[Any]]:
+    """Pickle `value` into a new memory file; return its descriptor and what ``__main__`` defined in it.
+
+    The parcel also carries those definitions, for the receiver's ``__main__``. Raises whatever pickling raises; no
+    file is left then.
+    """
+    file = MemoryWriter(name)
+    try:
+        spans: list[tuple[int, int]] = []
+        stream = io.BytesIO()
+        pickler = ShipPickler(stream, lambda buffer: spans.append(file.write(buffer.raw())), known)
+        pickler.dump(value)
+        defined = _current_last(pickler.defined.values())
+        pickler.dump(defined)
+        body = file.write(stream.getbuffer())
+        index = file.write(pickle.dumps((body, spans)))
+        file.write(_FOOTER.pack(*index))
+        return file.seal(), defined
+    finally:
+        file.close()
+
+
+def _current_last(definitions: Iterable[Any]) -> list[Any]:
+    """Of two classes of one name (a cell was run twice), the one that ``__main__`` has now comes last and is bound."""
+    now = _main_globals()
+    return sorted(definitions, key=lambda definition: now.get(definition.__qualname__) is definition)
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, stream: io.BytesIO, buffers: list[memoryview], known: Sequence[Any]) -> None:
+        super().__init__(stream, buffers=buffers)
+        self._known = known
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        if module_name == __name__ and global_name == known_object.__name__:
+            return self._known.__getitem__
+        return super().find_class(module_name, global_name)
+
+
+def open_parcel(fd: int, known: Sequence[Any] = ()) -> tuple[Any, list[Any]]:
+    """The value of a parcel and the ``__main__`` definitions that came with it; large bytes stay in the mapping.
+
+    `fd` is left open. Raises what unpickling raises, such as ModuleNotFoundError.
+    """
+    mapped = map_private(fd)
+    offset, length = _FOOTER.unpack(mapped[-_FOOTER.size :])
+    (body_offset, body_length), spans = pickle.loads(mapped[offset : offset + length])
+    buffers = [mapped[start : start + size] for start, size in spans]
+    unpickler = _Unpickler(io.BytesIO(mapped[body_offset : body_offset + body_length]), buffers, known)
+    return unpickler.load(), unpickler.load()

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tell an error that follows from another rank's end from one that may be a cause.
+
+A victim is believed last: it can arrive before the death it follows from (measured with gloo: by up to 0.1 s).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+_VICTIM_TEXT = re.compile(
+    r"connection (was likely )?(closed|reset|refused|aborted)|broken pipe|socket (is )?closed|got 0 bytes"
+    r"|gloo.*(pair\.cc|connectFullMesh)|timed out waiting \d+ ?ms for (recv|send) operation"
+    r"|application timeout caused pair closure|ncclRemoteError|remote process exited|NCCL communicator was aborted"
+    r"|(client|server) socket has (failed|timed out)|DistNetworkError|recvValue failed|sendBytes failed",
+    re.IGNORECASE | re.DOTALL,
+)
+_VICTIM_TYPES = ("RemoteRankError", "RendezvousError", "DistNetworkError", "DistStoreError")
+
+
+def is_victim(error: BaseException) -> bool:
+    """Whether `error`, or one it was raised from, reads like another rank or a connection to it going away."""
+    return any(
+        type(link).__name__ in _VICTIM_TYPES
+        or (isinstance(link, (RuntimeError, OSError)) and _VICTIM_TEXT.search(str(link)))
+        for link in _chain(error)
+    )
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
