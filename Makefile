@@ -12,7 +12,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3
 	&& { command -v $$python; break; }; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test soak check bench clean
+.PHONY: help setup demo test soak check bench reference clean
 
 help: ## list the verbs
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -45,6 +45,9 @@ check: $(READY) ## lint, strict types, import floors
 
 bench: $(READY) ## measure every bar against its peer, on this machine
 	$(BIN)/python -m benchmarks
+
+reference: $(READY) ## write docs/reference.md from the docstrings
+	$(BIN)/python docs/render_reference.py
 
 clean: ## remove what the verbs made
 	rm -rf $(VENV) out build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

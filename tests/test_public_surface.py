@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The public names: declared once, resolvable, documented, and the reference page says what the docstrings say."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import ddpilot
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def reference() -> ModuleType:
+    """The script that renders docs/reference.md, as a module."""
+    spec = importlib.util.spec_from_file_location("render_reference", ROOT / "docs" / "render_reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ddpilot.__all__)
+def test_public_name_resolves_and_is_documented(name: str) -> None:
+    """It comes from a module of ddpilot, has a docstring of its own, and stands in the reference."""
+    value = getattr(ddpilot, name)
+    if inspect.isclass(value) or inspect.isfunction(value):
+        assert value.__module__.startswith("ddpilot."), f"{name} comes from {value.__module__}"
+        assert (value.__doc__ or "").strip(), f"{name} has no docstring"
+    assert f"# {name}\n" in (ROOT / "docs" / "reference.md").read_text(), f"{name} is missing in docs/reference.md"
+
+
+def test_public_members_are_documented(reference: ModuleType) -> None:
+    """Every public method and property of every public class has a docstring, and every dataclass field its line."""
+    bare = []
+    for name in ddpilot.__all__:
+        value = getattr(ddpilot, name)
+        if inspect.isclass(value):
+            bare += [f"{name}.{member}" for member, what in reference.public_members(value) if not inspect.getdoc(what)]
+            known = reference.field_docs(value)
+            fields = getattr(value, "__dataclass_fields__", {})
+            about = value.__doc__ or ""
+            bare += [f"{name}.{field}" for field in fields if field not in known and f"`{field}`" not in about]
+    assert not bare, f"without a docstring: {bare}"
+
+
+def test_public_names_are_declared_alike_for_run_time_and_type_checkers() -> None:
+    """`__all__`, the table of homes and the imports under TYPE_CHECKING hold the same names, in order."""
+    tree = ast.parse(Path(ddpilot.__file__).read_text())
+    guard = next(node for node in tree.body if isinstance(node, ast.If))
+    imported = {
+        alias.name: node.module for node in guard.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    assert imported == ddpilot._HOMES
+    assert list(ddpilot.__all__) == sorted(ddpilot.__all__)
+    assert set(ddpilot.__all__) - {"__version__"} == set(imported)
+
+
+def test_public_names_are_not_shadowed_by_subpackages() -> None:
+    """No subpackage is called like a public name: importing it would replace the name by a module."""
+    packages = {path.name for path in (ROOT / "src" / "ddpilot").iterdir() if path.is_dir()}
+    assert not packages & set(ddpilot.__all__)
+
+
+def test_unknown_name_says_which_names_there_are() -> None:
+    """A misspelt name is an AttributeError that lists the public ones; `dir()` lists them too."""
+    with pytest.raises(AttributeError, match=r"no attribute 'lunch'; its public names are .*RankError"):
+        _ = ddpilot.lunch
+    assert set(ddpilot.__all__) <= set(dir(ddpilot))
+
+
+def test_reference_page_is_what_the_docstrings_say(reference: ModuleType) -> None:
+    """docs/reference.md is the rendered docstrings, to the letter."""
+    committed = reference.TARGET.read_text()
+    assert committed == reference.render_reference(), "run `make reference` and commit docs/reference.md"

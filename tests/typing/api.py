@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the public names look to a type checker: checked by `make check`, never run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from typing_extensions import assert_type
+
+import ddpilot
+
+
+def train(epochs: int, lr: float = 0.1) -> dict[str, float]:
+    """A user's function."""
+    return {"loss": epochs * lr}
+
+
+def check_launch() -> None:
+    """`launch` takes any function with its arguments and gives a sequence by rank."""
+    results = ddpilot.launch(train, 3, lr=0.1, nproc_per_node=2)
+    assert_type(results, ddpilot.RankResults)
+    as_sequence: Sequence[Any] = results
+    iterator: Iterator[Any] = iter(as_sequence)
+    assert_type(len(results), int)
+    assert_type(results[0:1], list[Any])
+    next(iterator)
+    ddpilot.launch(train, 3, nproc_per_node="cpu")
+    ddpilot.launch(train, 3, nproc_per_node=2.0)  # type: ignore[arg-type]
+
+
+def check_launcher() -> None:
+    """Every option of a launcher is a keyword with a type."""
+    launcher = ddpilot.Launcher(nproc_per_node=2, backend="gloo", env={"A": "1"}, timeout_s=60.0, preload=("scipy",))
+    assert_type(launcher.run(train, 3), ddpilot.RankResults)
+    ddpilot.Launcher(output="silent")
+    ddpilot.Launcher(output="loud")  # type: ignore[arg-type]
+    launcher.timeout_s = 1.0  # type: ignore[misc]
+
+
+def check_group() -> None:
+    """A group is a context manager that knows who and where this rank is."""
+    with ddpilot.init_group(backend="gloo", timeout_s=30.0, seed=0) as group:
+        assert_type(group.rank, int)
+        assert_type(group.world_size, int)
+        assert_type(group.local_rank, int)
+    group.leave()
+
+
+def check_errors() -> None:
+    """Errors carry what was done and found, and are caught by the built-in types they stand for."""
+    try:
+        ddpilot.launch(train, 3)
+    except ddpilot.RankError as error:
+        assert_type(error.rank, int | None)
+        assert_type(error.exitcode, int)
+        assert_type(error.last_lines, tuple[str, ...])
+    except ddpilot.LaunchTimeoutError as error:
+        is_builtin: TimeoutError = error
+        raise is_builtin from None
+    except ddpilot.ShipError as error:
+        assert_type(error.path, str)
