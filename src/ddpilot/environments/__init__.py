@@ -1,1 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Who am I: the rank, sizes and addresses of this process, found once in a mapping of environment variables."""

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finding the topology: which launcher started this process, and what it said."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ddpilot.environments.alone import alone
+from ddpilot.environments.mpi import check_agreement, detect_mpi, find_family, is_own_launch
+from ddpilot.environments.slurm import detect_slurm
+from ddpilot.environments.topology import Topology
+from ddpilot.environments.torchrun import detect_torchrun, is_complete, refuse_partial
+from ddpilot.environments.variables import Environ, contradiction, quote, read_int, read_text
+from ddpilot.errors import TopologyError
+
+_SWITCH: dict[str, bool | None] = {
+    **dict.fromkeys(("1", "true", "yes", "on"), True),
+    **dict.fromkeys(("0", "false", "no", "off"), False),
+    "auto": None,
+}
+
+
+def detect_topology(environ: Mapping[str, str], *, distributed: bool | None = None) -> Topology:
+    """Who this process is, from the variables in `environ`; reads nothing else and changes nothing.
+
+    Looked for in this order: torchrun's variables (also those of a ddpilot launch, or set by hand), a task of Slurm's
+    srun, an MPI rank (before Slurm where mpirun itself started it inside a Slurm job), alone.
+
+    `distributed` beats the variable `DDPILOT_DISTRIBUTED` (1, 0 or auto): True makes it an error to be alone, False is
+    alone whatever is set, None (the default) takes what is found.
+
+    Raises `TopologyError`, naming the variable, where one is missing or two contradict each other.
+    """
+    origin = "distributed" if distributed is not None else "DDPILOT_DISTRIBUTED"
+    wanted = distributed if distributed is not None else parse_switch(environ.get("DDPILOT_DISTRIBUTED", ""))
+    said = f"{origin}={distributed if distributed is not None else environ.get(origin)}"
+    if wanted is False:
+        return alone(f"Alone because {said}")
+    topology = _find(environ)
+    if wanted and not topology.is_distributed:
+        raise TopologyError(
+            "detecting the topology",
+            variable=origin if distributed is None else "RANK",
+            found=f"{said} asks for several ranks, but no launcher's variables are set ({topology.how})",
+            fix="Start the program with torchrun, srun, mpirun or ddpilot, or leave the choice to detection",
+        )
+    return topology
+
+
+def parse_switch(text: str) -> bool | None:
+    """`DDPILOT_DISTRIBUTED` as True, False or None (auto or empty). Raises `TopologyError` for anything else."""
+    word = text.strip().lower()
+    if word and word not in _SWITCH:
+        raise TopologyError(
+            "reading DDPILOT_DISTRIBUTED",
+            variable="DDPILOT_DISTRIBUTED",
+            found=f"DDPILOT_DISTRIBUTED={text!r}",
+            fix="Set it to 1 (must be distributed), 0 (alone) or auto, or unset it",
+        )
+    return _SWITCH[word] if word else None
+
+
+def _find(environ: Environ) -> Topology:
+    by_hand = read_text(environ, "RANK") is not None
+    if by_hand and is_complete(environ):
+        return detect_torchrun(environ) or _one_by_hand(environ)
+    inner = _find_scheduler(environ)
+    if inner.is_distributed:
+        _check_by_hand(environ, inner)
+        return inner
+    if by_hand:
+        return detect_torchrun(environ) or _one_by_hand(environ)
+    refuse_partial(environ, "" if inner.how.startswith("Alone: no ") else f". {inner.how}")
+    return inner
+
+
+def _one_by_hand(environ: Environ) -> Topology:
+    return alone(f"Alone: {quote(environ, 'RANK', 'WORLD_SIZE')} is one rank, and MASTER_ADDR is not set")
+
+
+def _find_scheduler(environ: Environ) -> Topology:
+    """Slurm's or MPI's answer: that of the launcher that is nearest to this process."""
+    family = find_family(environ)
+    if family and is_own_launch(environ, family):
+        # Inside a Slurm job, mpirun starts one helper per node with srun; its ranks inherit the helper's variables,
+        # so that all ranks of a node would share one SLURM_PROCID.
+        return detect_mpi(environ, family)
+    slurm = detect_slurm(environ)
+    if slurm and slurm.is_distributed:
+        if family:
+            check_agreement(environ, family, slurm)
+        return slurm
+    if family:
+        mpi = detect_mpi(environ, family)
+        return mpi if mpi.is_distributed or slurm is None else slurm
+    return slurm or alone("Alone: no variables of torchrun, ddpilot, Slurm or MPI are set")
+
+
+def _check_by_hand(environ: Environ, found: Topology) -> None:
+    """Raise `TopologyError` where a variable that was set by hand contradicts what the scheduler said."""
+    for name, value in (
+        ("RANK", found.rank),
+        ("WORLD_SIZE", found.world_size),
+        ("LOCAL_RANK", found.local_rank),
+        ("LOCAL_WORLD_SIZE", found.local_world_size),
+    ):
+        said = read_int(environ, name)
+        if said is not None and said != value:
+            raise contradiction(
+                "detecting the topology",
+                name,
+                f"{name}={said}, but it is {value}: {found.how}",
+                fix=f"Unset {name}, or set it to {value}",
+            )

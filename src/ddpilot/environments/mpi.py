@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The variables of MPI launchers: Open MPI, MVAPICH, and PMI (MPICH, Intel MPI, Cray's PALS).
+
+They say who a rank is but give no address to meet at: that comes from `MASTER_ADDR` and `MASTER_PORT`, or, with all
+ranks on one machine, from the loopback address and a port derived from the id of the MPI job.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ddpilot.environments.alone import alone
+from ddpilot.environments.topology import Environment, Topology
+from ddpilot.environments.variables import (
+    Environ,
+    contradiction,
+    derive_port,
+    first_set,
+    missing,
+    quote,
+    read_int,
+    read_master,
+    read_text,
+    require_below,
+    require_int,
+)
+
+_DID = "reading the variables of an MPI launcher"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MpiFamily:
+    """The names that one MPI launcher uses for the same few facts; the first that is set counts."""
+
+    environment: Environment
+    label: str
+    rank: str
+    sizes: tuple[str, ...]
+    local_ranks: tuple[str, ...]
+    local_sizes: tuple[str, ...]
+    node_ranks: tuple[str, ...] = ("GROUP_RANK",)
+    job_ids: tuple[str, ...] = ()
+    own_marks: tuple[str, ...] = ()
+    """Set by this family's own mpirun, never by srun: tells whose rank this is where Slurm's variables are set too."""
+
+
+_BY_HAND = ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",)
+
+_FAMILIES = (
+    MpiFamily(
+        environment="openmpi",
+        label="Open MPI",
+        rank="OMPI_COMM_WORLD_RANK",
+        sizes=("OMPI_COMM_WORLD_SIZE",),
+        local_ranks=("OMPI_COMM_WORLD_LOCAL_RANK", *_BY_HAND[0]),
+        local_sizes=("OMPI_COMM_WORLD_LOCAL_SIZE", *_BY_HAND[1]),
+        job_ids=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_ess_jobid"),
+        own_marks=("OMPI_COMMAND", "PRTE_LAUNCHED", "OMPI_MCA_orte_launch", "OMPI_MCA_ess_base_jobid"),
+    ),
+    *(
+        MpiFamily(
+            environment="mvapich",
+            label="MVAPICH",
+            rank=f"{prefix}_COMM_WORLD_RANK",
+            sizes=(f"{prefix}_COMM_WORLD_SIZE",),
+            local_ranks=(f"{prefix}_COMM_WORLD_LOCAL_RANK", *_BY_HAND[0]),
+            local_sizes=(f"{prefix}_COMM_WORLD_LOCAL_SIZE", *_BY_HAND[1]),
+            job_ids=("MPISPAWN_MPIRUN_ID", "PMI_ID_JOB"),
+            own_marks=(f"{prefix}_COMM_WORLD_RANK",),
+        )
+        for prefix in ("MV2", "MVP")
+    ),
+    MpiFamily(
+        environment="pmi",
+        label="MPICH or Intel MPI (PMI)",
+        rank="PMI_RANK",
+        sizes=("PMI_SIZE",),
+        local_ranks=("MPI_LOCALRANKID", "PMI_LOCAL_RANK", "PALS_LOCAL_RANKID", *_BY_HAND[0]),
+        local_sizes=("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE", *_BY_HAND[1]),
+        node_ranks=("PALS_NODEID", "GROUP_RANK"),
+        job_ids=("I_MPI_HYDRA_UUID", "PALS_APID", "PMI_JOBID"),
+        own_marks=("MPI_LOCALRANKID",),
+    ),
+    MpiFamily(
+        environment="pmi",
+        label="PALS",
+        rank="PALS_RANKID",
+        # PALS itself never says how many ranks there are.
+        sizes=("PMI_SIZE", "WORLD_SIZE"),
+        local_ranks=("PALS_LOCAL_RANKID",),
+        local_sizes=("PALS_LOCAL_SIZE", *_BY_HAND[1]),
+        node_ranks=("PALS_NODEID",),
+        job_ids=("PALS_APID",),
+    ),
+)
+
+
+def find_family(environ: Environ) -> MpiFamily | None:
+    """The MPI launcher whose variables are set, or None."""
+    return next((family for family in _FAMILIES if read_text(environ, family.rank) is not None), None)
+
+
+def is_own_launch(environ: Environ, family: MpiFamily) -> bool:
+    """True where the family's own mpirun started this process, whatever else is set around it."""
+    return first_set(environ, *family.own_marks) is not None
+
+
+def check_agreement(environ: Environ, family: MpiFamily, topology: Topology) -> None:
+    """Raise `TopologyError` where MPI's variables give another rank or size than `topology` has."""
+    for names, value in (((family.rank,), topology.rank), (family.sizes, topology.world_size)):
+        said = read_int(environ, *names)
+        if said is not None and said != value:
+            name = first_set(environ, *names) or ""
+            raise contradiction(
+                _DID,
+                name,
+                f"{quote(environ, name)}, but {topology.how}",
+                fix=f"Unset {name} if it is left over, or set RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE yourself",
+            )
+
+
+def detect_mpi(environ: Environ, family: MpiFamily) -> Topology:
+    """The topology of an MPI rank; a single one is alone. Raises `TopologyError` naming what is missing or wrong."""
+    rank = require_int(environ, _DID, family.rank, fix="")
+    hint = f"Set {family.sizes[-1]} to the number of ranks, the same on each"
+    world_size = require_int(environ, _DID, *family.sizes, fix=hint, minimum=1)
+    size_name = first_set(environ, *family.sizes) or ""
+    require_below(environ, _DID, family.rank, size_name)
+    if world_size == 1:
+        return alone(f"Alone: {family.label} started one rank ({quote(environ, family.rank, size_name)})")
+    local_rank = _require_local(environ, family, family.local_ranks, 0, "number of this rank within its machine")
+    local_world_size = _require_local(environ, family, family.local_sizes, 1, "number of ranks on this machine")
+    if local_rank >= local_world_size or local_world_size > world_size:
+        name = first_set(environ, *(family.local_ranks if local_rank >= local_world_size else family.local_sizes)) or ""
+        shown = quote(environ, *family.local_ranks, *family.local_sizes, size_name)
+        raise contradiction(_DID, name, shown, fix=f"Correct {name}, or leave these variables as mpirun set them")
+    node_rank, nnodes = _resolve_node(environ, family, rank, local_rank, world_size, local_world_size)
+    master_addr, master_port, master_from = _resolve_master(environ, family, nnodes)
+    names = (family.rank, size_name, *family.local_ranks[:1], *family.local_sizes[:1])
+    return Topology(
+        rank=rank,
+        local_rank=local_rank,
+        world_size=world_size,
+        local_world_size=local_world_size,
+        node_rank=node_rank,
+        nnodes=nnodes,
+        master_addr=master_addr,
+        master_port=master_port,
+        environment=family.environment,
+        how=f"{family.label} set {quote(environ, *names)}; {master_from}",
+    )
+
+
+def _require_local(environ: Environ, family: MpiFamily, names: tuple[str, ...], minimum: int, what: str) -> int:
+    by_hand = names[-1]
+    fix = f"Set {by_hand} to the {what}" if by_hand in ("LOCAL_RANK", "LOCAL_WORLD_SIZE") else f"Set it to the {what}"
+    value = read_int(environ, *names, minimum=minimum)
+    if value is None:
+        raise missing(environ, _DID, names[0], fix=fix, beside=(family.rank, *family.sizes))
+    return value
+
+
+def _resolve_node(
+    environ: Environ, family: MpiFamily, rank: int, local_rank: int, world_size: int, local_world_size: int
+) -> tuple[int, int]:
+    """(node_rank, nnodes): said by the launcher or the user, else from nodes with equally many consecutive ranks."""
+    if local_world_size == world_size:
+        return 0, 1
+    nnodes = read_int(environ, "GROUP_WORLD_SIZE", "OMPI_MCA_orte_num_nodes", minimum=1)
+    node_rank = read_int(environ, *family.node_ranks)
+    even = world_size % local_world_size == 0
+    if nnodes is None and even:
+        nnodes = world_size // local_world_size
+    if node_rank is None and even and rank % local_world_size == local_rank:
+        node_rank = rank // local_world_size
+    for name, value in (("GROUP_WORLD_SIZE", nnodes), ("GROUP_RANK", node_rank)):
+        if value is None:
+            shown = (family.rank, *family.sizes, *family.local_ranks, *family.local_sizes)
+            fix = "Fill machines evenly, one after the other, or set GROUP_RANK and GROUP_WORLD_SIZE to this machine's "
+            raise missing(environ, _DID, name, fix=fix + "number and the number of machines", beside=shown)
+    assert nnodes is not None and node_rank is not None
+    return node_rank, nnodes
+
+
+def _resolve_master(environ: Environ, family: MpiFamily, nnodes: int) -> tuple[str, int, str]:
+    master_addr, master_port = read_master(environ)
+    beside = (family.rank, *family.sizes, *family.local_sizes)
+    if master_addr is None and nnodes > 1:
+        fix = "MPI gives no address to meet at: set MASTER_ADDR to the host name of rank 0, the same on every rank"
+        raise missing(environ, _DID, "MASTER_ADDR", fix=fix, beside=beside)
+    job = first_set(environ, *family.job_ids)
+    if master_port is None and job is None:
+        fix = "Set MASTER_PORT to the same free port on every rank, such as `mpiexec -genv MASTER_PORT 15000`"
+        raise missing(environ, _DID, "MASTER_PORT", fix=fix, beside=beside)
+    address = quote(environ, "MASTER_ADDR") or "all ranks on this machine"
+    port = quote(environ, "MASTER_PORT") or f"port from {quote(environ, job or '')}"
+    return master_addr or "127.0.0.1", master_port or derive_port(environ[job or ""].strip()), f"{address}; {port}"

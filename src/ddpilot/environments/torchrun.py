@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torchrun's variables: set by torchrun, by a ddpilot launch, or by hand."""
+
+from __future__ import annotations
+
+from ddpilot.environments.topology import Environment, Topology
+from ddpilot.environments.variables import (
+    Environ,
+    contradiction,
+    is_loopback,
+    missing,
+    quote,
+    read_int,
+    read_master,
+    read_text,
+    require_below,
+    require_int,
+)
+
+_DID = "reading torchrun's variables"
+_SHOWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+_LAUNCHER_HINT = "start the program with torchrun, srun or ddpilot"
+
+
+def is_complete(environ: Environ) -> bool:
+    """True where these variables alone say everything about this rank, as torchrun's always do."""
+    return all(read_text(environ, name) for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+
+
+def detect_torchrun(environ: Environ) -> Topology | None:
+    """The topology that `RANK`, `WORLD_SIZE` and their company describe.
+
+    None where they describe one rank without an address to meet at: that process is alone. Raises `TopologyError`
+    where one is missing and does not follow from the others, or where they contradict each other.
+    """
+    rank = require_int(environ, _DID, "RANK", fix=f"Set RANK to the number of this rank, or {_LAUNCHER_HINT}")
+    world_size = read_int(environ, "WORLD_SIZE", minimum=1)
+    if world_size is None:
+        fix = f"Set WORLD_SIZE to the number of ranks, unset RANK to run alone, or {_LAUNCHER_HINT}"
+        raise missing(environ, _DID, "WORLD_SIZE", fix=fix, beside=_SHOWN)
+    require_below(environ, _DID, "RANK", "WORLD_SIZE")
+    master_addr, master_port = read_master(environ)
+    if world_size == 1 and master_addr is None and master_port is None:
+        return None
+    for name, value in (("MASTER_ADDR", master_addr), ("MASTER_PORT", master_port)):
+        if value is None:
+            what = "host name of rank 0" if name == "MASTER_ADDR" else "same free port on every rank"
+            raise missing(environ, _DID, name, fix=f"Set {name} to the {what}, or {_LAUNCHER_HINT}", beside=_SHOWN)
+    local_rank, local_world_size = _resolve_local(environ, rank, world_size, master_addr)
+    node_rank, nnodes = _resolve_node(environ, rank, local_rank, world_size, local_world_size)
+    environment = _resolve_starter(environ)
+    return Topology(
+        rank=rank,
+        local_rank=local_rank,
+        world_size=world_size,
+        local_world_size=local_world_size,
+        node_rank=node_rank,
+        nnodes=nnodes,
+        master_addr=master_addr,
+        master_port=master_port,
+        environment=environment,
+        how=f"{'A ddpilot launch' if environment == 'ddpilot' else 'torchrun'} set "
+        f"{quote(environ, *_SHOWN, 'MASTER_ADDR', 'MASTER_PORT')}",
+    )
+
+
+def refuse_partial(environ: Environ, hint: str) -> None:
+    """Raise `TopologyError` where other variables speak of several ranks but `RANK` is not set; `hint` is appended."""
+    for name, alone_at in (("WORLD_SIZE", 1), ("LOCAL_RANK", 0)):
+        value = read_int(environ, name)
+        if value is not None and value > alone_at:
+            fix = f"Set RANK, unset {name} to run alone, or {_LAUNCHER_HINT}{hint}"
+            raise missing(environ, _DID, "RANK", fix=fix, beside=_SHOWN)
+
+
+def _resolve_starter(environ: Environ) -> Environment:
+    # A rank may itself start torchrun: that one then has a run id of its own and is the one to believe.
+    launch_id = read_text(environ, "DDPILOT_LAUNCH")
+    return "ddpilot" if launch_id and launch_id == read_text(environ, "TORCHELASTIC_RUN_ID") else "torchrun"
+
+
+def _resolve_local(environ: Environ, rank: int, world_size: int, master_addr: str | None) -> tuple[int, int]:
+    """(local_rank, local_world_size); derived only where no other answer is possible."""
+    local_rank = read_int(environ, "LOCAL_RANK")
+    local_world_size = read_int(environ, "LOCAL_WORLD_SIZE", minimum=1)
+    nnodes = read_int(environ, "GROUP_WORLD_SIZE", minimum=1)
+    # Ranks that meet at a loopback address are all on this machine.
+    one_node = nnodes == 1 or world_size == 1 or (nnodes is None and is_loopback(master_addr))
+    if local_world_size is None and one_node:
+        local_world_size = world_size
+    if local_rank is None and (one_node or local_world_size == 1):
+        local_rank = rank if one_node else 0
+    for name, value, what in (
+        ("LOCAL_RANK", local_rank, "number of this rank within its machine, from 0"),
+        ("LOCAL_WORLD_SIZE", local_world_size, "number of ranks on this machine"),
+    ):
+        if value is None:
+            raise missing(environ, _DID, name, fix=f"Set {name} to the {what}, or {_LAUNCHER_HINT}", beside=_SHOWN)
+    assert local_rank is not None and local_world_size is not None
+    if local_rank >= local_world_size or local_world_size > world_size:
+        raise contradiction(
+            _DID,
+            "LOCAL_RANK" if local_rank >= local_world_size else "LOCAL_WORLD_SIZE",
+            f"LOCAL_RANK={local_rank}, LOCAL_WORLD_SIZE={local_world_size}, WORLD_SIZE={world_size}",
+            fix="LOCAL_RANK must stay below LOCAL_WORLD_SIZE, and that must not exceed WORLD_SIZE: correct them",
+        )
+    return local_rank, local_world_size
+
+
+def _resolve_node(
+    environ: Environ, rank: int, local_rank: int, world_size: int, local_world_size: int
+) -> tuple[int, int]:
+    """(node_rank, nnodes): torchrun's own, else from nodes that all have the same number of consecutive ranks."""
+    nnodes = read_int(environ, "GROUP_WORLD_SIZE", minimum=1)
+    node_rank = read_int(environ, "GROUP_RANK")
+    if nnodes is None:
+        nnodes = world_size // local_world_size
+        if nnodes * local_world_size != world_size:
+            fix = "Set GROUP_WORLD_SIZE to the number of machines, or give each machine the same number of ranks"
+            raise missing(environ, _DID, "GROUP_WORLD_SIZE", fix=fix, beside=_SHOWN)
+    if node_rank is None:
+        node_rank = rank // local_world_size
+        if nnodes * local_world_size != world_size or rank % local_world_size != local_rank:
+            fix = "Set GROUP_RANK to the number of this machine, from 0"
+            raise missing(environ, _DID, "GROUP_RANK", fix=fix, beside=_SHOWN)
+    if node_rank >= nnodes or nnodes > world_size or (nnodes == 1) != (local_world_size == world_size):
+        raise contradiction(
+            _DID,
+            "GROUP_RANK" if node_rank >= nnodes else "LOCAL_WORLD_SIZE",
+            quote(environ, *_SHOWN),
+            fix=f"{nnodes} machine(s) cannot hold these ranks: correct GROUP_RANK, GROUP_WORLD_SIZE or LOCAL_WORLD_SIZE",
+        )
+    return node_rank, nnodes

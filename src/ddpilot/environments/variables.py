@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading variables from a mapping, with errors that name the variable, its value and what to set."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping
+
+from ddpilot.errors import TopologyError
+
+PORT_BASE = 15_000
+PORT_COUNT = 10_000
+
+Environ = Mapping[str, str]
+
+
+def read_text(environ: Environ, *names: str) -> str | None:
+    """The first of `names` that is set to something, without surrounding blanks; None where none is."""
+    for name in names:
+        if value := environ.get(name, "").strip():
+            return value
+    return None
+
+
+def read_int(environ: Environ, *names: str, minimum: int = 0) -> int | None:
+    """The first of `names` that is set, as a whole number of at least `minimum`; None where none is set.
+
+    Raises `TopologyError` naming the variable where its value is no such number.
+    """
+    name = first_set(environ, *names)
+    if name is None:
+        return None
+    text = environ[name].strip()
+    if not text.isascii() or not text.isdigit() or int(text) < minimum:
+        raise TopologyError(
+            f"reading {name}",
+            variable=name,
+            found=f"{name}={environ[name]!r}",
+            fix=f"Set {name} to a whole number of at least {minimum}, or unset it",
+        )
+    return int(text)
+
+
+def first_set(environ: Environ, *names: str) -> str | None:
+    """The first of `names` that is set to something; None where none is."""
+    return next((name for name in names if environ.get(name, "").strip()), None)
+
+
+def require_int(environ: Environ, did: str, *names: str, fix: str, minimum: int = 0) -> int:
+    """As `read_int`, but a missing variable is a `TopologyError` that names the first of `names` and says `fix`."""
+    value = read_int(environ, *names, minimum=minimum)
+    if value is None:
+        raise missing(environ, did, names[0], fix=fix)
+    return value
+
+
+def missing(environ: Environ, did: str, variable: str, *, fix: str, beside: Iterable[str] = ()) -> TopologyError:
+    """The error for a variable that is not set, showing those `beside` it that are."""
+    others = quote(environ, *beside)
+    return TopologyError(
+        did, variable=variable, found=f"{variable} is not set" + (f", while {others}" if others else ""), fix=fix
+    )
+
+
+def contradiction(did: str, variable: str, found: str, *, fix: str) -> TopologyError:
+    """The error for variables that cannot all be right; `variable` is the one to look at first."""
+    return TopologyError(did, variable=variable, found=found, fix=fix)
+
+
+def require_below(environ: Environ, did: str, smaller: str, larger: str) -> None:
+    """Raise `TopologyError` unless the number in variable `smaller` is below the one in `larger`; both are set."""
+    if int(environ[smaller]) >= int(environ[larger]):
+        raise contradiction(
+            did,
+            smaller,
+            f"{quote(environ, smaller, larger)}",
+            fix=f"{smaller} counts from 0 and must stay below {larger}: correct one of them, or unset both",
+        )
+
+
+def quote(environ: Environ, *names: str) -> str:
+    """``RANK=1, WORLD_SIZE=4`` for those of `names` that are set."""
+    return ", ".join(f"{name}={environ[name]}" for name in names if environ.get(name, "").strip())
+
+
+def read_master(environ: Environ) -> tuple[str | None, int | None]:
+    """`MASTER_ADDR` and `MASTER_PORT` as the user or the launcher set them; None for each that is not set."""
+    port = read_int(environ, "MASTER_PORT", minimum=1)
+    if port is not None and port > 65_535:
+        raise contradiction(
+            "reading MASTER_PORT", "MASTER_PORT", f"MASTER_PORT={port}", fix="Set MASTER_PORT to 1 .. 65535"
+        )
+    return read_text(environ, "MASTER_ADDR"), port
+
+
+def is_loopback(address: str | None) -> bool:
+    """True for an address that can only mean this very machine."""
+    return address is not None and (address in ("localhost", "::1") or address.startswith("127."))
+
+
+def derive_port(job: str, step: int = 0) -> int:
+    """A port that every rank of a job derives alike: ``15000 + (number + 101 * step) % 10000``.
+
+    `number` is the job id itself where it is a whole number, else its CRC-32. The range 15000 .. 24999 keeps clear of
+    well-known ports, of torch's default 29500 and of the ephemeral ports that Linux hands out from 32768 on. Jobs with
+    neighbouring ids get neighbouring ports, so that they do not meet on a shared node.
+    """
+    number = int(job) if job.isascii() and job.isdigit() else zlib.crc32(job.encode())
+    return PORT_BASE + (number + 101 * step) % PORT_COUNT
