@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from ddpilot.errors import RankError
 from ddpilot.findings.words import render_ranks
+from ddpilot.launching.crash import find_crash_line, tidy_lines
 from ddpilot.launching.local.report import Exited, Raised
 from ddpilot.launching.shipping.sources import name_cells
 
@@ -75,7 +76,7 @@ def build_error(
         found += f"raised {raised.type_name}: {name_cells(raised.message)}"
     else:
         assert exited is not None
-        how, fix = _describe_exit(exited, function_name)
+        how, fix = _describe_exit(exited, function_name, find_crash_line(last_lines))
         found += how
     error = RankError(
         f"running `{function_name}` on {num_ranks} rank{'s' * (num_ranks > 1)}",
@@ -86,22 +87,23 @@ def build_error(
         exitcode=raised.exitcode if raised is not None else exited.exitcode if exited is not None else 1,
         signal_name=None if exited is None or raised is not None else exited.signal_name,
         rank_traceback="" if raised is None else name_cells(raised.traceback),
-        last_lines=last_lines,
+        last_lines=tidy_lines(last_lines),
         others=_describe_others(failure, victims, returned),
     )
     error.__cause__ = failure.error
     return error
 
 
-def _describe_exit(exited: Exited, function_name: str) -> tuple[str, str]:
+def _describe_exit(exited: Exited, function_name: str, crash_line: str | None) -> tuple[str, str]:
+    where = "" if crash_line is None else f" at {name_cells(crash_line)}"
     peak = f"its peak was {exited.peak_memory_bytes / 1e9:.1f} GB"
     if exited.signal_name == "SIGKILL":
         return f"was killed by SIGKILL; the kernel's OOM killer is the usual cause; {peak}", ""
     if exited.signal_name == "SIGABRT":
         cause = "C++ code gave up, which gloo does when tensors of ranks differ in size or dtype"
-        return f"was aborted (SIGABRT): {cause}; {peak}", "Its last output has the C++ message"
+        return f"was aborted (SIGABRT){where}: {cause}; {peak}", "Its last output has the C++ message"
     if exited.signal_name in ("SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE"):
-        return f"crashed with {exited.signal_name}; {peak}", "The Python line is in its last output"
+        return f"crashed with {exited.signal_name}{where}; {peak}", ""
     if exited.signal_name is not None:
         return f"was killed by {exited.signal_name}; {peak}", ""
     how = f"exited with code {exited.exitcode} before `{function_name}` returned"

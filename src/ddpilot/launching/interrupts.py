@@ -35,7 +35,7 @@ class InterruptCatcher:
         os.close(self.fd)
         os.close(self._writer)
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         self.count += 1
         try:
             os.write(self._writer, b"i")

@@ -42,7 +42,7 @@ class LaunchOptions:
     output_limit_bytes: int | None = None
     """Bytes shown of each rank's output before the rest is only counted; None: 1 MB in a notebook, else no limit."""
 
-    stop_grace_s: float = 5.0
+    stop_grace_s: float = 3.0
     """Seconds that ranks have after Ctrl-C or the stop button, for instance to save a checkpoint, before the group is
     freed under them; one second later they are killed."""
 
@@ -64,17 +64,17 @@ class LaunchOptions:
                 raise LaunchError(f"reading `{name}`", found=f"{value!r}", fix="Give seconds, more than 0")
         self._check_choice("output", self.output, get_args(Output))
         self._check_choice("start_method", self.start_method, get_args(StartMethod))
-        if isinstance(self.preload, str):
-            raise LaunchError(
-                "reading `preload`", found=f"{self.preload!r}", fix=f"Write `preload=({self.preload!r},)`"
-            )
-        for key, text in self.env.items():
-            if not isinstance(key, str) or not isinstance(text, str) or "=" in key or "\0" in key + text:
-                raise LaunchError(
-                    "reading `env`",
-                    found=f"{key!r}: {text!r}",
-                    fix="Names and values are text, without NUL; no = in names",
-                )
+        preload: object = self.preload
+        if isinstance(preload, str):
+            raise LaunchError("reading `preload`", found=f"{preload!r}", fix=f"Write `preload=({preload!r},)`")
+        for variable, text in self.env.items():
+            self._check_variable(variable, text)
+
+    def _check_variable(self, name: object, text: object) -> None:
+        are_text = isinstance(name, str) and isinstance(text, str)
+        if not are_text or "=" in str(name) or "\0" in f"{name}{text}":
+            fix = "Names and values are text without NUL, and names have no ="
+            raise LaunchError("reading `env`", found=f"{name!r}: {text!r}", fix=fix)
 
     def _check_choice(self, name: str, value: object, choices: tuple[str, ...]) -> None:
         if value not in choices:

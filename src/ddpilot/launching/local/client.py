@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import socket
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import IO
 
@@ -46,6 +47,8 @@ class RankServer:
         self.key = key
         self.owner_pid = os.getpid()
         self._lock = threading.Lock()
+        self._num_jobs = 0
+        self._is_retired = False
         self._channel, theirs = socket.socketpair()
         with tempfile.TemporaryFile() as log, theirs:
             boot = {
@@ -105,18 +108,30 @@ class RankServer:
             )
         return hello
 
-    def begin_job(self, launch_id: str) -> socket.socket:
-        """Open a launch; the socket is its channel to the server. Raises wire.Closed when the server is gone."""
+    @contextlib.contextmanager
+    def job(self, launch_id: str) -> Iterator[socket.socket]:
+        """A launch, for as long as it is entered; its channel to the server. Raises wire.Closed without a server."""
         ours, theirs = socket.socketpair()
-        try:
-            with self._lock:
+        with ours:
+            with theirs, self._lock:
                 wire.send(self._channel, launch_id, [theirs.fileno()])
-        except BaseException:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
-        return ours
+                self._num_jobs += 1
+            try:
+                yield ours
+            finally:
+                with self._lock:
+                    self._num_jobs -= 1
+                    is_last = self._is_retired and self._num_jobs == 0
+                if is_last:
+                    self.stop()
+
+    def retire(self) -> None:
+        """Stop as soon as nothing runs on it."""
+        with self._lock:
+            self._is_retired = True
+            is_idle = self._num_jobs == 0
+        if is_idle:
+            self.stop()
 
     def is_fresh(self) -> bool:
         """Whether it lives and the files of its modules are as they were when it imported them."""
@@ -157,10 +172,11 @@ class _Servers:
 
     def get(self, key: ServerKey, environ: Mapping[str, str]) -> RankServer:
         with self.lock:
-            self._drop(
-                lambda server: server.owner_pid != os.getpid(), stop=False
-            )  # made before this process was forked
-            self._drop(lambda server: not server.is_fresh())
+            # A server that was started before this process was forked belongs to the process it was forked from.
+            self.warm = [server for server in self.warm if server.owner_pid == os.getpid()]
+            for stale in [server for server in self.warm if not server.is_fresh()]:
+                self.warm.remove(stale)
+                stale.retire()
             found = next((server for server in self.warm if server.key == key), None)
             if found is None:
                 found = RankServer(key, environ)
@@ -168,20 +184,16 @@ class _Servers:
                 self.warm.remove(found)
             self.warm.append(found)
             for stale in self.warm[:-_MAX_WARM]:
-                stale.stop()
+                stale.retire()
             del self.warm[:-_MAX_WARM]
             return found
 
     def stop_all(self) -> None:
         with self.lock:
-            self._drop(lambda server: server.owner_pid == os.getpid())
-
-    def _drop(self, is_out: object, stop: bool = True) -> None:
-        assert callable(is_out)
-        for server in [server for server in self.warm if is_out(server)]:
-            self.warm.remove(server)
-            if stop:
-                server.stop()
+            for server in self.warm:
+                if server.owner_pid == os.getpid():
+                    server.stop()
+            self.warm.clear()
 
 
 _servers = _Servers()

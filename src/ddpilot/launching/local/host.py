@@ -80,13 +80,14 @@ def check_function(function: Callable[..., Any]) -> str:
     name = getattr(inner, "__qualname__", type(inner).__qualname__)
     if not callable(function):
         raise LaunchError("launching", found=f"{function!r} is not callable", fix="Give a function and its arguments")
-    kinds = {
+    call = type(inner).__call__ if callable(inner) else None
+    kinds: dict[str, Callable[[Any], bool]] = {
         "a generator function": inspect.isgeneratorfunction,
         "a coroutine function": inspect.iscoroutinefunction,
         "an asynchronous generator function": inspect.isasyncgenfunction,
     }
     for kind, test in kinds.items():
-        if test(inner) or test(getattr(inner, "__call__", None)):
+        if test(inner) or test(call):
             raise LaunchError(
                 f"launching `{name}`",
                 found=f"it is {kind}: calling it runs none of its code",
@@ -208,7 +209,7 @@ def _run_on(
         with bind_listener() as listener:
             port = listener.getsockname()[1]
             starts = [make_start(rank, port, sources) for rank in range(count)]
-            with server.begin_job(starts[0].launch_id) as job:
+            with server.job(starts[0].launch_id) as job:
                 wire.send(job, Start(STORE), [listener.fileno()])
                 listener.close()
                 for start in starts:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -56,6 +57,14 @@ class Started:
 
 
 @dataclass(frozen=True)
+class NotStarted:
+    """The system gave no process for a rank."""
+
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class Finished:
     """No process of the launch is left. `num_leftovers`: how many had to be killed beside the store."""
 
@@ -96,9 +105,7 @@ class Job:
     def handle(self, request: Any, fds: list[int]) -> None:
         """Do what the parent asks."""
         if isinstance(request, Start):
-            pid = self._start_process(lambda: _run(request.rank, fds), _argv(request.rank, fds), fds)
-            self._ranks[pid] = request.rank
-            self._tell(Started(request.rank, pid))
+            self._start(request.rank, fds)
         elif isinstance(request, Signal):
             for pid, rank in self._ranks.items():
                 if rank in request.ranks:
@@ -107,6 +114,15 @@ class Job:
             self._num_leftovers = sum(rank != STORE for rank in self._ranks.values())
             self.abandon()
 
+    def _start(self, rank: int, fds: list[int]) -> None:
+        try:
+            pid = self._start_process(functools.partial(_run, rank, fds), _argv(rank, fds), fds)
+        except OSError as error:  # no process or no memory left
+            self._tell(NotStarted(rank, str(error)))
+            return
+        self._ranks[pid] = rank
+        self._tell(Started(rank, pid))
+
     def abandon(self) -> None:
         """Kill whatever is left, at once."""
         self._ending = True
@@ -114,7 +130,7 @@ class Job:
             _signal(pid, signal.SIGKILL, True)
 
     def end_process_group(self, pid: int) -> None:
-        """Kill what a rank that ended left in its process group. `pid` is not reaped yet, so the number is still its."""
+        """End what an ended rank left in its process group. `pid` is not reaped yet, so the number still is its."""
         _signal(pid, signal.SIGKILL, True)
 
     def on_exit(self, pid: int, status: int, peak_memory_bytes: int, now: float) -> None:

@@ -14,7 +14,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _LINE_BUFFERED = 1  # _IOLBF of the C library
 
 STACKS_SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR1) + 5
-"""A rank prints the Python stacks of its threads when it gets this; SIGUSR1 is Slurm's and the user's."""
+"""A rank prints the Python stack of its main thread when it gets this; SIGUSR1 is Slurm's and the user's."""
 
 
 def become_process_of(server_pid: int) -> None:
@@ -56,4 +56,4 @@ def write_to(out_fd: int, err_fd: int) -> None:
     libc.setvbuf.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
     libc.setvbuf(stdout, None, _LINE_BUFFERED, 0)
     faulthandler.enable(file=2, all_threads=False)
-    faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
+    faulthandler.register(STACKS_SIGNAL, file=2, all_threads=False)

@@ -74,7 +74,7 @@ def _become(start: RankStart, parcel_fd: int) -> None:
 
     torch.set_num_threads(start.num_threads)
     random.seed()
-    torch.seed()  # type: ignore[no-untyped-call]
+    torch.seed()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
 
@@ -110,7 +110,7 @@ def _obey(control: socket.socket) -> None:
 
 def _send_value(control: socket.socket, start: RankStart, value: Any, known: list[Any]) -> None:
     did = f"sending what {start.function_name} returned back to the parent"
-    fd, _ = ship("ddpilot-result", {"result": value}, value, did=did, known=known, rank=start.rank)
+    fd, _ = ship("ddpilot-result", {"result": value}, value, did=did, known=known)
     try:
         wire.send(control, Returned(time.monotonic()), [fd])
     finally:
@@ -137,7 +137,7 @@ def _send_error(control: socket.socket, start: RankStart, error: BaseException, 
     try:
         fds = [pack_parcel("ddpilot-error", error, known)[0]]
     except Exception as unpicklable:  # its text travels all the same
-        print(f"ddpilot: {type(error).__name__} cannot be pickled: {unpicklable}", file=sys.stderr)
+        sys.stderr.write(f"ddpilot: {type(error).__name__} cannot be pickled: {unpicklable}\n")
         fds = []
     try:
         wire.send(control, report, fds)
@@ -150,12 +150,16 @@ def _send_error(control: socket.socket, start: RankStart, error: BaseException, 
 def _user_traceback(error: BaseException) -> str:
     """The traceback without the frames of this package that lead to the user's function."""
     frames = error.__traceback__
-    own = os.path.dirname(os.path.dirname(__file__)) + os.sep
-    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(own):
+    launcher = os.path.dirname(os.path.dirname(__file__)) + os.sep
+    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(launcher):
         frames = frames.tb_next
-    if frames is None and isinstance(error, DdpilotError):
-        return ""  # raised by ddpilot itself: the message says it all
-    return "".join(traceback.TracebackException(type(error), error, frames).format())
+    text = traceback.TracebackException(type(error), error, frames)
+    if isinstance(error, DdpilotError):  # the message says it all: only where the user's code was matters
+        package = os.path.dirname(os.path.dirname(launcher)) + os.sep
+        text.stack = traceback.StackSummary([frame for frame in text.stack if not frame.filename.startswith(package)])
+        if not text.stack:
+            return ""
+    return "".join(text.format())
 
 
 def _finish(exitcode: int) -> NoReturn:

@@ -35,7 +35,7 @@ class Returned:
 
 @dataclass(frozen=True, kw_only=True)
 class Raised:
-    """The function raised. `time_s` is of the machine's monotonic clock; a parcel with the exception may come beside."""
+    """The function raised. `time_s` is of the machine's monotonic clock. A parcel with the exception may be beside."""
 
     time_s: float
     type_name: str

@@ -54,6 +54,10 @@ def serve(channel_fd: int, parent_pid: int, preload: tuple[str, ...], may_fork: 
         Server(channel, parent_pid, clean, may_fork and clean.dirty is None).run()
     except wire.Closed:
         os._exit(0)
+    except Forked as forked:
+        run = forked.run
+    run()  # out of the handler, so that no exception of the server is in the context of the user's
+    os._exit(70)
 
 
 def _files_of_modules() -> dict[str, tuple[int, int]]:
@@ -64,6 +68,14 @@ def _files_of_modules() -> dict[str, tuple[int, int]]:
             stat = os.stat(path)
             found[path] = (stat.st_mtime_ns, stat.st_size)
     return found
+
+
+class Forked(BaseException):
+    """Unwinds the server's stack in a child, so that stacks of ranks show the rank alone. `run` is what it is for."""
+
+    def __init__(self, run: Callable[[], Any]) -> None:
+        super().__init__()
+        self.run = run
 
 
 class Server:
@@ -131,10 +143,8 @@ class Server:
             self._jobs[channel].abandon()
             self._selector.unregister(channel)
             return
-        try:
-            self._jobs[channel].handle(request, fds)
-        finally:
-            wire.close_all(fds)
+        self._jobs[channel].handle(request, fds)  # a child leaves it by Forked and keeps the descriptors
+        wire.close_all(fds)
 
     def _on_child(self) -> None:
         while True:
@@ -196,11 +206,10 @@ class Server:
                     os.set_inheritable(fd, True)
                 os.execv(sys.executable, argv)
             self._close_in_child()
-            run()
         except BaseException:
             traceback.print_exc()
-        finally:
             os._exit(70)
+        raise Forked(run)
 
     def _close_in_child(self) -> None:
         """A rank holds no end of the server's sockets and pipes."""

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 def run_store(listen_fd: int) -> NoReturn:
     """Serve the store until this process is killed."""
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     with socket.socket(fileno=os.dup(listen_fd)) as listener:
         host, port = listener.getsockname()

@@ -16,7 +16,7 @@ from ddpilot.launching.failures import Failure, build_error, choose_failure
 from ddpilot.launching.interrupts import InterruptCatcher
 from ddpilot.launching.local import wire
 from ddpilot.launching.local.handles import RankHandle
-from ddpilot.launching.local.jobs import STORE, Finish, Finished, Signal, Started
+from ddpilot.launching.local.jobs import STORE, Finish, Finished, NotStarted, Signal, Started
 from ddpilot.launching.local.process import STACKS_SIGNAL
 from ddpilot.launching.local.report import Exited, Raised, Returned
 from ddpilot.launching.options import LaunchOptions
@@ -115,8 +115,20 @@ class Supervisor:
             self._handles[message.rank].pid = message.pid
         elif isinstance(message, Exited) and message.rank != STORE:
             self._on_exit(self._handles[message.rank], message)
+        elif isinstance(message, NotStarted):
+            self._on_not_started(message)
         elif isinstance(message, Finished):
             self._finished = True
+
+    def _on_not_started(self, message: NotStarted) -> None:
+        if self._ending is None:
+            self._ending = LaunchError(
+                f"starting rank {message.rank} of `{self._function_name}`",
+                found=message.reason,
+                fix="Ask for fewer ranks, or free memory or processes (`ulimit -u`)",
+            )
+        self._finish_sent = True
+        self._ask(Finish())
 
     def _on_control(self, handle: RankHandle) -> None:
         try:

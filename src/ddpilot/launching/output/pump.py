@@ -11,7 +11,7 @@ from ddpilot.launching.output.display import Display
 from ddpilot.launching.output.lines import Line, LineSplitter, Progress
 
 _CHUNK_BYTES = 1 << 16
-_MAX_LAST_LINES = 20
+_MAX_LAST_LINES = 200
 
 
 class OutputPump:

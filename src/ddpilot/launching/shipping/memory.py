@@ -57,7 +57,7 @@ class MemoryWriter:
 def _open_memory_file(name: str) -> int:
     if sys.platform == "linux":
         return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    with tempfile.TemporaryFile(prefix=name) as file:
+    with tempfile.TemporaryFile(prefix=name) as file:  # type: ignore[unreachable,unused-ignore]
         return os.dup(file.fileno())
 
 

@@ -82,13 +82,13 @@ class ShipPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is 
 def _untyped_storage(data: Any) -> Any:
     import torch
 
-    return torch.frombuffer(data, dtype=torch.uint8).untyped_storage() if len(data) else torch.UntypedStorage(0)
+    return torch.frombuffer(data, dtype=torch.uint8).untyped_storage() if len(data) else torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
 
 
 def _typed_storage(untyped: Any, dtype: Any) -> Any:
     import torch
 
-    return torch.storage.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)
+    return torch.storage.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
 
 
 def pack_parcel(name: str, value: Any, known: Sequence[Any] = ()) -> tuple[int, list[Any]]:
