@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is checked before ranks meet: the address resolves, the port is free on rank 0 and answers on the others."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import logging
+import os
+import queue
+import socket
+import threading
+import time
+
+import psutil
+
+from ddpilot.errors import RendezvousError
+
+_RESOLVE_LIMIT_S = 2.5
+_PATIENCE_S = 5.0
+_log = logging.getLogger("ddpilot")
+
+
+def check_resolves(host: str, limit_s: float = _RESOLVE_LIMIT_S) -> None:
+    """Raise RendezvousError within `limit_s` seconds if `host` is no address and no name that resolves."""
+    answer: queue.Queue[OSError | None] = queue.Queue()
+
+    def ask() -> None:
+        try:
+            socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        except OSError as error:
+            answer.put(error)
+        else:
+            answer.put(None)
+
+    # A resolver cannot be interrupted; a daemon thread lets this rank go on while the resolver gives up by itself.
+    threading.Thread(target=ask, daemon=True, name="ddpilot-resolve").start()
+    try:
+        error = answer.get(timeout=limit_s)
+    except queue.Empty:
+        error = TimeoutError(f"no answer from the resolver in {limit_s:g} s")
+    if error is not None:
+        raise RendezvousError(
+            f"looking up MASTER_ADDR={host}",
+            found=f"the name does not resolve ({error.strerror or error})",
+            fix="Set MASTER_ADDR to the host name or address of the machine that runs rank 0.",
+        ) from error
+
+
+def is_loopback(host: str) -> bool:
+    """Is `host` this machine's own loopback, by name or by address?"""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def wait_for_port(host: str, port: int, timeout_s: float) -> None:
+    """Return once something accepts connections at `host`:`port`; RendezvousError after `timeout_s` seconds.
+
+    Tries often at first. After 5 s one log line says who is being waited for.
+    """
+    start, pause_s, told = time.monotonic(), 0.02, False
+    while True:
+        waited = time.monotonic() - start
+        try:
+            socket.create_connection((host, port), timeout=min(3.0, max(0.1, timeout_s - waited))).close()
+            return
+        except OSError as error:
+            last = error
+        waited = time.monotonic() - start
+        if waited >= timeout_s:
+            raise RendezvousError(
+                f"connecting to rank 0's store at {host}:{port}",
+                found=f"nobody answered for {waited:.1f} s ({last})",
+                fix="See that rank 0 runs on that machine, that every rank has the same MASTER_ADDR and MASTER_PORT, "
+                "and that no firewall is between them.",
+                missing=(0,),
+            ) from last
+        if waited > _PATIENCE_S and not told:
+            told = True
+            _log.warning("still waiting for rank 0: nobody answers at %s:%d (%s)", host, port, last)
+        time.sleep(min(pause_s, timeout_s - waited))
+        pause_s = min(0.5, pause_s * 1.5)
+
+
+def listen(host: str, port: int) -> socket.socket | None:
+    """A socket that listens on `port`: on loopback only where `host` is loopback, else on all addresses.
+
+    None where this very process listens there already. RendezvousError names the process that holds the port.
+    """
+    where = ("127.0.0.1" if host == "localhost" else host) if is_loopback(host) else "::" if _has_ipv6() else "0.0.0.0"
+    sock = socket.socket(socket.AF_INET6 if ":" in where else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if where == "::":
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        sock.bind((where, port))
+        sock.listen(2048)
+    except OSError as error:
+        sock.close()
+        holder = _holder(port) if error.errno == errno.EADDRINUSE else None
+        if holder is not None and holder.pid == os.getpid():
+            return None
+        raise RendezvousError(
+            f"opening rank 0's store on port {port}",
+            found=_taken(error, holder),
+            fix=f"Stop that process or choose another MASTER_PORT than {port}.",
+            rank=0,
+        ) from error
+    return sock
+
+
+def _taken(error: OSError, holder: psutil.Process | None) -> str:
+    if error.errno != errno.EADDRINUSE:
+        return f"the port cannot be opened ({error.strerror or error})"
+    if holder is None:
+        return "the port is taken by a process that this user cannot see"
+    try:
+        return f"the port is taken by pid {holder.pid}: {' '.join(holder.cmdline())[:200] or holder.name()}"
+    except psutil.Error:
+        return f"the port is taken by pid {holder.pid}"
+
+
+def _holder(port: int) -> psutil.Process | None:
+    # Process by process, since the machine-wide table needs privileges on some platforms.
+    for process in psutil.process_iter():
+        try:
+            for found in process.net_connections(kind="tcp"):
+                if found.status == psutil.CONN_LISTEN and found.laddr.port == port:
+                    return process
+        except psutil.Error:
+            continue
+    return None
+
+
+def _has_ipv6() -> bool:
+    if not socket.has_ipv6:
+        return False
+    try:
+        with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as sock:
+            sock.bind(("::", 0))
+    except OSError:
+        return False
+    return True

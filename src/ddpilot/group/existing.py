@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The group that torch already has in this process, as a `Group`: torch's state is the only state there is."""
+
+from __future__ import annotations
+
+import os
+import weakref
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from ddpilot.environments.topology import Topology
+from ddpilot.errors import GroupError
+from ddpilot.group.device import detect_device_facts, resolve_device, use_device
+from ddpilot.group.marks import read_member
+from ddpilot.group.process_group import Group
+
+
+def existing_group(topology: Topology, backend: str | None = None) -> Group:
+    """torch's default group: equal to what `init_group` returned where that made it, else adopted.
+
+    `topology`: what the environment says. For an adopted group rank and world size are torch's; the position on the
+    node is the environment's, or where that knows of no job, as if all ranks were on this node. Raises GroupError
+    where `backend` is given and is not the group's. Not collective.
+    """
+    group = dist.group.WORLD
+    assert group is not None  # asked for only where is_initialized()
+    rank, has = dist.get_rank(), c10d.get_backend_config()
+    if backend is not None and not _is_backend(backend, has):
+        raise GroupError(
+            "entering the group",
+            found=f"a group with backend {has!r} is already there, and {backend!r} was asked for",
+            fix="Leave the first group before you enter another, or ask for the same backend.",
+            rank=rank,
+        )
+    try:
+        member = read_member(c10d._get_default_store(), rank)
+    except RuntimeError:
+        member = None  # a store that cannot be read (MPI has none) is not one that ddpilot wrote into
+    local = (topology.local_rank, topology.local_world_size)
+    local_rank, local_world_size = local if topology.is_distributed else (rank, dist.get_world_size())
+    return Group(
+        rank=rank,
+        world_size=dist.get_world_size(),
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        topology=topology,
+        device=torch.device(member.device) if member else _current_device(local_rank),
+        backend=member.backend if member else has,
+        process_group_ref=weakref.ref(group),
+        adopted=member is None,
+    )
+
+
+def _is_backend(asked: str, has: str) -> bool:
+    by_device = set(has.split(","))
+    return set(asked.split(",")) <= by_device or {asked} == {part.rpartition(":")[2] for part in by_device}
+
+
+def _current_device(local_rank: int) -> torch.device:
+    """The device that code which made its own group uses: the current one where it has begun, else the default."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return torch.device("cuda", torch.cuda.current_device())
+    return use_device(resolve_device(detect_device_facts(os.environ, local_rank)))

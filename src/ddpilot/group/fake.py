@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`FakeGroup`: any rank of any job, in process and without torch.distributed, to test code that takes a group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from ddpilot.environments.topology import Topology
+from ddpilot.errors import GroupError
+from ddpilot.group.protocol import ReduceOp
+
+
+@dataclass(frozen=True)
+class FakeGroup:
+    """Rank `rank` of `world_size` ranks that all hold the same values; nothing is sent and nothing waits.
+
+    Raises GroupError where rank and sizes do not fit together.
+    """
+
+    rank: int = 0
+    """0 to `world_size` - 1."""
+    world_size: int = 1
+    """Number of ranks of the pretended job."""
+    local_world_size: int = 0
+    """Ranks on each node, a divisor of `world_size`; 0: all of them, one node."""
+    device: torch.device = torch.device("cpu")  # noqa: RUF009  (immutable)
+    """Where the code under test puts its tensors."""
+    backend: str = "fake"
+    """What `Group.backend` would say."""
+    adopted: bool = False
+    """What `Group.adopted` would say."""
+
+    def __post_init__(self) -> None:
+        if self.local_world_size == 0:
+            object.__setattr__(self, "local_world_size", self.world_size)
+        fits = self.world_size >= 1 and self.local_world_size >= 1 and self.world_size % self.local_world_size == 0
+        if not fits or not 0 <= self.rank < self.world_size:
+            raise GroupError(
+                "making a FakeGroup",
+                found=f"rank={self.rank}, world_size={self.world_size}, local_world_size={self.local_world_size}",
+                fix="Let 0 <= rank < world_size, and local_world_size divide world_size.",
+            )
+
+    @property
+    def local_rank(self) -> int:
+        """0 to `local_world_size` - 1: ranks fill one node after the other."""
+        return self.rank % self.local_world_size
+
+    @property
+    def is_rank_zero(self) -> bool:
+        """Is this rank 0 of the pretended job?"""
+        return self.rank == 0
+
+    @property
+    def topology(self) -> Topology:
+        """The topology that such a job would have."""
+        alone = self.world_size == 1
+        return Topology(
+            rank=self.rank,
+            local_rank=self.local_rank,
+            world_size=self.world_size,
+            local_world_size=self.local_world_size,
+            node_rank=self.rank // self.local_world_size,
+            nnodes=self.world_size // self.local_world_size,
+            master_addr=None if alone else "127.0.0.1",
+            master_port=None if alone else 29500,
+            environment="alone" if alone else "ddpilot",
+            how=f"a FakeGroup of {self.world_size} ranks",
+        )
+
+    def barrier(self) -> None:
+        """Return at once."""
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
+        """Combine `world_size` copies of `tensor` (any shape), in place, and return it.
+
+        "sum": times `world_size`; "product": to the power of `world_size`; "avg", "min", "max": as it is.
+        """
+        if op == "sum":
+            return tensor.mul_(self.world_size)
+        return tensor.pow_(self.world_size) if op == "product" else tensor
+
+    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
+        """Return `tensor` (any shape) as it is, as rank `src` holds the same. GroupError if there is no such rank."""
+        self._check(src)
+        return tensor
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """A list of length `world_size` with `value` in every place."""
+        return [value] * self.world_size
+
+    def broadcast_object(self, value: Any, src: int = 0) -> Any:
+        """Return `value`, since rank `src` holds the same. GroupError if there is no such rank."""
+        self._check(src)
+        return value
+
+    def leave(self) -> None:
+        """Do nothing, any number of times."""
+
+    def _check(self, src: int) -> None:
+        if not 0 <= src < self.world_size:
+            raise GroupError(
+                "broadcasting in a FakeGroup",
+                found=f"`src` is {src} and the ranks are 0 to {self.world_size - 1}",
+                fix="Pass a rank of the group.",
+                rank=self.rank,
+            )
+
+    def __enter__(self) -> FakeGroup:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.leave()

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Group`: the process group of this rank, with the device that goes with it."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddpilot.environments.topology import Topology
+from ddpilot.errors import GroupError
+from ddpilot.group.leaving import take_down, wait_for_peers
+from ddpilot.group.protocol import ReduceOp
+
+_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.SUM,  # gloo has no average
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "product": dist.ReduceOp.PRODUCT,
+}
+
+
+@dataclass(frozen=True)
+class Group:
+    """The default process group seen from this rank; `init_group` makes it.
+
+    A context manager: leaves at the end, without waiting for the peers where the body raised.
+    """
+
+    rank: int
+    """0 to `world_size` - 1."""
+    world_size: int
+    """Number of ranks of the job."""
+    local_rank: int
+    """0 to `local_world_size` - 1: the position on this node."""
+    local_world_size: int
+    """Number of ranks on this node."""
+    topology: Topology
+    """What the environment says about this process. For an adopted group its rank and sizes may be others."""
+    device: torch.device
+    """The device of this rank, already current."""
+    backend: str
+    """As torch reports it: "gloo", "nccl", "cpu:gloo,cuda:nccl"."""
+    process_group_ref: weakref.ref[dist.ProcessGroup]
+    """Weak, so that a `Group` still in a variable does not keep sockets and threads of a group that was left."""
+    adopted: bool = False
+    """Was the group made by other code than ddpilot's? `leave` then leaves it alone."""
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """torch's own object. GroupError once the group was left or replaced."""
+        group = self.process_group_ref()
+        if group is None or not self.is_live:
+            raise GroupError(
+                "using a process group",
+                found="this group was left, or another one took its place",
+                fix="Call init_group() again and use what it returns.",
+                rank=self.rank,
+            )
+        return group
+
+    @property
+    def is_rank_zero(self) -> bool:
+        """Is this rank 0 of the job?"""
+        return self.rank == 0
+
+    @property
+    def is_live(self) -> bool:
+        """Is this still the process group that torch uses? False once it was left or replaced."""
+        return dist.is_initialized() and dist.group.WORLD is self.process_group_ref()
+
+    def barrier(self) -> None:
+        """Wait for every rank. Collective."""
+        on_device = self.device.type != "cpu" and "nccl" in self.backend
+        dist.barrier(self.process_group, device_ids=[self.device.index] if on_device else None)
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
+        """Combine `tensor` (any shape, the same on all ranks) over ranks, in place, and return it. Collective.
+
+        `op`: "sum", "avg" (floating point), "min", "max" or "product".
+        """
+        dist.all_reduce(tensor, _OPS[op], self.process_group)
+        return tensor.div_(self.world_size) if op == "avg" else tensor
+
+    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
+        """Overwrite `tensor` (any shape, the same on all ranks) with rank `src`'s, and return it. Collective."""
+        dist.broadcast(tensor, src, self.process_group)
+        return tensor
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Every rank's `value` (picklable), in rank order: a list of length `world_size`. Collective."""
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, self.process_group)
+        return values
+
+    def broadcast_object(self, value: Any, src: int = 0) -> Any:
+        """The `value` (picklable) of rank `src`; what the others pass is ignored. Collective."""
+        values = [value if self.rank == src else None]
+        dist.broadcast_object_list(values, src, self.process_group)
+        return values[0]
+
+    def leave(self, *, destroy_adopted: bool = False, peers_limit_s: float = 5.0) -> None:
+        """Leave the group: wait up to `peers_limit_s` seconds for the other ranks to leave too, then destroy it.
+
+        Not a collective: a peer that died or is stuck costs the limit at most. A second call does nothing. A group
+        that other code made stays, unless `destroy_adopted`; it is then destroyed without waiting.
+        """
+        if not self.is_live or (self.adopted and not destroy_adopted):
+            return
+        healthy = self.adopted or wait_for_peers(self.rank, self.world_size, peers_limit_s)
+        take_down(healthy)
+
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.leave(peers_limit_s=5.0 if kind is None else 0.0)

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Make a new process group after the old one was freed, with every variable of the ranks kept."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from torch.distributed.constants import default_pg_timeout
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpilot.environments.topology import Topology
+from ddpilot.group.device import detect_device_facts, resolve_device, use_device
+from ddpilot.group.forming import form_group
+from ddpilot.group.leaving import take_down
+from ddpilot.group.models import bind_model, compare_models, find_models
+from ddpilot.group.process_group import Group
+from ddpilot.group.store import Endpoint, connect_store
+
+
+@dataclass(frozen=True)
+class Rebuilt:
+    """The new group, and what became of the models that were on the old one."""
+
+    group: Group
+    rebound: int
+    """DDP models that now use the new group."""
+    unbound: tuple[str, ...] = ()
+    """One sentence for every DDP model of this rank that could not be bound to it."""
+    disagreements: tuple[str, ...] = ()
+    """One sentence for every parameter that is not the same on all ranks; equal on every rank."""
+
+
+def rebuild_group(
+    topology: Topology,
+    endpoint: Endpoint,
+    *,
+    generation: int,
+    backend: str | None = None,
+    timeout_s: float | None = None,
+    rendezvous_s: float | None = None,
+    models: Iterable[DistributedDataParallel] | None = None,
+) -> Rebuilt:
+    """Shut the old group of this rank down and enter a new one on the store at `endpoint`. Collective.
+
+    Every rank calls it, in the thread that runs user code, after `free_group` has returned on all of them; ranks that
+    were started anew call it too. `generation` is the same on all ranks and was never used on that store before, also
+    not by an attempt that failed. `timeout_s` limits the new group's collectives (default: torch's), `rendezvous_s`
+    the wait for the other ranks (default: `timeout_s`). `models`: the DDP models to bind to the new group, in place;
+    default: all that are alive. Gradients of an interrupted step are whatever they were: zero them.
+
+    Raises RendezvousError and GroupError as `init_group` does. Parameters that differ over ranks (one rank had stepped
+    before the failure, or is new) raise nothing and are named in `Rebuilt.disagreements`.
+    """
+    kept = find_models() if models is None else list(models)
+    take_down(healthy=False)
+    limit_s = rendezvous_s or timeout_s or default_pg_timeout.total_seconds()
+    own = replace(endpoint, prefix=f"{endpoint.prefix}/generation{generation}")
+    choice = resolve_device(detect_device_facts(os.environ, topology.local_rank), backend)
+    device = use_device(choice)
+    group = form_group(connect_store(own, limit_s), topology, choice, device, timeout_s, limit_s)
+    bound = [bind_model(model, group.process_group) for model in kept]
+    unbound = tuple(
+        f"{type(model.module).__name__} was on a group of {model.process_group.size()} ranks: wrap it again"
+        for model, done in zip(kept, bound, strict=True)
+        if not done
+    )
+    disagreements = compare_models([model for model, done in zip(kept, bound, strict=True) if done], group)
+    return Rebuilt(group, sum(bound), unbound, disagreements)

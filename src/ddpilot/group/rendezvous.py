@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Give every `torch.distributed.init_process_group()` of user code its own keys in a launch's store.
+
+The store outlives the groups made on it, and torch names the keys of each default group alike: a second group would
+find the addresses of the first and wait for ranks that are gone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+from urllib.parse import parse_qs, urlparse
+
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed.constants import default_pg_timeout
+
+from ddpilot.group.address import is_loopback
+
+Handler = Callable[..., Iterator[tuple[Store, int, int]]]
+
+
+def number_env_rendezvous(addr: str, port: int) -> None:
+    """Wrap torch's `env://` and `tcp://` rendezvous in this process, for a launch whose store is at `addr`:`port`.
+
+    To be called once in a rank, before user code. Where the environment says that an agent hosts the store
+    (TORCHELASTIC_USE_AGENT_STORE=True), the n-th group of a rank gets the n-th part of that store, and an address on
+    loopback (the `MASTER_ADDR="localhost"; MASTER_PORT="12355"` of tutorials) means the launch's store too, since
+    nobody would listen anywhere else. Any other address is left to torch.
+    """
+    # The module is hidden behind the function of the same name in torch.distributed.
+    module = importlib.import_module("torch.distributed.rendezvous")
+    handlers: dict[str, Handler] = module._rendezvous_handlers
+    for scheme in ("env", "tcp"):
+        handlers[scheme] = _numbered(handlers[scheme], addr, port)
+
+
+def _numbered(original: Handler, addr: str, port: int) -> Handler:
+    def handler(url: str, timeout: timedelta = default_pg_timeout, **kwargs: Any) -> Iterator[tuple[Store, int, int]]:
+        asked = urlparse(url)
+        host = asked.hostname or os.environ.get("MASTER_ADDR", "")
+        at = asked.port or os.environ.get("MASTER_PORT", "")
+        ours = is_loopback(host) or (host, str(at)) == (addr, str(port))
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not ours:
+            yield from original(url, timeout=timeout, **kwargs)
+            return
+        query = parse_qs(asked.query)
+        rank = int(query["rank"][0]) if "rank" in query else int(os.environ["RANK"])
+        world_size = int(query["world_size"][0]) if "world_size" in query else int(os.environ["WORLD_SIZE"])
+        store = TCPStore(addr, port, is_master=False, timeout=timeout, wait_for_workers=False)
+        turn = store.add(f"ddpilot/{asked.scheme}/turns/{rank}", 1)
+        yield PrefixStore(f"ddpilot/{asked.scheme}/turn{turn}", store), rank, world_size
+
+    return handler

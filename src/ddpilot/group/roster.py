@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The roster: every rank writes who it is into the store, so that a rank that never came can be named."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+
+import psutil
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from ddpilot.errors import RendezvousError
+
+_SLICE_S = 0.5
+_TWIN_WAIT_S = 3.0
+
+
+@dataclass(frozen=True)
+class Member:
+    """One rank as it presents itself."""
+
+    rank: int
+    world_size: int
+    device: str
+    backend: str
+    identity: str = ""
+    """Names the device; equal on two ranks of one host exactly where they share it; "" where unknown."""
+    host: str = ""
+    pid: int = 0
+    started_s: float = 0.0
+    """Start time of the process, which tells it from a later one with the same pid."""
+
+    @classmethod
+    def here(cls, rank: int, world_size: int, device: str, backend: str, identity: str = "") -> Member:
+        """The member that this process is."""
+        pid = os.getpid()
+        started_s = psutil.Process(pid).create_time()
+        return cls(rank, world_size, device, backend, identity, socket.gethostname(), pid, started_s)
+
+    @property
+    def place(self) -> str:
+        return f"host {self.host}, pid {self.pid}, {self.device}"
+
+    def is_gone(self) -> bool:
+        """Is that process known to have ended? Only a process of this host can be."""
+        if self.host != socket.gethostname():
+            return False
+        try:
+            return abs(psutil.Process(self.pid).create_time() - self.started_s) > 1.0
+        except psutil.NoSuchProcess:
+            return True
+
+    def is_same_process(self, other: Member) -> bool:
+        return (self.host, self.pid) == (other.host, other.pid) and abs(self.started_s - other.started_s) < 1.0
+
+
+def take_turn(base: Store, me: Member) -> Store:
+    """Write this rank into `base` and return the part of it for this turn: no key of an earlier group is in it.
+
+    The store counts how often each rank has entered, so ranks that enter, leave and enter again meet in turn. Raises
+    RendezvousError where another living process has taken this rank number; the others learn of it in `wait_for_all`.
+    """
+    turn = base.add(f"turns/{me.rank}", 1)
+    if turn > 1:
+        _refuse_twin(PrefixStore(f"turn{turn - 1}", base), me)
+    mine = PrefixStore(f"turn{turn}", base)
+    mine.set(_key(me.rank), json.dumps(asdict(me)))
+    return mine
+
+
+def wait_for_all(store: Store, me: Member, timeout_s: float) -> tuple[Member, ...]:
+    """Every rank's entry in rank order, once all are there. Collective: every rank calls it once per turn.
+
+    Raises RendezvousError: after `timeout_s` seconds with `missing` naming the ranks that never came; at once where a
+    rank number was taken twice, or where ranks disagree on world size or backend.
+    """
+    keys = [_key(rank) for rank in range(me.world_size)]
+    deadline = time.monotonic() + timeout_s
+    while not _came(store, keys, min(_SLICE_S, max(0.01, deadline - time.monotonic()))):
+        if store.check(["twice"]):
+            raise RendezvousError("waiting for all ranks", found=store.get("twice").decode(), fix=_TWICE, rank=me.rank)
+        if time.monotonic() > deadline:
+            raise _nobody_came(store, me, timeout_s)
+    members = tuple(Member(**json.loads(store.get(key))) for key in keys)
+    _refuse_disagreement(members, me)
+    return members
+
+
+def find_sharing(members: Sequence[Member]) -> dict[str, tuple[int, ...]]:
+    """Device and host -> the ranks on it, for every device that several ranks share; empty where none do."""
+    ranks: dict[str, tuple[int, ...]] = {}
+    for member in members:
+        if member.identity:
+            name = f"{member.identity} of host {member.host}"
+            ranks[name] = (*ranks.get(name, ()), member.rank)
+    return {name: shared for name, shared in ranks.items() if len(shared) > 1}
+
+
+_TWICE = "Give every process its own RANK, and stop processes that are left over from an earlier run."
+
+
+def _key(rank: int) -> str:
+    return f"member/{rank}"
+
+
+def _came(store: Store, keys: list[str], slice_s: float) -> bool:
+    try:
+        store.wait(keys, timedelta(seconds=slice_s))
+    except dist.DistStoreError:
+        return False
+    return True
+
+
+def _refuse_twin(before: Store, me: Member) -> None:
+    if not _came(before, [_key(me.rank)], _TWIN_WAIT_S):
+        return
+    other = Member(**json.loads(before.get(_key(me.rank))))
+    if other.is_same_process(me) or other.is_gone():
+        return
+    found = f"rank {me.rank} was taken twice: by {other.place}, and by {me.place}"
+    before.set("twice", found)
+    raise RendezvousError("entering the group", found=found, fix=_TWICE, rank=me.rank)
+
+
+def _nobody_came(store: Store, me: Member, timeout_s: float) -> RendezvousError:
+    here = [rank for rank in range(me.world_size) if store.check([_key(rank)])]
+    missing = tuple(rank for rank in range(me.world_size) if rank not in here)
+    places = "; ".join(f"rank {rank} ({Member(**json.loads(store.get(_key(rank)))).place})" for rank in here[:16])
+    names = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+    return RendezvousError(
+        f"waiting for all {me.world_size} ranks",
+        found=f"{names} never came in {timeout_s:g} s; here: {places}",
+        fix=f"Look at the output of {names}: it ended before, never started, or has another WORLD_SIZE or MASTER_ADDR.",
+        rank=me.rank,
+        missing=missing,
+    )
+
+
+def _refuse_disagreement(members: Sequence[Member], me: Member) -> None:
+    for what in ("world_size", "backend"):
+        values: dict[object, list[int]] = {}
+        for member in members:
+            values.setdefault(getattr(member, what), []).append(member.rank)
+        if len(values) > 1:
+            said = "; ".join(f"{value!r} on ranks {', '.join(map(str, ranks))}" for value, ranks in values.items())
+            raise RendezvousError(
+                "comparing what the ranks were started with",
+                found=f"they disagree on {what}: {said}",
+                fix=f"Start every rank with the same {what}.",
+                rank=me.rank,
+            )
