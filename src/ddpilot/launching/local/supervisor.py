@@ -68,7 +68,8 @@ class Supervisor:
                 self._watch(handle)
             while not self._finished:
                 for key, _ in self._selector.select(self._wait_s()):
-                    key.data()
+                    if key.fd in self._selector.get_map():  # an earlier event may have closed it
+                        key.data()
                 now = time.monotonic()
                 self._pump.show(now)
                 self._on_interrupts(interrupts.count, now)
