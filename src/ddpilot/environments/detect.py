@@ -70,7 +70,7 @@ def _find(environ: Environ) -> Topology:
         return inner
     if by_hand:
         return detect_torchrun(environ) or _one_by_hand(environ)
-    refuse_partial(environ, "" if inner.how.startswith("Alone: no ") else f". {inner.how}")
+    refuse_partial(environ, inner.how)
     return inner
 
 
@@ -93,7 +93,7 @@ def _find_scheduler(environ: Environ) -> Topology:
     if family:
         mpi = detect_mpi(environ, family)
         return mpi if mpi.is_distributed or slurm is None else slurm
-    return slurm or alone("Alone: no variables of torchrun, ddpilot, Slurm or MPI are set")
+    return slurm or alone("Alone: no launcher gave this process a rank")
 
 
 def _check_by_hand(environ: Environ, found: Topology) -> None:

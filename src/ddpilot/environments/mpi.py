@@ -17,6 +17,7 @@ from ddpilot.environments.variables import (
     derive_port,
     first_set,
     missing,
+    or_raise,
     quote,
     read_int,
     read_master,
@@ -65,7 +66,6 @@ _FAMILIES = (
             sizes=(f"{prefix}_COMM_WORLD_SIZE",),
             local_ranks=(f"{prefix}_COMM_WORLD_LOCAL_RANK", *_BY_HAND[0]),
             local_sizes=(f"{prefix}_COMM_WORLD_LOCAL_SIZE", *_BY_HAND[1]),
-            job_ids=("MPISPAWN_MPIRUN_ID", "PMI_ID_JOB"),
             own_marks=(f"{prefix}_COMM_WORLD_RANK",),
         )
         for prefix in ("MV2", "MVP")
@@ -115,16 +115,15 @@ def check_agreement(environ: Environ, family: MpiFamily, topology: Topology) -> 
                 _DID,
                 name,
                 f"{quote(environ, name)}, but {topology.how}",
-                fix=f"Unset {name} if it is left over, or set RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE yourself",
+                fix=f"Unset {name} if it is left over, or set all of torchrun's variables yourself",
             )
 
 
 def detect_mpi(environ: Environ, family: MpiFamily) -> Topology:
     """The topology of an MPI rank; a single one is alone. Raises `TopologyError` naming what is missing or wrong."""
     rank = require_int(environ, _DID, family.rank, fix="")
-    hint = f"Set {family.sizes[-1]} to the number of ranks, the same on each"
-    world_size = require_int(environ, _DID, *family.sizes, fix=hint, minimum=1)
-    size_name = first_set(environ, *family.sizes) or ""
+    size_name = first_set(environ, *family.sizes) or family.sizes[-1]
+    world_size = require_int(environ, _DID, size_name, fix=f"Set {size_name} to the number of ranks", minimum=1)
     require_below(environ, _DID, family.rank, size_name)
     if world_size == 1:
         return alone(f"Alone: {family.label} started one rank ({quote(environ, family.rank, size_name)})")
@@ -154,10 +153,8 @@ def detect_mpi(environ: Environ, family: MpiFamily) -> Topology:
 def _require_local(environ: Environ, family: MpiFamily, names: tuple[str, ...], minimum: int, what: str) -> int:
     by_hand = names[-1]
     fix = f"Set {by_hand} to the {what}" if by_hand in ("LOCAL_RANK", "LOCAL_WORLD_SIZE") else f"Set it to the {what}"
-    value = read_int(environ, *names, minimum=minimum)
-    if value is None:
-        raise missing(environ, _DID, names[0], fix=fix, beside=(family.rank, *family.sizes))
-    return value
+    error = missing(environ, _DID, names[0], fix=fix, beside=(family.rank, *family.sizes))
+    return or_raise(read_int(environ, *names, minimum=minimum), error)
 
 
 def _resolve_node(
@@ -166,20 +163,19 @@ def _resolve_node(
     """(node_rank, nnodes): said by the launcher or the user, else from nodes with equally many consecutive ranks."""
     if local_world_size == world_size:
         return 0, 1
-    nnodes = read_int(environ, "GROUP_WORLD_SIZE", "OMPI_MCA_orte_num_nodes", minimum=1)
+    nnodes = read_int(environ, "GROUP_WORLD_SIZE", minimum=1)
     node_rank = read_int(environ, *family.node_ranks)
     even = world_size % local_world_size == 0
     if nnodes is None and even:
         nnodes = world_size // local_world_size
     if node_rank is None and even and rank % local_world_size == local_rank:
         node_rank = rank // local_world_size
-    for name, value in (("GROUP_WORLD_SIZE", nnodes), ("GROUP_RANK", node_rank)):
-        if value is None:
-            shown = (family.rank, *family.sizes, *family.local_ranks, *family.local_sizes)
-            fix = "Fill machines evenly, one after the other, or set GROUP_RANK and GROUP_WORLD_SIZE to this machine's "
-            raise missing(environ, _DID, name, fix=fix + "number and the number of machines", beside=shown)
-    assert nnodes is not None and node_rank is not None
-    return node_rank, nnodes
+    shown = (family.rank, *family.sizes, *family.local_ranks, *family.local_sizes)
+    fix = "Fill machines evenly, one after the other, or set GROUP_RANK and GROUP_WORLD_SIZE as torchrun would"
+    return (
+        or_raise(node_rank, missing(environ, _DID, "GROUP_RANK", fix=fix, beside=shown)),
+        or_raise(nnodes, missing(environ, _DID, "GROUP_WORLD_SIZE", fix=fix, beside=shown)),
+    )
 
 
 def _resolve_master(environ: Environ, family: MpiFamily, nnodes: int) -> tuple[str, int, str]:

@@ -17,6 +17,7 @@ from ddpilot.environments.variables import (
     derive_port,
     first_set,
     missing,
+    or_raise,
     quote,
     read_int,
     read_master,
@@ -55,10 +56,9 @@ def detect_slurm(environ: Environ) -> Topology | None:
         shown = quote(environ, first_set(environ, *_STEP_ID) or "SLURM_PROCID", "SLURM_NTASKS", "SLURM_JOB_ID")
         unset = "" if step else " and SLURM_STEP_ID is not set"
         return alone(f"Alone: this is {where} ({shown}{unset}); for several ranks {_SRUN_HINT}")
-    world_size = read_int(environ, *_NUM_TASKS, minimum=1)
-    if world_size is None:
-        fix = f"Set SLURM_NTASKS to the number of tasks, or {_SRUN_HINT}"
-        raise missing(environ, _DID, "SLURM_NTASKS", fix=fix, beside=("SLURM_PROCID", *_STEP_ID))
+    fix = f"Set SLURM_NTASKS to the number of tasks, or {_SRUN_HINT}"
+    error = missing(environ, _DID, "SLURM_NTASKS", fix=fix, beside=("SLURM_PROCID", *_STEP_ID))
+    world_size = or_raise(read_int(environ, *_NUM_TASKS, minimum=1), error)
     if world_size == 1:
         shown = quote(environ, first_set(environ, *_STEP_ID) or "SLURM_PROCID", first_set(environ, *_NUM_TASKS) or "")
         return alone(f"Alone: srun started one task ({shown}); for several ranks use srun --ntasks")
@@ -155,8 +155,6 @@ def _read_local_world_size(environ: Environ, world_size: int, nnodes: int, node_
 
 
 def _derive_port(environ: Environ) -> int:
-    job = read_text(environ, *_JOB_ID)
-    if job is None:
-        fix = "Set SLURM_JOB_ID as Slurm does, or MASTER_PORT to the same free port on every rank"
-        raise missing(environ, _DID, "SLURM_JOB_ID", fix=fix)
+    fix = "Set SLURM_JOB_ID as Slurm does, or MASTER_PORT to the same free port on every rank"
+    job = or_raise(read_text(environ, *_JOB_ID), missing(environ, _DID, "SLURM_JOB_ID", fix=fix))
     return derive_port(job, read_int(environ, *_STEP_ID) or 0)

@@ -92,5 +92,5 @@ def _refuse(text: str, variable: str, why: str) -> TopologyError:
         f"expanding the node list in {variable}",
         variable=variable,
         found=f"{variable}={text!r} has {why}",
-        fix=f"Slurm writes it like gra[003-005,9],b1: leave {variable} as Slurm set it, or set MASTER_ADDR and unset it",
+        fix=f"Slurm writes it like gra[003-005,9],b1: leave {variable} as Slurm set it, or correct it",
     )

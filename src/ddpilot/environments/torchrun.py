@@ -9,6 +9,7 @@ from ddpilot.environments.variables import (
     contradiction,
     is_loopback,
     missing,
+    or_raise,
     quote,
     read_int,
     read_master,
@@ -16,9 +17,11 @@ from ddpilot.environments.variables import (
     require_below,
     require_int,
 )
+from ddpilot.errors import TopologyError
 
 _DID = "reading torchrun's variables"
 _SHOWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+_STARTERS = {"ddpilot": "a ddpilot launch set", "torchrun": "torchrun's variables:"}
 _LAUNCHER_HINT = "start the program with torchrun, srun or ddpilot"
 
 
@@ -34,18 +37,15 @@ def detect_torchrun(environ: Environ) -> Topology | None:
     where one is missing and does not follow from the others, or where they contradict each other.
     """
     rank = require_int(environ, _DID, "RANK", fix=f"Set RANK to the number of this rank, or {_LAUNCHER_HINT}")
-    world_size = read_int(environ, "WORLD_SIZE", minimum=1)
-    if world_size is None:
-        fix = f"Set WORLD_SIZE to the number of ranks, unset RANK to run alone, or {_LAUNCHER_HINT}"
-        raise missing(environ, _DID, "WORLD_SIZE", fix=fix, beside=_SHOWN)
+    fix = f"Set WORLD_SIZE to the number of ranks, unset RANK to run alone, or {_LAUNCHER_HINT}"
+    error = missing(environ, _DID, "WORLD_SIZE", fix=fix, beside=_SHOWN)
+    world_size = or_raise(read_int(environ, "WORLD_SIZE", minimum=1), error)
     require_below(environ, _DID, "RANK", "WORLD_SIZE")
     master_addr, master_port = read_master(environ)
     if world_size == 1 and master_addr is None and master_port is None:
         return None
-    for name, value in (("MASTER_ADDR", master_addr), ("MASTER_PORT", master_port)):
-        if value is None:
-            what = "host name of rank 0" if name == "MASTER_ADDR" else "same free port on every rank"
-            raise missing(environ, _DID, name, fix=f"Set {name} to the {what}, or {_LAUNCHER_HINT}", beside=_SHOWN)
+    master_addr = or_raise(master_addr, _unset(environ, "MASTER_ADDR", "host name of rank 0"))
+    master_port = or_raise(master_port, _unset(environ, "MASTER_PORT", "same free port on every rank"))
     local_rank, local_world_size = _resolve_local(environ, rank, world_size, master_addr)
     node_rank, nnodes = _resolve_node(environ, rank, local_rank, world_size, local_world_size)
     environment = _resolve_starter(environ)
@@ -59,18 +59,24 @@ def detect_torchrun(environ: Environ) -> Topology | None:
         master_addr=master_addr,
         master_port=master_port,
         environment=environment,
-        how=f"{'A ddpilot launch' if environment == 'ddpilot' else 'torchrun'} set "
-        f"{quote(environ, *_SHOWN, 'MASTER_ADDR', 'MASTER_PORT')}",
+        how=f"{_STARTERS[environment]} {quote(environ, *_SHOWN, 'MASTER_ADDR', 'MASTER_PORT')}",
     )
 
 
-def refuse_partial(environ: Environ, hint: str) -> None:
-    """Raise `TopologyError` where other variables speak of several ranks but `RANK` is not set; `hint` is appended."""
+def refuse_partial(environ: Environ, otherwise: str) -> None:
+    """Raise `TopologyError` where other variables speak of several ranks but `RANK` is not set.
+
+    `otherwise`: what the rest of the environment says, for the message.
+    """
     for name, alone_at in (("WORLD_SIZE", 1), ("LOCAL_RANK", 0)):
         value = read_int(environ, name)
         if value is not None and value > alone_at:
-            fix = f"Set RANK, unset {name} to run alone, or {_LAUNCHER_HINT}{hint}"
+            fix = f"Set RANK, unset {name} to run alone, or {_LAUNCHER_HINT}. {otherwise}"
             raise missing(environ, _DID, "RANK", fix=fix, beside=_SHOWN)
+
+
+def _unset(environ: Environ, name: str, what: str) -> TopologyError:
+    return missing(environ, _DID, name, fix=f"Set {name} to the {what}, or {_LAUNCHER_HINT}", beside=_SHOWN)
 
 
 def _resolve_starter(environ: Environ) -> Environment:
@@ -90,13 +96,10 @@ def _resolve_local(environ: Environ, rank: int, world_size: int, master_addr: st
         local_world_size = world_size
     if local_rank is None and (one_node or local_world_size == 1):
         local_rank = rank if one_node else 0
-    for name, value, what in (
-        ("LOCAL_RANK", local_rank, "number of this rank within its machine, from 0"),
-        ("LOCAL_WORLD_SIZE", local_world_size, "number of ranks on this machine"),
-    ):
-        if value is None:
-            raise missing(environ, _DID, name, fix=f"Set {name} to the {what}, or {_LAUNCHER_HINT}", beside=_SHOWN)
-    assert local_rank is not None and local_world_size is not None
+    local_rank = or_raise(local_rank, _unset(environ, "LOCAL_RANK", "number of this rank within its machine, from 0"))
+    local_world_size = or_raise(
+        local_world_size, _unset(environ, "LOCAL_WORLD_SIZE", "number of ranks on this machine")
+    )
     if local_rank >= local_world_size or local_world_size > world_size:
         raise contradiction(
             _DID,
@@ -116,18 +119,16 @@ def _resolve_node(
     if nnodes is None:
         nnodes = world_size // local_world_size
         if nnodes * local_world_size != world_size:
-            fix = "Set GROUP_WORLD_SIZE to the number of machines, or give each machine the same number of ranks"
-            raise missing(environ, _DID, "GROUP_WORLD_SIZE", fix=fix, beside=_SHOWN)
+            raise _unset(environ, "GROUP_WORLD_SIZE", "number of machines")
     if node_rank is None:
         node_rank = rank // local_world_size
         if nnodes * local_world_size != world_size or rank % local_world_size != local_rank:
-            fix = "Set GROUP_RANK to the number of this machine, from 0"
-            raise missing(environ, _DID, "GROUP_RANK", fix=fix, beside=_SHOWN)
+            raise _unset(environ, "GROUP_RANK", "number of this machine, from 0")
     if node_rank >= nnodes or nnodes > world_size or (nnodes == 1) != (local_world_size == world_size):
         raise contradiction(
             _DID,
             "GROUP_RANK" if node_rank >= nnodes else "LOCAL_WORLD_SIZE",
             quote(environ, *_SHOWN),
-            fix=f"{nnodes} machine(s) cannot hold these ranks: correct GROUP_RANK, GROUP_WORLD_SIZE or LOCAL_WORLD_SIZE",
+            fix=f"Ranks on {nnodes} machine(s) cannot be like that: correct the variable that is wrong",
         )
     return node_rank, nnodes

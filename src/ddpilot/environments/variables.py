@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
 from ddpilot.errors import TopologyError
 
@@ -12,6 +13,7 @@ PORT_BASE = 15_000
 PORT_COUNT = 10_000
 
 Environ = Mapping[str, str]
+_T = TypeVar("_T")
 
 
 def read_text(environ: Environ, *names: str) -> str | None:
@@ -48,10 +50,7 @@ def first_set(environ: Environ, *names: str) -> str | None:
 
 def require_int(environ: Environ, did: str, *names: str, fix: str, minimum: int = 0) -> int:
     """As `read_int`, but a missing variable is a `TopologyError` that names the first of `names` and says `fix`."""
-    value = read_int(environ, *names, minimum=minimum)
-    if value is None:
-        raise missing(environ, did, names[0], fix=fix)
-    return value
+    return or_raise(read_int(environ, *names, minimum=minimum), missing(environ, did, names[0], fix=fix))
 
 
 def missing(environ: Environ, did: str, variable: str, *, fix: str, beside: Iterable[str] = ()) -> TopologyError:
@@ -60,6 +59,13 @@ def missing(environ: Environ, did: str, variable: str, *, fix: str, beside: Iter
     return TopologyError(
         did, variable=variable, found=f"{variable} is not set" + (f", while {others}" if others else ""), fix=fix
     )
+
+
+def or_raise(value: _T | None, error: Exception) -> _T:
+    """`value`, or raise `error` where it is None."""
+    if value is None:
+        raise error
+    return value
 
 
 def contradiction(did: str, variable: str, found: str, *, fix: str) -> TopologyError:

@@ -1,1 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
+"""What a check found, recorded first and rendered later: as text, HTML or JSON."""

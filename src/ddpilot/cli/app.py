@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: verbs, options, and one readable block for an error.
+
+Nothing heavy is imported here: `ddpilot --help` takes a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from ddpilot.errors import DdpilotError
+
+ERROR_STATUS = 2
+
+# Without rich's markup: loading rich would double the time of --help.
+app = typer.Typer(
+    name="ddpilot",
+    help="Train with DistributedDataParallel from a notebook, a script or Slurm, and be told what is wrong where.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"ddpilot {version('ddpilot')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def topology(
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+) -> None:
+    """Say which rank of which job this process is."""
+    from ddpilot.cli.topology_verb import describe_topology
+
+    print(describe_topology(as_json=json))
+
+
+@app.command()
+def demo() -> None:
+    """Run the quickstart notebook on two ranks."""
+    from ddpilot.cli.demo_verb import run_demo
+
+    raise typer.Exit(run_demo())
+
+
+def render_error(error: DdpilotError) -> str:
+    """One block of lines: what was being done, what was found, what to do."""
+    rank = "" if error.rank is None else f"[rank {error.rank}] "
+    rows = [f"error: {rank}{error.did}", f"  found: {error.found}"]
+    return "\n".join([*rows, f"  fix:   {error.fix}"] if error.fix else rows)
+
+
+def main() -> None:
+    """Entry point of the command. An error of ddpilot is one block on stderr and status 2, without a traceback."""
+    try:
+        app()
+    except DdpilotError as error:
+        print(render_error(error), file=sys.stderr)
+        sys.exit(ERROR_STATUS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Finding`: one result of any check."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, TypeVar, get_args
+
+from ddpilot.errors import DdpilotError
+
+Severity = Literal["error", "warning", "info"]
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A line of the user's program."""
+
+    file: str
+    """Path as it should be shown."""
+    line: int
+    """Counts from 1."""
+    function: str = ""
+    """Name of the function around the line; empty where it is not known."""
+    text: str = ""
+    """The source line without its indentation; empty where it is not known."""
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}" + (f"  {self.text}" if self.text else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One result of a check: what was found, on which ranks, at which line, why, and what to do about it."""
+
+    code: str
+    """Such as ``DDP201``; never reused for something else."""
+    name: str
+    """Short name of the rule or the kind, such as ``desync``."""
+    severity: Severity
+    """``error`` (results are wrong or will not come), ``warning`` (likely unintended), ``info``."""
+    summary: str = ""
+    """What happened, in one line."""
+    ranks: tuple[int, ...] = ()
+    """Ranks that it is about; empty where it is about none in particular."""
+    place: Place | None = None
+    """The user's line to look at first, None where there is none."""
+    evidence: tuple[str, ...] = ()
+    """What was seen, line by line, with its values."""
+    why: str = ""
+    """Why that happens."""
+    fix: str = ""
+    """What to do."""
+    source: str = ""
+    """Where to read more: a URL or a sentence."""
+
+    def __post_init__(self) -> None:
+        if not self.code or not self.name:
+            raise _refuse(f"code={self.code!r}, name={self.name!r}", "Give both")
+        if self.severity not in get_args(Severity):
+            raise _refuse(f"severity={self.severity!r}", f"Use one of {', '.join(get_args(Severity))}")
+        if any(rank < 0 for rank in self.ranks):
+            raise _refuse(f"ranks={self.ranks}", "Ranks count from 0")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The finding as plain values that JSON knows; tuples become lists."""
+        return {**asdict(self), "ranks": list(self.ranks), "evidence": list(self.evidence)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Finding:
+        """The finding that `to_dict` wrote. Raises `DdpilotError` for missing and for unknown fields."""
+        place = values.get("place")
+        built = {
+            **values,
+            "ranks": tuple(values.get("ranks", ())),
+            "evidence": tuple(values.get("evidence", ())),
+            "place": None if place is None else _build(Place, place),
+        }
+        return _build(cls, built)
+
+
+def _build(cls: type[_T], values: Mapping[str, Any]) -> _T:
+    known = {field.name for field in fields(cls)}  # type: ignore[arg-type]
+    unknown = sorted(set(values) - known)
+    if unknown:
+        raise _refuse(f"unknown fields {', '.join(unknown)}", "Read it with the version of ddpilot that wrote it")
+    try:
+        return cls(**values)
+    except TypeError as error:
+        raise _refuse(str(error), "Give all fields that have no default") from error
+
+
+def _refuse(found: str, fix: str) -> DdpilotError:
+    return DdpilotError("describing a finding", found=found, fix=fix)

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks in words, and text that is safe to print."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ddpilot.errors import DdpilotError
+
+_MIN_CHARS = 32
+
+
+def render_ranks(ranks: Iterable[int], *, max_chars: int = 60) -> str:
+    """`ranks` on one line: ``rank 1``, ``ranks 0,2,3``, ``ranks 0-3`` (three or more in a row), ``no rank``.
+
+    A list longer than `max_chars` (at least 32) is shortened in the middle and says how many ranks there are:
+    ``ranks 0,2,4,...,4092,4094 (2048 in all)``. Raises `DdpilotError` for a negative rank.
+    """
+    numbers = sorted(set(ranks))
+    if numbers and numbers[0] < 0:
+        raise DdpilotError("writing a list of ranks", found=f"rank {numbers[0]}", fix="Ranks count from 0")
+    if len(numbers) < 2:
+        return f"rank {numbers[0]}" if numbers else "no rank"
+    pieces = _join_runs(numbers)
+    whole = f"ranks {','.join(pieces)}"
+    if len(whole) <= max(max_chars, _MIN_CHARS):
+        return whole
+    return _shorten(pieces, f" ({len(numbers)} in all)", max(max_chars, _MIN_CHARS))
+
+
+def _join_runs(numbers: list[int]) -> list[str]:
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    pieces: list[str] = []
+    for run in runs:
+        pieces += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else [str(number) for number in run]
+    return pieces
+
+
+def _shorten(pieces: list[str], tail: str, max_chars: int) -> str:
+    """As many pieces of both ends as fit, the first and the last in any case."""
+    head, end = [pieces[0]], [pieces[-1]]
+    for side, piece in _outside_in(pieces[1:-1]):
+        longer = ([*head, piece], end) if side == "head" else (head, [piece, *end])
+        if len(_with_gap(*longer, tail)) > max_chars:
+            break
+        head, end = longer
+    return _with_gap(head, end, tail)
+
+
+def _outside_in(pieces: list[str]) -> Iterable[tuple[str, str]]:
+    for i in range((len(pieces) + 1) // 2):
+        yield "head", pieces[i]
+        if i < len(pieces) - 1 - i:
+            yield "end", pieces[-1 - i]
+
+
+def _with_gap(head: list[str], end: list[str], tail: str) -> str:
+    return f"ranks {','.join(head)},...,{','.join(end)}{tail}"
+
+
+def printable(text: str) -> str:
+    """`text` with tabs as blanks and every other control character shown as its escape, line ends kept.
+
+    What a user's program printed may hold terminal commands; a report must not pass them on.
+    """
+    lines = text.expandtabs(4).splitlines()
+    return "\n".join("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line) for line in lines)
