@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ddpilot.api.launch import Launcher, launch
+    from ddpilot.api.topology import topology
+    from ddpilot.environments.topology import Topology
     from ddpilot.errors import (
         DdpilotError,
         GroupError,
@@ -24,10 +26,18 @@ if TYPE_CHECKING:
         ShipError,
         TopologyError,
     )
+    from ddpilot.findings.finding import Finding
+    from ddpilot.group.decorators import on_ranks, rank_zero_only
+    from ddpilot.group.enter import init_group
+    from ddpilot.group.fake import FakeGroup
+    from ddpilot.group.process_group import Group
     from ddpilot.launching.results import RankResults
 
 _HOMES = {
     "DdpilotError": "ddpilot.errors",
+    "FakeGroup": "ddpilot.group.fake",
+    "Finding": "ddpilot.findings.finding",
+    "Group": "ddpilot.group.process_group",
     "GroupError": "ddpilot.errors",
     "LaunchError": "ddpilot.errors",
     "LaunchInterrupted": "ddpilot.errors",
@@ -38,12 +48,20 @@ _HOMES = {
     "RemoteRankError": "ddpilot.errors",
     "RendezvousError": "ddpilot.errors",
     "ShipError": "ddpilot.errors",
+    "Topology": "ddpilot.environments.topology",
     "TopologyError": "ddpilot.errors",
+    "init_group": "ddpilot.group.enter",
     "launch": "ddpilot.api.launch",
+    "on_ranks": "ddpilot.group.decorators",
+    "rank_zero_only": "ddpilot.group.decorators",
+    "topology": "ddpilot.api.topology",
 }
 
 __all__ = [
     "DdpilotError",
+    "FakeGroup",
+    "Finding",
+    "Group",
     "GroupError",
     "LaunchError",
     "LaunchInterrupted",
@@ -54,8 +72,13 @@ __all__ = [
     "RemoteRankError",
     "RendezvousError",
     "ShipError",
+    "Topology",
     "TopologyError",
+    "init_group",
     "launch",
+    "on_ranks",
+    "rank_zero_only",
+    "topology",
 ]
 
 
