@@ -92,8 +92,7 @@ def share_devices(choice: DeviceChoice, sharing: Mapping[str, tuple[int, ...]]) 
 
 def detect_device_facts(environ: Mapping[str, str], local_rank: int) -> DeviceFacts:
     """Look at this build of torch and this machine. Creates no device context."""
-    found = torch.accelerator.current_accelerator()
-    kind = None if found is None else found.type
+    kind = _accelerator_of_build()
     return DeviceFacts(
         accelerator=kind,
         count=0 if kind is None else _count(kind, environ),
@@ -118,6 +117,17 @@ def device_identity(device: torch.device) -> str:
     properties = torch.get_device_module(device).get_device_properties(device)
     uuid = getattr(properties, "uuid", None)
     return "" if uuid is None else f"{device.type} device {uuid}"
+
+
+def _accelerator_of_build() -> str | None:
+    # Not asked of torch.accelerator, which in torch 2.6 initialises the driver and fails where there is no device.
+    if torch.version.cuda is not None or torch.version.hip is not None:
+        return "cuda"
+    try:
+        found = torch.accelerator.current_accelerator()
+    except RuntimeError:
+        return None
+    return None if found is None else found.type
 
 
 def _count(kind: str, environ: Mapping[str, str]) -> int:

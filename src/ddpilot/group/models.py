@@ -93,5 +93,5 @@ def _outline(module: torch.nn.Module) -> str:
 
 def _digest(tensor: torch.Tensor) -> str:
     values = tensor.detach().cpu().contiguous().reshape(-1)
-    data = memoryview(values.view(torch.uint8).numpy()) if values.numel() else b""
+    data = values.view(torch.uint8).numpy().data if values.numel() else b""
     return hashlib.blake2b(data, digest_size=8).hexdigest() + f" {tensor.dtype}"

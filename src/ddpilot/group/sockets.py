@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find the sockets that belong to gloo and to torch's store in this process, and nothing else, and shut them.
 
-gloo's connections all hang on the event loop of a thread that gloo names, so they are found from the kernel's side:
-whoever made the group, also while it is being made, and never a socket of the user's.
+gloo's connections all hang on event loops of its own threads, so they are found from the kernel's side: whoever made
+the group, also while it is being made, and never a socket of the user's.
 """
 
 from __future__ import annotations
@@ -11,17 +11,21 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+# epoll_wait, epoll_pwait and epoll_pwait2 as /proc/self/task/*/syscall numbers them.
 _EPOLL_CALLS = {"x86_64": {232, 281, 441}, "aarch64": {22, 441}}
-_LOOP_THREADS = ("gloo_tcp_loop",)
-_SERVER_THREADS = ("pt_tcpstore_uv",)
-_LOOK_S = 0.2
+_GLOO_THREAD = "gloo_tcp_loop"
+_STORE_THREAD = "pt_tcpstore_uv"
+_GLOO_WAIT = (64, 10)
+"""Events and milliseconds of gloo's wait: how its loop is told where it has no name yet (before torch 2.8 or so)."""
+_LOOKS = 8
+_PAUSE_S = 0.002
 
 
 @dataclass(frozen=True)
@@ -39,8 +43,7 @@ def can_find_sockets() -> bool:
 
 def find_gloo_sockets() -> list[OpenSocket]:
     """Every socket on the event loop of a gloo device of this process; none where gloo is not in use."""
-    loops = {epoll for thread in _threads(_LOOP_THREADS) if (epoll := _epoll_of(thread)) is not None}
-    watched = (fd for epoll in loops for fd in _watched_by(epoll))
+    watched = {fd for epoll in _epolls(_is_gloo) for fd in _watched_by(epoll)}
     return [found for fd in sorted(watched) if (found := _as_socket(fd)) is not None]
 
 
@@ -80,8 +83,7 @@ def shut(sockets: Iterable[OpenSocket]) -> int:
 
 def _hosted_store_ports() -> set[int]:
     """The ports on which a store hosted by this process listens."""
-    loops = {epoll for thread in _threads(_SERVER_THREADS) if (epoll := _epoll_of(thread)) is not None}
-    watched = {fd for epoll in loops for fd in _watched_by(epoll)}
+    watched = {fd for epoll in _epolls(_is_store) for fd in _watched_by(epoll)}
     return {
         connection.laddr.port
         for connection in psutil.Process().net_connections(kind="tcp")
@@ -100,26 +102,58 @@ def _plain(ip: str) -> str:
     return ip.removeprefix("::ffff:")
 
 
-def _threads(names: tuple[str, ...]) -> list[Path]:
-    return [task for task in Path("/proc/self/task").iterdir() if _read(task / "comm").strip() in names]
+@dataclass(frozen=True)
+class _Wait:
+    """One thread's wait for events: `epoll_wait(epoll, ..., events, timeout_ms)`."""
+
+    thread: str
+    epoll: int
+    events: int
+    timeout_ms: int
 
 
-def _epoll_of(thread: Path) -> int | None:
-    """The epoll descriptor that `thread` sleeps on; a busy thread is looked at again for a moment."""
-    calls = _EPOLL_CALLS[platform.machine()]
-    deadline = time.monotonic() + _LOOK_S
-    while True:
-        words = _read(thread / "syscall").split()
-        if len(words) > 1 and words[0].isdigit() and int(words[0]) in calls:
-            return int(words[1], 16)
-        if not words or time.monotonic() > deadline:
-            return None
-        time.sleep(0.001)
+def _is_gloo(wait: _Wait) -> bool:
+    if wait.thread == _GLOO_THREAD:
+        return True
+    # Python's own epoll objects register numbers, gloo registers addresses.
+    return (wait.events, wait.timeout_ms) == _GLOO_WAIT and not _watches_by_number(wait.epoll)
+
+
+def _is_store(wait: _Wait) -> bool:
+    return wait.thread == _STORE_THREAD
+
+
+def _epolls(wanted: Callable[[_Wait], bool]) -> set[int]:
+    """The epoll descriptors of all `wanted` waits. Looks several times: a thread may be busy at any one moment."""
+    found: set[int] = set()
+    for look in range(_LOOKS):
+        if look:
+            time.sleep(_PAUSE_S)
+        waits = [wait for task in Path("/proc/self/task").iterdir() if (wait := _wait_of(task)) is not None]
+        found |= {wait.epoll for wait in waits if wanted(wait)}
+    return found
+
+
+def _wait_of(task: Path) -> _Wait | None:
+    words = _read(task / "syscall").split()
+    if len(words) < 5 or not words[0].isdigit() or int(words[0]) not in _EPOLL_CALLS[platform.machine()]:
+        return None
+    epoll, _, events, timeout = (int(word, 16) for word in words[1:5])
+    return _Wait(_read(task / "comm").strip(), epoll, events, timeout)
 
 
 def _watched_by(epoll: int) -> list[int]:
+    return [int(words[1]) for words in _watches(epoll)]
+
+
+def _watches_by_number(epoll: int) -> bool:
+    return all(int(words[1]) == int(words[5], 16) for words in _watches(epoll))
+
+
+def _watches(epoll: int) -> list[list[str]]:
+    """The lines "tfd: 19 events: 19 data: 1c pos:..." of an epoll descriptor, split into words."""
     lines = _read(Path(f"/proc/self/fdinfo/{epoll}")).splitlines()
-    return [int(line.split()[1]) for line in lines if line.startswith("tfd:")]
+    return [line.split() for line in lines if line.startswith("tfd:")]
 
 
 def _as_socket(fd: int) -> OpenSocket | None:

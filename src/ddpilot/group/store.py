@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -54,16 +55,17 @@ def connect_store(endpoint: Endpoint, timeout_s: float) -> Store:
     sock = listen(endpoint.addr, endpoint.port) if endpoint.hosted_here else None
     if not endpoint.hosted_here:
         wait_for_port(endpoint.addr, endpoint.port, timeout_s)
+    make = functools.partial(
+        TCPStore,
+        endpoint.addr,
+        endpoint.port,
+        is_master=endpoint.hosted_here,
+        timeout=timeout,
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
     try:
-        store = TCPStore(
-            endpoint.addr,
-            endpoint.port,
-            is_master=endpoint.hosted_here,
-            timeout=timeout,
-            wait_for_workers=False,
-            multi_tenant=True,
-            master_listen_fd=None if sock is None else sock.detach(),
-        )
+        store = make() if sock is None else _host_on(sock.detach(), make)
     except (dist.DistError, RuntimeError) as error:
         raise RendezvousError(
             f"connecting to the store at {endpoint.addr}:{endpoint.port}",
@@ -73,6 +75,13 @@ def connect_store(endpoint: Endpoint, timeout_s: float) -> Store:
     if endpoint.hosted_here:
         atexit.register(_hold, store)
     return PrefixStore(endpoint.prefix, store)
+
+
+def _host_on(descriptor: int, make: Callable[..., TCPStore]) -> TCPStore:
+    try:
+        return make(master_listen_fd=descriptor)
+    except NotImplementedError:
+        return make(master_listen_fd=descriptor, use_libuv=False)  # torch 2.6: its libuv server takes no socket
 
 
 def _hold(store: Store) -> None:

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start real ranks for a test: processes forked from one that has imported torch and used nothing of it.
+
+Each rank writes to its own log; a run has a hard time limit, and a failure shows the last lines of every rank.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_ROOT = Path(__file__).parents[3]
+_LAST_LINES = 25
+
+
+@dataclass(frozen=True)
+class RankRun:
+    """What became of the ranks, in rank order."""
+
+    results: list[Any]
+    """What the body returned, as JSON keeps it; None for a rank that did not return."""
+    codes: list[int]
+    """Exit codes; minus the signal's number for a killed rank."""
+    logs: list[str]
+
+
+def run_ranks(
+    body: str,
+    world_size: int,
+    *,
+    agent: bool = True,
+    env: Mapping[str, str] | None = None,
+    args: tuple[Any, ...] = (),
+    timeout_s: float = 60.0,
+    may_fail: bool = False,
+) -> RankRun:
+    """Run `tests.dist.group.bodies.<body>(*args)` on `world_size` ranks that find a torchrun environment.
+
+    `agent`: a store hosted outside the ranks, as under a launcher; else rank 0 is to host it on a port that is free.
+    Fails the test, with every rank's last lines, after `timeout_s` or (unless `may_fail`) on a nonzero exit code.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        job = {"body": body, "world_size": world_size, "agent": agent, "env": dict(env or {}), "args": args}
+        command = [sys.executable, "-m", "tests.dist.group.ranks", json.dumps(job), folder]
+        starter = subprocess.Popen(command, cwd=_ROOT, start_new_session=True)
+        late = False
+        try:
+            starter.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            late = True
+        finally:
+            _end(starter)
+        run = _read(Path(folder), world_size)
+    wrong = [rank for rank, code in enumerate(run.codes) if code != 0]
+    if late or (wrong and not may_fail):
+        last = "\n".join(f"--- rank {rank} ({run.codes[rank]})\n{_tail(log)}" for rank, log in enumerate(run.logs))
+        pytest.fail(
+            f"{body}: {f'not done in {timeout_s} s' if late else f'ranks {wrong} failed'}\n{last}", pytrace=False
+        )
+    return run
+
+
+def _end(starter: subprocess.Popen[bytes]) -> None:
+    try:
+        os.killpg(starter.pid, signal.SIGKILL)  # the session that this function's caller started
+    except ProcessLookupError:
+        pass
+    starter.wait()
+
+
+def _tail(log: str) -> str:
+    return "\n".join(log.splitlines()[-_LAST_LINES:])
+
+
+def _read(folder: Path, world_size: int) -> RankRun:
+    results, codes, logs = [], [], []
+    for rank in range(world_size):
+        result, code, log = (folder / f"{rank}.{kind}" for kind in ("json", "code", "log"))
+        results.append(json.loads(result.read_text()) if result.exists() else None)
+        codes.append(int(code.read_text()) if code.exists() else -signal.SIGKILL)
+        logs.append(log.read_text(errors="replace") if log.exists() else "")
+    return RankRun(results, codes, logs)
+
+
+def free_port() -> tuple[socket.socket, int]:
+    """A loopback port and the socket that keeps it: bound and not listening, so that it can be bound once more."""
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.bind(("127.0.0.1", 0))
+    return sock, sock.getsockname()[1]
+
+
+def _main(job: dict[str, Any], folder: Path) -> None:
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import TCPStore
+
+    bodies = importlib.import_module("tests.dist.group.bodies")
+    keeper, port = free_port()
+    if job["agent"]:
+        keeper.listen(64)
+    pids = {}
+    for rank in range(job["world_size"]):
+        if (pid := os.fork()) == 0:
+            keeper.close()
+            _be_rank(bodies, job, rank, port, folder)
+        pids[pid] = rank
+    store: dist.Store | None = None
+    if job["agent"]:
+        # Not libuv's server, which takes no socket in torch 2.6.
+        store = TCPStore(
+            "127.0.0.1",
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=5),
+            master_listen_fd=keeper.detach(),
+            use_libuv=False,
+        )
+    while pids:
+        pid, status = os.wait()
+        (folder / f"{pids.pop(pid)}.code").write_text(str(os.waitstatus_to_exitcode(status)))
+    del store
+
+
+def _be_rank(bodies: Any, job: dict[str, Any], rank: int, port: int, folder: Path) -> None:
+    log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    sizes = {"WORLD_SIZE": job["world_size"], "LOCAL_WORLD_SIZE": job["world_size"], "GROUP_RANK": 0}
+    found = {"RANK": rank, "LOCAL_RANK": rank, **sizes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in found.items()})
+    os.environ.update(
+        {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_USE_AGENT_STORE": str(job["agent"])}
+    )
+    os.environ.update({name: value for name, value in job["env"].items() if value})
+    for name in [name for name, value in job["env"].items() if not value]:
+        os.environ.pop(name, None)
+    faulthandler.enable()
+    code = 1
+    try:
+        result = getattr(bodies, job["body"])(*job["args"])
+        (folder / f"{rank}.json").write_text(json.dumps(result))
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    import atexit
+
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    _main(json.loads(sys.argv[1]), Path(sys.argv[2]))
+    time.sleep(0)
