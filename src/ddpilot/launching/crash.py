@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read what Python's fault handler wrote into a rank's output when it crashed."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+
+_FRAME = re.compile(r'^\s+File "(?P<file>[^"]+)", line (?P<line>\d+)(?: in (?P<function>.+))?$')
+_OWN = os.path.dirname(__file__) + os.sep
+_MAX_SHOWN = 20
+
+
+def tidy_lines(lines: Iterable[str]) -> tuple[str, ...]:
+    """The last 20 of `lines` without the frames of the launcher and without the list of extension modules."""
+    kept = [line for line in lines if not line.startswith("Extension modules: ") and not _is_own_frame(line)]
+    while kept and not kept[-1].strip():
+        kept.pop()
+    return tuple(kept[-_MAX_SHOWN:])
+
+
+def find_crash_line(lines: Iterable[str]) -> str | None:
+    """Where the crashed thread's Python was, as ``file:line in function``; None if no stack is in `lines`."""
+    in_stack = False
+    for line in lines:
+        frame = _FRAME.match(line)
+        if frame is not None and in_stack and not _is_own_frame(line):
+            return f"{frame['file']}:{frame['line']} in {frame['function']}"
+        in_stack = in_stack or "(most recent call first)" in line
+    return None
+
+
+def _is_own_frame(line: str) -> bool:
+    frame = _FRAME.match(line)
+    return frame is not None and (frame["file"].startswith(_OWN) or frame["file"] == "<string>")
