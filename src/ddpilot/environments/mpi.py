@@ -13,6 +13,7 @@ from ddpilot.environments.alone import alone
 from ddpilot.environments.topology import Environment, Topology
 from ddpilot.environments.variables import (
     Environ,
+    check_nodes,
     contradiction,
     derive_port,
     first_set,
@@ -172,10 +173,15 @@ def _resolve_node(
         node_rank = rank // local_world_size
     shown = (family.rank, *family.sizes, *family.local_ranks, *family.local_sizes)
     fix = "Fill machines evenly, one after the other, or set GROUP_RANK and GROUP_WORLD_SIZE as torchrun would"
-    return (
+    node = (
         or_raise(node_rank, missing(environ, _DID, "GROUP_RANK", fix=fix, beside=shown)),
         or_raise(nnodes, missing(environ, _DID, "GROUP_WORLD_SIZE", fix=fix, beside=shown)),
     )
+    node_variable = first_set(environ, *family.node_ranks) or "GROUP_WORLD_SIZE"
+    variables = (node_variable, first_set(environ, *family.local_sizes) or "")
+    found = quote(environ, family.rank, *family.sizes, *family.local_sizes, *family.node_ranks, "GROUP_WORLD_SIZE")
+    check_nodes(_DID, found, variables, world_size=world_size, local_world_size=local_world_size, node=node)
+    return node
 
 
 def _resolve_master(environ: Environ, family: MpiFamily, nnodes: int) -> tuple[str, int, str]:

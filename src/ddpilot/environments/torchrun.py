@@ -6,6 +6,7 @@ from __future__ import annotations
 from ddpilot.environments.topology import Environment, Topology
 from ddpilot.environments.variables import (
     Environ,
+    check_nodes,
     contradiction,
     is_loopback,
     missing,
@@ -124,11 +125,7 @@ def _resolve_node(
         node_rank = rank // local_world_size
         if nnodes * local_world_size != world_size or rank % local_world_size != local_rank:
             raise _unset(environ, "GROUP_RANK", "number of this machine, from 0")
-    if node_rank >= nnodes or nnodes > world_size or (nnodes == 1) != (local_world_size == world_size):
-        raise contradiction(
-            _DID,
-            "GROUP_RANK" if node_rank >= nnodes else "LOCAL_WORLD_SIZE",
-            quote(environ, *_SHOWN),
-            fix=f"Ranks on {nnodes} machine(s) cannot be like that: correct the variable that is wrong",
-        )
+    found = quote(environ, *_SHOWN)
+    sizes = {"world_size": world_size, "local_world_size": local_world_size}
+    check_nodes(_DID, found, ("GROUP_RANK", "LOCAL_WORLD_SIZE"), **sizes, node=(node_rank, nnodes))
     return node_rank, nnodes

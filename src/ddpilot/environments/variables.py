@@ -84,6 +84,22 @@ def require_below(environ: Environ, did: str, smaller: str, larger: str) -> None
         )
 
 
+def check_nodes(
+    did: str, found: str, variables: tuple[str, str], *, world_size: int, local_world_size: int, node: tuple[int, int]
+) -> None:
+    """Raise `TopologyError` unless `node` (node_rank, nnodes) is possible with these sizes.
+
+    `found`: the values for the message; `variables`: those that give node_rank and local_world_size.
+    """
+    (node_rank, nnodes), elsewhere = node, world_size - local_world_size
+    if node_rank >= nnodes:
+        fix = f"Correct {variables[0]}: with {nnodes} machine(s) it is at most {nnodes - 1}"
+        raise contradiction(did, variables[0], found, fix=fix)
+    if elsewhere < nnodes - 1 or (nnodes == 1 and elsewhere):
+        fix = f"Correct the wrong one: {nnodes} machine(s) with at least one rank each hold {world_size} rank(s)"
+        raise contradiction(did, variables[1], found, fix=fix)
+
+
 def quote(environ: Environ, *names: str) -> str:
     """``RANK=1, WORLD_SIZE=4`` for those of `names` that are set."""
     return ", ".join(f"{name}={environ[name]}" for name in names if environ.get(name, "").strip())

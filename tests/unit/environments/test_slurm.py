@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Slurm's variables: tasks of srun, and shells that only look like tasks."""
+
+from __future__ import annotations
+
+import pytest
+
+from ddpilot.environments.detect import detect_topology
+from ddpilot.environments.variables import derive_port
+from ddpilot.errors import TopologyError
+
+TASK = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "2",
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "7",
+    "SLURM_STEP_NUM_TASKS": "7",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "2",
+    "SLURM_STEP_NODELIST": "gra[003-005,9]",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
+}
+
+
+def test_slurm_task_reads_uneven_nodes_and_the_first_host() -> None:
+    """The third node has 2 of the 7 tasks; the first host is the address, the port comes from job and step."""
+    topology = detect_topology(TASK)
+    assert (topology.rank, topology.world_size, topology.local_rank, topology.local_world_size) == (5, 7, 1, 2)
+    assert (topology.node_rank, topology.nnodes) == (2, 4)
+    assert (topology.master_addr, topology.master_port) == ("gra003", 15_000 + 4711 + 202)
+    assert "SLURM_STEP_NODELIST=gra[003-005,9]" in topology.how
+
+
+def test_slurm_step_wins_over_the_job() -> None:
+    """srun on a part of the allocation: the job's own list, count and tasks do not count."""
+    job = {"SLURM_JOB_NODELIST": "gra[001-009]", "SLURM_NTASKS": "99", "SLURM_TASKS_PER_NODE": "11(x9)"}
+    topology = detect_topology({**TASK, **job})
+    assert (topology.world_size, topology.nnodes, topology.master_addr) == (7, 4, "gra003")
+
+
+def test_slurm_falls_back_to_the_job_when_the_step_says_nothing() -> None:
+    """With the few variables of an old or trimmed environment, even nodes follow from the counts."""
+    few = {"SLURM_JOBID": "31", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NTASKS": "4", "SLURM_NODEID": "1"}
+    topology = detect_topology({**few, "SLURM_STEPID": "0", "SLURM_NODELIST": "a1,a2"})
+    assert (topology.local_world_size, topology.nnodes, topology.master_addr) == (2, 2, "a1")
+    assert topology.master_port == 15_031
+
+
+def test_slurm_address_and_port_of_the_user_win() -> None:
+    """MASTER_ADDR and MASTER_PORT are taken as they are, each on its own, and `how` says so."""
+    both = detect_topology({**TASK, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29999"})
+    assert (both.master_addr, both.master_port) == ("10.0.0.1", 29999)
+    assert "MASTER_ADDR=10.0.0.1; MASTER_PORT=29999" in both.how
+    assert detect_topology({**TASK, "MASTER_PORT": "29999"}).master_addr == "gra003"
+
+
+def test_slurm_agrees_with_a_world_size_of_the_user() -> None:
+    """WORLD_SIZE exported in a batch script is checked against the step, not ignored."""
+    assert detect_topology({**TASK, "WORLD_SIZE": "7"}).world_size == 7
+    with pytest.raises(TopologyError, match="WORLD_SIZE=8, but it is 7") as caught:
+        detect_topology({**TASK, "WORLD_SIZE": "8"})
+    assert caught.value.variable == "WORLD_SIZE"
+
+
+@pytest.mark.parametrize("step", ["4294967291", "batch", "4294967290", "interactive", "4294967292", "extern", ""])
+def test_slurm_shell_is_alone_whatever_the_job_has(step: str) -> None:
+    """A batch script, an interactive shell and a shell by ssh carry the job's counts and are one process."""
+    shell = {**TASK, "SLURM_STEP_ID": step, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+    topology = detect_topology(shell)
+    assert (topology.environment, topology.world_size) == ("alone", 1)
+    assert "srun" in topology.how
+
+
+def test_slurm_step_of_one_task_is_alone() -> None:
+    """srun of one task starts no job that waits for others."""
+    topology = detect_topology({**TASK, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"})
+    assert topology.environment == "alone"
+    assert "SLURM_STEP_NUM_TASKS=1" in topology.how
+
+
+@pytest.mark.parametrize(
+    ("change", "variable"),
+    [
+        ({"SLURM_PROCID": ""}, "SLURM_PROCID"),
+        ({"SLURM_PROCID": "7"}, "SLURM_PROCID"),
+        ({"SLURM_PROCID": "x"}, "SLURM_PROCID"),
+        ({"SLURM_NTASKS": "", "SLURM_STEP_NUM_TASKS": ""}, "SLURM_NTASKS"),
+        ({"SLURM_LOCALID": ""}, "SLURM_LOCALID"),
+        ({"SLURM_LOCALID": "2"}, "SLURM_LOCALID"),
+        ({"SLURM_NODEID": ""}, "SLURM_NODEID"),
+        ({"SLURM_NODEID": "4"}, "SLURM_NODEID"),
+        ({"SLURM_STEP_NODELIST": "gra[003"}, "SLURM_STEP_NODELIST"),
+        ({"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NUM_NODES"),
+        ({"SLURM_STEP_NODELIST": "", "SLURM_STEP_NUM_NODES": "4"}, "SLURM_STEP_NODELIST"),
+        ({"SLURM_STEP_NUM_NODES": "5"}, "SLURM_STEP_NODELIST"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2(x4)"}, "SLURM_STEP_TASKS_PER_NODE"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2(x3)"}, "SLURM_STEP_TASKS_PER_NODE"),
+        ({"SLURM_STEP_TASKS_PER_NODE": ""}, "SLURM_STEP_TASKS_PER_NODE"),
+        ({"SLURM_JOB_ID": ""}, "SLURM_JOB_ID"),
+    ],
+)
+def test_slurm_names_the_variable_that_is_missing_or_wrong(change: dict[str, str], variable: str) -> None:
+    """Related variables are checked together; the error names one, shows values and says what to set."""
+    with pytest.raises(TopologyError) as caught:
+        detect_topology({**TASK, **change})
+    assert caught.value.variable == variable
+    assert variable in caught.value.found
+    assert caught.value.fix
+
+
+def test_derive_port_stays_in_its_range_and_tells_jobs_and_steps_apart() -> None:
+    """Neighbouring jobs and steps differ, also job ids that are no numbers; all ports lie in 15000 .. 24999."""
+    ports = [derive_port(str(job), step) for job in range(100, 150) for step in range(2)]
+    assert len(set(ports)) == len(ports)
+    assert derive_port("prterun-a-1@1") != derive_port("prterun-a-1@2")
+    many = [derive_port(job, step) for job in ("0", "99999999", "a", "") for step in (0, 1, 4_000_000_000)]
+    assert all(15_000 <= port < 25_000 for port in ports + many)
