@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import argparse
 import base64
+import os
 import re
+import shutil
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,19 +17,31 @@ from typing import Any
 
 import nbformat
 from ipykernel.kernelspec import RESOURCES, get_kernel_dict
-from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
+from jupyter_client.kernelspec import KernelSpec
 from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 
 NOTEBOOK = Path(__file__).with_name("quickstart.ipynb")
+IS_POSIX = os.name == "posix"
 
 
-class ThisInterpreter(KernelSpecManager):
-    """Knows one kernel: the interpreter that runs this script, whatever kernels the user has installed."""
+class OwnKernel(AsyncKernelManager):
+    """Starts the interpreter that runs this script, whatever kernels the user has installed, and opens no port."""
 
-    def get_kernel_spec(self, kernel_name: str) -> KernelSpec:  # noqa: ARG002 - one kernel, by any name
-        """The specification of this interpreter's own kernel."""
+    def __init__(self, **options: Any) -> None:
+        folder = Path(tempfile.mkdtemp(prefix="ddpilot-demo-", dir="/tmp" if IS_POSIX else None))
+        transport = "ipc" if IS_POSIX else "tcp"  # a Unix socket, whose path has to be short
+        super().__init__(transport=transport, connection_file=str(folder / "kernel.json"), **options)
+
+    @property
+    def kernel_spec(self) -> KernelSpec:
+        """The specification of this interpreter's kernel."""
         return KernelSpec(resource_dir=RESOURCES, **get_kernel_dict())
+
+    def cleanup_connection_file(self) -> None:
+        """Remove the folder too."""
+        super().cleanup_connection_file()
+        shutil.rmtree(Path(self.connection_file).parent, ignore_errors=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +60,13 @@ def execute(out: Path, *, timeout_s: float = 300.0) -> Executed:
     """
     out.mkdir(parents=True, exist_ok=True)
     notebook: Any = nbformat.read(NOTEBOOK, as_version=4)  # type: ignore[no-untyped-call]
-    manager = AsyncKernelManager(kernel_spec_manager=ThisInterpreter())
-    client = NotebookClient(notebook, km=manager, timeout=int(timeout_s), resources={"metadata": {"path": str(out)}})
+    client = NotebookClient(
+        notebook,
+        kernel_manager_class=OwnKernel,
+        timeout=int(timeout_s),
+        coalesce_streams=True,
+        resources={"metadata": {"path": str(out)}},
+    )
     target = out / NOTEBOOK.name
     try:
         client.execute()

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The main job, for real: the quickstart notebook in a Jupyter kernel, 2 ranks, real digits."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NOTEBOOK = ROOT / "examples" / "quickstart.ipynb"
+
+
+def read(path: Path) -> Any:
+    """The notebook in that file."""
+    return nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.timeout(300)
+def test_quickstart_trains_on_two_ranks_and_writes_notebook_and_plots(tmp_path: Path) -> None:
+    """What `make demo` runs: all cells pass, accuracy is 97 % or more, and every file that it names is there."""
+    argv = [sys.executable, str(ROOT / "examples" / "run_quickstart.py"), "--out", str(tmp_path / "my out")]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    said = [line.split(maxsplit=1) for line in done.stdout.splitlines() if not line.startswith("executing")]
+    facts = [(words[0], words[-1].strip()) for words in said]
+    assert float(dict(facts)["test"].split()[-1].rstrip("%")) >= 97
+    plots = [Path(value) for key, value in facts if key == "plot"]
+    assert [plot.name for plot in plots] == ["loss-curve.png", "predictions.png"]
+    assert all(plot.read_bytes().startswith(b"\x89PNG") and plot.stat().st_size > 5000 for plot in plots)
+    executed = {cell.id: cell for cell in read(tmp_path / "my out" / "quickstart.ipynb").cells}
+    printed = "".join(output.get("text", "") for output in executed["launch"].outputs)
+    assert [line.partition(":")[0] for line in printed.splitlines()] == [
+        f"[ranks 0,1] epoch {epoch:2}" for epoch in range(1, 11)
+    ]
+    assert "same parameters" in executed["replicas-agree"].outputs[0].text
+    assert "Traceback" not in done.stderr
+    assert "WARNING" not in done.stderr
+
+
+@pytest.mark.timeout(120)
+def test_run_quickstart_keeps_the_notebook_and_fails_when_a_cell_fails(tmp_path: Path) -> None:
+    """A failing cell ends the demo with its error and exit status 1; the notebook up to there is written."""
+    broken = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    (tmp_path / "sklearn.py").write_text("raise ImportError('no scikit-learn here')\n")
+    argv = [sys.executable, str(ROOT / "examples" / "run_quickstart.py"), "--out", str(tmp_path / "out")]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=100, check=False, env=broken)
+    assert done.returncode == 1
+    assert "no scikit-learn here" in done.stderr
+    executed = {cell.id: cell for cell in read(tmp_path / "out" / "quickstart.ipynb").cells if cell.cell_type == "code"}
+    assert executed["torch-in-the-kernel"].outputs[0].text.startswith("gradient")
+    assert executed["data"].outputs[0].ename == "ImportError"
+    assert executed["model"].outputs == []
+
+
+def test_quickstart_is_committed_without_outputs() -> None:
+    """Outputs are made by running it; a committed one would go stale and hide what really happens."""
+    cells = [cell for cell in read(NOTEBOOK).cells if cell.cell_type == "code"]
+    assert [cell.id for cell in cells if cell.outputs or cell.execution_count is not None] == []
+
+
+def test_quickstart_uses_torch_in_the_kernel_before_it_launches() -> None:
+    """The case that breaks launchers that fork the kernel: a matmul and a backward in an earlier cell."""
+    sources = [cell.source for cell in read(NOTEBOOK).cells if cell.cell_type == "code"]
+    first_use = next(i for i, source in enumerate(sources) if " @ " in source and ".backward()" in source)
+    launch = next(i for i, source in enumerate(sources) if "ddpilot.launch(" in source)
+    assert first_use < launch
