@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import weakref
 from collections.abc import Iterator, Sequence
@@ -19,12 +20,12 @@ class RankResults(Sequence[Any]):
     touched; they are this process's own. Classes and functions that the parent had shipped come back as the parent's.
     """
 
-    def __init__(self, parcel_fds: Sequence[int], known: Sequence[Any]) -> None:
-        self._fds = dict(enumerate(parcel_fds))
+    def __init__(self, parcels: Sequence[Sequence[int]], known: Sequence[Any]) -> None:
+        self._parcels = dict(enumerate(parcels))
         self._known = known
         self._values: dict[int, Any] = {}
-        self._size = len(parcel_fds)
-        weakref.finalize(self, _close_all, self._fds)
+        self._size = len(parcels)
+        weakref.finalize(self, _close_all, self._parcels)
 
     def __len__(self) -> int:
         return self._size
@@ -49,7 +50,7 @@ class RankResults(Sequence[Any]):
 
     def _open(self, rank: int) -> Any:
         try:
-            value, _ = open_parcel(self._fds[rank], self._known)
+            value, _ = open_parcel(self._parcels[rank], self._known)
         except Exception as error:  # unpickling runs the value's own code: anything can come
             raise LaunchError(
                 f"reading what rank {rank} returned",
@@ -57,10 +58,10 @@ class RankResults(Sequence[Any]):
                 fix="Return plain values, tensors, or objects whose modules this process can import",
                 rank=rank,
             ) from error
-        os.close(self._fds.pop(rank))
+        _close_all({rank: self._parcels.pop(rank)})
         return value
 
 
-def _close_all(fds: dict[int, int]) -> None:
-    for fd in fds.values():
+def _close_all(parcels: dict[int, Sequence[int]]) -> None:
+    for fd in itertools.chain.from_iterable(parcels.values()):
         os.close(fd)

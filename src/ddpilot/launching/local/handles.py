@@ -25,8 +25,8 @@ class RankHandle:
     returned: Returned | None = None
     raised: Raised | None = None
     exited: Exited | None = None
-    parcels: list[int] = field(default_factory=list)
-    """Descriptors of the parcel with its value or exception; whoever takes one removes it."""
+    parcel: list[int] = field(default_factory=list)
+    """Descriptors of the parcel with its value or exception."""
 
     exited_notice_at_s: float | None = None
 
@@ -35,15 +35,20 @@ class RankHandle:
         """Whether its process has not been reaped."""
         return self.exited is None
 
+    def take_parcel(self) -> list[int]:
+        """The descriptors of its parcel, which the caller now owns."""
+        taken, self.parcel = self.parcel, []
+        return taken
+
     def close(self) -> None:
         """Close everything that is still open."""
         self.control.close()
-        wire.close_all([*self.pipes.values(), *self.parcels])
+        wire.close_all([*self.pipes.values(), *self.parcel])
         self.pipes.clear()
-        self.parcels.clear()
+        self.parcel.clear()
 
 
-def start_rank(job: socket.socket, start: RankStart, parcel_fd: int) -> RankHandle:
+def start_rank(job: socket.socket, start: RankStart, parcel: list[int]) -> RankHandle:
     """Ask the server for the process of one rank, and give it what it needs. Raises wire.Closed without a server."""
     control, theirs = socket.socketpair()
     out_reader, out_writer = os.pipe()
@@ -51,7 +56,7 @@ def start_rank(job: socket.socket, start: RankStart, parcel_fd: int) -> RankHand
     handle = RankHandle(start.rank, control, {"stdout": out_reader, "stderr": err_reader})
     try:
         wire.send(job, Start(start.rank), [theirs.fileno(), out_writer, err_writer])
-        wire.send(control, start, [parcel_fd])
+        wire.send(control, start, parcel)
     except BaseException:
         handle.close()
         raise

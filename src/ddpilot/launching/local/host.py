@@ -53,7 +53,7 @@ def run_local(
     count = resolve_count(options, environ, display)
     did = f"starting {count} rank{'s' * (count > 1)} of `{name}`"
     parts = {"fn": function, "args": args, "kwargs": dict(kwargs)}
-    parcel_fd, known = ship("ddpilot-call", parts, (function, args, dict(kwargs)), did=did, known=[])
+    parcel, known = ship("ddpilot-call", parts, (function, args, dict(kwargs)), did=did, known=[])
     try:
         server = ensure_server(environ, options.preload, _may_fork(options))
         if server.hello.dirty is not None and options.start_method != "spawn":
@@ -67,9 +67,9 @@ def run_local(
             name=name,
             launch_id=uuid.uuid4().hex,
         )
-        return _run_on(server, starts, count, parcel_fd, OutputPump(count, display), options, name, known)
+        return _run_on(server, starts, count, parcel, OutputPump(count, display), options, name, known)
     finally:
-        os.close(parcel_fd)
+        wire.close_all(parcel)
 
 
 def check_function(function: Callable[..., Any]) -> str:
@@ -197,7 +197,7 @@ def _run_on(
     server: RankServer,
     make_start: Callable[..., RankStart],
     count: int,
-    parcel_fd: int,
+    parcel: list[int],
     pump: OutputPump,
     options: LaunchOptions,
     name: str,
@@ -213,9 +213,9 @@ def _run_on(
                 wire.send(job, Start(STORE), [listener.fileno()])
                 listener.close()
                 for start in starts:
-                    handles.append(start_rank(job, start, parcel_fd))
+                    handles.append(start_rank(job, start, parcel))
                 Supervisor(job, handles, pump, options, name, known).run()
-        return RankResults([handle.parcels.pop() for handle in handles], known)
+        return RankResults([handle.take_parcel() for handle in handles], known)
     except wire.Closed as error:
         raise LaunchError(
             f"starting {count} ranks of `{name}`",

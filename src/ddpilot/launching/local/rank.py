@@ -34,19 +34,19 @@ def run_rank(control_fd: int, out_fd: int, err_fd: int) -> NoReturn:
     write_to(out_fd, err_fd)
     control = socket.socket(fileno=control_fd)
     try:
-        start, (parcel_fd,) = wire.receive(control)
+        start, parcel = wire.receive(control)
     except wire.Closed:  # the parent gave up before this rank began
         os._exit(1)
-    code = _run(start, parcel_fd, control)
+    code = _run(start, parcel, control)
     _finish(code)
 
 
-def _run(start: RankStart, parcel_fd: int, control: socket.socket) -> int:
+def _run(start: RankStart, parcel: list[int], control: socket.socket) -> int:
     known: list[Any] = []
     try:
-        _become(start, parcel_fd)
+        _become(start, parcel)
         threading.Thread(target=_obey, args=(control,), name="ddpilot-control", daemon=True).start()
-        (function, args, kwargs), known = open_parcel(parcel_fd)
+        (function, args, kwargs), known = open_parcel(parcel)
         _bind(known)
         value = function(*args, **kwargs)
         _send_value(control, start, value, known)
@@ -55,11 +55,11 @@ def _run(start: RankStart, parcel_fd: int, control: socket.socket) -> int:
     return 0
 
 
-def _become(start: RankStart, parcel_fd: int) -> None:
+def _become(start: RankStart, parcel: list[int]) -> None:
     """Take the parent's environment, directory, path and arguments; fresh random states; an empty ``__main__``."""
     os.environ.clear()
     os.environ.update(start.environ)
-    os.environ[PARCEL_VARIABLE] = f"/proc/{os.getpid()}/fd/{parcel_fd}"
+    os.environ[PARCEL_VARIABLE] = os.pathsep.join(f"/proc/{os.getpid()}/fd/{fd}" for fd in parcel)
     os.chdir(start.working_directory)
     sys.path[:] = start.sys_path
     sys.argv[:] = start.argv
@@ -110,11 +110,11 @@ def _obey(control: socket.socket) -> None:
 
 def _send_value(control: socket.socket, start: RankStart, value: Any, known: list[Any]) -> None:
     did = f"sending what {start.function_name} returned back to the parent"
-    fd, _ = ship("ddpilot-result", {"result": value}, value, did=did, known=known)
+    fds, _ = ship("ddpilot-result", {"result": value}, value, did=did, known=known)
     try:
-        wire.send(control, Returned(time.monotonic()), [fd])
+        wire.send(control, Returned(time.monotonic()), fds)
     finally:
-        os.close(fd)
+        wire.close_all(fds)
 
 
 def _send_error(control: socket.socket, start: RankStart, error: BaseException, known: list[Any]) -> int:
@@ -135,7 +135,7 @@ def _send_error(control: socket.socket, start: RankStart, error: BaseException, 
         exitcode=exitcode & 0xFF,
     )
     try:
-        fds = [pack_parcel("ddpilot-error", error, known)[0]]
+        fds, _ = pack_parcel("ddpilot-error", error, known)
     except Exception as unpicklable:  # its text travels all the same
         sys.stderr.write(f"ddpilot: {type(error).__name__} cannot be pickled: {unpicklable}\n")
         fds = []

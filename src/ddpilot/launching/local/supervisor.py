@@ -137,7 +137,7 @@ class Supervisor:
         except wire.Closed:
             self._selector.unregister(handle.control)
             return
-        handle.parcels.extend(fds)
+        handle.parcel.extend(fds)
         if isinstance(message, Returned):
             handle.returned = message
             handle.exited_notice_at_s = time.monotonic() + _SLOW_EXIT_NOTICE_S
@@ -177,10 +177,10 @@ class Supervisor:
         )
 
     def _open_error(self, handle: RankHandle) -> BaseException | None:
-        if handle.raised is None or not handle.parcels:
+        if handle.raised is None or not handle.parcel:
             return None
         try:
-            error, _ = open_parcel(handle.parcels[0], self._known)
+            error, _ = open_parcel(handle.parcel, self._known)
         except Exception as failure:  # the exception's own code runs: its text is in the report all the same
             self._pump.display.note(f"rank {handle.rank}'s exception could not be rebuilt here: {failure!r}")
             return None

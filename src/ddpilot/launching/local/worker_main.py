@@ -11,14 +11,15 @@ from typing import Any
 
 
 def _shipped_definitions() -> dict[str, Any]:
+    from ddpilot.launching.local import wire
     from ddpilot.launching.local.rank import PARCEL_VARIABLE
     from ddpilot.launching.shipping.pickling import open_parcel
 
-    fd = os.open(os.environ[PARCEL_VARIABLE], os.O_RDONLY)
+    fds = [os.open(path, os.O_RDONLY) for path in os.environ[PARCEL_VARIABLE].split(os.pathsep)]
     try:
-        _, definitions = open_parcel(fd)
+        _, definitions = open_parcel(fds)
     finally:
-        os.close(fd)
+        wire.close_all(fds)
     return {each.__qualname__: each for each in definitions if "." not in each.__qualname__}
 
 

@@ -17,7 +17,7 @@ _MAX_CHILDREN = 1000
 
 def ship(
     name: str, parts: Mapping[str, Any], value: Any, *, did: str, known: list[Any], rank: int | None = None
-) -> Any:
+) -> tuple[list[int], list[Any]]:
     """`pack_parcel(value)`, but a failure is a ShipError that names the path within `parts` and what is there."""
     try:
         return pack_parcel(name, value, known)

@@ -12,10 +12,7 @@ import os
 import sys
 import tempfile
 import weakref
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Buffer  # type: ignore[attr-defined,unused-ignore]
+from typing import Any
 
 _ALIGNMENT_BYTES = 64  # torch's own CPU allocator aligns to 64
 _PROT_READ_WRITE = 0x1 | 0x2
@@ -30,15 +27,17 @@ class MemoryWriter:
         self.fd = _open_memory_file(name)
         self.size_bytes = 0
 
-    def write(self, data: Buffer) -> tuple[int, int]:
-        """Append `data`, aligned to 64 bytes; return its (offset, length) in bytes."""
+    def reserve(self, length: int) -> int:
+        """Set `length` bytes aside at the end; return their offset, a multiple of 64."""
         offset = -(-self.size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        view = memoryview(data).cast("B")
+        self.size_bytes = offset + length
+        return offset
+
+    def write_at(self, offset: int, view: memoryview) -> None:
+        """Fill bytes that were reserved."""
         done = 0
         while done < len(view):  # one write moves at most 2 GiB - 4 KiB on Linux
             done += os.pwrite(self.fd, view[done : done + (1 << 30)], offset + done)
-        self.size_bytes = offset + len(view)
-        return offset, len(view)
 
     def seal(self) -> int:
         """Make the file immutable where the system can, and return its descriptor, which the caller now owns."""

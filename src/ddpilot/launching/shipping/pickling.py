@@ -18,7 +18,8 @@ from typing import Any
 
 import cloudpickle
 
-from ddpilot.launching.shipping.memory import MemoryWriter, map_private
+from ddpilot.launching.shipping.lanes import LaneWriter, Span
+from ddpilot.launching.shipping.memory import map_private
 
 _FOOTER = struct.Struct("<QQ")
 
@@ -91,15 +92,15 @@ def _typed_storage(untyped: Any, dtype: Any) -> Any:
     return torch.storage.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
 
 
-def pack_parcel(name: str, value: Any, known: Sequence[Any] = ()) -> tuple[int, list[Any]]:
-    """Pickle `value` into a new memory file; return its descriptor and what ``__main__`` defined in it.
+def pack_parcel(name: str, value: Any, known: Sequence[Any] = ()) -> tuple[list[int], list[Any]]:
+    """Pickle `value` into new memory files; return their descriptors and what ``__main__`` defined in it.
 
-    The parcel also carries those definitions, for the receiver's ``__main__``. Raises whatever pickling raises; no
-    file is left then.
+    The parcel also carries those definitions, for the receiver's ``__main__``. There is one file, or a few where a lot
+    is in it. Raises whatever pickling raises; no file is left then.
     """
-    file = MemoryWriter(name)
+    file = LaneWriter(name)
     try:
-        spans: list[tuple[int, int]] = []
+        spans: list[Span] = []
         stream = io.BytesIO()
         pickler = ShipPickler(stream, lambda buffer: spans.append(file.write(buffer.raw())), known)
         pickler.dump(value)
@@ -107,7 +108,7 @@ def pack_parcel(name: str, value: Any, known: Sequence[Any] = ()) -> tuple[int, 
         pickler.dump(defined)
         body = file.write(stream.getbuffer())
         index = file.write(pickle.dumps((body, spans)))
-        file.write(_FOOTER.pack(*index))
+        file.write(_FOOTER.pack(index.offset, index.length))
         return file.seal(), defined
     finally:
         file.close()
@@ -130,14 +131,14 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module_name, global_name)
 
 
-def open_parcel(fd: int, known: Sequence[Any] = ()) -> tuple[Any, list[Any]]:
-    """The value of a parcel and the ``__main__`` definitions that came with it; large bytes stay in the mapping.
+def open_parcel(fds: Sequence[int], known: Sequence[Any] = ()) -> tuple[Any, list[Any]]:
+    """The value of a parcel and the ``__main__`` definitions that came with it; large bytes stay in the mappings.
 
-    `fd` is left open. Raises what unpickling raises, such as ModuleNotFoundError.
+    `fds` are left open. Raises what unpickling raises, such as ModuleNotFoundError.
     """
-    mapped = map_private(fd)
-    offset, length = _FOOTER.unpack(mapped[-_FOOTER.size :])
-    (body_offset, body_length), spans = pickle.loads(mapped[offset : offset + length])
-    buffers = [mapped[start : start + size] for start, size in spans]
-    unpickler = _Unpickler(io.BytesIO(mapped[body_offset : body_offset + body_length]), buffers, known)
+    mapped = [map_private(fd) for fd in fds]
+    offset, length = _FOOTER.unpack(mapped[0][-_FOOTER.size :])
+    body, spans = pickle.loads(mapped[0][offset : offset + length])
+    stream, *buffers = (mapped[span.lane][span.offset : span.offset + span.length] for span in (body, *spans))
+    unpickler = _Unpickler(io.BytesIO(stream), buffers, known)
     return unpickler.load(), unpickler.load()
