@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from io import StringIO
-
 import pytest
 
 from ddpilot.findings.as_html import render_html
@@ -29,13 +27,9 @@ def test_findings_are_a_sequence_in_the_given_order() -> None:
 
 def test_findings_show_themselves_everywhere() -> None:
     """HTML in a notebook, the text report in IPython and print, codes inside of other values."""
-    from IPython.lib.pretty import PrettyPrinter
+    from IPython.core.formatters import PlainTextFormatter
 
-    stream = StringIO()
-    printer = PrettyPrinter(stream)  # type: ignore[no-untyped-call]
     findings = Findings([DESYNC, SMALL_BATCH])
     assert findings._repr_html_() == render_html(findings)
-    printer.pretty(findings)  # type: ignore[no-untyped-call]
-    printer.flush()  # type: ignore[no-untyped-call]
-    assert str(findings) == stream.getvalue() == render_text(findings)
+    assert str(findings) == PlainTextFormatter()(findings) == render_text(findings)
     assert repr([findings]) == "[Findings(DDP201, DDP305)]"
