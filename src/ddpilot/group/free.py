@@ -81,13 +81,13 @@ def _running() -> Iterator[tuple[str, FrameType]]:
 
 def _unfreeable() -> Iterator[str]:
     for thread, frame in _running():
-        if frame.f_code is c10d.recv.__code__ or frame.f_code is _unwrapped(c10d.recv):
+        if frame.f_code is _code_of(c10d.recv):
             asked = frame.f_locals
             if asked.get("src") is None and asked.get("group_src") is None:
                 yield f"thread {thread!r} waits in recv() from any source, which nothing can free: end this rank"
 
 
-def _unwrapped(function: Any) -> Any:
+def _code_of(function: Any) -> Any:
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
     return function.__code__

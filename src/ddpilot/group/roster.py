@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from typing import NoReturn
 
 import psutil
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from ddpilot.errors import RendezvousError
 
 _SLICE_S = 0.5
 _TWIN_WAIT_S = 3.0
+_REFUSED = "refused"
 
 
 @dataclass(frozen=True)
@@ -83,12 +85,13 @@ def wait_for_all(store: Store, me: Member, timeout_s: float) -> tuple[Member, ..
     keys = [_key(rank) for rank in range(me.world_size)]
     deadline = time.monotonic() + timeout_s
     while not _came(store, keys, min(_SLICE_S, max(0.01, deadline - time.monotonic()))):
-        if store.check(["twice"]):
-            raise RendezvousError("waiting for all ranks", found=store.get("twice").decode(), fix=_TWICE, rank=me.rank)
+        if store.check([_REFUSED]):
+            found, fix = json.loads(store.get(_REFUSED))
+            raise RendezvousError("waiting for all ranks", found=found, fix=fix, rank=me.rank)
         if time.monotonic() > deadline:
             raise _nobody_came(store, me, timeout_s)
     members = tuple(Member(**json.loads(store.get(key))) for key in keys)
-    _refuse_disagreement(members, me)
+    _refuse_disagreement(store, members, me)
     return members
 
 
@@ -102,7 +105,10 @@ def find_sharing(members: Sequence[Member]) -> dict[str, tuple[int, ...]]:
     return {name: shared for name, shared in ranks.items() if len(shared) > 1}
 
 
-_TWICE = "Give every process its own RANK, and stop processes that are left over from an earlier run."
+def _refuse(store: Store, me: Member, did: str, found: str, fix: str) -> NoReturn:
+    """Raise, and let every rank that still waits raise the same."""
+    store.set(_REFUSED, json.dumps([found, fix]))
+    raise RendezvousError(did, found=found, fix=fix, rank=me.rank)
 
 
 def _key(rank: int) -> str:
@@ -124,8 +130,8 @@ def _refuse_twin(before: Store, me: Member) -> None:
     if other.is_same_process(me) or other.is_gone():
         return
     found = f"rank {me.rank} was taken twice: by {other.place}, and by {me.place}"
-    before.set("twice", found)
-    raise RendezvousError("entering the group", found=found, fix=_TWICE, rank=me.rank)
+    fix = "Give every process its own RANK, and stop processes that are left over from an earlier run."
+    _refuse(before, me, "entering the group", found, fix)
 
 
 def _nobody_came(store: Store, me: Member, timeout_s: float) -> RendezvousError:
@@ -142,16 +148,13 @@ def _nobody_came(store: Store, me: Member, timeout_s: float) -> RendezvousError:
     )
 
 
-def _refuse_disagreement(members: Sequence[Member], me: Member) -> None:
+def _refuse_disagreement(store: Store, members: Sequence[Member], me: Member) -> None:
     for what in ("world_size", "backend"):
         values: dict[object, list[int]] = {}
         for member in members:
             values.setdefault(getattr(member, what), []).append(member.rank)
         if len(values) > 1:
             said = "; ".join(f"{value!r} on ranks {', '.join(map(str, ranks))}" for value, ranks in values.items())
-            raise RendezvousError(
-                "comparing what the ranks were started with",
-                found=f"they disagree on {what}: {said}",
-                fix=f"Start every rank with the same {what}.",
-                rank=me.rank,
-            )
+            found = f"they disagree on {what}: {said}"
+            fix = f"Start every rank with the same {what}."
+            _refuse(store, me, "comparing what the ranks were started with", found, fix)

@@ -43,7 +43,8 @@ def can_find_sockets() -> bool:
 
 def find_gloo_sockets() -> list[OpenSocket]:
     """Every socket on the event loop of a gloo device of this process; none where gloo is not in use."""
-    watched = {fd for epoll in _epolls(_is_gloo) for fd in _watched_by(epoll)}
+    loops = _epolls(_is_named_gloo) or _epolls(_is_like_gloo)
+    watched = {fd for epoll in loops for fd in _watched_by(epoll)}
     return [found for fd in sorted(watched) if (found := _as_socket(fd)) is not None]
 
 
@@ -112,9 +113,11 @@ class _Wait:
     timeout_ms: int
 
 
-def _is_gloo(wait: _Wait) -> bool:
-    if wait.thread == _GLOO_THREAD:
-        return True
+def _is_named_gloo(wait: _Wait) -> bool:
+    return wait.thread == _GLOO_THREAD
+
+
+def _is_like_gloo(wait: _Wait) -> bool:
     # Python's own epoll objects register numbers, gloo registers addresses.
     return (wait.events, wait.timeout_ms) == _GLOO_WAIT and not _watches_by_number(wait.epoll)
 
@@ -147,7 +150,8 @@ def _watched_by(epoll: int) -> list[int]:
 
 
 def _watches_by_number(epoll: int) -> bool:
-    return all(int(words[1]) == int(words[5], 16) for words in _watches(epoll))
+    # Python sets the lower half of the 64 bits only.
+    return all(int(words[1]) == int(words[5], 16) & 0xFFFFFFFF for words in _watches(epoll))
 
 
 def _watches(epoll: int) -> list[list[str]]:

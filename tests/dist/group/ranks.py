@@ -6,6 +6,8 @@ Each rank writes to its own log; a run has a hard time limit, and a failure show
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import faulthandler
 import importlib
 import json
@@ -15,9 +17,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -50,7 +51,7 @@ def run_ranks(
     timeout_s: float = 60.0,
     may_fail: bool = False,
 ) -> RankRun:
-    """Run `tests.dist.group.bodies.<body>(*args)` on `world_size` ranks that find a torchrun environment.
+    """Run `body(*args)` ("entering.seeded" of the folder bodies) on ranks that find torchrun's variables.
 
     `agent`: a store hosted outside the ranks, as under a launcher; else rank 0 is to host it on a port that is free.
     Fails the test, with every rank's last lines, after `timeout_s` or (unless `may_fail`) on a nonzero exit code.
@@ -77,10 +78,8 @@ def run_ranks(
 
 
 def _end(starter: subprocess.Popen[bytes]) -> None:
-    try:
-        os.killpg(starter.pid, signal.SIGKILL)  # the session that this function's caller started
-    except ProcessLookupError:
-        pass
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(starter.pid, signal.SIGKILL)  # the session that `run_ranks` started
     starter.wait()
 
 
@@ -107,10 +106,10 @@ def free_port() -> tuple[socket.socket, int]:
 
 
 def _main(job: dict[str, Any], folder: Path) -> None:
-    import torch.distributed as dist
     from torch._C._distributed_c10d import TCPStore
 
-    bodies = importlib.import_module("tests.dist.group.bodies")
+    module, _, name = job["body"].partition(".")
+    body = getattr(importlib.import_module(f"tests.dist.group.bodies.{module}"), name)
     keeper, port = free_port()
     if job["agent"]:
         keeper.listen(64)
@@ -118,9 +117,9 @@ def _main(job: dict[str, Any], folder: Path) -> None:
     for rank in range(job["world_size"]):
         if (pid := os.fork()) == 0:
             keeper.close()
-            _be_rank(bodies, job, rank, port, folder)
+            _be_rank(body, job, rank, port, folder)
         pids[pid] = rank
-    store: dist.Store | None = None
+    store: TCPStore | None = None
     if job["agent"]:
         # Not libuv's server, which takes no socket in torch 2.6.
         store = TCPStore(
@@ -138,12 +137,13 @@ def _main(job: dict[str, Any], folder: Path) -> None:
     del store
 
 
-def _be_rank(bodies: Any, job: dict[str, Any], rank: int, port: int, folder: Path) -> None:
+def _be_rank(body: Callable[..., Any], job: dict[str, Any], rank: int, port: int, folder: Path) -> None:
     log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
     sizes = {"WORLD_SIZE": job["world_size"], "LOCAL_WORLD_SIZE": job["world_size"], "GROUP_RANK": 0}
     found = {"RANK": rank, "LOCAL_RANK": rank, **sizes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    found["TEST_RESULT"] = folder / f"{rank}.json"
     os.environ.update({name: str(value) for name, value in found.items()})
     os.environ.update(
         {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_USE_AGENT_STORE": str(job["agent"])}
@@ -154,13 +154,11 @@ def _be_rank(bodies: Any, job: dict[str, Any], rank: int, port: int, folder: Pat
     faulthandler.enable()
     code = 1
     try:
-        result = getattr(bodies, job["body"])(*job["args"])
+        result = body(*job["args"])
         (folder / f"{rank}.json").write_text(json.dumps(result))
         code = 0
-    except BaseException:
+    except BaseException:  # noqa: BLE001  (printed into this rank's log; the exit code tells)
         traceback.print_exc()
-    import atexit
-
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -169,4 +167,3 @@ def _be_rank(bodies: Any, job: dict[str, Any], rank: int, port: int, folder: Pat
 
 if __name__ == "__main__":
     _main(json.loads(sys.argv[1]), Path(sys.argv[2]))
-    time.sleep(0)

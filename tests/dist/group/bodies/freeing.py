@@ -1,43 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks of the tests in this folder do. Each function runs on every rank; its value goes back as JSON."""
+"""What ranks do to get stuck, be freed and rebuild. Each function runs on every rank; its value goes back as JSON."""
 
 from __future__ import annotations
 
+import json
 import os
+import select
 import socket
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from ddpilot.environments.detect import detect_topology
 from ddpilot.group.enter import init_group
 from ddpilot.group.free import Freed, free_group
 from ddpilot.group.models import find_models
 from ddpilot.group.process_group import Group
-from ddpilot.group.rebuild import Rebuilt, rebuild_group
-from ddpilot.group.store import Endpoint, resolve_endpoint
+from ddpilot.group.rebuild import rebuild_group
+from ddpilot.group.store import resolve_endpoint
 
 Stuck = Callable[[Group], object]
-
-
-def all_reduce_once() -> list[float]:
-    with init_group(timeout_s=20) as group:
-        tensor = torch.full((2,), float(group.rank + 1))
-        return group.all_reduce(tensor).tolist() + [group.world_size, group.rank]
-
-
-def enter_leave_enter(times: int) -> list[float]:
-    sums = []
-    for turn in range(times):
-        group = init_group(timeout_s=20)
-        sums.append(float(group.all_reduce(torch.tensor(float(group.rank + turn)))))
-        group.leave()
-    return sums
 
 
 def _stuck_same(group: Group) -> object:
@@ -75,7 +63,7 @@ def _stuck_send(group: Group) -> object:
 def _stuck_backward(group: Group) -> object:
     if group.rank == 0:
         return None
-    model = [found for found in find_models() if isinstance(found.module, torch.nn.Linear)][0]
+    model = next(found for found in find_models() if isinstance(found.module, torch.nn.Linear))
     return model(torch.ones(1, 3)).sum().backward()
 
 
@@ -97,7 +85,7 @@ def _get_stuck_and_be_freed(kind: str, group: Group) -> tuple[Freed, float, str]
     endpoint = resolve_endpoint(group.topology, os.environ)
 
     def free() -> None:
-        time.sleep(0.6)
+        time.sleep(0.3)
         at = time.monotonic()
         freed.append((free_group([(endpoint.addr, endpoint.port)]), at))
 
@@ -146,3 +134,91 @@ def _train_step(
     optimizer.zero_grad()
     model(torch.full((1, 3), float(group.rank + 1))).sum().backward()
     optimizer.step()
+
+
+def recv_from_any() -> list[str]:
+    """What `free_group` says about a receive from any source; the rank then ends without it."""
+    init_group(timeout_s=300)
+    receiver = threading.Thread(target=lambda: dist.recv(torch.ones(4)), daemon=True, name="receiver")
+    receiver.start()
+    time.sleep(0.3)
+    said = list(free_group().still_stuck)
+    _end_now(said)
+    return said
+
+
+def _end_now(result: Any) -> None:
+    """End this rank with `result`, though a thread of it is stuck in C++."""
+    Path(os.environ["TEST_RESULT"]).write_text(json.dumps(result))
+    os._exit(0)
+
+
+def free_beside_users_sockets() -> dict[str, Any]:
+    """Free subgroups too, and leave alone the user's connection, which runs over loopback like gloo's."""
+    group = init_group(timeout_s=300)
+    everyone = dist.new_group(list(range(group.world_size)))
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as near:
+        far, _ = server.accept()
+        with far, select.epoll() as epoll:
+            epoll.register(far.fileno(), select.EPOLLIN)
+            poller = threading.Thread(target=lambda: [epoll.poll(0.01, 64) for _ in range(60)])
+            poller.start()
+            threading.Timer(0.3, free_group).start()
+            error = ""
+            try:
+                if group.rank == 0:
+                    dist.all_reduce(torch.ones(4), group=everyone)
+                else:
+                    dist.recv(torch.ones(4), src=0)
+            except RuntimeError as caught:
+                error = str(caught)
+            poller.join()
+            near.sendall(b"still here")
+            return {"heard": far.recv(64).decode(), "error": error}
+
+
+def free_one_rank_only() -> bool:
+    """Rank 0 frees itself while all others stay alive and hold their ends; True once it got out."""
+    group = init_group(timeout_s=300)
+    done = f"{os.environ['TEST_RESULT']}"
+    if group.rank != 0:
+        while not Path(done.replace(f"{group.rank}.json", "0.out")).exists():
+            time.sleep(0.02)
+        return True
+    threading.Timer(0.3, free_group).start()
+    try:
+        dist.recv(torch.ones(4), src=1)
+    except RuntimeError:
+        Path(done.replace("0.json", "0.out")).touch()
+        return True
+    return False
+
+
+def rebuild_with_differences() -> dict[str, Any]:
+    """One rank's parameter differs, one model is on a smaller group, one has a communication hook."""
+    group = init_group(timeout_s=60)
+    pair = dist.new_group([0, 1])
+    wrap = torch.nn.parallel.DistributedDataParallel
+    model = wrap(torch.nn.Sequential(torch.nn.Linear(2, 1, bias=False), torch.nn.BatchNorm1d(1)))
+    calls: list[int] = []
+
+    def hook(state: list[int], bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        state.append(1)
+        world = dist.group.WORLD
+        assert world is not None
+        return default_hooks.allreduce_hook(world, bucket)
+
+    hook.__annotations__.clear()  # torch wants types there, and finds text
+    model.register_comm_hook(calls, hook)
+    small = wrap(torch.nn.Linear(2, 1), process_group=pair) if group.rank < 2 else None
+    with torch.no_grad():
+        model.module[1].running_mean += group.rank
+        model.module[0].weight += 1.0 if group.rank == 2 else 0.0
+    rebuilt = rebuild_group(group.topology, resolve_endpoint(group.topology, os.environ), generation=1)
+    calls.clear()
+    model(torch.ones(2, 2)).sum().backward()
+    rebuilt.group.leave()
+    return {
+        "disagreements": rebuilt.disagreements, "unbound": rebuilt.unbound, "rebound": rebuilt.rebound,
+        "hooked": len(calls), "small": small is not None,
+    }  # fmt: skip

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Device and backend decided from facts, with fake device counts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ddpilot.errors import GroupError
+from ddpilot.group.device import DeviceChoice, DeviceFacts, resolve_device, share_devices
+
+CPU = DeviceFacts(None, 0, local_rank=1)
+CUDA = DeviceFacts("cuda", 4, local_rank=2, accelerator_backend="nccl", backends=frozenset({"gloo", "nccl"}))
+SHARED = {"cuda device X of host a": (0, 2)}
+
+
+def test_resolve_device_takes_the_cpu_and_gloo_when_there_is_no_accelerator() -> None:
+    """A CPU build and a machine without a visible device both end on the CPU."""
+    assert resolve_device(CPU) == DeviceChoice("cpu", "gloo")
+    assert resolve_device(replace(CUDA, count=0)) == DeviceChoice("cpu", "gloo")
+
+
+def test_resolve_device_takes_the_local_ranks_gpu_and_both_backends() -> None:
+    """CPU tensors and objects work beside NCCL by default."""
+    assert resolve_device(CUDA) == DeviceChoice("cuda:2", "cpu:gloo,cuda:nccl")
+
+
+def test_resolve_device_takes_device_0_when_the_scheduler_shows_one() -> None:
+    """Every rank that sees one device uses that, whatever its local rank."""
+    assert resolve_device(replace(CUDA, count=1, local_rank=3)).device == "cuda:0"
+
+
+def test_resolve_device_counts_round_when_there_are_more_ranks_than_devices() -> None:
+    """Local rank 5 of a machine with 4 devices uses device 1."""
+    assert resolve_device(replace(CUDA, local_rank=5)).device == "cuda:1"
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo", "cpu:gloo,cuda:nccl"])
+def test_resolve_device_keeps_the_backend_that_was_asked_for(backend: str) -> None:
+    """An explicit backend is taken as it is and remembered as explicit."""
+    assert resolve_device(CUDA, backend) == DeviceChoice("cuda:2", backend, explicit=True)
+
+
+def test_resolve_device_refuses_nccl_when_no_device_is_visible() -> None:
+    """NCCL on a machine whose devices are hidden is an error that says where to look."""
+    with pytest.raises(GroupError, match=r"'nccl' was asked for and this process sees no cuda device.*VISIBLE_DEVICES"):
+        resolve_device(replace(CUDA, count=0), "nccl")
+
+
+def test_resolve_device_names_the_backends_when_the_one_asked_for_is_missing() -> None:
+    """A backend that this build lacks is named, with those that it has."""
+    with pytest.raises(GroupError, match="has no 'nccl' backend; it has: gloo"):
+        resolve_device(CPU, "cpu:gloo,cuda:nccl")
+    with pytest.raises(GroupError, match="has no 'gloo' backend; it has: none"):
+        resolve_device(replace(CPU, backends=frozenset()))
+
+
+def test_resolve_device_uses_gloo_on_the_gpu_when_the_build_has_no_nccl() -> None:
+    """Windows has GPUs and no NCCL: gloo works there, and the reason is said."""
+    choice = resolve_device(replace(CUDA, backends=frozenset({"gloo"})))
+    assert (choice.device, choice.backend) == ("cuda:2", "gloo")
+    assert choice.why == "This build of PyTorch has no nccl: this group uses gloo"
+
+
+def test_resolve_device_uses_the_cpu_when_the_accelerator_has_no_collectives() -> None:
+    """On mps no backend can reduce: the group is on the CPU, and the reason is said."""
+    choice = resolve_device(DeviceFacts("mps", 1, local_rank=0))
+    assert (choice.device, choice.backend) == ("cpu", "gloo")
+    assert "no collectives on mps" in choice.why
+
+
+def test_resolve_device_works_without_gloo_when_the_accelerator_brings_its_own() -> None:
+    """A build with nccl alone uses nccl alone."""
+    assert resolve_device(replace(CUDA, backends=frozenset({"nccl"}))).backend == "nccl"
+
+
+def test_share_devices_switches_to_gloo_when_ranks_share_a_device() -> None:
+    """The default backend becomes gloo, and the sentence names ranks and device."""
+    choice = share_devices(resolve_device(CUDA), SHARED)
+    assert choice.backend == "gloo"
+    assert "ranks 0, 2 on cuda device X of host a" in choice.why
+
+
+def test_share_devices_refuses_an_explicit_nccl_when_ranks_share_a_device() -> None:
+    """NCCL on a shared device would fail later and deeper; it is refused before anything starts."""
+    with pytest.raises(GroupError, match="needs one GPU per rank, but several ranks share one: ranks 0, 2"):
+        share_devices(resolve_device(CUDA, "nccl"), SHARED)
+
+
+@pytest.mark.parametrize("sharing", [{}, SHARED])
+def test_share_devices_changes_nothing_when_there_is_no_conflict(sharing: dict[str, tuple[int, ...]]) -> None:
+    """Gloo does not mind sharing, and without sharing NCCL stays."""
+    gloo = resolve_device(CUDA, "gloo")
+    assert share_devices(gloo, sharing) == gloo
+    assert share_devices(resolve_device(CUDA), {}) == resolve_device(CUDA)
