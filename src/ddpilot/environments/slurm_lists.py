@@ -28,8 +28,8 @@ def parse_node_list(text: str, *, variable: str = "SLURM_JOB_NODELIST") -> tuple
         if "" in names:
             raise _refuse(text, variable, "an empty host name")
         hosts += names
-    if len(hosts) > MAX_NODES:
-        raise _refuse(text, variable, f"more than {MAX_NODES} hosts")
+        if len(hosts) > MAX_NODES:
+            raise _refuse(text, variable, f"more than {MAX_NODES} hosts")
     return tuple(hosts)
 
 

@@ -56,7 +56,6 @@ def _fold(text: str, indent: str, width: int | None) -> list[str]:
                 subsequent_indent=indent + "    ",
                 break_long_words=False,
                 break_on_hyphens=False,
-                replace_whitespace=False,
             )
     return lines
 

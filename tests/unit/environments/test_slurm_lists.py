@@ -44,7 +44,7 @@ def test_parse_node_list_takes_text_after_a_bracket() -> None:
     "text",
     [
         *("", " ", ",", "a,", "a,,b", "n[1", "n1]", "n[1-[2]]", "n[]", "n[,1]", "n[5-3]", "n[a-b]", "n[1-2-3]"),
-        *("n[0-99999999]", "n[0-999]m[0-999]", "n]1[", "n[\u0661]"),
+        *("n[0-99999999]", "n[0-999]m[0-999]k[0-999]p[0-999]", "n[0-65535],m[0-65535]", "n]1[", "n[\u0661]"),
     ],
 )
 def test_parse_node_list_refuses_what_is_no_list(text: str) -> None:
