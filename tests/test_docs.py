@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the documents say is so: links lead somewhere, snippets run, and print what the page says they print."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from itertools import zip_longest
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(path for path in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")) if path.name != "reference.md")
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+# Every python block of a page is a cell of one IPython shell: what the reader has before them when they try it.
+SHELL = """
+import json, sys
+from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell.instance(colors="nocolor")
+for cell in json.loads(sys.stdin.read()):
+    shell.run_cell(cell, store_history=True)
+    print("=== end of cell ===", flush=True)
+"""
+
+
+def anchors(page: Path) -> set[str]:
+    """Anchors that GitHub makes of the headings of a page."""
+    heads = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", head.lower()).strip().replace(" ", "-") for head in heads}
+
+
+def relative_links(page: Path) -> list[str]:
+    """Targets of all links of the page that stay inside the repository."""
+    text = FENCE.sub("", page.read_text())
+    links = re.findall(r"\]\(([^)\s]+)\)", text)
+    return [link for link in links if not link.startswith(("http:", "https:", "mailto:"))]
+
+
+def cells_and_outputs(page: Path) -> list[tuple[str, str]]:
+    """Each python block with the text block right after it; a block without one is a cell that prints nothing."""
+    fences = [*FENCE.finditer(page.read_text())]
+    found = []
+    for fence, following in zip_longest(fences, fences[1:]):
+        if fence[1] == "python":
+            is_output = following and following[1] == "text" and following.start() - fence.end() == 1
+            found.append((fence[2], following[2] if following and is_output else ""))
+    return found
+
+
+def normalise(text: str) -> list[str]:
+    """Lines without what differs between machines; sorted where ranks print, since their order is free."""
+    text = text.replace(f" on {platform.node()}", " on myhost")
+    text = re.sub(r'File "\S*/site-packages/', 'File ".../', text)
+    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+    return sorted(lines) if any(line.startswith("[rank") for line in lines) else lines
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    """Every relative link names a file of the repository, and its anchor a heading of that file."""
+    broken = []
+    for link in relative_links(page):
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    assert not broken
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if cells_and_outputs(page)], ids=lambda page: str(page.relative_to(ROOT))
+)
+def test_snippets_print_what_the_page_says(page: Path, tmp_path: Path) -> None:
+    """The page's cells run one after another in a real IPython shell, and each prints the text under it."""
+    cells = cells_and_outputs(page)
+    done = subprocess.run(
+        [sys.executable, "-c", SHELL],
+        input=json.dumps([cell for cell, _ in cells]),
+        env={**os.environ, "IPYTHONDIR": str(tmp_path), "COLUMNS": "120"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    printed = done.stdout.split("=== end of cell ===\n")[: len(cells)]
+    for (cell, expected), actual in zip(cells, printed, strict=True):
+        assert normalise(actual) == normalise(expected), f"the cell\n{cell}\nprinted\n{actual}"
+
+
+def test_pages_with_snippets_are_found() -> None:
+    """The two tests above have something to look at."""
+    assert [path.name for path in PAGES if cells_and_outputs(path)] >= ["README.md"]
+    assert relative_links(ROOT / "README.md")
+
+
+@pytest.mark.parametrize("path", [*ROOT.glob("*.md"), *ROOT.rglob("docs/**/*.md")], ids=lambda path: path.name)
+def test_pages_name_no_path_of_a_machine(path: Path) -> None:
+    """A reader's machine has other folders."""
+    assert not re.search(r"/(root|home|work|Users)/", path.read_text())
