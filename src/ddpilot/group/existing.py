@@ -15,6 +15,7 @@ from ddpilot.errors import GroupError
 from ddpilot.group.device import detect_device_facts, resolve_device, use_device
 from ddpilot.group.marks import read_member
 from ddpilot.group.process_group import Group
+from ddpilot.group.roster import Member
 
 
 def existing_group(topology: Topology, backend: str | None = None) -> Group:
@@ -22,7 +23,7 @@ def existing_group(topology: Topology, backend: str | None = None) -> Group:
 
     `topology`: what the environment says. For an adopted group rank and world size are torch's; the position on the
     node is the environment's, or where that knows of no job, as if all ranks were on this node. Raises GroupError
-    where `backend` is given and is not the group's. Not collective.
+    where `backend` is given and is not the group's, and where the group's store is gone. Not collective.
     """
     group = dist.group.WORLD
     assert group is not None  # asked for only where is_initialized()
@@ -34,10 +35,7 @@ def existing_group(topology: Topology, backend: str | None = None) -> Group:
             fix="Leave the first group before you enter another, or ask for the same backend.",
             rank=rank,
         )
-    try:
-        member = read_member(c10d._get_default_store(), rank)
-    except RuntimeError:
-        member = None  # a store that cannot be read (MPI has none) is not one that ddpilot wrote into
+    member = _member(rank)
     local = (topology.local_rank, topology.local_world_size)
     local_rank, local_world_size = local if topology.is_distributed else (rank, dist.get_world_size())
     return Group(
@@ -51,6 +49,20 @@ def existing_group(topology: Topology, backend: str | None = None) -> Group:
         process_group_ref=weakref.ref(group),
         adopted=member is None,
     )
+
+
+def _member(rank: int) -> Member | None:
+    try:
+        return read_member(c10d._get_default_store(), rank)
+    except dist.DistNetworkError as error:
+        raise GroupError(
+            "looking at the group that this rank is in",
+            found="its store does not answer: it was freed, or the process that hosts it ended",
+            fix="Call torch.distributed.destroy_process_group(), then enter a new group.",
+            rank=rank,
+        ) from error
+    except RuntimeError:
+        return None  # a store that cannot be read (MPI has none) is not one that ddpilot wrote into
 
 
 def _is_backend(asked: str, has: str) -> bool:

@@ -12,9 +12,11 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.constants import default_pg_timeout
 
 from ddpilot.environments.detect import detect_topology
+from ddpilot.errors import GroupError
 from ddpilot.group.device import detect_device_facts, resolve_device, use_device
 from ddpilot.group.existing import existing_group
 from ddpilot.group.forming import form_group
+from ddpilot.group.leaving import take_down
 from ddpilot.group.process_group import Group
 from ddpilot.group.store import connect_store, resolve_endpoint
 
@@ -40,7 +42,12 @@ def join_group(backend: str | None, timeout_s: float | None, distributed: bool |
 
 
 def _leave_at_exit() -> None:
-    if dist.is_initialized():
-        failed = getattr(sys, "last_type", None) is not None  # the interpreter's mark of an exception nobody caught
-        topology = detect_topology({}, distributed=False)
-        existing_group(topology).leave(peers_limit_s=0.0 if failed else _AT_EXIT_S)
+    if not dist.is_initialized():
+        return
+    failed = getattr(sys, "last_type", None) is not None  # the interpreter's mark of an exception nobody caught
+    try:
+        group = existing_group(detect_topology({}, distributed=False))
+    except GroupError:  # its store is gone already, and with it who else was in it
+        take_down(healthy=False)
+    else:
+        group.leave(peers_limit_s=0.0 if failed else _AT_EXIT_S)

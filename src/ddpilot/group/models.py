@@ -16,8 +16,14 @@ from ddpilot.group.process_group import Group
 
 
 def find_models() -> list[DistributedDataParallel]:
-    """Every DDP model that is alive in this process. Collects garbage first, so that dead ones do not count."""
-    gc.collect()
+    """Every DDP model that is alive in this process, in no particular order."""
+    if not _look_for_models():
+        return []
+    gc.collect()  # a model that nothing refers to any more may still be there; collecting is slow, so only then
+    return _look_for_models()
+
+
+def _look_for_models() -> list[DistributedDataParallel]:
     return [found for found in gc.get_objects() if issubclass(type(found), DistributedDataParallel)]
 
 

@@ -84,10 +84,12 @@ def wait_for_all(store: Store, me: Member, timeout_s: float) -> tuple[Member, ..
     """
     keys = [_key(rank) for rank in range(me.world_size)]
     deadline = time.monotonic() + timeout_s
-    while not _came(store, keys, min(_SLICE_S, max(0.01, deadline - time.monotonic()))):
+    while True:
         if store.check([_REFUSED]):
             found, fix = json.loads(store.get(_REFUSED))
             raise RendezvousError("waiting for all ranks", found=found, fix=fix, rank=me.rank)
+        if _came(store, keys, min(_SLICE_S, max(0.01, deadline - time.monotonic()))):
+            break
         if time.monotonic() > deadline:
             raise _nobody_came(store, me, timeout_s)
     members = tuple(Member(**json.loads(store.get(key))) for key in keys)

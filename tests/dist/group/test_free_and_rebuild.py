@@ -56,3 +56,11 @@ def test_rebuild_group_names_what_differs_and_what_it_could_not_bind() -> None:
         assert seen["disagreements"] == ["parameter 0.weight of Sequential differs: ranks 0, 1 against ranks 2"]
         assert seen["unbound"] == (["Linear was on a group of 2 ranks: wrap it again"] if rank < 2 else [])
         assert (seen["rebound"], seen["hooked"]) == (1, 1)
+
+
+def test_leave_returns_at_once_when_the_group_was_freed() -> None:
+    """A freed group is refused, left quickly, and a rank without any old group can be part of a rebuilt one."""
+    for seen in run_ranks("freeing.leave_when_freed", 2).results:
+        assert "its store does not answer: it was freed" in seen["said"]
+        assert seen["seconds"] < 2.0
+        assert seen["total"] == 2.0

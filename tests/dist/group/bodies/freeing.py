@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
+from ddpilot.errors import GroupError
 from ddpilot.group.enter import init_group
 from ddpilot.group.free import Freed, free_group
 from ddpilot.group.models import find_models
@@ -222,3 +223,22 @@ def rebuild_with_differences() -> dict[str, Any]:
         "disagreements": rebuilt.disagreements, "unbound": rebuilt.unbound, "rebound": rebuilt.rebound,
         "hooked": len(calls), "small": small is not None,
     }  # fmt: skip
+
+
+def leave_when_freed() -> dict[str, Any]:
+    """After freeing: what a second `init_group` says, and how long leaving takes."""
+    group = init_group(timeout_s=300)
+    endpoint = resolve_endpoint(group.topology, os.environ)
+    group.barrier()
+    free_group([(endpoint.addr, endpoint.port)])
+    try:
+        init_group()
+    except GroupError as error:
+        said = str(error)
+    start = time.monotonic()
+    group.leave()
+    seconds = time.monotonic() - start
+    again = rebuild_group(group.topology, endpoint, generation=1, timeout_s=20).group
+    total = float(again.all_reduce(torch.tensor(1.0)))
+    again.leave()
+    return {"said": said, "seconds": seconds, "total": total}

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fingerprints of parameters, and what is said where they differ over ranks."""
+
+from __future__ import annotations
+
+import torch
+
+from ddpilot.group.models import fingerprint
+
+
+def test_fingerprint_is_equal_for_equal_parameters_of_any_kind() -> None:
+    """Copies agree, whatever their dtype, layout in memory or size."""
+    for tensor in (torch.ones(3, 2).t(), torch.ones((), dtype=torch.bfloat16), torch.ones(0), torch.ones(2) * 1j):
+        module, copy = torch.nn.Module(), torch.nn.Module()
+        module.weight = torch.nn.Parameter(tensor)
+        copy.weight = torch.nn.Parameter(tensor.clone(memory_format=torch.contiguous_format))
+        assert fingerprint(module) == fingerprint(copy)
+
+
+def test_fingerprint_differs_for_the_last_bit_and_for_the_dtype() -> None:
+    """One step of the smallest kind shows, and so does the same value in another dtype."""
+    module = torch.nn.Linear(2, 1, bias=False)
+    torch.nn.init.ones_(module.weight)
+    before = fingerprint(module)
+    with torch.no_grad():
+        module.weight[0, 1] = torch.nextafter(torch.tensor(1.0), torch.tensor(2.0))
+    assert fingerprint(module).keys() == before.keys() == {"weight"}
+    assert fingerprint(module) != before
+    zeros = torch.nn.Linear(2, 1, bias=False)
+    torch.nn.init.zeros_(zeros.weight)
+    in_half = fingerprint(zeros.half())
+    assert fingerprint(zeros.bfloat16()) != in_half
