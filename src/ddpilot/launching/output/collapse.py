@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -30,15 +31,18 @@ class Collapser:
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         self._queue: deque[Waiting] = deque()
-        self._by_text: dict[tuple[str, str], list[Waiting]] = {}
+        self._by_text: dict[tuple[str, str], list[Waiting]] = {}  # each list by number
         self._last_number = dict.fromkeys(range(world_size), -1)
         self._count = 0
 
     def add(self, rank: int, stream: str, text: str, now_s: float) -> None:
         """Take a line: join the same line of other ranks if that comes after all that this rank has printed."""
         same = self._by_text.setdefault((stream, text), [])
-        entry = next((each for each in same if each.number > self._last_number[rank]), None)
-        if entry is None:
+        # A rank may print one line thousands of times, so no search from the start.
+        place = bisect.bisect_right(same, self._last_number[rank], key=lambda each: each.number)
+        if place < len(same):
+            entry = same[place]
+        else:
             entry = Waiting(stream, text, now_s, self._count)
             self._count += 1
             self._queue.append(entry)
