@@ -3,14 +3,11 @@
 
 from __future__ import annotations
 
-import itertools
-import os
-import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, overload
 
 from ddpilot.errors import LaunchError
-from ddpilot.launching.shipping.pickling import open_parcel
+from ddpilot.launching.shipping.pickling import map_parcel, open_parcel
 
 
 class RankResults(Sequence[Any]):
@@ -21,11 +18,11 @@ class RankResults(Sequence[Any]):
     """
 
     def __init__(self, parcels: Sequence[Sequence[int]], known: Sequence[Any]) -> None:
-        self._parcels = dict(enumerate(parcels))
+        # Mapped now: a notebook that keeps the unread results of 300 launches would run out of descriptors.
+        self._parcels = {rank: map_parcel(fds) for rank, fds in enumerate(parcels)}
         self._known = known
         self._values: dict[int, Any] = {}
         self._size = len(parcels)
-        weakref.finalize(self, _close_all, self._parcels)
 
     def __len__(self) -> int:
         return self._size
@@ -55,13 +52,9 @@ class RankResults(Sequence[Any]):
             raise LaunchError(
                 f"reading what rank {rank} returned",
                 found=f"{type(error).__name__}: {error}",
-                fix="Return plain values, tensors, or objects whose modules this process can import",
+                fix="Return plain values, tensors, a model's `state_dict()` (of a DDP model: of `model.module`), or "
+                "objects whose modules this process can import",
                 rank=rank,
             ) from error
-        _close_all({rank: self._parcels.pop(rank)})
+        del self._parcels[rank]
         return value
-
-
-def _close_all(parcels: dict[int, Sequence[int]]) -> None:
-    for fd in itertools.chain.from_iterable(parcels.values()):
-        os.close(fd)

@@ -35,11 +35,6 @@ class RankHandle:
         """Whether its process has not been reaped."""
         return self.exited is None
 
-    def take_parcel(self) -> list[int]:
-        """The descriptors of its parcel, which the caller now owns."""
-        taken, self.parcel = self.parcel, []
-        return taken
-
     def close(self) -> None:
         """Close everything that is still open."""
         self.control.close()

@@ -53,7 +53,7 @@ def run_local(
     count = resolve_count(options, environ, display)
     did = f"starting {count} rank{'s' * (count > 1)} of `{name}`"
     parts = {"fn": function, "args": args, "kwargs": dict(kwargs)}
-    parcel, known = ship("ddpilot-call", parts, (function, args, dict(kwargs)), did=did, known=[])
+    parcel, known = ship("ddpilot-call", parts, (function, args, dict(kwargs)), did=did, known=None)
     try:
         server = ensure_server(environ, options.preload, _may_fork(options))
         if server.hello.dirty is not None and options.start_method != "spawn":
@@ -215,7 +215,7 @@ def _run_on(
                 for start in starts:
                     handles.append(start_rank(job, start, parcel))
                 Supervisor(job, handles, pump, options, name, known).run()
-        return RankResults([handle.take_parcel() for handle in handles], known)
+        return RankResults([handle.parcel for handle in handles], known)
     except wire.Closed as error:
         raise LaunchError(
             f"starting {count} ranks of `{name}`",

@@ -21,7 +21,7 @@ from ddpilot.launching.local import wire
 from ddpilot.launching.local.process import write_to
 from ddpilot.launching.local.report import Raised, RankStart, Returned
 from ddpilot.launching.shipping.blame import ship
-from ddpilot.launching.shipping.pickling import open_parcel, pack_parcel
+from ddpilot.launching.shipping.pickling import importable_from_main, map_parcel, open_parcel, pack_parcel
 from ddpilot.launching.shipping.sources import install_sources
 from ddpilot.launching.victims import is_victim
 
@@ -46,7 +46,7 @@ def _run(start: RankStart, parcel: list[int], control: socket.socket) -> int:
     try:
         _become(start, parcel)
         threading.Thread(target=_obey, args=(control,), name="ddpilot-control", daemon=True).start()
-        (function, args, kwargs), known = open_parcel(parcel)
+        (function, args, kwargs), known = open_parcel(map_parcel(parcel))
         _bind(known)
         value = function(*args, **kwargs)
         _send_value(control, start, value, known)
@@ -88,10 +88,7 @@ def _become(start: RankStart, parcel: list[int]) -> None:
 
 def _bind(definitions: list[Any]) -> None:
     """Make what was shipped importable from ``__main__``, where pickles made by ranks look for it."""
-    main = sys.modules["__main__"]
-    for definition in definitions:
-        if "." not in definition.__qualname__:
-            setattr(main, definition.__qualname__, definition)
+    vars(sys.modules["__main__"]).update(importable_from_main(definitions))
 
 
 def _obey(control: socket.socket) -> None:

@@ -21,7 +21,7 @@ from ddpilot.launching.local.process import STACKS_SIGNAL
 from ddpilot.launching.local.report import Exited, Raised, Returned
 from ddpilot.launching.options import LaunchOptions
 from ddpilot.launching.output.pump import OutputPump
-from ddpilot.launching.shipping.pickling import open_parcel
+from ddpilot.launching.shipping.pickling import map_parcel, open_parcel
 
 _TERM_GRACE_S = 1.0
 _FREE_GRACE_S = 1.0
@@ -180,7 +180,7 @@ class Supervisor:
         if handle.raised is None or not handle.parcel:
             return None
         try:
-            error, _ = open_parcel(handle.parcel, self._known)
+            error, _ = open_parcel(map_parcel(handle.parcel), self._known)
         except Exception as failure:  # the exception's own code runs: its text is in the report all the same
             self._pump.display.note(f"rank {handle.rank}'s exception could not be rebuilt here: {failure!r}")
             return None

@@ -13,14 +13,15 @@ from typing import Any
 def _shipped_definitions() -> dict[str, Any]:
     from ddpilot.launching.local import wire
     from ddpilot.launching.local.rank import PARCEL_VARIABLE
-    from ddpilot.launching.shipping.pickling import open_parcel
+    from ddpilot.launching.shipping.pickling import importable_from_main, map_parcel, open_parcel
 
     fds = [os.open(path, os.O_RDONLY) for path in os.environ[PARCEL_VARIABLE].split(os.pathsep)]
     try:
-        _, definitions = open_parcel(fds)
+        mapped = map_parcel(fds)
     finally:
         wire.close_all(fds)
-    return {each.__qualname__: each for each in definitions if "." not in each.__qualname__}
+    _, definitions = open_parcel(mapped)
+    return importable_from_main(definitions)
 
 
 if __name__ == "__mp_main__":

@@ -16,7 +16,7 @@ _MAX_CHILDREN = 1000
 
 
 def ship(
-    name: str, parts: Mapping[str, Any], value: Any, *, did: str, known: list[Any], rank: int | None = None
+    name: str, parts: Mapping[str, Any], value: Any, *, did: str, known: list[Any] | None, rank: int | None = None
 ) -> tuple[list[int], list[Any]]:
     """`pack_parcel(value)`, but a failure is a ShipError that names the path within `parts` and what is there."""
     try:
@@ -39,7 +39,7 @@ def _hint(culprit: Any) -> str:
     return ", or give its class a `__getstate__` without it"
 
 
-def blame(parts: Mapping[str, Any], known: list[Any]) -> tuple[str, Any]:
+def blame(parts: Mapping[str, Any], known: list[Any] | None) -> tuple[str, Any]:
     """The path to the innermost object within `parts` that does not pickle on its own, and the object."""
     for path, value in parts.items():
         if not _pickles(value, known):
@@ -48,7 +48,7 @@ def blame(parts: Mapping[str, Any], known: list[Any]) -> tuple[str, Any]:
     return name, parts  # each pickles alone: they only fail together
 
 
-def _descend(path: str, value: Any, known: list[Any], seen: set[int]) -> tuple[str, Any]:
+def _descend(path: str, value: Any, known: list[Any] | None, seen: set[int]) -> tuple[str, Any]:
     seen.add(id(value))
     for count, (suffix, child) in enumerate(_children(value)):
         if count >= _MAX_CHILDREN:
@@ -58,7 +58,7 @@ def _descend(path: str, value: Any, known: list[Any], seen: set[int]) -> tuple[s
     return path, value
 
 
-def _pickles(value: Any, known: list[Any]) -> bool:
+def _pickles(value: Any, known: list[Any] | None) -> bool:
     try:
         ShipPickler(io.BytesIO(), lambda buffer: None, known).dump(value)
     except Exception:  # whatever it was, the answer is no, and the caller chains the first failure

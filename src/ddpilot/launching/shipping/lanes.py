@@ -40,16 +40,20 @@ class LaneWriter:
         """Give `data` a place; small data lies in the first file, and is there at once."""
         view = memoryview(data).cast("B")
         if len(view) < _LARGE_BYTES:
-            file = self._files[0]
-            span = Span(0, file.reserve(len(view)), len(view))
-            file.write_at(span.offset, view)
-            return span
+            return self.write_first(view)
         lane = self._choose_lane()
         span = Span(lane, self._files[lane].reserve(len(view)), len(view))
         self._waiting.append((span, view))
         self._waiting_bytes += len(view)
         if self._waiting_bytes >= _MAX_WAITING_BYTES:
             self._flush()
+        return span
+
+    def write_first(self, data: bytes | memoryview) -> Span:
+        """Write `data` at once at the end of the first file, whatever its size."""
+        file = self._files[0]
+        span = Span(0, file.reserve(len(data)), len(data))
+        file.write_at(span.offset, memoryview(data))
         return span
 
     def _choose_lane(self) -> int:

@@ -43,16 +43,18 @@ def known_object(index: int) -> Any:
 class ShipPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is untyped
     """Pickles by value what ``__main__`` defines, and storages out of band.
 
-    `defined` collects the classes and functions of ``__main__`` that went by value. Objects in `known` are the
-    receiver's own: they go as a number, so that an instance that comes back has the receiver's class, unchanged.
+    `defined` collects the classes and functions that went by value. `known`: None on the way to a rank, where functions
+    from ``__main__`` share the globals of the rank's; on the way back what the receiver shipped: such an object goes as
+    a number, so that an instance has the receiver's class, unchanged, and no function touches the receiver's globals.
     """
 
-    def __init__(self, stream: io.BytesIO, keep_buffer: Any, known: Sequence[Any] = ()) -> None:
+    def __init__(self, stream: io.BytesIO, keep_buffer: Any, known: Sequence[Any] | None = None) -> None:
         super().__init__(stream, protocol=5, buffer_callback=keep_buffer)
         self.defined: dict[int, Any] = {}
-        self._known = {id(value): index for index, value in enumerate(known)}
+        self._known = {id(value): index for index, value in enumerate(known or ())}
         self._storages: dict[int, Any] = {}
-        self.globals_ref[id(_main_globals())] = _MainGlobals()
+        if known is None:
+            self.globals_ref[id(_main_globals())] = _MainGlobals()
 
     def reducer_override(self, obj: Any) -> Any:
         if id(obj) in self._known:
@@ -61,9 +63,11 @@ class ShipPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is 
         storage_types = () if torch is None else (torch.UntypedStorage, torch.storage.TypedStorage)
         if storage_types and isinstance(obj, storage_types):
             return self._reduce_storage(obj)
-        if isinstance(obj, (type, types.FunctionType)) and obj.__module__ == "__main__":
+        reduced = super().reducer_override(obj)
+        is_definition = isinstance(obj, (type, types.FunctionType)) and obj.__module__ != "builtins"
+        if is_definition and reduced is not NotImplemented:  # cloudpickle sends it by value
             self.defined[id(obj)] = obj
-        return super().reducer_override(obj)
+        return reduced
 
     def _reduce_storage(self, storage: Any) -> Any:
         if isinstance(storage, sys.modules["torch"].storage.TypedStorage):
@@ -92,11 +96,11 @@ def _typed_storage(untyped: Any, dtype: Any) -> Any:
     return torch.storage.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
 
 
-def pack_parcel(name: str, value: Any, known: Sequence[Any] = ()) -> tuple[list[int], list[Any]]:
-    """Pickle `value` into new memory files; return their descriptors and what ``__main__`` defined in it.
+def pack_parcel(name: str, value: Any, known: Sequence[Any] | None = None) -> tuple[list[int], list[Any]]:
+    """Pickle `value` into new memory files; return their descriptors and the definitions that went by value.
 
-    The parcel also carries those definitions, for the receiver's ``__main__``. There is one file, or a few where a lot
-    is in it. Raises whatever pickling raises; no file is left then.
+    The parcel also carries those definitions. `known` as for `ShipPickler`. There is one file, or a few where a lot is
+    in it. Raises whatever pickling raises; no file is left then.
     """
     file = LaneWriter(name)
     try:
@@ -107,8 +111,8 @@ def pack_parcel(name: str, value: Any, known: Sequence[Any] = ()) -> tuple[list[
         defined = _current_last(pickler.defined.values())
         pickler.dump(defined)
         body = file.write(stream.getbuffer())
-        index = file.write(pickle.dumps((body, spans)))
-        file.write(_FOOTER.pack(index.offset, index.length))
+        index = file.write_first(pickle.dumps((body, spans)))
+        file.write_first(_FOOTER.pack(index.offset, index.length))
         return file.seal(), defined
     finally:
         file.close()
@@ -131,12 +135,22 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module_name, global_name)
 
 
-def open_parcel(fds: Sequence[int], known: Sequence[Any] = ()) -> tuple[Any, list[Any]]:
-    """The value of a parcel and the ``__main__`` definitions that came with it; large bytes stay in the mappings.
+def importable_from_main(definitions: Iterable[Any]) -> dict[str, Any]:
+    """Those of `definitions` that pickles look for in ``__main__``, by name."""
+    of_main = (each for each in definitions if each.__module__ == "__main__")
+    return {each.__qualname__: each for each in of_main if "." not in each.__qualname__}
 
-    `fds` are left open. Raises what unpickling raises, such as ModuleNotFoundError.
+
+def map_parcel(fds: Sequence[int]) -> list[memoryview]:
+    """The files of a parcel as this process's own bytes; `fds` are left open and need not stay so."""
+    return [map_private(fd) for fd in fds]
+
+
+def open_parcel(mapped: Sequence[memoryview], known: Sequence[Any] = ()) -> tuple[Any, list[Any]]:
+    """The value of a parcel and the definitions that came with it; large bytes stay in the mappings.
+
+    Raises what unpickling raises, such as ModuleNotFoundError.
     """
-    mapped = [map_private(fd) for fd in fds]
     offset, length = _FOOTER.unpack(mapped[0][-_FOOTER.size :])
     body, spans = pickle.loads(mapped[0][offset : offset + length])
     stream, *buffers = (mapped[span.lane][span.offset : span.offset + span.length] for span in (body, *spans))
