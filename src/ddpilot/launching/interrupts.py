@@ -13,11 +13,13 @@ from typing import Any
 class InterruptCatcher:
     """While entered, SIGINT is counted and makes `fd` readable instead of raising KeyboardInterrupt.
 
-    Does nothing outside the main thread, where Python delivers no signals.
+    An interrupt that nobody took is delivered on leaving, unless an exception is on its way already. Does nothing
+    outside the main thread, where Python delivers no signals.
     """
 
     def __init__(self) -> None:
-        self.count = 0
+        self._count = 0
+        self._taken = 0
         self.fd, self._writer = os.pipe()
         self._previous: Any = None
 
@@ -34,9 +36,11 @@ class InterruptCatcher:
             signal.signal(signal.SIGINT, self._previous)
         os.close(self.fd)
         os.close(self._writer)
+        if self._count > self._taken and kind is None:
+            signal.raise_signal(signal.SIGINT)
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
-        self.count += 1
+        self._count += 1
         try:
             os.write(self._writer, b"i")
         except BlockingIOError:  # the pipe is full of earlier ones, which wake the loop too
@@ -45,3 +49,8 @@ class InterruptCatcher:
     def clear(self) -> None:
         """Take what made `fd` readable."""
         os.read(self.fd, 4096)
+
+    def take(self) -> bool:
+        """Whether an interrupt came since the last call."""
+        is_new, self._taken = self._count > self._taken, self._count
+        return is_new

@@ -69,7 +69,11 @@ class RankServer:
                 start_new_session=True,
             )
             theirs.close()
-            self.hello = self._wait_for_hello(log)
+            try:
+                self.hello = self._wait_for_hello(log)
+            except BaseException:  # Ctrl-C included: no half-started server stays behind
+                self._kill()
+                raise
 
     @property
     def pid(self) -> int:
@@ -86,9 +90,7 @@ class RankServer:
         try:
             hello, _ = wire.receive(self._channel)
         except (wire.Closed, TimeoutError) as error:
-            self._process.kill()
-            self._process.wait()
-            self._channel.close()
+            self._kill()
             log.seek(0)
             tail = log.read().decode(errors="replace")[-3000:]
             raise LaunchError(
@@ -99,7 +101,6 @@ class RankServer:
         self._channel.settimeout(None)
         assert isinstance(hello, Hello)
         if hello.failed is not None:
-            self.stop()
             name, text = hello.failed
             raise LaunchError(
                 "importing the modules of `preload`",
@@ -152,6 +153,11 @@ class RankServer:
             return f"it ended with code {self._process.wait(timeout=2)}"
         except subprocess.TimeoutExpired:
             return "it closed its connection and is still running"
+
+    def _kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._channel.close()
 
     def stop(self) -> None:
         """End it, and whatever it runs."""

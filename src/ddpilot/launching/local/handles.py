@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from dataclasses import dataclass, field
@@ -51,7 +52,8 @@ def start_rank(job: socket.socket, start: RankStart, parcel: list[int]) -> RankH
     handle = RankHandle(start.rank, control, {"stdout": out_reader, "stderr": err_reader})
     try:
         wire.send(job, Start(start.rank), [theirs.fileno(), out_writer, err_writer])
-        wire.send(control, start, parcel)
+        with contextlib.suppress(wire.Closed):  # there is no such process (any more): the server says why
+            wire.send(control, start, parcel)
     except BaseException:
         handle.close()
         raise

@@ -20,6 +20,7 @@ from ddpilot.launching.contract import (
     default_variables,
     rank_variables,
 )
+from ddpilot.launching.interrupts import InterruptCatcher
 from ddpilot.launching.local import wire
 from ddpilot.launching.local.client import RankServer, ensure_server
 from ddpilot.launching.local.handles import RankHandle, start_rank
@@ -206,7 +207,7 @@ def _run_on(
     handles: list[RankHandle] = []
     sources = collect_sources()
     try:
-        with bind_listener() as listener:
+        with InterruptCatcher() as interrupts, bind_listener() as listener:
             port = listener.getsockname()[1]
             starts = [make_start(rank, port, sources) for rank in range(count)]
             with server.job(starts[0].launch_id) as job:
@@ -214,7 +215,7 @@ def _run_on(
                 listener.close()
                 for start in starts:
                     handles.append(start_rank(job, start, parcel))
-                Supervisor(job, handles, pump, options, name, known).run()
+                Supervisor(job, handles, pump, options, name, known, interrupts).run()
         return RankResults([handle.parcel for handle in handles], known)
     except wire.Closed as error:
         raise LaunchError(

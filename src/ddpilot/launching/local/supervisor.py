@@ -40,6 +40,7 @@ class Supervisor:
         options: LaunchOptions,
         function_name: str,
         known: Sequence[object],
+        interrupts: InterruptCatcher,
     ) -> None:
         self._job = job
         self._handles = handles
@@ -47,13 +48,13 @@ class Supervisor:
         self._options = options
         self._function_name = function_name
         self._known = known
+        self._interrupts = interrupts
         self._selector = selectors.DefaultSelector()
         self._failures: list[Failure] = []
         self._ending: BaseException | None = None
         self._steps: list[tuple[float, str]] = []  # what to do next while ending: (when, action)
         self._finish_sent = False
         self._finished = False
-        self._num_interrupts = 0
         self._timeout_at_s = float("inf") if options.timeout_s is None else time.monotonic() + options.timeout_s
 
     def run(self) -> None:
@@ -61,8 +62,8 @@ class Supervisor:
 
         When it returns or raises, no process of the launch is left.
         """
-        with self._selector, InterruptCatcher() as interrupts:
-            self._selector.register(interrupts.fd, selectors.EVENT_READ, interrupts.clear)
+        with self._selector:
+            self._selector.register(self._interrupts.fd, selectors.EVENT_READ, self._interrupts.clear)
             self._selector.register(self._job, selectors.EVENT_READ, self._on_job)
             for handle in self._handles:
                 self._watch(handle)
@@ -72,7 +73,7 @@ class Supervisor:
                         key.data()
                 now = time.monotonic()
                 self._pump.show(now)
-                self._on_interrupts(interrupts.count, now)
+                self._on_interrupts(now)
                 self._judge(now)
                 self._step(now)
         self._pump.close()
@@ -155,6 +156,7 @@ class Supervisor:
         os.close(fd)
 
     def _on_exit(self, handle: RankHandle, exited: Exited) -> None:
+        handle.control.setblocking(False)  # a process that the rank forked may hold the other end open
         while handle.control in self._selector.get_map():
             self._on_control(handle)  # what it said before it ended
         handle.exited = exited
@@ -222,16 +224,18 @@ class Supervisor:
 
     def _timeout_error(self) -> LaunchTimeoutError:
         late = [handle.rank for handle in self._handles if handle.returned is None]
+        exiting = [handle.rank for handle in self._handles if handle.returned is not None and handle.is_live]
+        states = [f"{render_ranks(late)} had not returned"] * bool(late)
+        states += [f"{render_ranks(exiting)} had returned and still ran a thread or an exit handler"] * bool(exiting)
         return LaunchTimeoutError(
             f"running `{self._function_name}` on {len(self._handles)} ranks",
-            found=f"{render_ranks(late)} had not returned after `timeout_s={self._options.timeout_s}`",
+            found=f"{', '.join(states)} after `timeout_s={self._options.timeout_s}`",
             fix="Their Python stacks are in the output above; raise the limit if they were only slow",
         )
 
-    def _on_interrupts(self, count: int, now: float) -> None:
-        if count == self._num_interrupts or self._finish_sent:
+    def _on_interrupts(self, now: float) -> None:
+        if self._finish_sent or not self._interrupts.take():
             return
-        self._num_interrupts = count
         if self._ending is None:
             self._ending = LaunchInterrupted()
             free_at = now + self._options.stop_grace_s

@@ -38,13 +38,16 @@ def send(channel: socket.socket, body: Any, fds: Sequence[int] = ()) -> None:
 
 
 def receive(channel: socket.socket) -> tuple[Any, list[int]]:
-    """The next frame and its descriptors, which the caller owns. Waits for it. Raises Closed at the end."""
+    """The next frame and its descriptors, which the caller owns. Raises Closed at the end.
+
+    Waits for the frame, or where `channel` is non-blocking, takes it for the end that none is there.
+    """
     fds: list[int] = []
     try:
         head = _receive_exactly(channel, _HEADER.size, fds)
         length, num_fds = _HEADER.unpack(head)
         body = pickle.loads(_receive_exactly(channel, length, fds))
-    except (Closed, ConnectionResetError) as error:
+    except (Closed, ConnectionResetError, BlockingIOError) as error:
         close_all(fds)
         raise Closed from error
     if len(fds) != num_fds:

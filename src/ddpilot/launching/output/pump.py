@@ -11,6 +11,7 @@ from ddpilot.launching.output.display import Display
 from ddpilot.launching.output.lines import Line, LineSplitter, Progress
 
 _CHUNK_BYTES = 1 << 16
+_MAX_PIPE_BYTES = 1 << 20
 _MAX_LAST_LINES = 200
 
 
@@ -40,11 +41,12 @@ class OutputPump:
         return bool(data)
 
     def drain(self, fd: int, rank: int, stream: str, now_s: float) -> None:
-        """Take all that is in the pipe of a rank that ended; a process it left may still hold the other end."""
+        """Take what is in the pipe of a rank that ended; a process or thread it left may write on for ever."""
         os.set_blocking(fd, False)
         try:
-            while self.read(fd, rank, stream, now_s):
-                continue
+            for _ in range(_MAX_PIPE_BYTES // _CHUNK_BYTES):
+                if not self.read(fd, rank, stream, now_s):
+                    return
         except BlockingIOError:
             for piece in self._splitters.get((rank, stream), LineSplitter()).close():
                 self._take(rank, stream, piece, now_s)
