@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import gc
 import importlib
 import json
 import os
@@ -110,6 +111,7 @@ def _main(job: dict[str, Any], folder: Path) -> None:
 
     module, _, name = job["body"].partition(".")
     body = getattr(importlib.import_module(f"tests.dist.group.bodies.{module}"), name)
+    gc.freeze()  # so that collecting garbage in a rank does not copy all of torch's pages
     keeper, port = free_port()
     if job["agent"]:
         keeper.listen(64)

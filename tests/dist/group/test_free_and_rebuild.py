@@ -11,11 +11,14 @@ KINDS = ["same", "different", "new_group", "store_wait", "recv", "send", "backwa
 FREE = {"same": [-1], "new_group": [0], "backward": [0]}
 """The ranks that are not stuck, where it is not all of them that are."""
 
+AT_ONCE_S = 10.0
+"""Freed at once, on a machine busy with other tests; a rank that is not freed waits for the group's 300 s."""
+
 
 @pytest.mark.parametrize("world_size", [2, 4, 6])
 def test_free_group_frees_every_stuck_rank_and_rebuild_group_trains_on(world_size: int) -> None:
     """In every kind of stuckness, with a live DDP model: all ranks return at once, and the next step is right."""
-    run = run_ranks("freeing.free_and_rebuild", world_size, args=(KINDS,), timeout_s=90)
+    run = run_ranks("freeing.free_and_rebuild", world_size, args=(KINDS,), timeout_s=120)
     ranks = range(world_size)
     mean = sum(rank + 1 for rank in ranks) / world_size
     for rank, seen in enumerate(run.results):
@@ -23,7 +26,7 @@ def test_free_group_frees_every_stuck_rank_and_rebuild_group_trains_on(world_siz
         for step, entry in enumerate(seen):
             not_stuck = [ranks[position] for position in FREE.get(entry["kind"], [])]
             assert bool(entry["error"]) == (rank not in not_stuck), entry
-            assert entry["seconds"] < 2.0, entry
+            assert entry["seconds"] < AT_ONCE_S, entry
             assert entry["total"] == sum(rank + 1 for rank in ranks), entry
             # One step before the first freeing, one after each.
             assert entry["weights"] == pytest.approx([-mean * (step + 2)] * 3), entry
@@ -33,7 +36,7 @@ def test_free_group_frees_every_stuck_rank_and_rebuild_group_trains_on(world_siz
 
 def test_free_group_frees_a_rank_whose_peers_keep_their_ends() -> None:
     """One rank alone gets itself out: it does not need its peers to close anything."""
-    assert run_ranks("freeing.free_one_rank_only", 2, timeout_s=15).results == [True, True]
+    assert run_ranks("freeing.free_one_rank_only", 2).results == [True, True]
 
 
 def test_free_group_frees_subgroups_and_spares_the_users_sockets() -> None:
@@ -62,5 +65,5 @@ def test_leave_returns_at_once_when_the_group_was_freed() -> None:
     """A freed group is refused, left quickly, and a rank without any old group can be part of a rebuilt one."""
     for seen in run_ranks("freeing.leave_when_freed", 2).results:
         assert "its store does not answer: it was freed" in seen["said"]
-        assert seen["seconds"] < 2.0
+        assert seen["seconds"] < 4.0  # not the 5 s that it gives peers
         assert seen["total"] == 2.0

@@ -58,7 +58,7 @@ def _stuck_recv(group: Group) -> object:
 
 def _stuck_send(group: Group) -> object:
     # Larger than what the sockets hold, so that it waits for a receiver.
-    return dist.send(torch.ones(2**24), dst=(group.rank + 1) % group.world_size)
+    return dist.send(torch.ones(2**22), dst=(group.rank + 1) % group.world_size)
 
 
 def _stuck_backward(group: Group) -> object:
