@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading the fault handler's output."""
+
+from __future__ import annotations
+
+import os
+
+from ddpilot.launching import crash
+
+OWN = os.path.join(os.path.dirname(crash.__file__), "local", "rank.py")
+REPORT = [
+    "step 1",
+    "Fatal Python error: Segmentation fault",
+    "",
+    "Current thread 0x00007f (most recent call first):",
+    '  File "/home/me/net.py", line 12 in forward',
+    '  File "/home/me/train.py", line 40 in train',
+    f'  File "{OWN}", line 51 in _run',
+    '  File "<string>", line 1 in <module>',
+    "",
+    "Extension modules: numpy._core, torch._C (total: 30)",
+]
+
+
+def test_find_crash_line_gives_the_innermost_line_of_the_crashed_thread() -> None:
+    """The first frame of the stack is where Python was."""
+    assert crash.find_crash_line(REPORT) == "/home/me/net.py:12 in forward"
+
+
+def test_find_crash_line_gives_none_without_a_stack() -> None:
+    """Lines that only look like frames are not taken for a stack."""
+    assert crash.find_crash_line(["nothing", '  File "/home/me/net.py", line 12 in forward']) is None
+    assert crash.find_crash_line([]) is None
+
+
+def test_tidy_lines_drops_the_launcher_and_the_list_of_modules() -> None:
+    """What is left is the user's: printed lines, the signal, the user's frames."""
+    assert crash.tidy_lines(REPORT) == tuple(REPORT[:6])
+
+
+def test_tidy_lines_keeps_the_last_twenty() -> None:
+    """A long output is cut at its beginning."""
+    assert crash.tidy_lines(map(str, range(50))) == tuple(map(str, range(30, 50)))

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which failure is raised, and its words."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import pytest
+
+from ddpilot.errors import RankError
+from ddpilot.launching.failures import SETTLE_S, VICTIM_GRACE_S, Failure, build_error, choose_failure
+from ddpilot.launching.local.report import Exited, Raised
+
+
+def raising(rank: int, at_s: float, *, since_s: float = 0.0, is_victim: bool = False, **fields: Any) -> Failure:
+    """A rank that raised `at_s`, known to the parent `since_s`."""
+    said: dict[str, Any] = {"type_name": "ValueError", "message": "bad", "traceback": "", "exitcode": 1, **fields}
+    raised = Raised(time_s=at_s, is_victim=is_victim, interrupted=False, **said)
+    return Failure(rank=rank, raised=raised, exited=None, error=ValueError("bad"), since_s=since_s)
+
+
+def ending(rank: int, status: int, at_s: float = 1.0) -> Failure:
+    """A rank whose process ended with `status` as os.wait gives it."""
+    exited = Exited(rank=rank, status=status, peak_memory_bytes=11_200_000_000, time_s=at_s)
+    return Failure(rank=rank, raised=None, exited=exited, error=None, since_s=0.0)
+
+
+def error_of(failure: Failure, **fields: Any) -> RankError:
+    """The parent's error for `failure` of two ranks that ran `train`."""
+    given: dict[str, Any] = {"num_ranks": 2, "last_lines": (), "victims": (), "returned": (), **fields}
+    return build_error(failure, function_name="train", **given)
+
+
+def test_choose_failure_takes_the_first_cause_in_time_not_in_arrival() -> None:
+    """A report that came second but happened first is the cause."""
+    late, early = raising(0, 5.0), raising(1, 4.0)
+    assert choose_failure([late, early], now_s=1.0) is early
+
+
+def test_choose_failure_waits_a_moment_for_an_earlier_cause() -> None:
+    """A cause waits `SETTLE_S`, no longer."""
+    failures = [raising(0, 5.0)]
+    assert choose_failure(failures, now_s=SETTLE_S / 2) is None
+    assert choose_failure(failures, now_s=SETTLE_S) is failures[0]
+    assert choose_failure([], now_s=100.0) is None
+
+
+def test_choose_failure_lets_a_victim_wait_for_its_cause() -> None:
+    """A victim that happened earlier yields to a cause that comes within `VICTIM_GRACE_S`, and else is raised."""
+    victim, cause = raising(0, 1.0, is_victim=True), ending(1, signal.SIGKILL, at_s=1.1)
+    assert choose_failure([victim], now_s=VICTIM_GRACE_S * 0.9) is None
+    assert choose_failure([victim, cause], now_s=VICTIM_GRACE_S * 0.9) is cause
+    assert choose_failure([victim], now_s=VICTIM_GRACE_S) is victim
+
+
+def test_build_error_chains_the_original_and_names_rank_type_and_message() -> None:
+    """The user can catch it and look at the exception that the rank raised."""
+    failure = raising(1, 1.0, traceback="Traceback (most recent call last):\n  boom\n")
+    error = error_of(failure, last_lines=("step 1", "step 2"), victims=[0])
+    assert error.__cause__ is failure.error
+    assert (error.rank, error.exitcode, error.signal_name) == (1, 1, None)
+    text = str(error)
+    assert text.startswith("rank 1 raised ValueError: bad (running `train` on 2 ranks on ")
+    assert "Traceback (most recent call last):\n  boom" in text
+    assert "Last output of rank 1:\n  step 1\n  step 2" in text
+    assert text.endswith("Rank 0 failed because of it (a connection to a rank went away).")
+
+
+@pytest.mark.parametrize(
+    ("status", "words", "signal_name", "exitcode"),
+    [
+        (
+            signal.SIGKILL,
+            "rank 2 was killed by SIGKILL; the kernel's OOM killer is the usual cause; its peak was 11.2 GB",
+            "SIGKILL",
+            -9,
+        ),
+        (signal.SIGABRT | 0x80, "rank 2 was aborted (SIGABRT): C++ code gave up", "SIGABRT", -6),
+        (signal.SIGSEGV, "rank 2 crashed with SIGSEGV; its peak was 11.2 GB", "SIGSEGV", -11),
+        (signal.SIGTERM, "rank 2 was killed by SIGTERM", "SIGTERM", -15),
+        (40, "rank 2 was killed by signal 40", "signal 40", -40),
+        (0, "rank 2 exited with code 0 before `train` returned", None, 0),
+        (7 << 8, "rank 2 exited with code 7 before `train` returned", None, 7),
+    ],
+)
+def test_build_error_says_the_end_of_a_process_in_words(
+    status: int, words: str, signal_name: str | None, exitcode: int
+) -> None:
+    """Signals by name with their usual cause and the peak memory; exit codes as numbers."""
+    error = error_of(ending(2, status))
+    assert str(error).startswith(words)
+    assert (error.signal_name, error.exitcode) == (signal_name, exitcode)
+
+
+def test_build_error_names_the_python_line_of_a_crash() -> None:
+    """The line comes from the fault handler's report in the rank's output."""
+    lines = ("Current thread 0x1 (most recent call first):", '  File "net.py", line 3 in forward')
+    assert "crashed with SIGSEGV at net.py:3 in forward;" in str(error_of(ending(0, signal.SIGSEGV), last_lines=lines))
+
+
+def test_build_error_says_sys_exit_with_its_code() -> None:
+    """`sys.exit(3)` in a rank is a failure with that exit code."""
+    error = error_of(raising(0, 1.0, type_name="SystemExit", exitcode=3))
+    assert str(error).startswith("rank 0 called sys.exit with code 3")
+    assert error.exitcode == 3
+
+
+def test_build_error_asks_for_the_number_of_steps_when_a_rank_returned_early() -> None:
+    """A victim without a cause, beside a rank that returned, means unequal numbers of steps."""
+    error = error_of(raising(1, 1.0, is_victim=True), returned=[0])
+    assert "Rank 0 had already returned, so nobody answered: do all ranks run the same number of steps?" in str(error)

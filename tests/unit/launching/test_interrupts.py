@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ctrl-C as something to wait for."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+
+import pytest
+
+from ddpilot.launching.interrupts import InterruptCatcher
+
+
+def test_interrupt_catcher_makes_an_interrupt_readable_and_restores_the_handler() -> None:
+    """Inside, SIGINT raises nothing and wakes a selector once; after it, the old handler is back."""
+    before = signal.getsignal(signal.SIGINT)
+    with InterruptCatcher() as catcher:
+        assert not catcher.take()
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        assert select.select([catcher.fd], [], [], 0)[0] == [catcher.fd]
+        catcher.clear()
+        assert select.select([catcher.fd], [], [], 0)[0] == []
+        assert catcher.take()
+        assert not catcher.take()
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_interrupt_catcher_delivers_an_interrupt_that_nobody_took() -> None:
+    """Ctrl-C at the very end of a launch still stops the loop that launches."""
+    with pytest.raises(KeyboardInterrupt), InterruptCatcher():
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_interrupt_catcher_lets_an_exception_through_when_an_interrupt_came_too() -> None:
+    """The exception that is on its way is not replaced."""
+    with pytest.raises(ValueError, match="first"), InterruptCatcher():
+        signal.raise_signal(signal.SIGINT)
+        raise ValueError("first")
+
+
+def test_interrupt_catcher_holds_a_flood_of_interrupts() -> None:
+    """More interrupts than its pipe can hold block nobody."""
+    with InterruptCatcher() as catcher:
+        for _ in range(70_000):
+            catcher._on_signal(signal.SIGINT, None)
+        assert catcher.take()
+
+
+def test_interrupt_catcher_leaves_signals_alone_when_in_a_thread() -> None:
+    """Python delivers signals to the main thread only, whose handler stays."""
+    before = signal.getsignal(signal.SIGINT)
+    seen = []
+
+    def enter() -> None:
+        with InterruptCatcher() as catcher:
+            seen.append((signal.getsignal(signal.SIGINT), os.fstat(catcher.fd) is not None))
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert seen == [(before, True)]
