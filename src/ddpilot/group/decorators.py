@@ -40,9 +40,8 @@ def on_ranks(*ranks: int, broadcast: bool = False) -> Callable[[Callable[P, T]],
     `if rank == 0`. Inside a function that runs so, a further decorated function runs without that exchange.
 
     Outside a process group the topology decides who runs it and nothing is exchanged; alone, and in a group of one
-    rank, it always runs. Raises
-    GroupError for a rank that is not in the group, for `broadcast` among several ranks without a group, and at
-    decoration for no ranks, negative ranks, generators and coroutines.
+    rank, it always runs. Raises GroupError for a rank that is not in the group, for `broadcast` among several ranks
+    without a group, and at decoration for no ranks, negative ranks, generators and coroutines.
     """
     if not ranks or any(type(rank) is not int or rank < 0 for rank in ranks):
         raise GroupError("decorating with on_ranks", found=f"ranks {ranks}", fix="Pass ranks, counted from 0.")

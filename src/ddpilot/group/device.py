@@ -12,6 +12,8 @@ import torch.distributed as dist
 from ddpilot.errors import GroupError
 from ddpilot.group.devices_count import count_accelerators
 
+_NO_BACKENDS = frozenset({"undefined", "fake"})
+"""What torch lists among its backends and what connects no ranks."""
 _DID = "choosing device and backend"
 
 
@@ -98,15 +100,17 @@ def detect_device_facts(environ: Mapping[str, str], local_rank: int) -> DeviceFa
         count=0 if kind is None else _count(kind, environ),
         local_rank=local_rank,
         accelerator_backend=None if kind is None else dist.Backend.default_device_backend_map.get(kind),
-        backends=frozenset(name for name in dist.Backend.backend_list if dist.is_backend_available(name)),
+        backends=frozenset(name for name in dist.Backend.backend_list if dist.is_backend_available(name))
+        - _NO_BACKENDS,
     )
 
 
 def use_device(choice: DeviceChoice) -> torch.device:
     """Make the chosen device the current one of this process and return it. To be called before any tensor exists."""
     device = torch.device(choice.device)
-    if device.type != "cpu":
-        torch.get_device_module(device).set_device(device.index)
+    # Some accelerators have one device at most, and no function to choose it (mps).
+    if device.type != "cpu" and (choose := getattr(torch.get_device_module(device), "set_device", None)) is not None:
+        choose(device.index)
     return device
 
 
@@ -114,8 +118,8 @@ def device_identity(device: torch.device) -> str:
     """A name that two ranks of a host have in common exactly where they share the device; "" where that is unknown."""
     if device.type == "cpu":
         return ""
-    properties = torch.get_device_module(device).get_device_properties(device)
-    uuid = getattr(properties, "uuid", None)
+    describe = getattr(torch.get_device_module(device), "get_device_properties", None)
+    uuid = None if describe is None else getattr(describe(device), "uuid", None)
     return "" if uuid is None else f"{device.type} device {uuid}"
 
 
