@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import io
+import itertools
 import types
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -13,6 +14,7 @@ from ddpilot.errors import ShipError
 from ddpilot.launching.shipping.pickling import ShipPickler, pack_parcel
 
 _MAX_CHILDREN = 1000
+_MAX_DEPTH = 50
 
 
 def ship(
@@ -43,18 +45,20 @@ def blame(parts: Mapping[str, Any], known: list[Any] | None) -> tuple[str, Any]:
     """The path to the innermost object within `parts` that does not pickle on its own, and the object."""
     for path, value in parts.items():
         if not _pickles(value, known):
-            return _descend(path, value, known, set())
+            return _descend(path, value, known)
     name = " and ".join(parts)
     return name, parts  # each pickles alone: they only fail together
 
 
-def _descend(path: str, value: Any, known: list[Any] | None, seen: set[int]) -> tuple[str, Any]:
-    seen.add(id(value))
-    for count, (suffix, child) in enumerate(_children(value)):
-        if count >= _MAX_CHILDREN:
+def _descend(path: str, value: Any, known: list[Any] | None) -> tuple[str, Any]:
+    seen: set[int] = set()
+    for _ in range(_MAX_DEPTH):
+        seen.add(id(value))
+        children = itertools.islice(_children(value), _MAX_CHILDREN)
+        broken = next((each for each in children if id(each[1]) not in seen and not _pickles(each[1], known)), None)
+        if broken is None:
             break
-        if id(child) not in seen and not _pickles(child, known):
-            return _descend(path + suffix, child, known, seen)
+        path, value = path + broken[0], broken[1]
     return path, value
 
 
