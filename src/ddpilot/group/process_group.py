@@ -115,6 +115,11 @@ class Group:
         healthy = self.adopted or wait_for_peers(self.rank, self.world_size, peers_limit_s)
         take_down(healthy)
 
+    def __repr__(self) -> str:
+        return (
+            f"Group(rank={self.rank}, world_size={self.world_size}, device='{self.device}', backend='{self.backend}')"
+        )
+
     def __enter__(self) -> Group:
         return self
 

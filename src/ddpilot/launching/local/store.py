@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import socket
@@ -15,7 +16,11 @@ def run_store(listen_fd: int) -> NoReturn:
 
     with socket.socket(fileno=os.dup(listen_fd)) as listener:
         host, port = listener.getsockname()
-    store = TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=listen_fd)
+    serve = functools.partial(TCPStore, host, port, None, True, wait_for_workers=False, master_listen_fd=listen_fd)
+    try:
+        store = serve()
+    except NotImplementedError:  # torch 2.6's libuv store cannot take a socket
+        store = serve(use_libuv=False)
     while store is not None:
         signal.pause()
     raise AssertionError("unreachable")
