@@ -36,9 +36,14 @@ def test_interrupt_catcher_delivers_an_interrupt_that_nobody_took() -> None:
 
 def test_interrupt_catcher_lets_an_exception_through_when_an_interrupt_came_too() -> None:
     """The exception that is on its way is not replaced."""
-    with pytest.raises(ValueError, match="first"), InterruptCatcher():
-        signal.raise_signal(signal.SIGINT)
-        raise ValueError("first")
+
+    def interrupted_and_failing() -> None:
+        with InterruptCatcher():
+            signal.raise_signal(signal.SIGINT)
+            raise ValueError("first")
+
+    with pytest.raises(ValueError, match="first"):
+        interrupted_and_failing()
 
 
 def test_interrupt_catcher_holds_a_flood_of_interrupts() -> None:

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank as the parent sees it."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+
+from ddpilot.launching.local import wire
+from ddpilot.launching.local.handles import RankHandle, start_rank
+from ddpilot.launching.local.jobs import Start
+from ddpilot.launching.local.report import Exited, RankStart, Returned
+
+START = RankStart(
+    launch_id="abc",
+    rank=1,
+    environ={},
+    working_directory="/",
+    sys_path=[],
+    argv=[],
+    num_threads=1,
+    hooks=(),
+    sources={},
+    function_name="train",
+)
+
+
+def num_descriptors() -> int:
+    """How many descriptors this process has open."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_start_rank_asks_the_server_and_tells_the_rank_who_it_is() -> None:
+    """The server gets control, stdout and stderr of the rank; what comes through them comes from the rank."""
+    before = num_descriptors()
+    job, server = socket.socketpair()
+    parcel = os.open(os.devnull, os.O_RDONLY)
+    handle = start_rank(job, START, [parcel])
+    request, (control_fd, out, err) = wire.receive(server)
+    assert request == Start(1)
+    control = socket.socket(fileno=control_fd)
+    start, (parcel_there,) = wire.receive(control)
+    assert start == START
+    os.write(out, b"out")
+    os.write(err, b"err")
+    assert (os.read(handle.pipes["stdout"], 9), os.read(handle.pipes["stderr"], 9)) == (b"out", b"err")
+    handle.close()
+    handle.close()
+    wire.close_all([out, err, parcel, parcel_there])
+    for end in (job, server, control):
+        end.close()
+    assert num_descriptors() == before
+
+
+def test_rank_handle_is_live_until_its_process_was_reaped() -> None:
+    """Returning is not enough: exit handlers may still run."""
+    with socket.socket() as control:
+        handle = RankHandle(0, control, {}, returned=Returned(0.0))
+        live = [handle.is_live]
+        handle.exited = Exited(rank=0, status=0, peak_memory_bytes=0, time_s=0.0)
+        live.append(handle.is_live)
+    assert live == [True, False]
+
+
+def test_start_rank_closes_everything_when_the_server_is_gone() -> None:
+    """The error says so, and no descriptor is left."""
+    before = num_descriptors()
+    job, server = socket.socketpair()
+    server.close()
+    with pytest.raises(wire.Closed):
+        start_rank(job, START, [])
+    job.close()
+    assert num_descriptors() == before

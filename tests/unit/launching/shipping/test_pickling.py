@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parcels: what goes in comes out, by value or as the receiver's own."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ddpilot.launching.local import wire
+from ddpilot.launching.shipping.pickling import importable_from_main, map_parcel, open_parcel, pack_parcel
+
+
+def there(value: Any) -> tuple[Any, list[Any], list[Any]]:
+    """(`value` as a rank gets it, the parent's definitions, the rank's)."""
+    fds, defined = pack_parcel("test", value)
+    opened, definitions = open_parcel(map_parcel(fds))
+    wire.close_all(fds)
+    return opened, defined, definitions
+
+
+def back(value: Any, known_there: Sequence[Any], known_here: Sequence[Any]) -> Any:
+    """`value` of a rank as the parent gets it."""
+    fds, _ = pack_parcel("test", value, known_there)
+    opened, _ = open_parcel(map_parcel(fds), known_here)
+    wire.close_all(fds)
+    return opened
+
+
+@pytest.fixture
+def cell() -> Iterator[Callable[[str], dict[str, Any]]]:
+    """Runs source text as a cell does: in a fresh ``__main__``."""
+    before, main = sys.modules["__main__"], types.ModuleType("__main__")
+    sys.modules["__main__"] = main
+
+    def run(source: str) -> dict[str, Any]:
+        exec(source, main.__dict__)
+        return main.__dict__
+
+    yield run
+    sys.modules["__main__"] = before
+
+
+@pytest.fixture
+def rank_main(monkeypatch: pytest.MonkeyPatch) -> Callable[[], types.ModuleType]:
+    """Turns this process's ``__main__`` into the empty one of a rank."""
+
+    def become() -> types.ModuleType:
+        main = types.ModuleType("__main__")
+        monkeypatch.setitem(sys.modules, "__main__", main)
+        return main
+
+    return become
+
+
+@pytest.mark.parametrize("value", [None, 1, "ä", b"bytes", [1, (2, {3})], {"a": [1.5]}, lambda: 4], ids=repr)
+def test_open_parcel_gives_back_what_was_packed(value: Any) -> None:
+    """Plain values are equal, a lambda computes the same."""
+    opened, _, _ = there(value)
+    if callable(value):
+        opened, value = opened(), value()
+    assert opened == value
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int8, torch.bool, torch.complex64])
+def test_pack_parcel_keeps_tensors(dtype: torch.dtype) -> None:
+    """Values, dtype, shape and strides survive."""
+    tensor = torch.arange(12).to(dtype).reshape(3, 4).t()
+    opened, _, _ = there(tensor)
+    assert (opened.dtype, opened.shape, opened.stride()) == (dtype, tensor.shape, tensor.stride())
+    assert torch.equal(opened, tensor)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.empty(0),
+        torch.empty(3, 0, 2, dtype=torch.int16),
+        torch.tensor(5),
+        torch.eye(3).to_sparse(),
+        torch.empty(2, 2, device="meta"),
+    ],
+    ids=["empty", "empty_3d", "scalar", "sparse_coo", "meta"],
+)
+def test_pack_parcel_keeps_unusual_tensors(tensor: torch.Tensor) -> None:
+    """Empty, sparse and meta tensors arrive as what they were."""
+    opened, _, _ = there(tensor)
+    assert (opened.layout, opened.shape, opened.dtype, opened.device) == (
+        tensor.layout,
+        tensor.shape,
+        tensor.dtype,
+        tensor.device,
+    )
+    if tensor.device.type != "meta":
+        assert torch.equal(opened.to_dense(), tensor.to_dense())
+
+
+def test_pack_parcel_keeps_parameters_gradients_and_their_flags() -> None:
+    """A Parameter stays one, with requires_grad and grad; a tensor with history arrives as a leaf's values."""
+    layer = torch.nn.Linear(2, 2)
+    layer.bias.requires_grad_(False)
+    loss = layer(torch.ones(1, 2)).sum()
+    loss.backward()
+    (opened, loss_again), _, _ = there((layer, loss.detach()))
+    assert isinstance(opened.weight, torch.nn.Parameter)
+    assert (opened.weight.requires_grad, opened.bias.requires_grad) == (True, False)
+    assert torch.equal(opened.weight, layer.weight)
+    assert loss_again == loss
+
+
+def test_pack_parcel_keeps_what_shares_memory_shared() -> None:
+    """A tensor, its view and a tied weight still are one memory, apart from the sender's; the file holds it once."""
+    base = torch.zeros(1000, dtype=torch.float64)
+    fds, _ = pack_parcel("test", {"base": base, "view": base[10:20], "again": base})
+    opened, _ = open_parcel(map_parcel(fds))
+    size_bytes = sum(len(view) for view in map_parcel(fds))
+    wire.close_all(fds)
+    opened["view"].fill_(7)
+    assert opened["base"][10] == opened["again"][19] == 7
+    assert base.sum() == 0
+    assert size_bytes < 2 * base.nbytes
+
+
+def test_open_parcel_gives_every_reader_its_own_writable_arrays() -> None:
+    """Two ranks that open one parcel write without seeing each other."""
+    fds, _ = pack_parcel("test", (np.zeros(100), torch.zeros(100)))
+    (first, first_tensor), _ = open_parcel(map_parcel(fds))
+    (second, second_tensor), _ = open_parcel(map_parcel(fds))
+    wire.close_all(fds)
+    first += 1
+    first_tensor.add_(1)
+    assert first.sum() == first_tensor.sum() == 100
+    assert second.sum() == second_tensor.sum() == 0
+
+
+def test_pack_parcel_takes_views_that_are_not_contiguous() -> None:
+    """NumPy slices with steps and Fortran order arrive equal."""
+    array = np.arange(24).reshape(4, 6)
+    opened, _, _ = there([array[::2, ::3], np.asfortranarray(array), array[:, ::-1]])
+    assert np.array_equal(opened[0], array[::2, ::3])
+    assert np.array_equal(opened[1], array)
+    assert np.array_equal(opened[2], array[:, ::-1])
+
+
+def test_open_parcel_leaves_the_parent_s_globals_alone_when_a_function_comes_back(
+    cell: Callable[[str], dict[str, Any]], rank_main: Callable[[], types.ModuleType]
+) -> None:
+    """A lambda made in the rank carries the rank's globals; the notebook's variable of that name keeps its value."""
+    parent = cell("x = 1\ndef train():\n    global x\n    x = 2\n    return lambda: x\n")
+    parent_main = sys.modules["__main__"]
+    train, here, known = there(parent["train"])
+    sys.modules["__main__"] = rank_main()
+    fds, _ = pack_parcel("test", there(parent["train"])[0](), [])
+    sys.modules["__main__"] = parent_main
+    lambda_here, _ = open_parcel(map_parcel(fds), here)
+    wire.close_all(fds)
+    assert lambda_here() == 2
+    assert parent["x"] == 1
+    assert train.__name__ == "train"
+    assert known
+
+
+def test_open_parcel_shares_main_s_globals_among_functions_in_a_rank(
+    cell: Callable[[str], dict[str, Any]], rank_main: Callable[[], types.ModuleType]
+) -> None:
+    """Two functions of a notebook see one global of the rank, and it stands in the rank's ``__main__``."""
+    parent = cell("count = 0\ndef bump():\n    global count\n    count += 1\ndef read():\n    return count\n")
+    fds, _ = pack_parcel("test", (parent["bump"], parent["read"]))
+    main = rank_main()
+    (bump, read), _ = open_parcel(map_parcel(fds))
+    wire.close_all(fds)
+    bump()
+    assert read() == 1
+    assert main.__dict__["count"] == 1
+    assert parent["count"] == 0
+
+
+def test_importable_from_main_takes_the_current_one_of_two_versions(cell: Callable[[str], dict[str, Any]]) -> None:
+    """A cell that was run twice made two classes; both travel, and the newer one is bound in the rank."""
+    old = cell("class Net:\n    version = 1\n")["Net"]
+    new = cell("class Net:\n    version = 2\n")["Net"]
+    for pair in ((old(), new()), (new(), old())):
+        opened, _, definitions = there(pair)
+        assert {type(net).version for net in opened} == {1, 2}
+        assert importable_from_main(definitions)["Net"].version == 2
+
+
+def test_importable_from_main_takes_top_level_names_of_main_alone(cell: Callable[[str], dict[str, Any]]) -> None:
+    """Nested classes, lambdas' local names and functions of modules are not found in ``__main__`` by anyone."""
+
+    def local() -> None: ...
+
+    parent = cell("class Net:\n    class Inner: pass\ndef f(): pass\n")
+    _, _, definitions = there((parent["Net"], parent["Net"].Inner, parent["f"], local))
+    assert set(importable_from_main(definitions)) == {"Net", "f"}
+
+
+def test_pack_parcel_sends_module_definitions_by_reference() -> None:
+    """What an importable module defines is imported by the rank, not copied."""
+    opened, defined, _ = there((np.mean, torch.nn.Linear, pack_parcel))
+    assert opened == (np.mean, torch.nn.Linear, pack_parcel)
+    assert defined == []
