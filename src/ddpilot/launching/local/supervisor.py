@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import selectors
-import signal
 import socket
 import time
 from collections.abc import Sequence
@@ -17,15 +16,12 @@ from ddpilot.launching.interrupts import InterruptCatcher
 from ddpilot.launching.local import wire
 from ddpilot.launching.local.handles import RankHandle
 from ddpilot.launching.local.jobs import STORE, Finish, Finished, NotStarted, Signal, Started
-from ddpilot.launching.local.process import STACKS_SIGNAL
+from ddpilot.launching.local.ladder import Ladder
 from ddpilot.launching.local.report import Exited, Raised, Returned
 from ddpilot.launching.options import LaunchOptions
 from ddpilot.launching.output.pump import OutputPump
 from ddpilot.launching.shipping.pickling import map_parcel, open_parcel
 
-_TERM_GRACE_S = 1.0
-_FREE_GRACE_S = 1.0
-_STACKS_S = 0.3
 _SLOW_EXIT_NOTICE_S = 5.0
 
 
@@ -52,7 +48,7 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._failures: list[Failure] = []
         self._ending: BaseException | None = None
-        self._steps: list[tuple[float, str]] = []  # what to do next while ending: (when, action)
+        self._ladder = Ladder(handles, self._ask, pump.display.note)
         self._finish_sent = False
         self._finished = False
         self._timeout_at_s = float("inf") if options.timeout_s is None else time.monotonic() + options.timeout_s
@@ -75,7 +71,8 @@ class Supervisor:
                 self._pump.show(now)
                 self._on_interrupts(now)
                 self._judge(now)
-                self._step(now)
+                self._ladder.climb(now)
+                self._notice_slow_exits(now)
         self._pump.close()
         if self._ending is not None:
             self._raise()
@@ -95,7 +92,7 @@ class Supervisor:
 
     def _wait_s(self) -> float:
         now = time.monotonic()
-        dues = [self._pump.next_due_s(), self._timeout_at_s, *(when for when, _ in self._steps[:1])]
+        dues = [self._pump.next_due_s(), self._timeout_at_s, self._ladder.next_due_s()]
         if self._failures and self._ending is None:
             dues.append(now + 0.02)
         return max(0.0, min([1.0, *(due - now for due in dues if due is not None)]))
@@ -206,14 +203,10 @@ class Supervisor:
                 victims=others,
                 returned=returned,
             )
-            self._steps = [(now, "terminate"), (now + _TERM_GRACE_S, "kill")]
+            self._ladder.start_failed(now)
         elif now >= self._timeout_at_s:
             self._ending = self._timeout_error()
-            self._steps = [
-                (now, "stacks"),
-                (now + _STACKS_S, "terminate"),
-                (now + _STACKS_S + _TERM_GRACE_S, "kill"),
-            ]
+            self._ladder.start_timed_out(now)
 
     def _drain_output(self, rank: int) -> None:
         """A rank that raised wrote its last lines before it reported."""
@@ -238,45 +231,16 @@ class Supervisor:
             return
         if self._ending is None:
             self._ending = LaunchInterrupted()
-            free_at = now + self._options.stop_grace_s
-            self._steps = [(now, "interrupt"), (free_at, "free"), (free_at + _FREE_GRACE_S, "kill")]
+            self._ladder.start_interrupted(now, self._options.stop_grace_s)
         else:
-            self._steps = [(now, "kill")]
+            self._ladder.start_impatient(now)
 
-    def _step(self, now: float) -> None:
-        while self._steps and self._steps[0][0] <= now:
-            self._act(self._steps.pop(0)[1])
+    def _notice_slow_exits(self, now: float) -> None:
         for handle in self._handles:
             if handle.is_live and handle.exited_notice_at_s is not None and now >= handle.exited_notice_at_s:
                 handle.exited_notice_at_s = None
-                self._pump.display.note(
-                    f"rank {handle.rank} returned and is still running: a thread or an exit handler"
-                )
-
-    def _act(self, action: str) -> None:
-        live = tuple(handle.rank for handle in self._handles if handle.is_live)
-        if not live:
-            return
-        say = self._pump.display.note
-        if action == "interrupt":
-            grace = self._options.stop_grace_s
-            say(f"interrupting {render_ranks(live)}; they have {grace:g} s (interrupt again to kill them now)")
-            self._ask(Signal(live, signal.SIGINT, group=False))
-        elif action == "free":
-            say(f"{render_ranks(live)} did not end; freeing the process group under them")
-            for rank in live:
-                try:
-                    wire.send(self._handles[rank].control, "free")
-                except wire.Closed:
-                    continue
-        elif action == "stacks":
-            self._ask(Signal(live, STACKS_SIGNAL, group=False))
-        elif action == "terminate":
-            self._ask(Signal(live, signal.SIGTERM))
-        else:
-            if isinstance(self._ending, LaunchInterrupted):
-                say(f"killing {render_ranks(live)}")
-            self._ask(Signal(live, signal.SIGKILL))
+                what = f"rank {handle.rank} returned and is still running: a thread or an exit handler"
+                self._pump.display.note(what)
 
     def _finish(self) -> None:
         if not self._finish_sent:

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How ranks are ended that do not end by themselves: step by step, each after a stated time."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Sequence
+
+from ddpilot.findings.words import render_ranks
+from ddpilot.launching.local import wire
+from ddpilot.launching.local.handles import RankHandle
+from ddpilot.launching.local.jobs import Signal
+from ddpilot.launching.local.process import STACKS_SIGNAL
+
+_TERM_GRACE_S = 1.0
+_FREE_GRACE_S = 1.0
+_STACKS_S = 0.3
+
+
+class Ladder:
+    """The steps that end a launch. `ask` sends a request to the rank server, `say` shows a line of ddpilot's own."""
+
+    def __init__(
+        self, handles: Sequence[RankHandle], ask: Callable[[Signal], None], say: Callable[[str], None]
+    ) -> None:
+        self._handles = handles
+        self._ask = ask
+        self._say = say
+        self._steps: list[tuple[float, Callable[[tuple[int, ...]], None]]] = []
+
+    def start_failed(self, now_s: float) -> None:
+        """A rank failed: the others get SIGTERM, and SIGKILL a second later."""
+        self._steps = [(now_s, self._terminate), (now_s + _TERM_GRACE_S, self._kill)]
+
+    def start_timed_out(self, now_s: float) -> None:
+        """Time is over: the ranks print their Python stacks first."""
+        self.start_failed(now_s + _STACKS_S)
+        self._steps.insert(0, (now_s, self._print_stacks))
+
+    def start_interrupted(self, now_s: float, grace_s: float) -> None:
+        """Ctrl-C: SIGINT, `grace_s` later the group is freed under the ranks, another second later SIGKILL."""
+        ranks = render_ranks(self._live())
+        self._say(f"interrupting {ranks}; they have {grace_s:g} s (interrupt again to kill them now)")
+        free_at_s = now_s + grace_s
+        self._steps = [(now_s, self._interrupt), (free_at_s, self._free), (free_at_s + _FREE_GRACE_S, self._say_kill)]
+
+    def start_impatient(self, now_s: float) -> None:
+        """Ctrl-C once more: SIGKILL at once."""
+        self._steps = [(now_s, self._say_kill)]
+
+    def next_due_s(self) -> float | None:
+        """When the next step is due; None if there is none."""
+        return self._steps[0][0] if self._steps else None
+
+    def climb(self, now_s: float) -> None:
+        """Do the steps that are due, for the ranks that still live."""
+        while self._steps and self._steps[0][0] <= now_s:
+            _, act = self._steps.pop(0)
+            live = self._live()
+            if live:
+                act(live)
+
+    def _live(self) -> tuple[int, ...]:
+        return tuple(handle.rank for handle in self._handles if handle.is_live)
+
+    def _interrupt(self, live: tuple[int, ...]) -> None:
+        self._ask(Signal(live, signal.SIGINT, group=False))
+
+    def _free(self, live: tuple[int, ...]) -> None:
+        self._say(f"{render_ranks(live)} did not end; freeing the process group under them")
+        for rank in live:
+            try:
+                wire.send(self._handles[rank].control, "free")
+            except wire.Closed:
+                continue
+
+    def _print_stacks(self, live: tuple[int, ...]) -> None:
+        self._ask(Signal(live, STACKS_SIGNAL, group=False))
+
+    def _terminate(self, live: tuple[int, ...]) -> None:
+        self._ask(Signal(live, signal.SIGTERM))
+
+    def _kill(self, live: tuple[int, ...]) -> None:
+        self._ask(Signal(live, signal.SIGKILL))
+
+    def _say_kill(self, live: tuple[int, ...]) -> None:
+        self._say(f"killing {render_ranks(live)}")
+        self._kill(live)
