@@ -37,6 +37,7 @@ def serve(channel_fd: int, parent_pid: int, preload: tuple[str, ...], may_fork: 
     """Import, say hello, and serve until the parent is gone."""
     gc.disable()  # importing torch makes nothing that could be collected: a tenth of the time to the first launch
     channel = socket.socket(fileno=channel_fd)
+    channel.set_inheritable(False)  # ranks that are exec'ed must not hold it
     adopt_orphans()
     clean = CleanWatch()
     failed = None
