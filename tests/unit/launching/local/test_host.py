@@ -79,7 +79,7 @@ def test_check_function_refuses_what_cannot_be_called() -> None:
     ("function", "name"),
     [
         (check_function, "check_function"),
-        (functools.partial(check_function, 1), "check_function"),
+        (functools.partial(check_function, print), "check_function"),
         (Trainer().fit, "Trainer.fit"),
         (Trainer(), "Trainer"),
         (Trainer, "Trainer"),

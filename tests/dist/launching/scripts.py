@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run a user's script, as a process of its own, with a hard time limit."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+LIMIT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a script left."""
+
+    code: int
+    out: str
+    err: str
+
+
+@contextlib.contextmanager
+def running(
+    source: str,
+    folder: Path,
+    *,
+    env: Mapping[str, str] | None = None,
+    through_stdin: bool = False,
+    prefix: tuple[str, ...] = (),
+    module: tuple[str, ...] = (),
+) -> Iterator[subprocess.Popen[str]]:
+    """Start `source` in `folder` as script.py, or through stdin as a prompt would; end it, and its group, afterwards.
+
+    `prefix`: a command to run it by; `module`: such as ("-m", "torch.distributed.run").
+    """
+    script = folder / "script.py"
+    script.write_text(source)
+    command = [*prefix, sys.executable, *module, *(["-"] if through_stdin else [str(script)])]
+    with script.open() as text:
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env={**os.environ, **(env or {})},
+            stdin=text if through_stdin else subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # the session that this function started
+        process.communicate()
+
+
+def finish(process: subprocess.Popen[str], *, limit_s: float = LIMIT_S) -> Outcome:
+    """Wait for the script's end; fail the test, with what it wrote, after `limit_s`."""
+    try:
+        out, err = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+        pytest.fail(f"the script was not done in {limit_s} s\n--- stdout\n{out[-3000:]}\n--- stderr\n{err[-3000:]}")
+    return Outcome(process.returncode, out, err)
+
+
+def run_script(source: str, folder: Path, *, limit_s: float = LIMIT_S, may_fail: bool = False, **how: object) -> Outcome:
+    """Run `source` to its end; `how` as for `running`. Fails the test on a nonzero exit code unless `may_fail`."""
+    with running(source, folder, **how) as process:  # type: ignore[arg-type]
+        outcome = finish(process, limit_s=limit_s)
+    if outcome.code != 0 and not may_fail:
+        pytest.fail(f"exit code {outcome.code}\n--- stdout\n{outcome.out[-3000:]}\n--- stderr\n{outcome.err[-4000:]}")
+    return outcome
+
+
+def wait_until(is_so: Callable[[], bool], *, limit_s: float = 30.0) -> None:
+    """Look every 10 ms until `is_so`; fail the test after `limit_s`."""
+    end = time.monotonic() + limit_s
+    while not is_so():
+        if time.monotonic() > end:
+            pytest.fail(f"{is_so} was not so within {limit_s} s")
+        time.sleep(0.01)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process of that number runs; a zombie does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+    except OSError:
+        return False
+    return state not in "ZX"

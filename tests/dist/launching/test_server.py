@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rank server: proven clean, or not used; nothing of it reaches a rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpilot import Launcher, LaunchError, RankError
+from ddpilot.launching.local.client import ensure_server, server_pids, stop_servers
+from tests.dist.launching.scripts import is_alive, run_script, wait_until
+
+MODULES = {
+    "starts_thread": "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n",
+    "fails_to_import": "raise RuntimeError('no licence')\n",
+    "exits_on_import": "import os\nos._exit(5)\n",
+    "no_more_processes": (
+        "import os\nfork, made = os.fork, []\n"
+        "def limited():\n    made.append(1)\n    if len(made) > 2: raise BlockingIOError(11, 'no process left')\n"
+        "    return fork()\nos.fork = limited\n"
+    ),
+}
+
+
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder on `sys.path` with modules to preload; servers that know it are stopped afterwards."""
+    for name, source in MODULES.items():
+        (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path
+    stop_servers()
+
+
+def facts() -> dict[str, Any]:
+    """What a rank sees of the process it came from."""
+    import multiprocessing
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    dist.barrier()
+    dist.destroy_process_group()
+    targets = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if fd not in _gone()]
+    return {
+        "start_method": multiprocessing.get_start_method(allow_none=True),
+        "default": multiprocessing.get_context().get_start_method(),
+        "sockets": sum(target.startswith("socket:") for target in targets),
+        "pipes": sum(target.startswith("pipe:") for target in targets),
+        "pidfds": sum("pidfd" in target for target in targets),
+        "ppid": os.getppid(),
+        "main": sorted(name for name in vars(sys.modules["__main__"]) if not name.startswith("__")),
+        "stack": sys._getframe(1).f_code.co_filename.endswith("rank.py"),
+    }
+
+
+def _gone() -> list[str]:
+    return [fd for fd in os.listdir("/proc/self/fd") if not os.path.islink(f"/proc/self/fd/{fd}")]
+
+
+def fail() -> None:
+    """A failing function."""
+    raise ValueError("bad sample")
+
+
+def test_ranks_hold_no_end_of_the_server_s_pipes_and_keep_the_default_start_method() -> None:
+    """"Ours never imports `__main__`, its ranks hold no end of its pipes, and the default start method stays."
+
+    A rank has one socket, its own to the parent, and two pipes, its stdout and stderr.
+    """
+    import multiprocessing
+
+    (server_pid,) = {one["ppid"] for one in Launcher(nproc_per_node=2).run(facts)}
+    assert server_pid in server_pids()
+    for seen in Launcher(nproc_per_node=2).run(facts):
+        assert (seen["sockets"], seen["pipes"], seen["pidfds"]) == (1, 2, 0)
+        assert (seen["start_method"], seen["default"]) == (None, multiprocessing.get_context().get_start_method())
+        assert seen["main"] == []
+        assert seen["stack"]
+
+
+def test_server_never_imports_main(tmp_path: Path) -> None:
+    """A script without a main guard launches, and its top level runs once, in the parent alone."""
+    source = (
+        "print('top level')\nimport ddpilot\nseen = 'of the parent'\n"
+        "def train(x):\n    return x + 1\n"
+        "print(list(ddpilot.launch(train, 1, nproc_per_node=2)))\n"
+    )
+    outcome = run_script(source, tmp_path)
+    assert outcome.out == "top level\n[2, 2]\n"
+
+
+@pytest.mark.usefixtures("modules")
+def test_launch_falls_back_to_fresh_interpreters_when_a_preloaded_module_starts_a_thread(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """"User `preload=` modules can break that: then say which did and fall back to spawn"; the ranks work the same."""
+    launcher = Launcher(nproc_per_node=2, preload=("json", "starts_thread"))
+    assert [one["sockets"] for one in launcher.run(facts)] == [1, 1]
+    said = capfd.readouterr().err
+    assert "ddpilot: importing `starts_thread` started 1 thread (" in said
+    assert "so ranks start as fresh interpreters" in said
+    with pytest.raises(LaunchError, match="cannot be forked safely: importing `starts_thread` started 1 thread"):
+        Launcher(nproc_per_node=2, preload=("starts_thread",), start_method="fork").run(facts)
+
+
+@pytest.mark.usefixtures("modules")
+def test_launch_says_which_preloaded_module_cannot_be_imported() -> None:
+    """The module and its own traceback; and what is known when it ends the whole process; no process is left."""
+    with pytest.raises(LaunchError, match="(?s)`fails_to_import` cannot be imported.*RuntimeError: no licence"):
+        Launcher(nproc_per_node=1, preload=("fails_to_import",)).run(facts)
+    with pytest.raises(LaunchError, match="starting the rank server: it ended with code 5 before it was ready"):
+        Launcher(nproc_per_node=1, preload=("exits_on_import",)).run(facts)
+
+
+@pytest.mark.usefixtures("modules")
+def test_launch_names_the_rank_for_which_the_system_has_no_process() -> None:
+    """The store and rank 0 started, rank 1 did not: the error says so, and rank 0 is gone."""
+    with pytest.raises(LaunchError, match=r"starting rank 1 of `facts`: .*no process left. Ask for fewer ranks"):
+        Launcher(nproc_per_node=3, preload=("no_more_processes",)).run(facts)
+
+
+def test_launch_gives_the_same_results_and_failures_when_ranks_are_spawned() -> None:
+    """`start_method="spawn"` is slower and otherwise the same: values, exception, text."""
+    texts = []
+    for method in ("fork", "spawn"):
+        launcher = Launcher(nproc_per_node=2, start_method=method, output="silent")  # type: ignore[arg-type]
+        assert [one["pipes"] for one in launcher.run(facts)] == [2, 2]
+        with pytest.raises(RankError) as caught:
+            launcher.run(fail)
+        assert isinstance(caught.value.__cause__, ValueError)
+        texts.append(str(caught.value).replace("rank 1", "rank 0"))
+    assert texts[0] == texts[1]
+
+
+def test_launch_says_that_the_server_was_killed_and_the_next_one_works() -> None:
+    """kill -9 of the server takes the ranks along at once; a LaunchError says so."""
+
+    def kill_server() -> None:
+        import time
+
+        if os.environ["RANK"] == "0":
+            os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(60)
+
+    def pid() -> int:
+        return os.getpid()
+
+    launcher = Launcher(nproc_per_node=2)
+    launcher.run(pid)
+    server = server_pids()[-1]
+    with pytest.raises(LaunchError, match="running `.*kill_server`: the rank server ended, and the ranks with it"):
+        launcher.run(kill_server)
+    wait_until(lambda: not is_alive(server))
+    assert len(set(launcher.run(pid))) == 2
+    server = server_pids()[-1]
+    os.kill(server, signal.SIGKILL)  # while nothing runs: it is not noticed at all
+    wait_until(lambda: not is_alive(server))
+    assert len(set(launcher.run(pid))) == 2
+
+
+def test_ensure_server_keeps_one_server_per_environment() -> None:
+    """"A changed import-time variable (`TORCH_*`, `OMP_*`, ...) starts a new server"; another variable does not."""
+    environ = dict(os.environ)
+    server = ensure_server(environ, (), True)
+    assert ensure_server({**environ, "SOME_PATH": "x"}, (), True) is server
+    assert ensure_server({**environ, "OMP_NUM_THREADS": "3"}, (), True) is not server
+    assert ensure_server(environ, (), True) is server
+
+
+def test_launch_starts_a_new_server_when_a_preloaded_module_changed(modules: Path) -> None:
+    """"A changed file of a preloaded module starts a new server", and the ranks see the new text."""
+
+    def version() -> int:
+        import versioned
+
+        return int(versioned.VERSION)
+
+    launcher = Launcher(nproc_per_node=1, preload=("versioned",))
+    (modules / "versioned.py").write_text("VERSION = 1\n")
+    assert list(launcher.run(version)) == [1]
+    first = server_pids()[-1]
+    (modules / "versioned.py").write_text("VERSION = 22\n")
+    assert list(launcher.run(version)) == [22]
+    assert server_pids()[-1] != first
+    wait_until(lambda: not is_alive(first))
