@@ -13,6 +13,9 @@ from collections.abc import Mapping
 LAUNCH_VARIABLE = "DDPILOT_LAUNCH"
 """Names the launch; equal to TORCHELASTIC_RUN_ID in its ranks, different where torchrun was started inside one."""
 
+SERVER_VARIABLE = "DDPILOT_RANK_SERVER"
+"""Is set in a rank server, so that a module which launches when it is imported cannot start servers for ever."""
+
 _LOOPBACK_INTERFACE = "lo" if sys.platform == "linux" else "lo0"
 _IMPORT_TIME_PREFIXES = ("TORCH_", "OMP_", "MKL_", "KMP_", "OPENBLAS_", "PYTHON", "LD_", "DYLD_", "CUDA_")
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import IO
 
 from ddpilot.errors import LaunchError
-from ddpilot.launching.contract import import_time_variables
+from ddpilot.launching.contract import SERVER_VARIABLE, import_time_variables
 from ddpilot.launching.local import wire
 from ddpilot.launching.local.report import Hello
 
@@ -61,7 +61,7 @@ class RankServer:
             flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
             self._process = subprocess.Popen(
                 [key.executable, *flags, "-c", _BOOT, json.dumps(boot)],
-                env=dict(environ),
+                env={**environ, SERVER_VARIABLE: "1"},
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=log,

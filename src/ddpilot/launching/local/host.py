@@ -15,6 +15,7 @@ from ddpilot.errors import LaunchError
 from ddpilot.group.devices_count import count_accelerators
 from ddpilot.launching.contract import (
     LAUNCH_VARIABLE,
+    SERVER_VARIABLE,
     choose_num_threads,
     count_cores,
     default_variables,
@@ -98,6 +99,13 @@ def check_function(function: Callable[..., Any]) -> str:
 
 
 def _refuse_nested(environ: Mapping[str, str], name: str) -> None:
+    if SERVER_VARIABLE in environ:
+        raise LaunchError(
+            f"launching `{name}`",
+            found="this is the rank server, which imports torch and so ran your module: "
+            "its file has the name of a module that torch imports, or it stands in `preload`",
+            fix='Rename the file, or launch under `if __name__ == "__main__":`',
+        )
     launched, elastic = environ.get(LAUNCH_VARIABLE), environ.get("TORCHELASTIC_RUN_ID")
     if launched is None and elastic is None:
         return
@@ -171,6 +179,7 @@ def _rank_start(
     name: str,
     launch_id: str,
 ) -> RankStart:
+    main = sys.modules["__main__"]
     num_threads = choose_num_threads(environ, count)
     variables = rank_variables(
         launch_id=launch_id,
@@ -187,6 +196,7 @@ def _rank_start(
         working_directory=os.getcwd(),
         sys_path=list(sys.path),
         argv=list(sys.argv),
+        main={name: text for name in ("__file__", "__package__") if isinstance(text := vars(main).get(name), str)},
         num_threads=num_threads,
         hooks=hooks,
         sources=sources,

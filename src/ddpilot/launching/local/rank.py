@@ -7,6 +7,7 @@ import atexit
 import importlib
 import os
 import random
+import signal
 import socket
 import sys
 import threading
@@ -17,6 +18,7 @@ from importlib.machinery import ModuleSpec
 from typing import Any, NoReturn
 
 from ddpilot.errors import DdpilotError
+from ddpilot.launching.interrupts import RankInterrupt, saw_interrupt
 from ddpilot.launching.local import wire
 from ddpilot.launching.local.process import write_to
 from ddpilot.launching.local.report import Raised, RankStart, Returned
@@ -32,6 +34,7 @@ _MAX_TEXT_CHARS = 100_000
 def run_rank(control_fd: int, out_fd: int, err_fd: int) -> NoReturn:
     """Be a rank: read who this is from `control_fd`, run the function, send its value or its exception, exit."""
     write_to(out_fd, err_fd)
+    signal.signal(signal.SIGINT, RankInterrupt())
     control = socket.socket(fileno=control_fd)
     try:
         start, parcel = wire.receive(control)
@@ -68,6 +71,7 @@ def _become(start: RankStart, parcel: list[int]) -> None:
     main = types.ModuleType("__main__")
     # DataLoader workers that are not forked import this module as their __main__, which opens the parcel again.
     main.__spec__ = ModuleSpec("ddpilot.launching.local.worker_main", None)
+    vars(main).update(start.main)
     sys.modules["__main__"] = main
 
     import torch
@@ -109,7 +113,7 @@ def _send_value(control: socket.socket, start: RankStart, value: Any, known: lis
     did = f"sending what {start.function_name} returned back to the parent"
     fds, _ = ship("ddpilot-result", {"result": value}, value, did=did, known=known)
     try:
-        wire.send(control, Returned(time.monotonic()), fds)
+        wire.send(control, Returned(time.monotonic(), saw_interrupt()), fds)
     finally:
         wire.close_all(fds)
 

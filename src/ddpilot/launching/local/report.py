@@ -18,6 +18,9 @@ class RankStart:
     working_directory: str
     sys_path: list[str]
     argv: list[str]
+    main: dict[str, str]
+    """What the parent's ``__main__`` says of itself: `__file__`, and `__package__` for imports relative to it."""
+
     num_threads: int
     hooks: tuple[str, ...]
     """Functions "module:name" that are called with this value in the rank before the user's function."""
@@ -31,6 +34,8 @@ class Returned:
     """The function returned; the parcel with its value comes beside it."""
 
     time_s: float
+    saw_interrupt: bool = False
+    """Whether SIGINT reached the function, which took it as its cue to return."""
 
 
 @dataclass(frozen=True, kw_only=True)
