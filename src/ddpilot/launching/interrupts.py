@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turn Ctrl-C into something that a loop can wait for, so that it never cuts a message in two."""
+"""Ctrl-C in the parent, as something that a loop can wait for, so that it never cuts a message in two; in a rank."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 
 class InterruptCatcher:
@@ -54,3 +54,42 @@ class InterruptCatcher:
         """Whether an interrupt came since the last call."""
         is_new, self._taken = self._count > self._taken, self._count
         return is_new
+
+
+class RankInterrupt:
+    """The SIGINT handler of a rank: raises KeyboardInterrupt while it is entered, which is in the user's function.
+
+    An interrupt that comes earlier is raised on entering: what runs before may swallow it (`random.seed` does). One
+    that comes later changes nothing any more.
+    """
+
+    def __init__(self) -> None:
+        self.was_raised = False
+        self._is_entered = False
+        self._came_early = False
+
+    def __call__(self, _number: int, _frame: FrameType | None) -> None:
+        if self._is_entered:
+            self._raise()
+        self._came_early = True
+
+    def __enter__(self) -> RankInterrupt:
+        self._is_entered = True
+        if self._came_early:
+            self._raise()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
+    ) -> None:
+        self._is_entered = False
+
+    def _raise(self) -> NoReturn:
+        self.was_raised = True
+        raise KeyboardInterrupt
+
+
+def saw_interrupt() -> bool:
+    """Whether SIGINT reached this rank's function; True where it put a handler of its own in place."""
+    handler = signal.getsignal(signal.SIGINT)
+    return handler.was_raised if isinstance(handler, RankInterrupt) else True

@@ -74,7 +74,9 @@ def finish(process: subprocess.Popen[str], *, limit_s: float = LIMIT_S) -> Outco
     return Outcome(process.returncode, out, err)
 
 
-def run_script(source: str, folder: Path, *, limit_s: float = LIMIT_S, may_fail: bool = False, **how: object) -> Outcome:
+def run_script(
+    source: str, folder: Path, *, limit_s: float = LIMIT_S, may_fail: bool = False, **how: object
+) -> Outcome:
     """Run `source` to its end; `how` as for `running`. Fails the test on a nonzero exit code unless `may_fail`."""
     with running(source, folder, **how) as process:  # type: ignore[arg-type]
         outcome = finish(process, limit_s=limit_s)

@@ -26,7 +26,7 @@ def environ() -> dict[str, str]:
 
 
 def test_launch_sets_every_variable_that_torchrun_sets(tmp_path: Path) -> None:
-    """"Environment = torchrun's contract": the same names with the same values, but for ids and ports."""
+    """ "Environment = torchrun's contract": the same names with the same values, but for ids and ports."""
     run_script(DUMP, tmp_path, module=TORCHRUN)
     ours = Launcher(nproc_per_node=2).run(environ)
     for rank in range(2):
@@ -59,12 +59,12 @@ def meet(address: tuple[str, str] | None) -> list[float]:
 
 @pytest.mark.parametrize("address", [None, ("localhost", "12355")], ids=["as_found", "tutorial"])
 def test_launch_lets_user_code_init_destroy_and_init_again(address: tuple[str, str] | None) -> None:
-    """"User code may call `init_process_group()` ... also init, destroy and init again", without a barrier."""
+    """ "User code may call `init_process_group()` ... also init, destroy and init again", without a barrier."""
     assert list(Launcher(nproc_per_node=2, timeout_s=30).run(meet, address)) == [[1.0, 3.0, 5.0]] * 2
 
 
 def test_launch_lets_init_group_and_torch_take_turns() -> None:
-    """"User code may call `init_process_group()`, `init_group()`" in any order in one rank."""
+    """ "User code may call `init_process_group()`, `init_group()`" in any order in one rank."""
 
     def both() -> list[float]:
         import torch
@@ -88,7 +88,7 @@ def test_launch_lets_init_group_and_torch_take_turns() -> None:
 
 
 def test_launch_listens_on_loopback_alone() -> None:
-    """"All listening sockets of store and ranks are on 127.0.0.1" while a group is up."""
+    """ "All listening sockets of store and ranks are on 127.0.0.1" while a group is up."""
 
     def listening() -> list[str]:
         import psutil

@@ -56,7 +56,7 @@ for method in (None, "fork", "spawn", "forkserver"):
 
 
 def test_ranks_find_shipped_names_in_main(tmp_path: Path) -> None:
-    """"What was shipped is bound in the rank's `__main__`": all_gather_object, torch.save, torch.load, pickle work."""
+    """ "What was shipped is bound in the rank's `__main__`": all_gather_object, torch.save, torch.load, pickle work."""
     assert run_script(PICKLES, tmp_path).out == "[1, 1]\n"
 
 

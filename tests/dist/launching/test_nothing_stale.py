@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-""""Nothing stale": every launch has the parent's present environment, directory and path, and fresh random states."""
+""" "Nothing stale": every launch has the parent's present environment, directory and path, and fresh random states."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def state() -> dict[str, Any]:
 def test_launch_ships_environment_directory_path_and_arguments_each_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """"Every launch ships environment, working directory and `sys.path`": what changed in between is seen."""
+    """ "Every launch ships environment, working directory and `sys.path`": what changed in between is seen."""
     launcher = Launcher(nproc_per_node=1, env={"MINE": "of the launcher", "BOTH": "of the launcher"})
     monkeypatch.setenv("BOTH", "of the parent")
     monkeypatch.setenv("GONE", "soon")
@@ -59,7 +59,7 @@ def test_launch_ships_environment_directory_path_and_arguments_each_time(
 
 
 def test_launch_seeds_every_rank_afresh() -> None:
-    """"Every rank reseeds torch and numpy from fresh entropy": no two ranks, and no two launches, draw the same."""
+    """ "Every rank reseeds torch and numpy from fresh entropy": no two ranks, and no two launches, draw the same."""
     launcher = Launcher(nproc_per_node=2)
     drawn = [one["random"] for _ in range(2) for one in launcher.run(state)]
     for numbers in zip(*drawn, strict=True):
@@ -67,7 +67,7 @@ def test_launch_seeds_every_rank_afresh() -> None:
 
 
 def test_launch_shares_the_cores_and_follows_omp_num_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """"Threads = cores / ranks unless set", also when OMP_NUM_THREADS changes after torch was imported."""
+    """ "Threads = cores / ranks unless set", also when OMP_NUM_THREADS changes after torch was imported."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert [one["threads"] for one in Launcher(nproc_per_node=1).run(state)] == [count_cores()]
     assert [one["threads"] for one in Launcher(nproc_per_node=2).run(state)] == [max(1, count_cores() // 2)] * 2
@@ -80,9 +80,9 @@ def test_launch_sees_a_module_that_was_edited_between_two_launches(
     """The ranks import the text that is on the disk now, a module that did not exist before included."""
 
     def version() -> Any:
-        import edited
+        import importlib
 
-        return edited.VERSION
+        return importlib.import_module("edited").VERSION
 
     monkeypatch.syspath_prepend(str(tmp_path))
     launcher = Launcher(nproc_per_node=1)

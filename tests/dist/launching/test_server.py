@@ -41,6 +41,7 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def facts() -> dict[str, Any]:
     """What a rank sees of the process it came from."""
     import multiprocessing
+
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
@@ -69,7 +70,7 @@ def fail() -> None:
 
 
 def test_ranks_hold_no_end_of_the_server_s_pipes_and_keep_the_default_start_method() -> None:
-    """"Ours never imports `__main__`, its ranks hold no end of its pipes, and the default start method stays."
+    """ "Ours never imports `__main__`, its ranks hold no end of its pipes, and the default start method stays."
 
     A rank has one socket, its own to the parent, and two pipes, its stdout and stderr.
     """
@@ -99,7 +100,7 @@ def test_server_never_imports_main(tmp_path: Path) -> None:
 def test_launch_falls_back_to_fresh_interpreters_when_a_preloaded_module_starts_a_thread(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """"User `preload=` modules can break that: then say which did and fall back to spawn"; the ranks work the same."""
+    """ "User `preload=` modules can break that: then say which did and fall back to spawn"; the ranks work the same."""
     launcher = Launcher(nproc_per_node=2, preload=("json", "starts_thread"))
     assert [one["sockets"] for one in launcher.run(facts)] == [1, 1]
     said = capfd.readouterr().err
@@ -129,7 +130,7 @@ def test_launch_gives_the_same_results_and_failures_when_ranks_are_spawned() -> 
     """`start_method="spawn"` is slower and otherwise the same: values, exception, text."""
     texts = []
     for method in ("fork", "spawn"):
-        launcher = Launcher(nproc_per_node=2, start_method=method, output="silent")  # type: ignore[arg-type]
+        launcher = Launcher(nproc_per_node=2, start_method=method, output="silent")
         assert [one["pipes"] for one in launcher.run(facts)] == [2, 2]
         with pytest.raises(RankError) as caught:
             launcher.run(fail)
@@ -165,7 +166,7 @@ def test_launch_says_that_the_server_was_killed_and_the_next_one_works() -> None
 
 
 def test_ensure_server_keeps_one_server_per_environment() -> None:
-    """"A changed import-time variable (`TORCH_*`, `OMP_*`, ...) starts a new server"; another variable does not."""
+    """ "A changed import-time variable (`TORCH_*`, `OMP_*`, ...) starts a new server"; another variable does not."""
     environ = dict(os.environ)
     server = ensure_server(environ, (), True)
     assert ensure_server({**environ, "SOME_PATH": "x"}, (), True) is server
@@ -174,12 +175,12 @@ def test_ensure_server_keeps_one_server_per_environment() -> None:
 
 
 def test_launch_starts_a_new_server_when_a_preloaded_module_changed(modules: Path) -> None:
-    """"A changed file of a preloaded module starts a new server", and the ranks see the new text."""
+    """ "A changed file of a preloaded module starts a new server", and the ranks see the new text."""
 
     def version() -> int:
-        import versioned
+        import importlib
 
-        return int(versioned.VERSION)
+        return int(importlib.import_module("versioned").VERSION)
 
     launcher = Launcher(nproc_per_node=1, preload=("versioned",))
     (modules / "versioned.py").write_text("VERSION = 1\n")

@@ -7,7 +7,6 @@ import enum
 import functools
 import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +58,7 @@ def test_launch_gives_every_keyword_but_its_own_to_the_function() -> None:
 
 
 def test_launch_keeps_tensors_private_to_each_process() -> None:
-    """"Never shared tensors": two ranks train one model in place, neither the other nor the parent's model sees it."""
+    """ "Never shared tensors": two ranks train one model in place, neither the other nor the parent's model sees it."""
     model = torch.nn.Linear(4, 1, bias=False)
     torch.nn.init.ones_(model.weight)
     array = np.zeros(3)
@@ -83,7 +82,7 @@ def test_launch_keeps_tensors_private_to_each_process() -> None:
 
 
 def test_launch_brings_instances_back_as_the_parent_s_class_unchanged() -> None:
-    """"An instance that comes back never changes the notebook's class", nor its nested classes, enums, exceptions."""
+    """ "An instance that comes back never changes the notebook's class", nor its nested classes, enums, exceptions."""
 
     class Net:
         steps = 1
@@ -125,7 +124,7 @@ def test_launch_leaves_the_parent_s_globals_alone(tmp_path: Path) -> None:
 
 
 def test_launch_names_what_cannot_be_pickled_before_any_process_starts() -> None:
-    """"What cannot be pickled is named by its path, before any rank starts"; not even a rank server is."""
+    """ "What cannot be pickled is named by its path, before any rank starts"; not even a rank server is."""
     stop_servers()
     loader = Counter(1)
     loader.lock = threading.Lock()  # type: ignore[attr-defined]
@@ -153,23 +152,23 @@ def test_launch_names_a_result_that_cannot_be_pickled() -> None:
 def test_launch_keeps_the_text_of_an_exception_that_cannot_be_pickled(capfd: pytest.CaptureFixture[str]) -> None:
     """Type, message and traceback arrive; that the object did not is said. So too when it cannot be rebuilt."""
 
-    class HoldsLock(Exception):
+    class HoldsLockError(Exception):
         def __init__(self, text: str) -> None:
             super().__init__(text, threading.Lock())
 
-    class TwoArguments(Exception):
+    class TwoArgumentsError(Exception):
         def __init__(self, first: str, second: str) -> None:
             super().__init__(first + second)
 
     def fail(two: bool) -> None:
-        raise TwoArguments("ab", "cd") if two else HoldsLock("with a lock")
+        raise TwoArgumentsError("ab", "cd") if two else HoldsLockError("with a lock")
 
     launcher = Launcher(nproc_per_node=1)
-    with pytest.raises(RankError, match="HoldsLock: .*with a lock") as caught:
+    with pytest.raises(RankError, match="HoldsLockError: .*with a lock") as caught:
         launcher.run(fail, False)
     assert caught.value.__cause__ is None
-    assert "HoldsLock cannot be pickled" in capfd.readouterr().out + "".join(caught.value.last_lines)
-    with pytest.raises(RankError, match="TwoArguments: abcd") as caught:
+    assert "HoldsLockError cannot be pickled" in capfd.readouterr().out + "".join(caught.value.last_lines)
+    with pytest.raises(RankError, match="TwoArgumentsError: abcd") as caught:
         launcher.run(fail, True)
     assert "rank 0's exception could not be rebuilt here: TypeError" in capfd.readouterr().err
 
@@ -240,12 +239,11 @@ def test_launch_needs_no_descriptor_per_tensor_or_result(tmp_path: Path) -> None
 
 
 @pytest.fixture
-def _enough_memory() -> Iterator[None]:
+def _enough_memory() -> None:
     with open("/proc/meminfo") as meminfo:
         available_kb = int(next(line for line in meminfo if line.startswith("MemAvailable")).split()[1])
     if available_kb < 8_000_000:
         pytest.skip(f"{available_kb // 1_000_000} GB of memory available, 8 GB needed")
-    yield
 
 
 @pytest.mark.soak

@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from ddpilot.launching.interrupts import InterruptCatcher
+from ddpilot.launching.interrupts import InterruptCatcher, RankInterrupt, saw_interrupt
 
 
 def test_interrupt_catcher_makes_an_interrupt_readable_and_restores_the_handler() -> None:
@@ -52,6 +52,39 @@ def test_interrupt_catcher_holds_a_flood_of_interrupts() -> None:
         for _ in range(70_000):
             catcher._on_signal(signal.SIGINT, None)
         assert catcher.take()
+
+
+def test_saw_interrupt_is_true_once_a_rank_was_interrupted() -> None:
+    """A launch gives values after Ctrl-C only where the function can have taken it as its cue to return."""
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        assert saw_interrupt(), "a handler of the user's own"
+        handler = RankInterrupt()
+        signal.signal(signal.SIGINT, handler)
+        with handler:
+            assert not saw_interrupt()
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+        assert saw_interrupt()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_rank_interrupt_keeps_an_early_interrupt_for_the_function_and_drops_a_late_one() -> None:
+    """Set-up code cannot swallow it; a value that is already on its way is not lost."""
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        handler = RankInterrupt()
+        signal.signal(signal.SIGINT, handler)
+        with handler:
+            signal.getsignal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        assert not saw_interrupt()
+        with pytest.raises(KeyboardInterrupt), handler:
+            pytest.fail("the function was entered")
+        assert saw_interrupt()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_interrupt_catcher_leaves_signals_alone_when_in_a_thread() -> None:

@@ -34,24 +34,26 @@ _MAX_TEXT_CHARS = 100_000
 def run_rank(control_fd: int, out_fd: int, err_fd: int) -> NoReturn:
     """Be a rank: read who this is from `control_fd`, run the function, send its value or its exception, exit."""
     write_to(out_fd, err_fd)
-    signal.signal(signal.SIGINT, RankInterrupt())
+    interrupts = RankInterrupt()
+    signal.signal(signal.SIGINT, interrupts)
     control = socket.socket(fileno=control_fd)
     try:
         start, parcel = wire.receive(control)
     except wire.Closed:  # the parent gave up before this rank began
         os._exit(1)
-    code = _run(start, parcel, control)
+    code = _run(start, parcel, control, interrupts)
     _finish(code)
 
 
-def _run(start: RankStart, parcel: list[int], control: socket.socket) -> int:
+def _run(start: RankStart, parcel: list[int], control: socket.socket, interrupts: RankInterrupt) -> int:
     known: list[Any] = []
     try:
         _become(start, parcel)
         threading.Thread(target=_obey, args=(control,), name="ddpilot-control", daemon=True).start()
         (function, args, kwargs), known = open_parcel(map_parcel(parcel))
         _bind(known)
-        value = function(*args, **kwargs)
+        with interrupts:
+            value = function(*args, **kwargs)
         _send_value(control, start, value, known)
     except BaseException as error:  # every way out of the user's function is reported to the parent
         return _send_error(control, start, error, known)
@@ -169,6 +171,7 @@ def _finish(exitcode: int) -> NoReturn:
     gloo's and NCCL's static destructors can abort a process that did not destroy its groups.
     """
     try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
     except BaseException:

@@ -80,7 +80,8 @@ class Supervisor:
     def _raise(self) -> None:
         assert self._ending is not None
         if isinstance(self._ending, LaunchInterrupted):
-            if all(handle.returned is not None for handle in self._handles):
+            returned = [handle.returned for handle in self._handles if handle.returned is not None]
+            if len(returned) == len(self._handles) and any(each.saw_interrupt for each in returned):
                 return  # the function took the interrupt as its cue and returned
             raise LaunchInterrupted(f"the launch of `{self._function_name}` was stopped: {self._describe_ends()}")
         raise self._ending

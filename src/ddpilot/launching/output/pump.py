@@ -13,6 +13,8 @@ from ddpilot.launching.output.lines import Line, LineSplitter, Progress
 _CHUNK_BYTES = 1 << 16
 _MAX_PIPE_BYTES = 1 << 20
 _MAX_LAST_LINES = 200
+_HIDDEN_BYTES = 1 << 14
+"""Of 64 KiB that nobody sees, so many are cut into lines for an error's sake: cutting is what costs."""
 
 
 class OutputPump:
@@ -31,11 +33,12 @@ class OutputPump:
     def read(self, fd: int, rank: int, stream: str, now_s: float) -> bool:
         """Take at most 64 KiB of one pipe that has something, or has ended; False at its end."""
         data = os.read(fd, _CHUNK_BYTES)
+        splitter = self._splitters.setdefault((rank, stream), LineSplitter())
         if self.display.hides(rank):
             self.display.count_hidden(rank, len(data))
-            self._last_lines[rank].extend(data[-4096:].decode(errors="replace").splitlines()[-_MAX_LAST_LINES:])
+            pieces = splitter.feed(data[-_HIDDEN_BYTES:]) if data else splitter.close()
+            self._last_lines[rank].extend(piece.text for piece in pieces if isinstance(piece, Line))
             return bool(data)
-        splitter = self._splitters.setdefault((rank, stream), LineSplitter())
         for piece in splitter.feed(data) if data else splitter.close():
             self._take(rank, stream, piece, now_s)
         return bool(data)

@@ -20,6 +20,7 @@ START = RankStart(
     working_directory="/",
     sys_path=[],
     argv=[],
+    main={},
     num_threads=1,
     hooks=(),
     sources={},

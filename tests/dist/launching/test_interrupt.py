@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ctrl-C: SIGINT, then freeing the group, then SIGKILL, each after its grace; the parent is usable after it."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.dist.launching.scripts import finish, is_alive, running, wait_until
+
+# How ranks wait, before and after they say that they are ready.
+WAYS = {
+    "in_python": "while True: time.sleep(0.01)",
+    "in_a_collective": "time.sleep(600) if rank == 0 else dist.all_reduce(torch.ones(1))",
+    "in_a_collective_all": "dist.recv(torch.ones(1), src=1 - rank)",
+    "catching": "try: time.sleep(600)\n    except KeyboardInterrupt: return 'saved'",
+    "ignoring": "signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(600)",
+    "in_c": "signal.signal(signal.SIGINT, signal.SIG_IGN); ctypes.PyDLL(None).sleep(600)",
+}
+
+PARENT = """
+import ctypes, os, signal, sys, time
+from ddpilot import Launcher
+
+def train(folder):
+    import torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    dist.barrier()
+    rank = dist.get_rank()
+    with open(f"{folder}/{rank}.writing", "w") as file:
+        file.write(str(os.getpid()))
+    os.rename(f"{folder}/{rank}.writing", f"{folder}/{rank}")
+    WAY
+
+launcher = Launcher(nproc_per_node=2, stop_grace_s=GRACE)
+try:
+    print(list(launcher.run(train, os.getcwd())))
+except KeyboardInterrupt as error:
+    print(type(error).__name__, error)
+print("usable:", list(launcher.run(os.getcwd)) == [os.getcwd()] * 2)
+"""
+
+
+def interrupt(way: str, folder: Path, *, grace_s: float = 0.5, times: int = 1) -> tuple[str, str, float]:
+    """(stdout, stderr, seconds) of a parent that gets SIGINT `times` times while its ranks wait in `way`."""
+    source = PARENT.replace("WAY", WAYS[way]).replace("GRACE", str(grace_s))
+    with running(source, folder) as parent:
+        wait_until(lambda: all((folder / str(rank)).exists() for rank in range(2)))
+        time.sleep(0.2)  # into the wait itself
+        start = time.monotonic()
+        for _ in range(times):
+            parent.send_signal(signal.SIGINT)
+            time.sleep(0.2)  # two at once are one
+        outcome = finish(parent)
+        took_s = time.monotonic() - start
+    assert outcome.code == 0, outcome.err
+    assert outcome.out.endswith("usable: True\n"), outcome
+    pids = [int((folder / str(rank)).read_text()) for rank in range(2)]
+    assert not any(map(is_alive, pids))
+    return outcome.out, outcome.err, took_s
+
+
+def test_ctrl_c_ends_ranks_in_python_with_their_own_keyboard_interrupt(tmp_path: Path) -> None:
+    """The first step: SIGINT in every rank; LaunchInterrupted is a KeyboardInterrupt and says how each rank ended."""
+    out, err, _ = interrupt("in_python", tmp_path, grace_s=20)
+    ends = "rank 0 ended at KeyboardInterrupt; rank 1 ended at KeyboardInterrupt"
+    assert out.startswith(f"LaunchInterrupted the launch of `train` was stopped: {ends}\n")
+    assert "ddpilot: interrupting ranks 0,1; they have 20 s (interrupt again to kill them now)" in err
+
+
+def test_ctrl_c_ends_a_rank_in_a_collective_with_the_peer_it_waits_for(tmp_path: Path) -> None:
+    """One rank ends at its KeyboardInterrupt, and the other one's all_reduce with it."""
+    out, err, _ = interrupt("in_a_collective", tmp_path, grace_s=20)
+    assert "was stopped: rank 0 ended at KeyboardInterrupt; rank 1 " in out
+    assert "killing" not in err
+
+
+def test_ctrl_c_frees_the_group_when_all_ranks_are_stuck_in_a_collective(tmp_path: Path) -> None:
+    """The second step: what SIGINT does not reach inside C++ ends when the group is freed, without a kill."""
+    out, err, _ = interrupt("in_a_collective_all", tmp_path)
+    assert "SIGKILL" not in out
+    assert "freeing the process group under them" in err
+    assert "killing" not in err
+
+
+@pytest.mark.parametrize("way", ["ignoring", "in_c"])
+def test_ctrl_c_kills_ranks_that_ignore_everything_else(way: str, tmp_path: Path) -> None:
+    """The third step: SIGKILL, also while C code holds the interpreter; after grace and one second, no later."""
+    out, err, took_s = interrupt(way, tmp_path)
+    assert "rank 0 was ended by SIGKILL; rank 1 was ended by SIGKILL" in out
+    steps = ["interrupting ranks 0,1", "freeing the process group", "killing ranks 0,1"]
+    places = [err.find(step) for step in steps]
+    assert -1 not in places
+    assert places == sorted(places)
+    assert took_s < 10
+
+
+def test_ctrl_c_twice_kills_at_once(tmp_path: Path) -> None:
+    """Who presses again does not want to wait for the grace."""
+    out, _, took_s = interrupt("ignoring", tmp_path, grace_s=50, times=2)
+    assert "rank 0 was ended by SIGKILL; rank 1 was ended by SIGKILL" in out
+    assert took_s < 20
+
+
+def test_ctrl_c_gives_the_values_of_ranks_that_take_it_as_their_cue(tmp_path: Path) -> None:
+    """A function that catches KeyboardInterrupt and returns has its values come back."""
+    out, _, _ = interrupt("catching", tmp_path, grace_s=20)
+    assert out.startswith("['saved', 'saved']\n")
+
+
+STARTING = """
+import os, sys, ddpilot
+from ddpilot.launching.local.client import server_pids
+open("starting", "w").close()
+try:
+    ddpilot.Launcher(nproc_per_node=2, preload=("slow",)).run(os.getpid)
+except KeyboardInterrupt:
+    print("interrupted", server_pids())
+print(len(ddpilot.launch(os.getpid, nproc_per_node=2)))
+"""
+
+
+def test_ctrl_c_while_the_server_starts_leaves_no_server(tmp_path: Path) -> None:
+    """The half-started server is ended, and the next launch starts another one."""
+    (tmp_path / "slow.py").write_text(
+        "import os, time\nopen('pid.writing', 'w').write(str(os.getpid()))\n"
+        "os.rename('pid.writing', 'pid')\ntime.sleep(600)\n"
+    )
+    with running(STARTING, tmp_path, env={"PYTHONPATH": str(tmp_path)}) as parent:
+        wait_until((tmp_path / "pid").exists)
+        parent.send_signal(signal.SIGINT)
+        outcome = finish(parent)
+    assert outcome.out == "interrupted ()\n2\n", outcome
+    assert not is_alive(int((tmp_path / "pid").read_text()))
+
+
+LOOP = """
+import os, ddpilot
+count = 0
+launcher = ddpilot.Launcher(nproc_per_node=1, output="silent")
+try:
+    while True:
+        launcher.run(os.getpid)
+        count += 1
+        open("going", "w").close()
+except KeyboardInterrupt:
+    print("stopped")
+print(len(launcher.run(os.getpid)))
+"""
+
+
+def test_ctrl_c_stops_a_loop_of_launches_wherever_it_comes(tmp_path: Path) -> None:
+    """An interrupt between or at the very end of launches is not lost; five moments of a loop."""
+    for number in range(5):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with running(LOOP, folder) as parent:
+            wait_until((folder / "going").exists)
+            time.sleep(0.013 * number)
+            parent.send_signal(signal.SIGINT)
+            outcome = finish(parent, limit_s=20)
+        assert outcome.out == "stopped\n1\n", outcome
