@@ -22,7 +22,7 @@ def place() -> tuple[str | None, str | None]:
 def test_launch_starts_one_rank_with_a_hint_when_there_is_no_accelerator(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """"auto": visible accelerators, else 1 with a hint."""
+    """ "auto": visible accelerators, else 1 with a hint."""
     monkeypatch.setattr(devices_count, "read_nvml", lambda: None)
     assert list(ddpilot.launch(place)) == [("0", "1")]
     assert "`nproc_per_node=2` gives two of them" in capfd.readouterr().err
@@ -36,14 +36,14 @@ def test_launch_starts_one_rank_per_accelerator(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_launch_starts_one_rank_per_core_when_asked() -> None:
-    """"cpu" counts cores."""
+    """ "cpu" counts cores."""
     assert len(Launcher(nproc_per_node="cpu").run(place)) == count_cores()
 
 
 def test_launch_starts_more_ranks_than_gpus_and_says_so(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """"More ranks than GPUs": they share them over gloo, which is said."""
+    """ "More ranks than GPUs": they share them over gloo, which is said."""
     monkeypatch.setattr(devices_count, "read_nvml", lambda: NvmlDevices(("GPU-a",)))
     assert len(Launcher(nproc_per_node=2).run(place)) == 2
     assert "2 ranks on 1 accelerator: ranks share them, over gloo" in capfd.readouterr().err

@@ -35,13 +35,14 @@ def left():
     return {
         "processes": [p.pid for p in me.children(recursive=True)],
         "threads": me.num_threads(),
-        "descriptors": sorted(os.readlink(f"/proc/self/fd/{f}") for f in os.listdir("/proc/self/fd") if f in open_now()),
+        "descriptors": sorted(os.readlink(path) for path in descriptors()),
         "ports": ports,
         "environ": dict(os.environ),
     }
 
-def open_now():
-    return [f for f in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{f}")]
+def descriptors():
+    paths = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+    return [path for path in paths if os.path.lexists(path)]  # not the one that listed them
 
 launcher = ddpilot.Launcher(nproc_per_node=2, output="silent", timeout_s=60)
 launcher.run(train)
@@ -63,7 +64,10 @@ print("clean")
 @pytest.mark.soak
 @pytest.mark.timeout(200)
 def test_launches_in_a_row_leave_nothing(tmp_path: Path) -> None:
-    """After a matmul and a backward in the parent: no extra process, thread, descriptor, port (nor shared-memory file: conftest looks)."""
+    """After a matmul and a backward in the parent: no extra process, thread, descriptor, port.
+
+    Every test looks for new shared-memory files; see tests/conftest.py.
+    """
     outcome = run_script(SOURCE.replace("NUM", str(NUM_LAUNCHES)), tmp_path, limit_s=180)
     assert outcome.out == "clean\n"
 
