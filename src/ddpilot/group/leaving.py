@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import time
-from datetime import timedelta
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
@@ -13,6 +12,7 @@ from torch.distributed import distributed_c10d as c10d
 from ddpilot.group.free import free_group
 from ddpilot.group.marks import read_member
 from ddpilot.group.sockets import find_gloo_sockets, shut
+from ddpilot.group.waiting import came
 
 _SLICE_S = 0.1
 
@@ -29,11 +29,9 @@ def wait_for_peers(rank: int, world_size: int, limit_s: float) -> bool:
     try:
         store.set(keys[rank], "")
         while True:
-            try:
-                store.wait(keys, timedelta(seconds=_SLICE_S))
+            if came(store, keys, _SLICE_S):
                 return True
-            except dist.DistStoreError:
-                awaited = [peer for peer, key in enumerate(keys) if not store.check([key])]
+            awaited = [peer for peer, key in enumerate(keys) if not store.check([key])]
             if time.monotonic() > deadline or _any_gone(store, awaited):
                 return False
     except RuntimeError:

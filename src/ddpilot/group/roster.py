@@ -9,14 +9,13 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from typing import NoReturn
 
 import psutil
-import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from ddpilot.errors import RendezvousError
+from ddpilot.group.waiting import came
 
 _SLICE_S = 0.5
 _TWIN_WAIT_S = 3.0
@@ -88,7 +87,7 @@ def wait_for_all(store: Store, me: Member, timeout_s: float) -> tuple[Member, ..
         if store.check([_REFUSED]):
             found, fix = json.loads(store.get(_REFUSED))
             raise RendezvousError("waiting for all ranks", found=found, fix=fix, rank=me.rank)
-        if _came(store, keys, min(_SLICE_S, max(0.01, deadline - time.monotonic()))):
+        if came(store, keys, min(_SLICE_S, max(0.01, deadline - time.monotonic()))):
             break
         if time.monotonic() > deadline:
             raise _nobody_came(store, me, timeout_s)
@@ -117,16 +116,8 @@ def _key(rank: int) -> str:
     return f"member/{rank}"
 
 
-def _came(store: Store, keys: list[str], slice_s: float) -> bool:
-    try:
-        store.wait(keys, timedelta(seconds=slice_s))
-    except dist.DistStoreError:
-        return False
-    return True
-
-
 def _refuse_twin(before: Store, me: Member) -> None:
-    if not _came(before, [_key(me.rank)], _TWIN_WAIT_S):
+    if not came(before, [_key(me.rank)], _TWIN_WAIT_S):
         return
     other = Member(**json.loads(before.get(_key(me.rank))))
     if other.is_same_process(me) or other.is_gone():

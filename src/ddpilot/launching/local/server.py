@@ -8,6 +8,7 @@ default start method and leaves ranks behind when the parent is killed.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -56,19 +57,24 @@ def serve(channel_fd: int, parent_pid: int, preload: tuple[str, ...], may_fork: 
         wire.send(channel, hello)
         Server(channel, parent_pid, clean, may_fork and clean.dirty is None).run()
     except wire.Closed:
-        os._exit(0)
+        _end()
     except Forked as forked:
         run = forked.run
     run()  # out of the handler, so that no exception of the server is in the context of the user's
     os._exit(70)
 
 
-def _settle() -> None:
-    """Keep what was imported out of ranks' garbage collection, and out of their way at exit.
+def _end() -> NoReturn:
+    """Run what imported modules want done at the end, such as removing a temporary folder, and leave."""
+    atexit._run_exitfuncs()
+    os._exit(0)
 
-    torch's imports register some 130 finalizers, which undo them in 25 ms when a process exits.
+
+def _leave_finalizers_to_server() -> None:
+    """In a child: what the server's imports registered for the end of the process is not for its ranks.
+
+    torch's some 130 finalizers take 25 ms, and a temporary folder of one of its modules is the server's to remove.
     """
-    gc.freeze()
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False
 
@@ -118,7 +124,7 @@ class Server:
         if self._parent_fd is not None:  # a fork of the parent may hold its socket open after its death
             self._selector.register(self._parent_fd, selectors.EVENT_READ, self._on_parent_end)
         gc.enable()
-        _settle()
+        gc.freeze()
         while True:
             idle = not self._jobs
             wait_s = 0.05 if idle and self._idle_imports and self._served_one else 0.5
@@ -136,7 +142,7 @@ class Server:
         importlib.import_module(name)
         self._clean.check(name)
         self._may_fork = self._may_fork and self._clean.dirty is None
-        _settle()
+        gc.freeze()
 
     def _on_channel(self) -> None:
         try:
@@ -199,7 +205,7 @@ class Server:
             self._on_child()
             self._sweep()
             time.sleep(0.005)
-        os._exit(0)
+        _end()
 
     def _start_process(self, run: Callable[[], Any], argv: list[str], fds: list[int]) -> int:
         """Fork `run`, or where forking is not safe exec a fresh interpreter with `argv`; return the pid."""
@@ -224,7 +230,8 @@ class Server:
         raise Forked(run)
 
     def _close_in_child(self) -> None:
-        """A rank holds no end of the server's sockets and pipes."""
+        """A rank holds no end of the server's sockets and pipes, and leaves the server's exit handlers to it."""
+        _leave_finalizers_to_server()
         self._selector.close()
         for channel in (self._channel, *self._jobs):
             channel.close()

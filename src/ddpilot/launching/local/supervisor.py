@@ -115,10 +115,21 @@ class Supervisor:
             self._handles[message.rank].pid = message.pid
         elif isinstance(message, Exited) and message.rank != STORE:
             self._on_exit(self._handles[message.rank], message)
+        elif isinstance(message, Exited):
+            self._on_store_exit(message)
         elif isinstance(message, NotStarted):
             self._on_not_started(message)
         elif isinstance(message, Finished):
             self._finished = True
+
+    def _on_store_exit(self, exited: Exited) -> None:
+        if self._ending is None:
+            self._ending = LaunchError(
+                f"running `{self._function_name}`",
+                found=f"the process of its store ended with code {exited.exitcode}, and ranks cannot meet without it",
+                fix="If nobody killed it, the kernel's OOM killer is the usual cause; launch again",
+            )
+            self._ladder.start_failed(time.monotonic())
 
     def _on_not_started(self, message: NotStarted) -> None:
         if self._ending is None:
