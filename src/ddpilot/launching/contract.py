@@ -17,7 +17,11 @@ SERVER_VARIABLE = "DDPILOT_RANK_SERVER"
 """Is set in a rank server, so that a module which launches when it is imported cannot start servers for ever."""
 
 _LOOPBACK_INTERFACE = "lo" if sys.platform == "linux" else "lo0"
-_IMPORT_TIME_PREFIXES = ("TORCH_", "OMP_", "MKL_", "KMP_", "OPENBLAS_", "PYTHON", "LD_", "DYLD_", "CUDA_")
+_IMPORT_TIME_PREFIXES = (
+    *("TORCH", "PYTORCH_", "ATEN_", "TRITON_", "CUDA_", "NPY_"),  # TORCH: TORCHDYNAMO_ and TORCHINDUCTOR_ too
+    *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "DNNL_", "ONEDNN_"),
+    *("PYTHON", "LD_", "DYLD_", "MALLOC_", "GLIBC_", "LANG", "LC_"),
+)
 
 
 def rank_variables(

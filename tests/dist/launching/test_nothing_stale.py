@@ -58,6 +58,33 @@ def test_launch_ships_environment_directory_path_and_arguments_each_time(
     assert {**os.environ, **after["environ"]} == after["environ"] | {"BOTH": "of the launcher"}
 
 
+def test_launch_applies_variables_that_libraries_keep_from_their_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A changed temporary folder, time zone, and switches of torch take effect, as in a fresh interpreter."""
+
+    def applied() -> tuple[str, str, bool, bool]:
+        import tempfile
+        import time
+
+        import torch._dynamo.config
+        import torch.jit._state
+
+        return (
+            tempfile.gettempdir(),
+            time.tzname[0],
+            torch.jit._state._enabled.enabled,
+            torch._dynamo.config.suppress_errors,
+        )
+
+    launcher = Launcher(nproc_per_node=1, output="silent")
+    assert launcher.run(applied)[0][2:] == (True, False)
+    changed = {"TMPDIR": str(tmp_path), "TZ": "XYZ-5", "PYTORCH_JIT": "0", "TORCHDYNAMO_SUPPRESS_ERRORS": "1"}
+    for name, value in changed.items():
+        monkeypatch.setenv(name, value)
+    assert launcher.run(applied)[0] == (str(tmp_path), "XYZ", False, True)
+
+
 def test_launch_seeds_every_rank_afresh() -> None:
     """ "Every rank reseeds torch and numpy from fresh entropy": no two ranks, and no two launches, draw the same."""
     launcher = Launcher(nproc_per_node=2)

@@ -47,7 +47,11 @@ def test_default_variables_pin_collectives_to_loopback() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["TORCH_X", "OMP_NUM_THREADS", "MKL_X", "KMP_X", "OPENBLAS_X", "PYTHONPATH", "LD_PRELOAD", "CUDA_VISIBLE_DEVICES"],
+    [
+        *("TORCH_X", "TORCHDYNAMO_DISABLE", "PYTORCH_JIT", "ATEN_CPU_CAPABILITY", "CUDA_VISIBLE_DEVICES"),
+        *("OMP_NUM_THREADS", "GOMP_X", "KMP_X", "MKL_X", "OPENBLAS_X", "ONEDNN_X"),
+        *("PYTHONPATH", "LD_PRELOAD", "MALLOC_ARENA_MAX", "LANG", "LC_ALL"),
+    ],
 )
 def test_import_time_variables_keep_what_libraries_read_on_import(name: str) -> None:
     """Such a variable needs a new rank server when it changes."""

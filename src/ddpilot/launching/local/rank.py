@@ -10,6 +10,7 @@ import random
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -69,6 +70,8 @@ def _become(start: RankStart, parcel: list[int]) -> None:
     sys.path[:] = start.sys_path
     sys.argv[:] = start.argv
     importlib.invalidate_caches()
+    tempfile.tempdir = None  # the server's imports have asked for it
+    time.tzset()
     install_sources(start.sources)
     main = types.ModuleType("__main__")
     # DataLoader workers that are not forked import this module as their __main__, which opens the parcel again.
