@@ -53,8 +53,12 @@ def rank_variables(
 
 
 def default_variables() -> dict[str, str]:
-    """Variables for single-node groups that the user's own win over: collectives listen on loopback only."""
-    return {"GLOO_SOCKET_IFNAME": _LOOPBACK_INTERFACE, "NCCL_SOCKET_IFNAME": _LOOPBACK_INTERFACE}
+    """Variables that the user's own win over: a group on one node listens on loopback; NCCL's errors end the rank."""
+    return {
+        "GLOO_SOCKET_IFNAME": _LOOPBACK_INTERFACE,
+        "NCCL_SOCKET_IFNAME": _LOOPBACK_INTERFACE,
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",  # as torchrun sets it
+    }
 
 
 def import_time_variables(environ: Mapping[str, str]) -> dict[str, str]:

@@ -17,7 +17,7 @@ from tests.dist.launching.scripts import run_script
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
 DUMP = "import json, os\nopen('rank' + os.environ['RANK'], 'w').write(json.dumps(dict(os.environ)))\n"
 # What torchrun sets for itself: its watchdog's files and sizes of retired features.
-NOT_OF_THE_CONTRACT = ("TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
+NOT_OF_THE_CONTRACT = ("TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE")
 
 
 def environ() -> dict[str, str]:
