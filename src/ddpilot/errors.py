@@ -76,6 +76,10 @@ class RemoteRankError(GroupError):
 class LaunchError(DdpilotError, RuntimeError):
     """Ranks could not be started, or the machinery around them broke. No user code failed."""
 
+    def _render_traceback_(self) -> list[str]:
+        """For IPython: the sentence, since the frames are those of the launcher."""
+        return [f"{type(self).__name__}: {self.render()}"]
+
 
 class ShipError(LaunchError, TypeError):
     """Something cannot travel between parent and ranks. `path` names it, such as ``args[0].loader.fn``."""
@@ -95,6 +99,10 @@ class LaunchInterrupted(KeyboardInterrupt):
     def _render_traceback_(self) -> list[str]:
         """For IPython: one line, since where the parent waited says nothing."""
         return [f"KeyboardInterrupt: {self}"]
+
+
+class RecordError(DdpilotError, RuntimeError):
+    """Collectives cannot be recorded as asked, or a file is not a recording that this version can read."""
 
 
 class RankError(DdpilotError, RuntimeError):

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import os
 import re
+import sysconfig
 from collections.abc import Iterable
 
 _FRAME = re.compile(r'^\s+File "(?P<file>[^"]+)", line (?P<line>\d+)(?: in (?P<function>.+))?$')
 _OWN = os.path.dirname(__file__) + os.sep
+_LIBRARIES = tuple(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _MAX_SHOWN = 20
 
 
@@ -21,14 +23,25 @@ def tidy_lines(lines: Iterable[str]) -> tuple[str, ...]:
 
 
 def find_crash_line(lines: Iterable[str]) -> str | None:
-    """Where the crashed thread's Python was, as ``file:line in function``; None if no stack is in `lines`."""
+    """Where the crashed thread's Python was, as ``file:line in function``; None if no stack is in `lines`.
+
+    The innermost line outside installed libraries, where there is one.
+    """
     in_stack = False
+    innermost = None
     for line in lines:
         frame = _FRAME.match(line)
         if frame is not None and in_stack and not _is_own_frame(line):
-            return f"{frame['file']}:{frame['line']} in {frame['function']}"
+            place = f"{frame['file']}:{frame['line']} in {frame['function']}"
+            if not _is_library(frame["file"]):
+                return place
+            innermost = innermost or place
         in_stack = in_stack or "(most recent call first)" in line
-    return None
+    return innermost
+
+
+def _is_library(file: str) -> bool:
+    return any(file.startswith(folder) for folder in _LIBRARIES)
 
 
 def _is_own_frame(line: str) -> bool:

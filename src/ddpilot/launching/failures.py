@@ -72,8 +72,11 @@ def build_error(
     fix = ""
     if raised is not None and raised.type_name == "SystemExit":
         found += f"called sys.exit with code {raised.exitcode}"
+    elif raised is not None and raised.type_name == "ShipError":
+        found += name_cells(raised.message)
     elif raised is not None:
-        found += f"raised {raised.type_name}: {name_cells(raised.message)}"
+        message = name_cells(raised.message)
+        found += f"raised {raised.type_name}: {message}" if message else f"raised {raised.type_name}"
     else:
         assert exited is not None
         how, fix = _describe_exit(exited, function_name, find_crash_line(last_lines))
@@ -100,7 +103,7 @@ def _describe_exit(exited: Exited, function_name: str, crash_line: str | None) -
     if exited.signal_name == "SIGKILL":
         return f"was killed by SIGKILL; the kernel's OOM killer is the usual cause; {peak}", ""
     if exited.signal_name == "SIGABRT":
-        cause = "C++ code gave up, which gloo does when tensors of ranks differ in size or dtype"
+        cause = "C++ code gave up; the usual cause is tensors that differ in size or dtype between ranks, over gloo"
         return f"was aborted (SIGABRT){where}: {cause}; {peak}", "Its last output has the C++ message"
     if exited.signal_name in ("SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE"):
         return f"crashed with {exited.signal_name}{where}; {peak}", ""
@@ -114,7 +117,9 @@ def _describe_others(failure: Failure, victims: Sequence[int], returned: Sequenc
     parts = []
     if failure.is_victim and returned:
         who = render_ranks(returned).capitalize()
-        parts.append(f"{who} had already returned, so nobody answered: do all ranks run the same number of steps?")
+        parts.append(
+            f"{who} had already returned, so nobody answered: do all ranks run the same steps, with the same shapes?"
+        )
     if victims:
         parts.append(f"{render_ranks(victims).capitalize()} failed because of it (a connection to a rank went away).")
     return " ".join(parts)

@@ -12,6 +12,11 @@ from ddpilot.errors import LaunchError
 Output = Literal["labelled", "rank_zero", "silent"]
 StartMethod = Literal["auto", "fork", "spawn"]
 _COUNT_WORDS = ("auto", "cpu", "gpu")
+_MAX_RANKS = 1024
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,8 +24,8 @@ class LaunchOptions:
     """Options of one launch on this machine. Raises LaunchError for a value that cannot be meant."""
 
     nproc_per_node: int | str = "auto"
-    """Number of ranks. "auto": the visible accelerators, else 1 with a hint; "gpu": the visible accelerators, at least
-    one; "cpu": the cores that this process may use."""
+    """Number of ranks, at most 1024. "auto": the visible accelerators, else 1 with a hint; "gpu": the visible
+    accelerators, at least one; "cpu": the cores that this process may use."""
 
     backend: str | None = None
     """Backend that `init_group()` uses where it is given none ("gloo", "nccl", "cpu:gloo,cuda:nccl"); None chooses."""
@@ -52,16 +57,17 @@ class LaunchOptions:
 
     def __post_init__(self) -> None:
         count = self.nproc_per_node
-        is_count = isinstance(count, int) and not isinstance(count, bool) and count >= 1
+        is_count = isinstance(count, int) and not isinstance(count, bool) and 1 <= count <= _MAX_RANKS
         if not is_count and count not in _COUNT_WORDS:
             raise LaunchError(
                 "reading `nproc_per_node`",
                 found=f"{count!r}",
-                fix='Give a number of ranks from 1 on, or "auto", "gpu" or "cpu"',
+                fix='Give a number of ranks from 1 to 1024, or "auto", "gpu" or "cpu"',
             )
         for name, value in (("timeout_s", self.timeout_s), ("stop_grace_s", self.stop_grace_s)):
-            if value is not None and not value > 0:
+            if value is not None and not (_is_number(value) and value > 0):
                 raise LaunchError(f"reading `{name}`", found=f"{value!r}", fix="Give seconds, more than 0")
+        self._check_kinds(self.output_limit_bytes, self.backend, self.env)
         self._check_choice("output", self.output, get_args(Output))
         self._check_choice("start_method", self.start_method, get_args(StartMethod))
         preload: object = self.preload
@@ -69,6 +75,15 @@ class LaunchOptions:
             raise LaunchError("reading `preload`", found=f"{preload!r}", fix=f"Write `preload=({preload!r},)`")
         for variable, text in self.env.items():
             self._check_variable(variable, text)
+
+    def _check_kinds(self, limit_bytes: object, backend: object, env: object) -> None:
+        if limit_bytes is not None and not (isinstance(limit_bytes, int) and limit_bytes >= 0):
+            fix = "Give bytes, 0 or more, or None"
+            raise LaunchError("reading `output_limit_bytes`", found=f"{limit_bytes!r}", fix=fix)
+        if backend is not None and not isinstance(backend, str):
+            raise LaunchError("reading `backend`", found=f"{backend!r}", fix='Give a name, such as "gloo", or None')
+        if not isinstance(env, Mapping):
+            raise LaunchError("reading `env`", found=f"{env!r}", fix='Give a mapping, such as {"NAME": "value"}')
 
     def _check_variable(self, name: object, text: object) -> None:
         are_text = isinstance(name, str) and isinstance(text, str)

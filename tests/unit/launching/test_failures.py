@@ -109,4 +109,4 @@ def test_build_error_says_sys_exit_with_its_code() -> None:
 def test_build_error_asks_for_the_number_of_steps_when_a_rank_returned_early() -> None:
     """A victim without a cause, beside a rank that returned, means unequal numbers of steps."""
     error = error_of(raising(1, 1.0, is_victim=True), returned=[0])
-    assert "Rank 0 had already returned, so nobody answered: do all ranks run the same number of steps?" in str(error)
+    assert "Rank 0 had already returned, so nobody answered: do all ranks run the same steps, with" in str(error)

@@ -18,11 +18,11 @@ def test_launch_options_take_a_number_of_ranks_or_a_word(count: int | str) -> No
     assert LaunchOptions(nproc_per_node=count).nproc_per_node == count
 
 
-@pytest.mark.parametrize("count", [0, -1, True, False, "2", "many", 2.0, None])
+@pytest.mark.parametrize("count", [0, -1, 1025, True, False, "2", "many", 2.0, None])
 def test_launch_options_refuse_another_count_and_show_it(count: Any) -> None:
     """Everything else is refused with the value and what to give."""
     with pytest.raises(
-        LaunchError, match=r"reading `nproc_per_node`: .*Give a number of ranks from 1 on, or"
+        LaunchError, match=r"reading `nproc_per_node`: .*Give a number of ranks from 1 to 1024, or"
     ) as caught:
         LaunchOptions(nproc_per_node=count)
     assert repr(count) in str(caught.value)

@@ -25,7 +25,7 @@ from ddpilot.launching.interrupts import InterruptCatcher
 from ddpilot.launching.local import wire
 from ddpilot.launching.local.client import RankServer, ensure_server
 from ddpilot.launching.local.handles import RankHandle, start_rank
-from ddpilot.launching.local.jobs import STORE, Start
+from ddpilot.launching.local.jobs import STORE, NotStarted, Start, Started
 from ddpilot.launching.local.report import RankStart
 from ddpilot.launching.local.store import bind_listener
 from ddpilot.launching.local.supervisor import Supervisor
@@ -35,6 +35,8 @@ from ddpilot.launching.output.pump import OutputPump
 from ddpilot.launching.results import RankResults
 from ddpilot.launching.shipping.blame import ship
 from ddpilot.launching.shipping.sources import collect_sources
+
+_MAX_UNANSWERED = 16
 
 
 def run_local(
@@ -204,6 +206,10 @@ def _rank_start(
     )
 
 
+def _num_answered(answers: list[Any]) -> int:
+    return sum(isinstance(answer, (Started, NotStarted)) and answer.rank != STORE for answer in answers)
+
+
 def _run_on(
     server: RankServer,
     make_start: Callable[..., RankStart],
@@ -223,9 +229,13 @@ def _run_on(
             with server.job(starts[0].launch_id) as job:
                 wire.send(job, Start(STORE), [listener.fileno()])
                 listener.close()
+                answers: list[Any] = []
                 for start in starts:
                     handles.append(start_rank(job, start, parcel))
-                Supervisor(job, handles, pump, options, name, known, interrupts).run()
+                    # A server that answers into a full socket and a parent that asks into one wait for each other.
+                    while len(handles) - _num_answered(answers) > _MAX_UNANSWERED:
+                        answers.append(wire.receive(job)[0])
+                Supervisor(job, handles, pump, options, name, known, interrupts).run(answers)
         return RankResults([handle.parcel for handle in handles], known)
     except wire.Closed as error:
         raise LaunchError(

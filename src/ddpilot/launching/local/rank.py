@@ -115,7 +115,7 @@ def _obey(control: socket.socket) -> None:
 
 
 def _send_value(control: socket.socket, start: RankStart, value: Any, known: list[Any]) -> None:
-    did = f"sending what {start.function_name} returned back to the parent"
+    did = f"could not send back what `{start.function_name}` returned"
     fds, _ = ship("ddpilot-result", {"result": value}, value, did=did, known=known)
     try:
         wire.send(control, Returned(time.monotonic(), saw_interrupt()), fds)

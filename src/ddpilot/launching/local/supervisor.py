@@ -8,6 +8,9 @@ import selectors
 import socket
 import time
 from collections.abc import Sequence
+from typing import Any
+
+import psutil
 
 from ddpilot.errors import LaunchError, LaunchInterrupted, LaunchTimeoutError
 from ddpilot.findings.words import render_ranks
@@ -23,6 +26,9 @@ from ddpilot.launching.output.pump import OutputPump
 from ddpilot.launching.shipping.pickling import map_parcel, open_parcel
 
 _SLOW_EXIT_NOTICE_S = 5.0
+
+
+_DEATH_LIMIT_S = 2.0
 
 
 class Supervisor:
@@ -53,8 +59,10 @@ class Supervisor:
         self._finished = False
         self._timeout_at_s = float("inf") if options.timeout_s is None else time.monotonic() + options.timeout_s
 
-    def run(self) -> None:
+    def run(self, answers: Sequence[Any] = ()) -> None:
         """Wait for the end of every rank. Raises RankError, LaunchTimeoutError, LaunchInterrupted or LaunchError.
+
+        `answers`: what the rank server said while the ranks were being started.
 
         When it returns or raises, no process of the launch is left.
         """
@@ -63,6 +71,8 @@ class Supervisor:
             self._selector.register(self._job, selectors.EVENT_READ, self._on_job)
             for handle in self._handles:
                 self._watch(handle)
+            for message in answers:
+                self._on_message(message)
             while not self._finished:
                 for key, _ in self._selector.select(self._wait_s()):
                     if key.fd in self._selector.get_map():  # an earlier event may have closed it
@@ -105,12 +115,23 @@ class Supervisor:
             message, _ = wire.receive(self._job)
         except wire.Closed:
             message = Finished(0)
+            self._await_death_with_server()
             if self._ending is None:
                 self._ending = LaunchError(
                     f"running `{self._function_name}`",
                     found="the rank server ended, and the ranks with it",
                     fix="If nobody killed it, the kernel's OOM killer is the usual cause; launch again",
                 )
+        self._on_message(message)
+
+    def _await_death_with_server(self) -> None:
+        """The kernel kills the ranks of a server that died; see them gone."""
+        limit_s = time.monotonic() + _DEATH_LIMIT_S
+        pids = [handle.pid for handle in self._handles if handle.is_live and handle.pid is not None]
+        while any(map(psutil.pid_exists, pids)) and time.monotonic() < limit_s:
+            time.sleep(0.005)
+
+    def _on_message(self, message: Any) -> None:
         if isinstance(message, Started) and message.rank != STORE:
             self._handles[message.rank].pid = message.pid
         elif isinstance(message, Exited) and message.rank != STORE:

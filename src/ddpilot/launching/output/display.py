@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Sequence
 from typing import TextIO
@@ -13,12 +14,22 @@ from ddpilot.launching.options import Output
 _NOTEBOOK_LIMIT_BYTES = 1_000_000
 
 
+class _Nowhere(io.TextIOBase):
+    """Takes the place of a stream that the parent closed: Python sets `sys.stdout` to None then."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+
 class Display:
     """Where ranks' output is shown. Streams are the parent's `sys.stdout` and `sys.stderr` as they are now."""
 
     def __init__(self, mode: Output, limit_bytes: int | None) -> None:
         self._mode = mode
-        self._streams: dict[str, TextIO] = {"stdout": sys.stdout, "stderr": sys.stderr}
+        self._streams: dict[str, TextIO | _Nowhere] = {
+            "stdout": sys.stdout or _Nowhere(),
+            "stderr": sys.stderr or _Nowhere(),
+        }
         self._limit_bytes = limit_bytes if limit_bytes is not None else _default_limit_bytes()
         self._shown_bytes: dict[int, int] = {}
         self._hidden_bytes: dict[int, int] = {}

@@ -12,6 +12,7 @@ from typing import Any
 
 from ddpilot.errors import ShipError
 from ddpilot.launching.shipping.pickling import ShipPickler, pack_parcel
+from ddpilot.launching.shipping.reductions import owning_module
 
 _MAX_CHILDREN = 1000
 _MAX_DEPTH = 50
@@ -40,7 +41,13 @@ def _hint(culprit: Any) -> str:
         return "; a generator or a coroutine cannot travel: return its values, for instance as a list"
     if type(culprit).__module__.startswith(("torch.distributed", "torch._C._distributed")):
         return "; what belongs to a process group stays on its rank: of a DDP model, send `model.module`"
-    return ", or give its class a `__getstate__` without it"
+    if _is_compiled(culprit):
+        return ": call `torch.compile` there"
+    return ""
+
+
+def _is_compiled(value: Any) -> bool:
+    return hasattr(value, "_torchdynamo_orig_callable")
 
 
 def blame(parts: Mapping[str, Any], known: list[Any] | None) -> tuple[str, Any]:
@@ -73,6 +80,8 @@ def _pickles(value: Any, known: list[Any] | None) -> bool:
 
 
 def _children(value: Any) -> Iterator[tuple[str, Any]]:
+    if _is_compiled(value):
+        return
     if isinstance(value, Mapping):
         for key, child in value.items():
             yield f"[{key!r}]", child
@@ -101,7 +110,8 @@ def _function_children(function: types.FunctionType) -> Iterator[tuple[str, Any]
             yield f".closure[{name!r}]", cell.cell_contents
         except ValueError:  # the cell is still empty
             continue
-    for name in _global_names(function.__code__):
+    names = _global_names(function.__code__) if owning_module(function) is None else ()
+    for name in names:
         if name in function.__globals__:
             yield f".globals[{name!r}]", function.__globals__[name]
     yield ".__defaults__", function.__defaults__

@@ -8,6 +8,7 @@ beside the pickle in the file, each once. A parcel ends with a footer, so that a
 from __future__ import annotations
 
 import ctypes
+import functools
 import io
 import pickle
 import struct
@@ -20,6 +21,13 @@ import cloudpickle
 
 from ddpilot.launching.shipping.lanes import LaneWriter, Span
 from ddpilot.launching.shipping.memory import map_private
+from ddpilot.launching.shipping.reductions import (
+    ModuleGlobals,
+    is_plain_exception,
+    owning_module,
+    reduce_cached,
+    reduce_exception,
+)
 
 _FOOTER = struct.Struct("<QQ")
 
@@ -63,10 +71,25 @@ class ShipPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is 
         storage_types = () if torch is None else (torch.UntypedStorage, torch.storage.TypedStorage)
         if storage_types and isinstance(obj, storage_types):
             return self._reduce_storage(obj)
+        if is_plain_exception(obj):
+            return reduce_exception(obj)
+        if isinstance(obj, functools._lru_cache_wrapper) and obj.__module__ == "__main__":
+            self.defined[id(obj)] = obj
+            return reduce_cached(obj)
         reduced = super().reducer_override(obj)
         is_definition = isinstance(obj, (type, types.FunctionType)) and obj.__module__ != "builtins"
         if is_definition and reduced is not NotImplemented:  # cloudpickle sends it by value
             self.defined[id(obj)] = obj
+        return reduced
+
+    def _dynamic_function_reduce(self, func: Any) -> Any:
+        owner = owning_module(func)
+        if owner is not None:
+            self.globals_ref[id(func.__globals__)] = ModuleGlobals(owner)
+        reduced = super()._dynamic_function_reduce(func)
+        if owner is not None:
+            _, slots = reduced[2]
+            slots["__globals__"] = {}  # the receiver's module has them
         return reduced
 
     def _reduce_storage(self, storage: Any) -> Any:

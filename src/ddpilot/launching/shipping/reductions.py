@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How objects travel that pickle and cloudpickle lose, or drag half a library along for."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+class ModuleGlobals:
+    """Stands for the globals of the receiver's module `name`."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _globals_of, (self._name,)
+
+
+def _globals_of(name: str) -> dict[str, Any]:
+    __import__(name)
+    return sys.modules[name].__dict__
+
+
+def owning_module(function: Any) -> str | None:
+    """The importable module whose globals `function` uses, although it is said to be of ``__main__``.
+
+    A decorator's wrapper is such a function: `functools.wraps` names it after what it wraps.
+    """
+    name = function.__globals__.get("__name__")
+    module = sys.modules.get(name) if isinstance(name, str) and name != "__main__" else None
+    is_its = getattr(module, "__spec__", None) is not None and vars(module) is function.__globals__
+    return name if is_its else None
+
+
+def reduce_cached(function: Any) -> tuple[Any, ...]:
+    """A `functools.cache` or `lru_cache` around a function that goes by value: the receiver's cache starts empty."""
+    parameters = function.cache_parameters()
+    return _cache, (function.__wrapped__, parameters["maxsize"], parameters["typed"])
+
+
+def _cache(function: Callable[..., Any], maxsize: int | None, typed: bool) -> Any:
+    return functools.lru_cache(maxsize, typed)(function)
+
+
+def is_plain_exception(error: object) -> bool:
+    """Whether `error` leaves pickling to BaseException, which calls its class with `args` whatever that takes."""
+    return isinstance(error, BaseException) and type(error).__reduce__ is BaseException.__reduce__
+
+
+def reduce_exception(error: BaseException) -> tuple[Any, ...]:
+    """Without calling `__init__`, which may take other arguments than `args`."""
+    return _rebuild_exception, (type(error), error.args), dict(vars(error))
+
+
+def _rebuild_exception(cls: type[BaseException], args: tuple[Any, ...]) -> BaseException:
+    error = cls.__new__(cls, *args)
+    error.args = args
+    return error
