@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ddpilot import Launcher, LaunchError
-from tests.dist.launching.scripts import run_script
+from tests.dist.launching.scripts import is_alive, run_script, wait_until
 
 SCRIPT = """
 import functools
@@ -99,3 +99,24 @@ def test_launch_refuses_a_million_ranks_at_once() -> None:
     """A slip of the finger costs a sentence, not the machine."""
     with pytest.raises(LaunchError, match="from 1 to 1024"):
         Launcher(nproc_per_node=10**6)
+
+
+def leave_a_daemon_and_kill_the_server(where: str) -> None:
+    """Start a process in a session of its own, say which, and end the server as the kernel's OOM killer would."""
+    import os
+    import signal
+    import subprocess
+    import time
+
+    daemon = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    Path(where).write_text(str(daemon.pid))
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def test_launch_leaves_nothing_when_the_server_is_killed(tmp_path: Path) -> None:
+    """The ranks die with it; what they had started in a session of its own is found by the launch's mark."""
+    with pytest.raises(LaunchError, match="the rank server ended"):
+        Launcher(nproc_per_node=1).run(leave_a_daemon_and_kill_the_server, str(tmp_path / "pid"))
+    daemon = int((tmp_path / "pid").read_text())
+    wait_until(lambda: not is_alive(daemon), limit_s=5)

@@ -16,8 +16,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import IO
 
+import psutil
+
 from ddpilot.errors import LaunchError
-from ddpilot.launching.contract import SERVER_VARIABLE, import_time_variables
+from ddpilot.launching.contract import LAUNCH_VARIABLE, SERVER_VARIABLE, import_time_variables
 from ddpilot.launching.local import wire
 from ddpilot.launching.local.report import Hello
 
@@ -120,6 +122,8 @@ class RankServer:
             try:
                 yield ours
             finally:
+                if self._process.poll() is not None:
+                    _kill_marked(launch_id)
                 with self._lock:
                     self._num_jobs -= 1
                     is_last = self._is_retired and self._num_jobs == 0
@@ -167,6 +171,14 @@ class RankServer:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+
+def _kill_marked(launch_id: str) -> None:
+    """Kill what ranks of a launch left in sessions of their own, where the server that would is dead."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(LAUNCH_VARIABLE) == launch_id:
+                process.kill()
 
 
 class _Servers:
