@@ -13,8 +13,8 @@ REPORT = [
     "Fatal Python error: Segmentation fault",
     "",
     "Current thread 0x00007f (most recent call first):",
-    '  File "/home/me/net.py", line 12 in forward',
-    '  File "/home/me/train.py", line 40 in train',
+    '  File "/project/net.py", line 12 in forward',
+    '  File "/project/train.py", line 40 in train',
     f'  File "{OWN}", line 51 in _run',
     '  File "<string>", line 1 in <module>',
     "",
@@ -24,12 +24,12 @@ REPORT = [
 
 def test_find_crash_line_gives_the_innermost_line_of_the_crashed_thread() -> None:
     """The first frame of the stack is where Python was."""
-    assert crash.find_crash_line(REPORT) == "/home/me/net.py:12 in forward"
+    assert crash.find_crash_line(REPORT) == "/project/net.py:12 in forward"
 
 
 def test_find_crash_line_gives_none_without_a_stack() -> None:
     """Lines that only look like frames are not taken for a stack."""
-    assert crash.find_crash_line(["nothing", '  File "/home/me/net.py", line 12 in forward']) is None
+    assert crash.find_crash_line(["nothing", '  File "/project/net.py", line 12 in forward']) is None
     assert crash.find_crash_line([]) is None
 
 

@@ -36,6 +36,16 @@ class RankHandle:
         """Whether its process has not been reaped."""
         return self.exited is None
 
+    def describe_end(self) -> str:
+        """How it ended, as the rest of a sentence that begins with the rank."""
+        if self.returned is not None:
+            return "returned"
+        if self.raised is not None:
+            return "ended at KeyboardInterrupt" if self.raised.interrupted else f"raised {self.raised.type_name}"
+        if self.exited is None:
+            return "was never started"
+        return f"was ended by {self.exited.signal_name or f'exit code {self.exited.exitcode}'}"
+
     def close(self) -> None:
         """Close everything that is still open."""
         self.control.close()

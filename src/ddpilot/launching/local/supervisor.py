@@ -288,14 +288,4 @@ class Supervisor:
             return
 
     def _describe_ends(self) -> str:
-        return "; ".join(f"rank {handle.rank} {_describe_end(handle)}" for handle in self._handles)
-
-
-def _describe_end(handle: RankHandle) -> str:
-    if handle.returned is not None:
-        return "returned"
-    if handle.raised is not None:
-        return "ended at KeyboardInterrupt" if handle.raised.interrupted else f"raised {handle.raised.type_name}"
-    if handle.exited is None:
-        return "was never started"
-    return f"was ended by {handle.exited.signal_name or f'exit code {handle.exited.exitcode}'}"
+        return "; ".join(f"rank {handle.rank} {handle.describe_end()}" for handle in self._handles)
