@@ -26,7 +26,7 @@ def render_reference() -> str:
     values = {name: getattr(ddpilot, name) for name in ddpilot.__all__}
     errors = {name: value for name, value in values.items() if inspect.isclass(value) and is_error(value)}
     parts = [HEAD]
-    parts += [_render_name(name, values[name]) for name in sorted(values.keys() - errors.keys(), key=str.lower)]
+    parts += [_render_name(name, values[name]) for name in sorted(sorted(values.keys() - errors.keys()), key=str.lower)]
     parts += ["## Errors\n"]
     parts += [_render_name(name, errors[name], level=3) for name in sorted(errors)]
     return "\n".join(parts)
