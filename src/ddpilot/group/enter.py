@@ -49,11 +49,12 @@ def init_group(
 
     group = join_group(backend, timeout_s, distributed)
     if seed is not None:
-        _seed_all(seed)
+        seed_all(seed)
     return group
 
 
-def _seed_all(seed: int) -> None:
+def seed_all(seed: int) -> None:
+    """Seed `random`, torch and, where it is imported, numpy with `seed`."""
     random.seed(seed)
     torch.manual_seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:

@@ -50,7 +50,9 @@ def _numbered(original: Handler, addr: str, port: int) -> Handler:
         rank = int(query["rank"][0]) if "rank" in query else int(os.environ["RANK"])
         world_size = int(query["world_size"][0]) if "world_size" in query else int(os.environ["WORLD_SIZE"])
         store = TCPStore(addr, port, is_master=False, timeout=timeout, wait_for_workers=False)
-        turn = store.add(f"ddpilot/{asked.scheme}/turns/{rank}", 1)
-        yield PrefixStore(f"ddpilot/{asked.scheme}/turn{turn}", store), rank, world_size
+        # Ranks of which some failed on the way in have counted differently: a new count begins with every restart.
+        mine = f"ddpilot/{asked.scheme}/restart{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        turn = store.add(f"{mine}/turns/{rank}", 1)
+        yield PrefixStore(f"{mine}/turn{turn}", store), rank, world_size
 
     return handler

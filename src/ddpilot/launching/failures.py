@@ -79,7 +79,7 @@ def build_error(
         found += f"raised {raised.type_name}: {message}" if message else f"raised {raised.type_name}"
     else:
         assert exited is not None
-        how, fix = _describe_exit(exited, function_name, find_crash_line(last_lines))
+        how, fix = describe_exit(exited, function_name, find_crash_line(last_lines))
         found += how
     error = RankError(
         f"running `{function_name}` on {num_ranks} rank{'s' * (num_ranks > 1)}",
@@ -97,7 +97,8 @@ def build_error(
     return error
 
 
-def _describe_exit(exited: Exited, function_name: str, crash_line: str | None) -> tuple[str, str]:
+def describe_exit(exited: Exited, function_name: str, crash_line: str | None) -> tuple[str, str]:
+    """How a process ended, as the rest of a sentence that begins with the rank; and what to do, where that is known."""
     where = "" if crash_line is None else f" at {name_cells(crash_line)}"
     peak = f"its peak was {exited.peak_memory_bytes / 1e9:.1f} GB"
     if exited.signal_name == "SIGKILL":

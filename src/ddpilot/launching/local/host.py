@@ -59,11 +59,11 @@ def run_local(
     parts = {"fn": function, "args": args, "kwargs": dict(kwargs)}
     parcel, known = ship("ddpilot-call", parts, (function, args, dict(kwargs)), did=did, known=None)
     try:
-        server = ensure_server(environ, options.preload, _may_fork(options))
+        server = ensure_server(environ, options.preload, may_fork(options))
         if server.hello.dirty is not None and options.start_method != "spawn":
-            _say_dirty(server, options, display)
+            say_dirty(server, options, display)
         starts = functools.partial(
-            _rank_start,
+            make_rank_start,
             options=options,
             environ=environ,
             count=count,
@@ -155,11 +155,13 @@ def _check_sharing(options: LaunchOptions, asked: int, num_accelerators: int, di
     display.note(f"{found}: ranks share them, over gloo")
 
 
-def _may_fork(options: LaunchOptions) -> bool:
+def may_fork(options: LaunchOptions) -> bool:
+    """Whether ranks are to be forked where that is safe."""
     return sys.platform == "linux" and options.start_method != "spawn"
 
 
-def _say_dirty(server: RankServer, options: LaunchOptions, display: Display) -> None:
+def say_dirty(server: RankServer, options: LaunchOptions, display: Display) -> None:
+    """Say why ranks start as fresh interpreters; LaunchError where forking was asked for."""
     if options.start_method == "fork":
         raise LaunchError(
             'starting ranks with `start_method="fork"`',
@@ -169,7 +171,7 @@ def _say_dirty(server: RankServer, options: LaunchOptions, display: Display) -> 
     display.note(f"{server.hello.dirty}, so ranks start as fresh interpreters, which takes seconds; see `preload=`")
 
 
-def _rank_start(
+def make_rank_start(
     rank: int,
     port: int,
     sources: dict[str, list[str]],
@@ -181,6 +183,7 @@ def _rank_start(
     name: str,
     launch_id: str,
 ) -> RankStart:
+    """What rank `rank` of `count` is told, with the store of the launch on `port` of the loopback interface."""
     main = sys.modules["__main__"]
     num_threads = choose_num_threads(environ, count)
     variables = rank_variables(

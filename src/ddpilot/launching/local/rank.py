@@ -135,7 +135,7 @@ def _send_error(control: socket.socket, start: RankStart, error: BaseException, 
         time_s=now,
         type_name=type(error).__qualname__,
         message=str(error)[:_MAX_TEXT_CHARS],
-        traceback=_user_traceback(error)[-_MAX_TEXT_CHARS:],
+        traceback=user_traceback(error)[-_MAX_TEXT_CHARS:],
         is_victim=is_victim(error),
         interrupted=isinstance(error, KeyboardInterrupt),
         exitcode=exitcode & 0xFF,
@@ -153,7 +153,7 @@ def _send_error(control: socket.socket, start: RankStart, error: BaseException, 
     return report.exitcode
 
 
-def _user_traceback(error: BaseException) -> str:
+def user_traceback(error: BaseException) -> str:
     """The traceback without the frames of this package that lead to the user's function."""
     frames = error.__traceback__
     launcher = os.path.dirname(os.path.dirname(__file__)) + os.sep

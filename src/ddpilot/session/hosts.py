@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one interface behind which the ways to start a session's rank processes stand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from ddpilot.session.hub import Hub
+
+
+class RankHost(Protocol):
+    """Starts, signals and ends the processes of ranks; all of it is called in the hub's thread.
+
+    It tells the hub of what the processes write (`Wrote`) and of their ends (`Ended`). A session never assumes that
+    a rank is a child of its own process, nor that it runs on this machine.
+    """
+
+    world_size: int
+
+    def attach(self, hub: Hub) -> None:
+        """Begin; called once, before the first `start`."""
+
+    def start(self, rank: int, generation: int) -> None:
+        """Start the process of a rank that has none. `generation`: how often the group was rebuilt so far."""
+
+    def signal(self, ranks: Sequence[int], number: int) -> None:
+        """Send a signal to the processes of ranks: to the whole process group where it is SIGKILL."""
+
+    def pid(self, rank: int) -> int | None:
+        """The process id, None where the rank has none now (or on another machine)."""
+
+    def is_live(self, rank: int) -> bool:
+        """Whether the rank's process has been started and has not ended."""
+
+    def close(self) -> None:
+        """End every process that is left and give everything back; a second call does nothing."""

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rank processes of a session on this machine: forked from the rank server, like those of a launch."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import socket
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from ddpilot.errors import LaunchError
+from ddpilot.launching.contract import default_variables
+from ddpilot.launching.local import wire
+from ddpilot.launching.local.client import ensure_server
+from ddpilot.launching.local.handles import RankHandle, start_rank
+from ddpilot.launching.local.host import make_rank_start, may_fork, resolve_count, say_dirty
+from ddpilot.launching.local.jobs import STORE, Finish, Finished, NotStarted, Signal, Start, Started
+from ddpilot.launching.local.report import Exited, Raised
+from ddpilot.launching.local.store import bind_listener
+from ddpilot.launching.options import LaunchOptions
+from ddpilot.launching.output.display import Display
+from ddpilot.launching.shipping.blame import ship
+from ddpilot.session.events import Ended, Wrote
+from ddpilot.session.hub import Hub
+from ddpilot.session.local_entry import serve
+from ddpilot.session.rank.start import KernelStart
+
+PRELOAD = ("ipykernel.kernelapp", "ipykernel.debugger", "matplotlib_inline.backend_inline", "ddpilot.session.rank.main")
+_CHUNK_BYTES = 1 << 16
+_RESTART_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
+
+
+class LocalRanks:
+    """A `RankHost` for this machine. `kernel_start` is asked, each time a rank starts, for what it is told."""
+
+    def __init__(
+        self, options: LaunchOptions, kernel_start: Callable[[], KernelStart], hooks: tuple[str, ...] = ()
+    ) -> None:
+        self._kernel_start = kernel_start
+        self._environ: Mapping[str, str] = {**default_variables(), **os.environ, **options.env}
+        self._options = replace(options, preload=(*PRELOAD, *options.preload))
+        self._display = Display(options.output, None)
+        self.world_size = resolve_count(options, self._environ, self._display)
+        self._hooks = hooks
+        self._stack = contextlib.ExitStack()
+        self._handles: dict[int, RankHandle] = {}
+        self._is_finished = False
+
+    def attach(self, hub: Hub) -> None:
+        """Start the rank server where none is warm, and the store."""
+        self._hub = hub
+        self._launch_id = uuid.uuid4().hex
+        server = ensure_server(self._environ, self._options.preload, may_fork(self._options))
+        if server.hello.dirty is not None and self._options.start_method != "spawn":
+            say_dirty(server, self._options, self._display)
+        self._job = self._stack.enter_context(server.job(self._launch_id))
+        with bind_listener() as listener:
+            self._port = listener.getsockname()[1]
+            wire.send(self._job, Start(STORE), [listener.fileno()])
+        hub.watch(self._job.fileno(), self._on_job)
+
+    def start(self, rank: int, generation: int) -> None:
+        """Start the process of a rank that has none."""
+        start = make_rank_start(
+            rank,
+            self._port,
+            {},
+            options=self._options,
+            environ=self._environ,
+            count=self.world_size,
+            hooks=self._hooks,
+            name="serve_kernel",
+            launch_id=self._launch_id,
+        )
+        start = replace(start, environ={**start.environ, _RESTART_VARIABLE: str(generation)}, main={})
+        arguments = (self._kernel_start(),)
+        parcel, _ = ship("ddpilot-kernel", {}, (serve, arguments, {}), did="starting ranks", known=None)
+        try:
+            handle = self._handles[rank] = start_rank(self._job, start, parcel)
+        finally:
+            wire.close_all(parcel)
+        self._hub.watch(handle.control.fileno(), functools.partial(self._on_control, handle))
+        for stream, fd in handle.pipes.items():
+            self._hub.watch(fd, functools.partial(self._on_pipe, handle, stream))
+
+    def signal(self, ranks: Sequence[int], number: int) -> None:
+        """Send a signal to the processes of `ranks`."""
+        with contextlib.suppress(wire.Closed):  # the server's end is read next
+            wire.send(self._job, Signal(tuple(ranks), number, group=number == 9))
+
+    def pid(self, rank: int) -> int | None:
+        """The process id of a rank that lives."""
+        handle = self._handles.get(rank)
+        return handle.pid if handle is not None and handle.is_live else None
+
+    def is_live(self, rank: int) -> bool:
+        """Whether the rank's process has been started and has not ended."""
+        handle = self._handles.get(rank)
+        return handle is not None and handle.is_live
+
+    def _on_job(self) -> None:
+        try:
+            message, _ = wire.receive(self._job)
+        except wire.Closed:
+            self._hub.unwatch(self._job.fileno())
+            self._is_finished = True
+            for rank in [rank for rank in self._handles if self.is_live(rank)]:
+                self._end(self._handles[rank], None, "the rank server ended, and the ranks with it")
+            return
+        if isinstance(message, Finished):
+            self._is_finished = True
+        elif isinstance(message, (Started, NotStarted, Exited)) and message.rank != STORE:
+            handle = self._handles[message.rank]
+            if isinstance(message, Started):
+                handle.pid = message.pid
+            elif isinstance(message, Exited):
+                self._on_control(handle)
+                self._end(handle, message, self._describe(handle))
+            else:
+                self._end(handle, None, f"the system gave it no process: {message.reason}")
+        elif isinstance(message, Exited):
+            self._hub.emit(Ended(STORE, message, "the process of the session's store ended"))
+
+    def _describe(self, handle: RankHandle) -> str:
+        if handle.raised is not None:
+            return (
+                f"its kernel ended with {handle.raised.type_name}: {handle.raised.message}\n{handle.raised.traceback}"
+            )
+        return ""
+
+    def _end(self, handle: RankHandle, exited: Exited | None, reason: str) -> None:
+        for stream, fd in list(handle.pipes.items()):
+            os.set_blocking(fd, False)
+            while stream in handle.pipes and self._on_pipe(handle, stream):
+                continue
+        handle.exited = exited or Exited(rank=handle.rank, status=0, peak_memory_bytes=0, time_s=0.0)
+        self._forget(handle)
+        self._hub.emit(Ended(handle.rank, exited, reason))
+
+    def _forget(self, handle: RankHandle) -> None:
+        if handle.control.fileno() != -1:
+            self._hub.unwatch(handle.control.fileno())
+        for fd in handle.pipes.values():
+            self._hub.unwatch(fd)
+        handle.close()
+
+    def _on_control(self, handle: RankHandle) -> None:
+        """What the process says of its own end: it is a launched function that returned or raised."""
+        if handle.control.fileno() == -1:
+            return
+        handle.control.setblocking(False)
+        try:
+            message, fds = wire.receive(handle.control)
+        except wire.Closed:
+            self._hub.unwatch(handle.control.fileno())
+            return
+        wire.close_all(fds)
+        if isinstance(message, Raised):
+            handle.raised = message
+
+    def _on_pipe(self, handle: RankHandle, stream: str) -> bool:
+        fd = handle.pipes[stream]
+        try:
+            data = os.read(fd, _CHUNK_BYTES)
+        except BlockingIOError:  # it has ended, and something that it started holds the other end
+            return False
+        if data:
+            self._hub.emit(Wrote(handle.rank, stream, data))
+            return True
+        self._hub.unwatch(fd)
+        os.close(handle.pipes.pop(stream))
+        return False
+
+    def close(self) -> None:
+        """End every process that is left and wait until they are gone."""
+        if not hasattr(self, "_job"):
+            return
+        self._job.settimeout(10.0)
+        if self._job.fileno() != -1:
+            self._hub.unwatch(self._job.fileno())
+            self._finish()
+        for handle in self._handles.values():
+            self._forget(handle)
+        self._stack.close()
+
+    def _finish(self) -> None:
+        with contextlib.suppress(wire.Closed, TimeoutError, socket.timeout):
+            if not self._is_finished:
+                wire.send(self._job, Finish())
+            while not self._is_finished:
+                message, _ = wire.receive(self._job)
+                self._is_finished = isinstance(message, Finished)
+
+
+def check_installed() -> None:
+    """Raise LaunchError where what kernels need is not there."""
+    missing = []
+    for name in ("zmq", "jupyter_client", "ipykernel"):
+        try:
+            __import__(name)
+        except ImportError:
+            missing.append(name)
+    if missing:
+        raise LaunchError(
+            "starting ranks that stay",
+            found=f"{', '.join(missing)} cannot be imported",
+            fix='Install them: pip install "ddpilot[notebook]"',
+        )

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The function that a rank which stays runs: a kernel, until the session ends."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+
+from ddpilot.session.rank.app import make_app
+from ddpilot.session.rank.namespace import fill_namespace
+from ddpilot.session.rank.requests import Requests
+from ddpilot.session.rank.start import KernelStart
+
+
+def serve_kernel(start: KernelStart) -> None:
+    """Be a Jupyter kernel on the session's sockets. Returns when the session asks for its end."""
+    rank = int(os.environ["RANK"])
+    app = make_app(start.connection_file(rank), start.folder / f"{start.stem(rank)}.ipython")
+    kernel = app.kernel
+    space = fill_namespace(vars(sys.modules["__main__"]), start)
+    kernel.requests = Requests(kernel, space, start.parcel_socket(rank))
+    gc.collect()
+    gc.freeze()  # what is here now is here for good: collecting after a cell looks at what the user made only
+    app.start()
+    space.finish()

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a session knows and keeps in a rank: its namespace, its group, its apps."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from torch.distributed import distributed_c10d as c10d
+
+from ddpilot.environments.detect import detect_topology
+from ddpilot.errors import GroupError
+from ddpilot.findings.words import render_ranks
+from ddpilot.group.device import detect_device_facts, resolve_device, use_device
+from ddpilot.group.enter import init_group, seed_all
+from ddpilot.group.process_group import Group
+from ddpilot.session.apps import AppContext, find_app
+from ddpilot.session.rank.lazy import SessionGroup, enter_when_needed
+from ddpilot.session.rank.start import KernelStart
+
+
+class Space:
+    """The state of one rank of a session."""
+
+    def __init__(self, namespace: dict[str, Any], start: KernelStart) -> None:
+        self.namespace = namespace
+        self.start = start
+        self.topology = detect_topology(os.environ)
+        choice = resolve_device(
+            detect_device_facts(os.environ, self.topology.local_rank), os.environ.get("DDPILOT_BACKEND")
+        )
+        self.device = use_device(choice)
+        self.blocked = ""
+        """Why the group cannot be entered now; empty where it can."""
+        self._running: tuple[int, ...] = ()
+        self._group: Group | None = None
+        self._entering = False
+        self._apps = [find_app(name) for name in start.apps]
+
+    def begin(self, ranks: tuple[int, ...]) -> None:
+        """A cell or request starts that runs on `ranks`; () where all ranks run it."""
+        self._running = ranks
+
+    def end(self) -> None:
+        """It is over."""
+        self._running = ()
+
+    def enter_group(self) -> Group:
+        """The group that this rank is in; where it is in none, enter one. Collective then."""
+        if self._group is not None and self._group.is_live:
+            return self._group
+        if not c10d.is_initialized():
+            self._refuse_alone()
+        self._group = init_group()
+        return self._group
+
+    def _enter_for_torch(self) -> None:
+        if self._entering:  # torch's own code, on its way into the group
+            return
+        self._entering = True
+        try:
+            self.enter_group()
+        finally:
+            self._entering = False
+
+    def _refuse_alone(self) -> None:
+        did = f"entering the group of {self.topology.world_size} ranks"
+        if self.blocked:
+            raise GroupError(did, found=self.blocked, fix="", rank=self.topology.rank)
+        missing = sorted({*range(self.topology.world_size)} - {*self._running}) if self._running else []
+        if missing:
+            raise GroupError(
+                did,
+                found=f"this cell runs on {render_ranks(self._running)} alone, and {render_ranks(missing)} "
+                "would have to enter too",
+                fix="Run `group.barrier()` in a cell on all ranks first; then this cell finds the group there",
+                rank=self.topology.rank,
+            )
+
+    def context(self) -> AppContext:
+        """What an app is given."""
+        return AppContext(
+            rank=self.topology.rank,
+            world_size=self.topology.world_size,
+            local_rank=self.topology.local_rank,
+            device=self.device,
+            namespace=self.namespace,
+            verbose=self.start.verbose,
+            enter_group=self.enter_group,
+        )
+
+    def prepare(self) -> None:
+        """Put the session's names into the namespace, seed, and let the apps prepare this rank."""
+        self.namespace.update(
+            rank=self.topology.rank,
+            world_size=self.topology.world_size,
+            device=self.device,
+            group=SessionGroup(self.topology, self.device, self.enter_group),
+        )
+        enter_when_needed(self._enter_for_torch)
+        if self.start.seed is not None:
+            seed_all(self.start.seed)
+        for app in self._apps:
+            for statement in app.imports:
+                exec(statement, self.namespace)
+            if app.initializer is not None:
+                app.initializer(self.context())
+
+    def after_cell(self) -> None:
+        """Let the apps tidy up after a cell."""
+        for app in self._apps:
+            if app.after_cell is not None:
+                app.after_cell(self.context())
+
+    def finish(self) -> None:
+        """The session ends: let the apps undo what they did, the last one first."""
+        for app in reversed(self._apps):
+            if app.finalizer is not None:
+                app.finalizer(self.context())
+
+
+def fill_namespace(namespace: dict[str, Any], start: KernelStart) -> Space:
+    """A rank's state, with `rank`, `world_size`, `device` and `group` in its `namespace`."""
+    space = Space(namespace, start)
+    space.prepare()
+    return space

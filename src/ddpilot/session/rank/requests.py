@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The session's own requests to a rank, served in its main thread like cells."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+import time
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ddpilot.environments.detect import detect_topology
+from ddpilot.errors import DdpilotError
+from ddpilot.group.leaving import take_down
+from ddpilot.group.rebuild import rebuild_group
+from ddpilot.group.store import resolve_endpoint
+from ddpilot.launching.local import wire
+from ddpilot.launching.local.rank import user_traceback
+from ddpilot.launching.shipping.blame import ship
+from ddpilot.launching.shipping.pickling import importable_from_main, map_parcel, open_parcel, pack_parcel
+from ddpilot.session.parcels import ParcelPort
+from ddpilot.session.rank.kernel import RankKernel, report_error
+from ddpilot.session.rank.namespace import Space
+from ddpilot.session.rank.tidy import forget_error
+from ddpilot.session.report import Report
+
+_RENDEZVOUS_S = 30.0
+
+
+class NoSuchName(DdpilotError, NameError):  # noqa: N818  # Python's own is no "NameErrorError" either
+    """A rank has no variable of the name that was pulled."""
+
+
+class Requests:
+    """Serves requests by their verb. `space`: the rank's state; `path`: of the socket on which parcels come."""
+
+    def __init__(self, kernel: RankKernel, space: Space, path: Path) -> None:
+        self.space = space
+        self._kernel = kernel
+        self._port = ParcelPort(path)
+        self._verbs: dict[str, Callable[..., Any]] = {
+            "call": self._call,
+            "push": self._push,
+            "pull": self._pull,
+            "block": self._block,
+            "rebuild": self._rebuild,
+            "finish": lambda: None,
+        }
+
+    def serve(self, content: dict[str, Any]) -> Report:
+        """Do what `content` asks; whatever is raised is in the report."""
+        try:
+            value = self._verbs[content["verb"]](**content["arguments"])
+        except BaseException as error:  # noqa: BLE001  # the user's function may raise anything, and the parent is told
+            report = report_error(error, user_traceback(error), time.monotonic())
+            forget_error(self._kernel.shell)
+            return report
+        return Report(status="ok", time_s=time.monotonic(), has_group=dist.is_initialized(), value=value)
+
+    def _call(self, token: str) -> None:
+        channel, fds = self._port.take(token)
+        known: list[Any] = []
+        with channel:
+            try:
+                (function, args, kwargs), known = _open_apart(fds)
+                self._bind(known)
+                value = function(*args, **kwargs)
+                parcel, _ = ship("ddpilot-result", {"result": value}, value, did="sending the result", known=known)
+            except BaseException as error:
+                parcel = _pack_error(error, known)
+                raise
+            finally:
+                wire.send(channel, None, parcel)
+                wire.close_all(parcel)
+
+    def _push(self, token: str) -> None:
+        channel, fds = self._port.take(token)
+        with channel:
+            values, known = _open(fds)
+        self._bind(known)
+        self.space.namespace.update(values)
+
+    def _pull(self, token: str, expression: str) -> None:
+        channel, fds = self._port.take(token)
+        wire.close_all(fds)
+        with channel:
+            value = self._evaluate(expression)
+            parcel, _ = ship("ddpilot-pull", {expression: value}, value, did=f"pulling `{expression}`", known=[])
+            wire.send(channel, None, parcel)
+            wire.close_all(parcel)
+
+    def _evaluate(self, expression: str) -> Any:
+        names = self.space.namespace
+        if expression.isidentifier() and expression not in names:
+            near = difflib.get_close_matches(expression, names, 3)
+            raise NoSuchName(
+                f"pulling `{expression}`",
+                found="there is no variable of that name",
+                fix=f"Did you mean {', '.join(f'`{name}`' for name in near)}?" if near else "",
+                rank=self.space.topology.rank,
+            )
+        return eval(expression, names)
+
+    def _block(self, reason: str) -> None:
+        self.space.blocked = reason
+
+    def _rebuild(self, generation: int, enter: bool, backend: str | None) -> dict[str, Any]:
+        """Leave whatever group there was; with `enter`, enter a new one with all ranks. Collective then."""
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(generation)
+        self.space.blocked = ""
+        if not enter:
+            take_down(healthy=False)
+            return {}
+        topology = detect_topology(os.environ)
+        rebuilt = rebuild_group(
+            topology,
+            resolve_endpoint(topology, os.environ),
+            generation=generation,
+            backend=backend,
+            rendezvous_s=_RENDEZVOUS_S,
+        )
+        return {
+            "rebound": rebuilt.rebound,
+            "unbound": list(rebuilt.unbound),
+            "disagreements": list(rebuilt.disagreements),
+        }
+
+    def _bind(self, definitions: list[Any]) -> None:
+        """Make what was shipped importable from ``__main__``, unless the user has something of that name there."""
+        for name, definition in importable_from_main(definitions).items():
+            self.space.namespace.setdefault(name, definition)
+
+
+def _open(fds: list[int]) -> tuple[Any, list[Any]]:
+    try:
+        mapped = map_parcel(fds)
+    finally:
+        wire.close_all(fds)
+    return open_parcel(mapped)
+
+
+def _open_apart(fds: list[int]) -> tuple[Any, list[Any]]:
+    """Open a parcel whose functions get globals of their own: the notebook's values, not this rank's variables."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        return _open(fds)
+    finally:
+        sys.modules["__main__"] = main
+
+
+def _pack_error(error: BaseException, known: list[Any]) -> list[int]:
+    try:
+        return pack_parcel("ddpilot-error", error, known)[0]
+    except Exception as unpicklable:  # noqa: BLE001  # its text travels all the same
+        sys.stderr.write(f"ddpilot: {type(error).__name__} cannot be pickled: {unpicklable}\n")
+        return []

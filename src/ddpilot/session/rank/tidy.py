@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Give memory back between cells: nothing that a failed cell left may keep tensors alive."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import traceback
+from typing import Any
+
+import torch
+
+_LAST = ("last_type", "last_value", "last_traceback", "last_exc")
+
+
+def tidy(keep_cache: bool) -> None:
+    """Collect garbage and, unless `keep_cache`, return what CUDA's allocator keeps for later."""
+    gc.collect()
+    if not keep_cache and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()
+
+
+def forget_error(shell: Any) -> None:
+    """Drop what Python and IPython remember of the last exception; its frames hold the cell's tensors.
+
+    An exception that the user's code has kept stays, without the variables of the frames that it went through.
+    """
+    last = getattr(sys, "last_value", None)
+    if last is not None:
+        _clear_chain(last, set())
+    for name in _LAST:
+        if hasattr(sys, name):
+            delattr(sys, name)
+    result = shell.last_execution_result
+    if result is not None:
+        result.error_in_exec = result.error_before_exec = None
+    for handler in (shell.InteractiveTB, shell.SyntaxTB):
+        handler.tb = None
+
+
+def _clear_chain(error: BaseException, seen: set[int]) -> None:
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        if error.__cause__ is not None:
+            _clear_chain(error.__cause__, seen)
+        if error.__context__ is None:
+            return
+        error = error.__context__

@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ranks of a session: their kernels from start to end, and who listens to them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from jupyter_client.session import new_id_bytes
+
+from ddpilot.errors import LaunchError
+from ddpilot.findings.words import render_ranks
+from ddpilot.launching.crash import find_crash_line
+from ddpilot.launching.failures import describe_exit
+from ddpilot.launching.local.jobs import STORE
+from ddpilot.session.channels import Connection
+from ddpilot.session.events import Ended, Event, Interrupted, Said, Wrote
+from ddpilot.session.folder import make_folder, remove_folder
+from ddpilot.session.hosts import RankHost
+from ddpilot.session.hub import Hub
+from ddpilot.session.local import LocalRanks
+from ddpilot.session.options import SessionOptions
+from ddpilot.session.rank.start import KernelStart
+from ddpilot.session.stops import Stops
+from ddpilot.session.tails import Tails
+from ddpilot.session.view import RankMessage, View
+
+_START_LIMIT_S = 120.0
+_SUBSCRIBE_S = 0.05
+_STOP_GRACE_S = 2.0
+_SHOWN_IDLE = frozenset({"stream", "display_data", "update_display_data", "clear_output"})
+
+
+class Ranks:
+    """Kernels of all ranks. One caller at a time has their attention (`turn`); else the hub's thread shows what comes."""
+
+    def __init__(self, options: SessionOptions, view: View, hooks: tuple[str, ...] = ()) -> None:
+        self.options = options
+        self.view = view
+        self.tails = Tails()
+        self.dead: dict[int, str] = {}
+        """By rank: of what it died; empty while all ranks live."""
+        self.busy: dict[int, tuple[int | None, float]] = {}
+        """By rank: the number of the cell that runs there (None: a request) and since when."""
+        self.generation = 0
+        """How often the group was rebuilt."""
+        self.is_closed = False
+        self.started_s = time.monotonic()
+        self._owner_pid = os.getpid()
+        self._consumer: queue.SimpleQueue[Event] | None = None
+        self._switch = threading.RLock()
+        self._attention = threading.Lock()
+        self.folder = make_folder()
+        try:
+            self.host: RankHost = LocalRanks(options.launch_options(), self._kernel_start, hooks)
+            self._incarnations = [0] * self.host.world_size
+            self.hub = Hub(self._deliver, self._tick, self._on_broken)
+        except BaseException:
+            remove_folder(self.folder)
+            raise
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks, dead ones included."""
+        return self.host.world_size
+
+    @property
+    def live(self) -> tuple[int, ...]:
+        """The ranks that live."""
+        return tuple(rank for rank in range(self.world_size) if rank not in self.dead)
+
+    def _kernel_start(self) -> KernelStart:
+        options = self.options
+        return KernelStart(
+            folder=self.folder,
+            incarnations=tuple(self._incarnations),
+            apps=options.apps,
+            seed=options.seed,
+            keep_cache=options.keep_cache,
+            verbose=options.verbose,
+        )
+
+    def parcel_socket(self, rank: int) -> Path:
+        """Where a rank takes parcels."""
+        return self._kernel_start().parcel_socket(rank)
+
+    # lifecycle
+
+    def start(self) -> None:
+        """Start all ranks and wait until they answer; where that fails nothing is left."""
+        try:
+            self.host.attach(self.hub)
+            self.hub.start()
+            with self.turn("starting the session") as (events, _):
+                self.start_processes(range(self.world_size), events)
+        except BaseException:
+            self.close()
+            raise
+
+    def start_processes(self, ranks: Sequence[int], events: queue.SimpleQueue[Event]) -> None:
+        """Start the processes of `ranks`, which have none, and wait until their kernels answer."""
+        for rank in ranks:
+            self.tails.forget(rank)
+            start = self._kernel_start()
+            connection = Connection(str(self.folder / start.stem(rank)), new_id_bytes())
+            connection.write(start.connection_file(rank))
+            self.hub.call(lambda rank=rank, connection=connection: self._start_one(rank, connection))
+        self._await_ready(set(ranks), events)
+
+    def _start_one(self, rank: int, connection: Connection) -> None:
+        self.hub.connect(rank, connection)
+        self.host.start(rank, self.generation)
+        self.dead.pop(rank, None)
+
+    def _await_ready(self, waiting: set[int], events: queue.SimpleQueue[Event]) -> None:
+        """Ask each kernel who it is, until it has answered and what it publishes is heard as well."""
+        did = f"starting {render_ranks(sorted(waiting))}"
+        ask_again_s = dict.fromkeys(waiting, 0.0)
+        heard: set[int] = set()
+        limit_s = time.monotonic() + _START_LIMIT_S
+        while waiting:
+            now = time.monotonic()
+            for rank in [rank for rank in waiting if ask_again_s[rank] <= now]:
+                self.hub.send(rank, "shell", "kernel_info_request", {})
+                ask_again_s[rank] = limit_s
+            with contextlib.suppress(queue.Empty):
+                event = events.get(timeout=max(0.001, min([limit_s, *ask_again_s.values()]) - now))
+                if isinstance(event, Said) and event.channel == "iopub":
+                    heard.add(event.rank)
+                elif isinstance(event, Said) and event.channel == "shell":
+                    ask_again_s[event.rank] = time.monotonic() + _SUBSCRIBE_S
+                elif isinstance(event, Ended):
+                    raise self._not_started(did, event)
+                elif isinstance(event, Interrupted):
+                    raise KeyboardInterrupt
+            waiting -= {rank for rank in waiting if rank in heard and 0 < ask_again_s[rank] < limit_s}
+            if time.monotonic() > limit_s:
+                raise LaunchError(
+                    did,
+                    found=f"{render_ranks(sorted(waiting))} did not answer in {_START_LIMIT_S:g} s",
+                    fix="Ask for fewer ranks, or see whether the machine is out of memory",
+                )
+
+    def _not_started(self, did: str, ended: Ended) -> LaunchError:
+        lines = "\n".join(self.tails.last_lines(ended.rank)[-20:])
+        said = f"; it wrote:\n{lines}" if lines else ""
+        reason = self.dead.get(ended.rank, ended.reason)
+        return LaunchError(did, found=f"rank {ended.rank} ended: {reason}{said}", rank=ended.rank)
+
+    def end_process(self, rank: int, events: queue.SimpleQueue[Event]) -> None:
+        """Kill the process of `rank`, if it lives, and prepare for another."""
+        if rank not in self.dead:
+            self.hub.post(lambda: self.host.signal((rank,), signal.SIGKILL))
+            while rank not in self.dead:
+                events.get(timeout=_START_LIMIT_S)
+        self._incarnations[rank] += 1
+
+    def close(self) -> None:
+        """End every rank and give everything back; a second call, or one in a fork of this process, does nothing."""
+        if self.is_closed or os.getpid() != self._owner_pid:
+            return
+        self.is_closed = True
+        try:
+            self.hub.call(self.host.close)
+        except RuntimeError:  # the hub's thread is gone, or was never started
+            self.host.close()
+        self.hub.stop()
+        remove_folder(self.folder)
+
+    def await_ends(self, ranks: Sequence[int]) -> None:
+        """Give `ranks`, which were asked to end, two seconds for their exit handlers."""
+        limit_s = time.monotonic() + _STOP_GRACE_S
+        while any(rank not in self.dead for rank in ranks) and time.monotonic() < limit_s:
+            time.sleep(0.005)
+
+    # who listens
+
+    @contextlib.contextmanager
+    def turn(self, did: str) -> Iterator[tuple[queue.SimpleQueue[Event], Stops]]:
+        """Take the ranks' attention: what they say goes to the events that are yielded. LaunchError if another has it.
+
+        An interrupt that nobody took is delivered at the end.
+        """
+        if self.is_closed:
+            raise LaunchError(did, found="the session was stopped", fix="Start a new one")
+        if not self._attention.acquire(blocking=False):
+            raise LaunchError(
+                did, found="the ranks are busy with another cell", fix="Wait for its end, or interrupt it"
+            )
+        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        is_interrupted = False
+        try:
+            with Stops(events) as stops:
+                with self._switch:
+                    self._consumer = events
+                yield events, stops
+        finally:
+            with self._switch:
+                self._consumer = None
+                self.busy.clear()
+                while not events.empty():
+                    event = events.get_nowait()
+                    is_interrupted = is_interrupted or isinstance(event, Interrupted)
+                    self._show_idle(event)
+            self._attention.release()
+        if is_interrupted:
+            signal.raise_signal(signal.SIGINT)
+
+    def _deliver(self, event: Event) -> None:
+        if isinstance(event, Wrote):
+            self.tails.feed(event.rank, event.stream, event.data)
+        with self._switch:
+            if isinstance(event, Ended):
+                self._on_ended(event)
+            if self._consumer is not None:
+                self._consumer.put(event)
+            else:
+                self._show_idle(event)
+
+    def _on_ended(self, ended: Ended) -> None:
+        if ended.rank == STORE:
+            return
+        self.hub.disconnect(ended.rank)
+        self.dead[ended.rank] = self._describe_end(ended)
+
+    def _describe_end(self, ended: Ended) -> str:
+        if ended.exited is None or ended.reason:
+            return ended.reason
+        how, _ = describe_exit(ended.exited, "the session", find_crash_line(self.tails.last_lines(ended.rank)))
+        return how
+
+    def _show_idle(self, event: Event) -> None:
+        now = time.monotonic()
+        if isinstance(event, Wrote):
+            self.view.raw(event.rank, event.stream, event.data, now)
+        elif isinstance(event, Ended) and not self.is_closed:
+            self.view.note(self._say_death(event))
+        elif isinstance(event, Said) and event.channel == "iopub" and event.kind in _SHOWN_IDLE:
+            message = RankMessage(event.rank, event.kind, event.content, event.metadata, event.buffers)
+            self.view.message(message, now)
+
+    def _say_death(self, ended: Ended) -> str:
+        if ended.rank == STORE:
+            return f"{ended.reason}: ranks cannot form a group any more; restart the session"
+        return f"rank {ended.rank} {self.dead[ended.rank]}; its variables are lost, `restart` brings it back"
+
+    def _tick(self, now: float) -> float | None:
+        with self._switch:
+            if self._consumer is not None:
+                return None
+            self.view.show(now)
+            return self.view.next_due_s()
+
+    def _on_broken(self, error: BaseException) -> None:
+        self._deliver(Ended(STORE, None, f"ddpilot's own thread failed: {error!r}"))
+
+    def send_comm(
+        self, rank: int, kind: str, content: dict[str, Any], metadata: dict[str, Any], buffers: list[bytes]
+    ) -> None:
+        """Hand a message of the notebook's widgets to a rank."""
+        if rank not in self.dead and not self.is_closed:
+            self.hub.send(rank, "shell", kind, content, metadata, buffers=buffers)

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank says of how a cell or a call ended, and how it travels inside a Jupyter reply."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+REPORT_KEY = "ddpilot"
+"""Where a reply's content carries the report, and a request's metadata what a rank is to know of the cell."""
+
+REQUEST = "ddpilot_request"
+"""The type of the shell channel's messages that are no cells: content {"verb": ..., "token": ...}."""
+
+FREE = "ddpilot_free"
+"""The type of the control channel's message that frees a rank which is stuck in a collective."""
+
+Status = Literal["ok", "error"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """How it ended on one rank. `time_s` (of the machine's monotonic clock) is when it raised, or returned."""
+
+    status: Status
+    time_s: float
+    has_group: bool = False
+    """Whether the rank is in a process group now."""
+
+    type_name: str = ""
+    message: str = ""
+    traceback: str = ""
+    """With ANSI colours."""
+
+    is_victim: bool = False
+    interrupted: bool = False
+    value: Any = None
+    """What a request answers, where that is small and JSON; anything else goes as a parcel."""
+
+    def to_content(self) -> dict[str, Any]:
+        """The report as JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_content(cls, content: Mapping[str, Any]) -> Report | None:
+        """The report in a reply's content; None where there is none (an aborted request)."""
+        found = content.get(REPORT_KEY)
+        return None if found is None else cls(**found)

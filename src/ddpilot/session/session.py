@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Session`: ranks that stay, with their variables, from one cell to the next."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from ddpilot.errors import LaunchError
+from ddpilot.launching.local.host import check_function
+from ddpilot.launching.results import RankResults
+from ddpilot.launching.shipping.blame import ship
+from ddpilot.launching.shipping.pickling import map_parcel, open_parcel
+from ddpilot.session.local import check_installed
+from ddpilot.session.options import SessionOptions
+from ddpilot.session.view import View
+
+
+@dataclass(frozen=True, kw_only=True)
+class CellResult:
+    """A cell that ran on `ranks` in `duration_s` seconds. What it showed went to the view."""
+
+    ranks: tuple[int, ...]
+    duration_s: float
+
+
+class Session:
+    """Ranks of this machine that stay: each is a Jupyter kernel, started when the session is made.
+
+    In every rank's namespace are `rank`, `world_size`, `device` and `group`; the process group is entered at the first
+    collective (or `DDP(model)`), unless the code makes its own with `init_process_group()`. Code on a rank sees a
+    torchrun job. When a cell fails on one rank, all of them are freed, the group is rebuilt and every variable stays.
+
+    A context manager: `stop` at the end. Options are those of `SessionOptions`. `view`: where output goes; None: labelled
+    lines on stdout and stderr. Raises LaunchError where ranks cannot be started; nothing is left then.
+    """
+
+    def __init__(
+        self,
+        nproc_per_node: int | str = "auto",
+        *,
+        gpus: Iterable[int] = (),
+        backend: str | None = None,
+        seed: int | None = None,
+        apps: Iterable[str] = (),
+        env: Mapping[str, str] | None = None,
+        preload: Iterable[str] = (),
+        respawn: bool = False,
+        keep_cache: bool = False,
+        verbose: bool = False,
+        output: Any = "labelled",
+        output_limit_bytes: int | None = None,
+        view: View | None = None,
+    ) -> None:
+        self.options = SessionOptions(
+            nproc_per_node=nproc_per_node,
+            gpus=tuple(gpus),
+            backend=backend,
+            seed=seed,
+            apps=apps if isinstance(apps, str) else tuple(apps),  # type: ignore[arg-type]  # it says how to write it
+            env=env or {},
+            preload=preload if isinstance(preload, str) else tuple(preload),  # type: ignore[arg-type]
+            respawn=respawn,
+            keep_cache=keep_cache,
+            verbose=verbose,
+            output=output,
+            output_limit_bytes=output_limit_bytes,
+        )
+        check_installed()
+        # These need the packages that `check_installed` looks for.
+        from ddpilot.session.ranks import Ranks
+        from ddpilot.session.work import Work
+
+        if view is None:
+            from ddpilot.session.shown.terminal import TextView
+
+            view = TextView(output, output_limit_bytes)
+        self._view = view
+        self._ranks = Ranks(self.options, self._view)
+        self._view.bind(self._ranks.send_comm)
+        self._ranks.start()
+        self._work = Work(self._ranks)
+        self._num_cells = 0
+        self._finalizer = weakref.finalize(self, self._ranks.close)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks, dead ones included."""
+        return self._ranks.world_size
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the session was not stopped."""
+        return not self._ranks.is_closed
+
+    def execute(
+        self,
+        code: str,
+        *,
+        ranks: Iterable[int] | None = None,
+        quiet: bool = False,
+        cell: int | None = None,
+        keep_cache: bool | None = None,
+    ) -> CellResult:
+        """Run a cell on `ranks` (None: all that live), as if typed into each one's notebook; magics work.
+
+        `quiet`: show nothing that it prints. `cell`: its number in errors ("Cell In[7]"); default: counted. `keep_cache`
+        as for the session. Raises RankError with the first failure in time, after all ranks have come back and the
+        group was rebuilt; LaunchInterrupted, a KeyboardInterrupt, after the stop button.
+        """
+        from ddpilot.session.work import raise_outcome
+
+        chosen = self._choose(ranks, "running a cell")
+        self._num_cells = cell if cell is not None else self._num_cells + 1
+        began_s = time.monotonic()
+        keeps = self.options.keep_cache if keep_cache is None else keep_cache
+        outcome = self._work.cell(code, chosen, number=self._num_cells, quiet=quiet, keep_cache=keeps)
+        raise_outcome(outcome, f"Cell In[{self._num_cells}]")
+        return CellResult(ranks=chosen, duration_s=time.monotonic() - began_s)
+
+    def run(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> RankResults:
+        """Run `fn(*args, **kwargs)` on every rank and return every rank's value, by rank.
+
+        Function and arguments travel by value, as with `launch`: it sees the globals that it has here, not the ranks'
+        variables. Raises ShipError before anything runs; RankError and LaunchInterrupted as `execute` does.
+        """
+        from ddpilot.session.work import raise_outcome
+
+        name = check_function(fn)
+        chosen = self._choose(None, f"running `{name}`", all_live=True)
+        parts = {"fn": fn, "args": args, "kwargs": kwargs}
+        parcel, known = ship("ddpilot-call", parts, (fn, args, kwargs), did=f"running `{name}`", known=None)
+        outcome, answers = self._with_parcel("call", {}, chosen, parcel, name)
+        error = outcome.error
+        if error is not None and answers.get(error.rank):
+            error.__cause__, _ = open_parcel(map_parcel(answers[error.rank]), known)
+        try:
+            raise_outcome(outcome, f"`{name}`")
+            return RankResults([answers[rank] for rank in chosen], known)
+        finally:
+            _close(answers)
+
+    def push(self, values: Mapping[str, Any], *, ranks: Iterable[int] | None = None) -> None:
+        """Set variables of `ranks` (None: all that live). Each rank gets a copy of its own, tensors too.
+
+        Raises ShipError, which names what cannot be pickled, before anything is set.
+        """
+        from ddpilot.session.work import raise_outcome
+
+        odd = [name for name in values if not (isinstance(name, str) and name.isidentifier())]
+        if odd:
+            raise LaunchError("pushing", found=f"{odd[0]!r} is no name of a variable", fix='Give {"name": value}')
+        chosen = self._choose(ranks, "pushing")
+        parcel, _ = ship("ddpilot-push", values, dict(values), did=f"pushing {', '.join(values)}", known=None)
+        outcome, _ = self._with_parcel("push", {}, chosen, parcel, "push")
+        raise_outcome(outcome, "push")
+
+    def pull(self, expression: str, *, rank: int | None = None) -> Any:
+        """The value of a variable (or any expression) of `rank`, or with None a list of every rank's, by rank.
+
+        Tensors come as copies on the CPU, through a memory file. Raises RankError where a rank has no such variable, or
+        where it cannot be pickled.
+        """
+        from ddpilot.session.work import raise_outcome
+
+        chosen = self._choose(None if rank is None else [rank], f"pulling `{expression}`", all_live=rank is None)
+        outcome, answers = self._with_parcel("pull", {"expression": expression}, chosen, [], f"pull {expression}")
+        try:
+            raise_outcome(outcome, "pull")
+            values = RankResults([answers[each] for each in chosen], [])
+        finally:
+            _close(answers)
+        return list(values) if rank is None else values[0]
+
+    def restart(self, rank: int | None = None) -> None:
+        """Start `rank` anew under the same number, or with None all ranks. Variables of restarted ranks are lost.
+
+        The others keep theirs; where a process group was in use it is rebuilt with all ranks.
+        """
+        chosen = tuple(range(self.world_size)) if rank is None else self._check([rank], "restarting")
+        self._work.restart(chosen)
+
+    def stop(self) -> None:
+        """End the ranks: apps clean up, exit handlers run, and what is left after two seconds is killed.
+
+        A second call does nothing.
+        """
+        if self.is_running:
+            try:
+                self._work.finish()
+            finally:
+                self._finalizer()
+
+    def _choose(self, ranks: Iterable[int] | None, did: str, *, all_live: bool = False) -> tuple[int, ...]:
+        dead = self._ranks.dead
+        asked = tuple(range(self.world_size)) if ranks is None else self._check(ranks, did)
+        missing = [rank for rank in asked if rank in dead]
+        if self.options.respawn or not missing or (ranks is None and not all_live and len(missing) < self.world_size):
+            return asked if self.options.respawn else tuple(rank for rank in asked if rank not in dead)
+        raise LaunchError(
+            did,
+            found=f"rank {missing[0]} is dead: it {dead[missing[0]]}",
+            fix=f"`session.restart({missing[0]})` (in a notebook `%ddp restart {missing[0]}`) starts it again",
+            rank=missing[0],
+        )
+
+    def _check(self, ranks: Iterable[int], did: str) -> tuple[int, ...]:
+        asked = tuple(sorted(set(ranks)))
+        wrong = [rank for rank in asked if not (isinstance(rank, int) and 0 <= rank < self.world_size)]
+        if wrong or not asked:
+            raise LaunchError(
+                did,
+                found=f"rank {wrong[0]!r}, and the ranks are 0 to {self.world_size - 1}" if wrong else "no rank at all",
+                fix="Give numbers of ranks",
+            )
+        return asked
+
+    def _with_parcel(
+        self, verb: str, arguments: dict[str, Any], ranks: Sequence[int], parcel: list[int], name: str
+    ) -> Any:
+        try:
+            return self._work.call(verb, arguments, ranks, parcel, name)
+        finally:
+            _close({0: parcel})
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def __repr__(self) -> str:
+        state = f"{len(self._ranks.live)} of {self.world_size} ranks live" if self.is_running else "stopped"
+        return f"Session({state})"
+
+
+def _close(parcels: Mapping[int, list[int]]) -> None:
+    from ddpilot.launching.local import wire
+
+    for fds in parcels.values():
+        wire.close_all(fds)

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stop button and Ctrl-C while ranks run a cell: an event like others, so that it never cuts a message in two."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+from ddpilot.session.events import Event, Interrupted
+
+
+class Stops:
+    """While entered, SIGINT puts `Interrupted` among `events` instead of raising KeyboardInterrupt.
+
+    Does nothing outside the main thread, where Python delivers no signals.
+    """
+
+    def __init__(self, events: queue.SimpleQueue[Event]) -> None:
+        self._events = events
+        self._previous: Any = None
+
+    def __enter__(self) -> Stops:
+        if threading.current_thread() is threading.main_thread():
+            self._previous = signal.signal(signal.SIGINT, self._on_signal)
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        if self._previous is not None:
+            signal.signal(signal.SIGINT, self._previous)
+
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        self._events.put(Interrupted())
+
+    @contextlib.contextmanager
+    def raised(self) -> Iterator[None]:
+        """Inside, SIGINT raises KeyboardInterrupt: for calls that wait for a person."""
+        if self._previous is None:
+            yield
+            return
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, self._on_signal)

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ranks are given to do, and how they are brought together again after a failure."""
+
+from __future__ import annotations
+
+import queue
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ddpilot.errors import LaunchInterrupted
+from ddpilot.findings.words import render_ranks
+from ddpilot.session.events import Event
+from ddpilot.session.parcels import ParcelCall
+from ddpilot.session.ranks import Ranks
+from ddpilot.session.report import REPORT_KEY, REQUEST
+from ddpilot.session.round import Outcome, Part, Round
+from ddpilot.session.stops import Stops
+
+
+class Work:
+    """Runs cells and requests on ranks. After a failure the group is freed and rebuilt, and every variable stays."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._wants_group = False
+        self._backend: str | None = None
+
+    def cell(self, code: str, ranks: Sequence[int], *, number: int, quiet: bool, keep_cache: bool) -> Outcome:
+        """Run a cell on `ranks`; recover where it fails."""
+        content = {
+            "code": code,
+            "silent": False,
+            "store_history": False,
+            "user_expressions": {},
+            "allow_stdin": not quiet,
+            "stop_on_error": False,
+        }
+        about = {"cell": number, "ranks": self._subset(ranks), "keep_cache": keep_cache}
+        with self._ranks.turn(f"running cell {number}") as (events, stops):
+            self._mend(events, stops)
+            ids = {
+                rank: self._ranks.hub.send(rank, "shell", "execute_request", content, {REPORT_KEY: about})
+                for rank in ranks
+            }
+            outcome = self._watch(ids, f"Cell In[{number}]", events, stops, number=number, quiet=quiet)
+            self._recover(outcome, events, stops)
+        return outcome
+
+    def call(self, verb: str, arguments: dict[str, Any], ranks: Sequence[int], parcel: list[int], name: str) -> Any:
+        """Have `ranks` serve a request that brings a parcel and is answered by one; outcome and answers by rank.
+
+        Recovers where it fails and is a function of the user's (verb "call").
+        """
+        answers: dict[int, list[int]] = {}
+        calls: dict[int, ParcelCall] = {}
+        with self._ranks.turn(f"running {name}") as (events, stops):
+            self._mend(events, stops)
+            try:
+                ids = {}
+                for rank in ranks:
+                    token = uuid.uuid4().hex
+                    calls[rank] = ParcelCall(self._ranks.parcel_socket(rank), token, parcel)
+                    ids[rank] = self._ask(rank, verb, {**arguments, "token": token}, ranks)
+                outcome = self._watch(ids, name, events, stops)
+                for rank, part in outcome.parts.items():
+                    if part.report is not None and verb != "push" and (verb == "call" or part.report.status == "ok"):
+                        answers[rank] = calls[rank].answer()
+            finally:
+                for each in calls.values():
+                    each.close()
+            if verb == "call":
+                self._recover(outcome, events, stops)
+        return outcome, answers
+
+    def restart(self, ranks: Sequence[int]) -> None:
+        """Start the processes of `ranks` anew, under the same numbers; the group is rebuilt where there was one."""
+        with self._ranks.turn(f"restarting {render_ranks(ranks)}") as (events, stops):
+            self._restart(ranks, events, stops)
+
+    def finish(self) -> None:
+        """Ask the ranks that are idle to end, for the sake of apps and exit handlers."""
+        with self._ranks.turn("stopping the session") as (events, stops):
+            live = self._ranks.live
+            ids = {rank: self._ask(rank, "finish", {}, live) for rank in live}
+            self._watch(ids, "stopping", events, stops)
+            self._ranks.await_ends(live)
+            while not events.empty():  # their ends are no news
+                events.get_nowait()
+
+    def _subset(self, ranks: Sequence[int]) -> list[int]:
+        return [] if len(ranks) == self._ranks.world_size else list(ranks)
+
+    def _ask(self, rank: int, verb: str, arguments: dict[str, Any], ranks: Sequence[int]) -> str:
+        content = {"verb": verb, "arguments": arguments, "ranks": self._subset(ranks)}
+        return self._ranks.hub.send(rank, "shell", REQUEST, content)
+
+    def _watch(
+        self,
+        ids: dict[int, str],
+        name: str,
+        events: queue.SimpleQueue[Event],
+        stops: Stops,
+        *,
+        number: int | None = None,
+        quiet: bool = False,
+    ) -> Outcome:
+        ranks = self._ranks
+        now = time.monotonic()
+        ranks.busy.update(dict.fromkeys(ids, (number, now)))
+        ranks.view.begin(tuple(ids))
+        parts = [Part(rank, message_id) for rank, message_id in ids.items()]
+        try:
+            return Round(
+                parts,
+                name=name,
+                hub=ranks.hub,
+                host=ranks.host,
+                view=ranks.view,
+                tails=ranks.tails,
+                events=events,
+                quiet=quiet,
+            ).run(stops)
+        finally:
+            ranks.view.end()
+
+    # recovery
+
+    def _mend(self, events: queue.SimpleQueue[Event], stops: Stops) -> None:
+        """Before new work: bring back ranks that died while nothing ran, where that was asked for."""
+        if self._ranks.options.respawn and self._ranks.dead:
+            self._restart(sorted(self._ranks.dead), events, stops)
+
+    def _restart(self, ranks: Sequence[int], events: queue.SimpleQueue[Event], stops: Stops) -> None:
+        for rank in ranks:
+            self._ranks.end_process(rank, events)
+        self._ranks.start_processes(ranks, events)
+        self._regroup(events, stops)
+
+    def _recover(self, outcome: Outcome, events: queue.SimpleQueue[Event], stops: Stops) -> None:
+        reports = [part.report for part in outcome.parts.values() if part.report is not None]
+        if outcome.is_ok:
+            self._wants_group = self._wants_group or any(report.has_group for report in reports)
+            return
+        freed = outcome.freed.values()
+        self._wants_group = self._wants_group or any(report.has_group for report in (*reports, *freed))
+        self._backend = next((report.value["backend"] for report in freed if report.has_group), self._backend)
+        if self._ranks.dead and self._ranks.options.respawn:
+            self._restart(sorted(self._ranks.dead), events, stops)
+        else:
+            self._regroup(events, stops)
+
+    def _regroup(self, events: queue.SimpleQueue[Event], stops: Stops) -> None:
+        """Free the ranks of whatever group they were in; where all live and one was in use, make a new one."""
+        dead = sorted(self._ranks.dead)
+        self._ranks.generation += 1
+        enter = self._wants_group and not dead
+        began_s = time.monotonic()
+        arguments = {"generation": self._ranks.generation, "enter": enter, "backend": self._backend}
+        outcome = self._request_all("rebuild", arguments, events, stops)
+        if dead:
+            one = len(dead) == 1
+            reason = (
+                f"{render_ranks(dead)} {'is' if one else 'are'} dead; restart {'it' if one else 'them'} "
+                f"(`%ddp restart {' '.join(map(str, dead))}`, `session.restart({dead[0]})`)"
+            )
+            self._request_all("block", {"reason": reason}, events, stops)
+        elif enter:
+            self._say_rebuilt(outcome, time.monotonic() - began_s)
+
+    def _request_all(
+        self, verb: str, arguments: dict[str, Any], events: queue.SimpleQueue[Event], stops: Stops
+    ) -> Outcome:
+        live = self._ranks.live
+        ids = {rank: self._ask(rank, verb, arguments, live) for rank in live}
+        return self._watch(ids, f"the request `{verb}`", events, stops)
+
+    def _say_rebuilt(self, outcome: Outcome, duration_s: float) -> None:
+        note: Callable[[str], None] = self._ranks.view.note
+        values = [part.report.value for part in outcome.parts.values() if part.report and part.report.value]
+        if not outcome.is_ok or not values:
+            note("the group could not be rebuilt: restart the session (its variables go), or save what you need first")
+            return
+        rebound = max(value["rebound"] for value in values)
+        models = f"; {rebound} DDP model{'s' * (rebound > 1)} bound to it" if rebound else ""
+        note(f"the process group was freed and rebuilt in {duration_s:.1f} s, variables are kept{models}")
+        for unbound in sorted({text for value in values for text in value["unbound"]}):
+            note(f"not bound to the new group: {unbound}")
+        disagreements = values[0]["disagreements"]
+        for text in disagreements[:5]:
+            note(text)
+        if disagreements:
+            note(
+                f"{len(disagreements)} difference{'s' * (len(disagreements) > 1)} between ranks: training on would keep "
+                "them apart. Load a checkpoint on all ranks, or take rank 0's: "
+                "`for p in model.parameters(): group.broadcast(p.data)`, and make the optimizer anew"
+            )
+
+
+def raise_outcome(outcome: Outcome, name: str) -> None:
+    """Raise what a round ended with: RankError, or LaunchInterrupted after the stop button."""
+    if outcome.error is not None:
+        raise outcome.error
+    if outcome.was_stopped:
+        ends = []
+        for rank, part in sorted(outcome.parts.items()):
+            if part.ended is not None:
+                ends.append(f"rank {rank} had to be killed")
+            elif part.report is not None and part.report.status == "ok":
+                ends.append(f"rank {rank} finished")
+            elif part.report is not None:
+                ends.append(f"rank {rank} ended at {part.report.type_name}")
+        raise LaunchInterrupted(f"{name} was stopped: {'; '.join(ends)}")
