@@ -26,20 +26,20 @@ class Waiting:
 
 
 class Collapser:
-    """Collects lines of `world_size` ranks. Times are seconds of any clock that does not go back."""
+    """Collects lines of `num_ranks` ranks, whatever their numbers. Times: seconds of any clock that never goes back."""
 
-    def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
         self._queue: deque[Waiting] = deque()
         self._by_text: dict[tuple[str, str], list[Waiting]] = {}  # each list by number
-        self._last_number = dict.fromkeys(range(world_size), -1)
+        self._last_number: dict[int, int] = {}
         self._count = 0
 
     def add(self, rank: int, stream: str, text: str, now_s: float) -> None:
         """Take a line: join the same line of other ranks if that comes after all that this rank has printed."""
         same = self._by_text.setdefault((stream, text), [])
         # A rank may print one line thousands of times, so no search from the start.
-        place = bisect.bisect_right(same, self._last_number[rank], key=lambda each: each.number)
+        place = bisect.bisect_right(same, self._last_number.get(rank, -1), key=lambda each: each.number)
         if place < len(same):
             entry = same[place]
         else:
@@ -54,7 +54,7 @@ class Collapser:
         """The lines that need not wait any longer, in order."""
         while self._queue:
             head = self._queue[0]
-            is_complete = len(head.ranks) == self._world_size
+            is_complete = len(head.ranks) == self._num_ranks
             if not is_complete and now_s - head.since_s < WINDOW_S and len(self._queue) <= _MAX_WAITING:
                 return
             yield self._pop()

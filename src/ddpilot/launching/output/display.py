@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write ranks' lines to the parent's stdout and stderr, labelled; one progress bar, rank 0's, below them."""
+"""Write ranks' lines to the parent's stdout and stderr, labelled; one rank's progress bar below them."""
 
 from __future__ import annotations
 
@@ -52,23 +52,28 @@ class Display:
         label = f"[{render_ranks(sorted(ranks))}] " if self._mode == "labelled" else ""
         self._write(stream, f"{label}{text}\n")
 
-    def progress(self, stream: str, text: str) -> None:
-        """Redraw rank 0's bar."""
+    def progress(self, stream: str, text: str, rank: int = 0) -> None:
+        """Redraw the bar of the one rank whose bars are shown."""
         self._erase_bar()
-        shown = f"[rank 0] {text}" if self._mode == "labelled" else text
+        shown = f"[rank {rank}] {text}" if self._mode == "labelled" else text
         self._bar = (stream, shown)
         self._streams[stream].write(f"\r{shown}")
         self._streams[stream].flush()
 
-    def end_progress(self, stream: str, text: str) -> None:
-        """Leave rank 0's finished bar standing."""
-        self.progress(stream, text)
+    def end_progress(self, stream: str, text: str, rank: int = 0) -> None:
+        """Leave a finished bar standing."""
+        self.progress(stream, text, rank)
         self._bar = None
         self._streams[stream].write("\n")
 
     def note(self, text: str) -> None:
         """Say something of ddpilot's own, on stderr, whatever the mode."""
         self._write("stderr", f"ddpilot: {text}\n")
+
+    def flush(self) -> None:
+        """Hand everything written so far on."""
+        for stream in self._streams.values():
+            stream.flush()
 
     def close(self) -> None:
         """End the bar's line and say what was not shown."""
@@ -80,8 +85,7 @@ class Display:
                 f"{num_bytes / 1e6:.1f} MB more output of rank {rank} not shown "
                 f"(limit {self._limit_bytes} bytes per rank, `output_limit_bytes=`)"
             )
-        for stream in self._streams.values():
-            stream.flush()
+        self.flush()
 
     def _write(self, stream: str, text: str) -> None:
         bar = self._bar
