@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One cell's output on its way to a screen: cut into lines, what several ranks show alike collapsed, in order."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+
+from ddpilot.launching.output.collapse import Collapser, Waiting
+from ddpilot.launching.output.lines import Line, LineSplitter, Progress
+from ddpilot.session.shown.rich import Rich
+from ddpilot.session.shown.screen import Screen
+
+_BAR_S = 0.05
+"""A bar is redrawn so often at most: some loops redraw theirs thousands of times in a second."""
+
+
+class CellOutput:
+    """Takes what `ranks` say while one cell runs. Times are seconds of the monotonic clock."""
+
+    def __init__(self, ranks: Sequence[int], screen: Screen) -> None:
+        self.screen = screen
+        self._lead = min(ranks, default=0)  # whose bars are shown
+        self._collapser = Collapser(max(1, len(ranks)))
+        self._splitters: dict[tuple[int, str, bool], LineSplitter] = defaultdict(LineSplitter)
+        self._rich: dict[int, deque[Rich]] = defaultdict(deque)  # by rank, in the order in which they wait
+        self._bar: tuple[str, str] | None = None  # stream, text; not drawn yet
+        self._drawn_s = 0.0
+
+    def text(self, rank: int, stream: str, data: bytes, now_s: float, *, past_python: bool = False) -> None:
+        """Bytes that a rank printed. Python's own and those of other code are cut into lines apart."""
+        if self.screen.hides(rank):
+            self.screen.count_hidden(rank, len(data))
+            return
+        for piece in self._splitters[rank, stream, past_python].feed(data):
+            self._take(rank, stream, piece, now_s)
+
+    def result(self, rank: int, text: str, now_s: float) -> None:
+        """Text that stays together: collapsed as a whole or not at all."""
+        if self.screen.hides(rank):
+            self.screen.count_hidden(rank, len(text))
+        else:
+            self._collapser.add(rank, "result", text, now_s)
+
+    def rich(self, rank: int, rich: Rich, now_s: float, *, is_update: bool = False) -> None:
+        """An object, or what takes the place of an earlier one."""
+        if not self.screen.hides_rich(rank):
+            self._rich[rank].append(rich)
+            self._collapser.add(rank, "update" if is_update else "rich", rich.fingerprint, now_s)
+
+    def clear(self, rank: int, wait: bool, now_s: float) -> None:
+        """`clear_output` on a rank."""
+        if not self.screen.hides_rich(rank):
+            self._collapser.add(rank, "clear", "wait" if wait else "", now_s)
+
+    def show(self, now_s: float) -> None:
+        """Show what has waited long enough."""
+        is_new = False
+        for entry in self._collapser.ready(now_s):
+            self._emit(entry)
+            is_new = True
+        if self._bar is not None and now_s >= self._drawn_s + _BAR_S:
+            self._draw(now_s)
+            is_new = True
+        if is_new:
+            self.screen.flush()
+
+    def show_all(self) -> None:
+        """Show everything that waits, in order."""
+        for entry in self._collapser.flush():
+            self._emit(entry)
+        if self._bar is not None:
+            self._draw(self._drawn_s)
+        self.screen.flush()
+
+    def next_due_s(self) -> float | None:
+        """When `show` has something to do."""
+        due = self._collapser.next_due_s()
+        if self._bar is None:
+            return due
+        return min(self._drawn_s + _BAR_S, due if due is not None else float("inf"))
+
+    def finish_lines(self, now_s: float) -> None:
+        """Show everything, unfinished lines too."""
+        for (rank, stream, _), splitter in sorted(self._splitters.items()):
+            for piece in splitter.close():
+                self._take(rank, stream, piece, now_s)
+        self.show_all()
+
+    def close(self, now_s: float) -> None:
+        """The cell is over."""
+        self.finish_lines(now_s)
+        self.screen.close()
+
+    def _take(self, rank: int, stream: str, piece: Line | Progress, now_s: float) -> None:
+        if isinstance(piece, Line) and not piece.is_progress:
+            self._collapser.add(rank, stream, piece.text, now_s)
+        elif rank == self._lead:
+            if isinstance(piece, Progress):
+                self._bar = (stream, piece.text)
+            else:
+                self._bar = None
+                self.show(now_s)
+                self.screen.end_progress(stream, piece.text, rank)
+                self.screen.flush()
+
+    def _draw(self, now_s: float) -> None:
+        if self._bar is not None:
+            self.screen.progress(*self._bar, self._lead)
+            self._bar, self._drawn_s = None, now_s
+
+    def _emit(self, entry: Waiting) -> None:
+        if entry.stream in ("rich", "update"):
+            items = {rank: self._rich[rank].popleft() for rank in sorted(entry.ranks)}
+            if entry.stream == "rich":
+                self.screen.rich(items)
+            else:
+                self.screen.update(items)
+        elif entry.stream == "clear":
+            self.screen.clear(sorted(entry.ranks), entry.text == "wait")
+        else:
+            stream = "stdout" if entry.stream == "result" else entry.stream
+            for line in entry.text.split("\n") if entry.stream == "result" else (entry.text,):
+                self.screen.line(entry.ranks, stream, line)

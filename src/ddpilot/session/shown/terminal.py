@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ranks say in a terminal or a script: text with labels."""
+
+from __future__ import annotations
+
+import getpass
+import re
+import sys
+
+from ddpilot.launching.options import Output
+from ddpilot.session.shown.screen import Screen, TextScreen
+from ddpilot.session.shown.screen_view import ScreenView
+
+_COLOR = re.compile(r"\x1b\[[0-9;]*m")
+
+
+class TextView(ScreenView):
+    """Writes to `sys.stdout` and `sys.stderr`. `mode` and `limit_bytes` are a session's `output`, `output_limit_bytes`.
+
+    The limit is one per rank and cell; None: 1 MB in a notebook, else none.
+    """
+
+    def __init__(self, mode: Output = "labelled", limit_bytes: int | None = None) -> None:
+        super().__init__()
+        self._mode: Output = mode
+        self._limit_bytes = limit_bytes
+
+    def make_screen(self) -> Screen:
+        """A screen on the streams as they are now."""
+        return TextScreen(self._mode, self._limit_bytes)
+
+    def write_error(self, text: str) -> None:
+        """Write to stderr, in colours where that is a terminal."""
+        stream = sys.stderr
+        if stream is not None:
+            stream.write(text if stream.isatty() else _COLOR.sub("", text))
+            stream.flush()
+
+    def ask(self, rank: int, prompt: str, password: bool) -> str:
+        """Ask on the terminal, with the rank in front."""
+        self.flush()
+        question = f"[rank {rank}] {prompt}"
+        return getpass.getpass(question) if password else input(question)
