@@ -101,6 +101,10 @@ class LaunchInterrupted(KeyboardInterrupt):
         return [f"KeyboardInterrupt: {self}"]
 
 
+class RecordError(DdpilotError, RuntimeError):
+    """Collectives cannot be recorded as asked, or a file is not a recording that this version can read."""
+
+
 class RankError(DdpilotError, RuntimeError):
     """A rank failed: it raised, exited or was killed. Of several, the first in time that is not a consequence.
 

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which gradient bucket of which DDP model an all_reduce of torch's C++ reducer is.
+
+Nothing here may call the reducer or its logger: the reducer holds its lock while it starts an all_reduce, so that the
+rank would wait for itself. What is used is what Python can work out, and what the ranks tell each other.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import sys
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+MAX_NAMES = 100
+_MAX_SEARCHES = 3
+
+
+@dataclass(frozen=True, eq=False)
+class Bucket:
+    """What a reducer's all_reduce over `num_elements` numbers is; `fact` says it as the ring holds it."""
+
+    num_elements: int
+    fact: dict[str, Any]
+
+
+class _Model:
+    """A DDP model and which of its buckets is reduced next: the reducer takes them in order, in every backward."""
+
+    def __init__(self, model: Any) -> None:
+        self.ref = weakref.ref(model)
+        self.unused = Bucket(-1, {})
+        self._reducer: weakref.ref[Any] | None = None
+        self._parameters: list[Any] = []
+        self._buckets: list[Bucket] = []
+        self._next = 0
+        self._told: list[Any] = []
+
+    def take(self, num_elements: int) -> Bucket | None:
+        """The next bucket, if it is that large."""
+        model = self.ref()
+        reducer = getattr(model, "reducer", None)
+        if reducer is None:
+            return None
+        if self._reducer is None or self._reducer() is not reducer:  # as after binding the model to a new group
+            self._reducer = weakref.ref(reducer)
+            self._read_first_order(model)
+        if len(self._told) == 2:
+            self._read_new_order(model)
+        if self._next >= len(self._buckets) or self._buckets[self._next].num_elements != num_elements:
+            return None
+        bucket = self._buckets[self._next]
+        self._next = (self._next + 1) % len(self._buckets)
+        return bucket
+
+    def restart(self) -> None:
+        """Expect the first bucket: the last backward was cut short."""
+        self._next = 0
+
+    def hear(self, tensor: Any) -> None:
+        """`tensor` is broadcast while the ranks agree on new buckets: their parameters first, then their lengths."""
+        self._told = [*self._told[-1:], tensor]
+
+    def _read_first_order(self, model: Any) -> None:
+        from torch._C import _distributed_c10d as c10d
+
+        self._told = []
+        self._parameters, is_sparse = model._build_params_for_reducer()
+        self.unused = Bucket(len(self._parameters), {"what": "unused parameters", "model": _name_of(model)})
+        if model.static_graph or not model.find_unused_parameters:
+            limits = [sys.maxsize]
+        else:
+            first = getattr(getattr(model, "_bucket_config", None), "first_bucket_bytes_cap", None)
+            limits = [c10d._DEFAULT_FIRST_BUCKET_BYTES if first is None else first, model.bucket_bytes_cap]
+        order, _ = c10d._compute_bucket_assignment_by_size(self._parameters, limits, is_sparse)
+        self._set_order(model, order[::-1])
+
+    def _read_new_order(self, model: Any) -> None:
+        # Both broadcasts are over when the next backward begins. The lengths are padded, and so are the parameters,
+        # whose last number counts the buckets.
+        members, lengths = (tensor.flatten().tolist() for tensor in self._told)
+        self._told = []
+        left = iter(members[: len(self._parameters)])
+        order = [list(itertools.islice(left, length)) for length in lengths]
+        if sorted(itertools.chain(*order)) == list(range(len(self._parameters))):
+            self._set_order(model, [bucket for bucket in order if bucket])
+
+    def _set_order(self, model: Any, order: Sequence[Sequence[int]]) -> None:
+        names = {id(parameter): name for name, parameter in model.module.named_parameters()}
+        self._next = 0
+        self._buckets = []
+        for index, members in enumerate(order):
+            parameters = [self._parameters[at] for at in members]
+            shown = [names.get(id(parameter), "?") for parameter in parameters]
+            if len(shown) > MAX_NAMES:
+                shown = [*shown[: MAX_NAMES - 1], shown[-1]]
+            fact = {"what": "bucket", "model": _name_of(model), "index": index, "num_buckets": len(order)}
+            fact |= {"num_parameters": len(members), "names": shown}
+            self._buckets.append(Bucket(sum(parameter.numel() for parameter in parameters), fact))
+
+
+class BucketBook:
+    """Every live DDP model that is known, told by `add` or, where nobody did, found among all live objects."""
+
+    def __init__(self, ddp_class: type) -> None:
+        self._ddp_class = ddp_class
+        self._models: list[_Model] = []
+        self._num_searches = 0
+
+    def add(self, model: Any) -> _Model:
+        """Know `model`, a `DistributedDataParallel`."""
+        self._models = [known for known in self._models if known.ref() is not None]
+        for known in self._models:
+            if known.ref() is model:
+                return known
+        self._models.append(_Model(model))
+        return self._models[-1]
+
+    def match(self, num_elements: int) -> Bucket | None:
+        """The bucket that the reducer's all_reduce over so many numbers is; None where no known model has it."""
+        bucket = self._take(num_elements)
+        if bucket is None:
+            for model in self._models:
+                if num_elements == model.unused.num_elements:
+                    return model.unused
+                model.restart()
+            bucket = self._take(num_elements)
+        if bucket is None and self._search():
+            bucket = self._take(num_elements)
+        return bucket
+
+    def _take(self, num_elements: int) -> Bucket | None:
+        return next((bucket for model in self._models if (bucket := model.take(num_elements))), None)
+
+    def _search(self) -> bool:
+        # Looking through all objects takes tens of milliseconds, so it is not repeated for what nobody knows.
+        if self._num_searches >= _MAX_SEARCHES:
+            return False
+        self._num_searches += 1
+        before = len(self._models)
+        for found in gc.get_objects():
+            if issubclass(type(found), self._ddp_class):
+                self.add(found)
+        return len(self._models) > before
+
+
+def _name_of(model: Any) -> str:
+    return type(model.module).__name__

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start recording in a rank that a launcher or a session starts: a hook for before the user's code. Free of torch."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+RING_DIR_VARIABLE = "DDPILOT_RING_DIR"
+"""Names the folder for the rings; its owner makes it, private to the user, and removes it after the ranks are gone."""
+
+HOOK = "ddpilot.record.hook:start"
+"""What launchers are given to call `start` in every rank."""
+
+
+class RankStart(Protocol):
+    """What `start` needs to know of the rank that it runs in."""
+
+    rank: int
+    environ: dict[str, str]
+
+
+def ring_path(folder: str | os.PathLike[str], rank: int) -> Path:
+    """Where `rank` records, in the folder that `RING_DIR_VARIABLE` names."""
+    return Path(folder) / f"rank{rank}.ring"
+
+
+def find_rings(folder: str | os.PathLike[str]) -> Mapping[int, Path]:
+    """The rings in `folder`, by rank; empty where there is no such folder."""
+    found = {path.stem.removeprefix("rank"): path for path in Path(folder).glob("rank*.ring")}
+    return {int(number): found[number] for number in sorted(found, key=len) if number.isdecimal()}
+
+
+def start(rank_start: RankStart) -> None:
+    """Record every collective of this process from now on until it exits, in the folder of `RING_DIR_VARIABLE`.
+
+    Without that variable nothing happens. Whatever fails is said in one line on stderr, and the rank runs on.
+    """
+    folder = rank_start.environ.get(RING_DIR_VARIABLE)
+    if not folder:
+        return
+    try:
+        from ddpilot.record.recording import start_recording
+
+        start_recording(ring_path(folder, rank_start.rank), rank=rank_start.rank)
+    except Exception as error:  # noqa: BLE001 - said, and never in the way of training
+        sys.stderr.write(f"ddpilot: rank {rank_start.rank}: collectives are not recorded: {error}\n")

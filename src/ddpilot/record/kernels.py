@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""See every collective through kernels of our own, on the dispatch key that every `c10d::` operator passes first.
+
+They see what no hook of torch's sees, the reduce-op, and groups that do not exist yet; from Python, C++ and compiled
+graphs alike. Torch is imported by the functions: reading a ring shares this package and works without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from types import CodeType
+from typing import Any
+
+from ddpilot.record.operations import Operation, plan_operation
+from ddpilot.record.recorder import Recorder
+
+NAMESPACE = "c10d"
+DISPATCH_KEY = "BackendSelect"
+
+
+def plan_operations() -> tuple[dict[str, Operation], dict[str, str]]:
+    """Every `c10d::` operator of this torch, by name: those that are recorded, and why the others are not."""
+    import torch
+
+    recorded: dict[str, Operation] = {}
+    left_out: dict[str, str] = {}
+    for name in sorted(torch._C._dispatch_get_all_op_names()):
+        if name.startswith(f"{NAMESPACE}::"):
+            plan = plan_operation(name, find_overload(name)._schema)
+            if isinstance(plan, str):
+                left_out[name] = plan
+            else:
+                recorded[name] = plan
+    return recorded, left_out
+
+
+def find_overload(name: str) -> Any:
+    """The operator named `name`, such as ``c10d::send`` or ``c10d::send.some_overload``."""
+    import torch
+
+    base, _, overload = name.removeprefix(f"{NAMESPACE}::").partition(".")
+    return getattr(getattr(torch.ops.c10d, base), overload or "default")
+
+
+def find_watched(operators: Iterable[str]) -> str:
+    """The first of `operators` that somebody's kernels watch already; empty where none is."""
+    import torch
+
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return next((name for name in operators if has_kernel(name, DISPATCH_KEY)), "")
+
+
+def install_kernels(recorder: Recorder, operations: Mapping[str, Operation]) -> Callable[[], None]:
+    """Put our kernels under `operations`, where no others may be; returns what takes them away again."""
+    import torch
+
+    library: Any = torch.library.Library(NAMESPACE, "IMPL")  # type: ignore[no-untyped-call]
+    try:
+        for name, operation in operations.items():
+            kernel = _make_kernel(recorder, operation, find_overload(name))
+            library.impl(name.removeprefix(f"{NAMESPACE}::"), kernel, DISPATCH_KEY, with_keyset=True)
+    except BaseException:
+        library._destroy()
+        raise
+    destroy: Callable[[], None] = library._destroy
+    return destroy
+
+
+def _make_kernel(recorder: Recorder, operation: Operation, overload: Any) -> Callable[..., Any]:
+    import torch
+
+    rest = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+    redispatch = overload._handle.redispatch_boxed
+    begin, started, failed = recorder.begin, recorder.started, recorder.failed
+    work_at = operation.work_at
+
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        ticket = begin(operation, args)
+        try:
+            result = redispatch(keyset & rest, *args, **kwargs)
+        except BaseException:
+            failed(ticket)
+            raise
+        started(ticket, result, work_at)
+        return result
+
+    _keep_dynamo_out(kernel.__code__)
+    return kernel
+
+
+def _keep_dynamo_out(code: CodeType) -> None:
+    # The kernel runs inside compiled regions, where Dynamo looks at every frame: at this one, and at what it calls.
+    import torch
+
+    eval_frame: Any = torch._C._dynamo.eval_frame
+    if hasattr(eval_frame, "set_code_exec_strategy"):
+        skip = eval_frame._FrameAction.SKIP
+        eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(skip, skip))
+    else:  # torch 2.6 and 2.7
+        eval_frame.skip_code(code)

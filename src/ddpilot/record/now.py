@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank is in at this moment, read from outside, cheaply enough for a board that looks twice a second."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ddpilot.record.log import Collective, GroupOfRanks
+from ddpilot.record.reading import read_ring
+
+NUM_NEWEST = 64
+"""How many of the rank's newest records are looked at."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupNow:
+    """How far a rank is in one group."""
+
+    group: GroupOfRanks
+    num_begun: int
+    """Collectives that this rank has begun in it; point-to-point is not counted."""
+    num_ended: int
+    """Those of them that are over, as far as the newest records tell; seen up to 50 ms after the fact."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankNow:
+    """What a rank is in now."""
+
+    rank: int
+    pid: int
+    waiting: Collective | None
+    """The last one that began and was not seen to be over; its `start_ns` says since when. None where there is none."""
+    groups: tuple[GroupNow, ...]
+    """Of the groups that the newest records are of, the one used last first."""
+    num_begun: int
+    """Collectives and point-to-point operations since the recording began."""
+    heartbeat_ns: int | None
+    """When a Python thread of the rank last ran, on CLOCK_MONOTONIC."""
+    closed_ns: int | None
+    """When the rank stopped recording in an orderly way; None while it runs, and where it died."""
+
+
+def read_now(path_or_fd: str | os.PathLike[str] | int) -> RankNow:
+    """What the rank that records there is in now. Raises as `ddpilot.record.reading.read_ring` does."""
+    log = read_ring(path_or_fd, newest=NUM_NEWEST)
+    unfinished = [entry for entry in log.collectives if entry.end_ns is None]
+    return RankNow(
+        rank=log.rank,
+        pid=log.pid,
+        waiting=unfinished[-1] if unfinished else None,
+        groups=tuple(_count(log.collectives)),
+        num_begun=log.num_begun,
+        heartbeat_ns=log.heartbeat_ns,
+        closed_ns=log.closed_ns,
+    )
+
+
+def _count(collectives: Sequence[Collective]) -> Iterator[GroupNow]:
+    last: dict[tuple[str, int], tuple[GroupOfRanks, int]] = {}
+    pending: Counter[tuple[str, int]] = Counter()
+    for entry in reversed(collectives):
+        if entry.group is not None and entry.seq is not None:
+            key = (entry.group.name, entry.group.incarnation)
+            last.setdefault(key, (entry.group, entry.seq))
+            pending[key] += entry.end_ns is None
+    for key, (group, seq) in last.items():
+        yield GroupNow(group=group, num_begun=seq + 1, num_ended=seq + 1 - pending[key])

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read a rank's ring from outside, while the rank runs or after it has died. Free of torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from typing import Any, NamedTuple
+
+from ddpilot.errors import RecordError
+from ddpilot.record import layout
+from ddpilot.record.decoding import Decoder
+from ddpilot.record.log import RankLog
+
+
+def read_ring(path_or_fd: str | os.PathLike[str] | int, *, after: int = 0, newest: int | None = None) -> RankLog:
+    """Everything that the ring holds, or only what follows the record with the index `after`, or about the `newest`.
+
+    May be called at any time: a record that is just being written is left out and counted. Raises `RecordError` where
+    the file is no ring, one of another version or of another kind of machine, or cut off; `OSError` where it cannot be
+    read.
+    """
+    data = memoryview(_read_all(path_or_fd))
+    name = os.fspath(path_or_fd) if not isinstance(path_or_fd, int) else f"descriptor {path_or_fd}"
+    head = _read_head(data, name)
+    records = data[layout.HEADER_BYTES :][: head.num_records * layout.RECORD_BYTES]
+    decoder = Decoder(data[layout.HEADER_BYTES + len(records) :], head.page_bytes)
+    words = data[: layout.ABOUT_AT].cast("Q")
+    collectives = []
+    num_torn = 0
+    if newest is not None:
+        after = max(after, words[layout.NUM_BEGUN] - newest)
+    for at in _slots_after(after, words[layout.NUM_BEGUN], head.num_records):
+        record = records[at * layout.RECORD_BYTES :][: layout.RECORD_BYTES]
+        body = layout.unpack_body(record)
+        if body is None:
+            num_torn += any(record)
+        elif body.number > after:
+            collectives.append(decoder.decode(body, record.cast("Q")))
+    about = head.about
+    return RankLog(
+        rank=about["rank"],
+        pid=about["pid"],
+        host=about["host"],
+        torch=about["torch"],
+        source=about["source"],
+        started_ns=about["started_ns"],
+        started_unix_ns=about["started_unix_ns"],
+        heartbeat_ns=words[layout.HEARTBEAT_NS] or None,
+        closed_ns=words[layout.CLOSED_NS] or None,
+        num_begun=words[layout.NUM_BEGUN],
+        num_torn=num_torn,
+        num_faults=words[layout.NUM_FAULTS],
+        first_fault=decoder.fact(words[layout.FIRST_FAULT]).get("text", ""),
+        collectives=tuple(sorted(collectives, key=lambda collective: collective.index)),
+    )
+
+
+class _Head(NamedTuple):
+    num_records: int
+    page_bytes: int
+    about: dict[str, Any]
+
+
+def _read_all(path_or_fd: str | os.PathLike[str] | int) -> bytes:
+    if not isinstance(path_or_fd, int):
+        with open(path_or_fd, "rb") as file:
+            return file.read()
+    return os.pread(path_or_fd, os.fstat(path_or_fd).st_size, 0)
+
+
+def _read_head(data: memoryview, name: str) -> _Head:
+    if len(data) < layout.HEADER_BYTES or bytes(data[: len(layout.MAGIC)]) != layout.MAGIC:
+        raise _refuse(name, f"{len(data)} bytes that start with {bytes(data[:8])!r}, which is no flight ring", "")
+    _, version, order, header_bytes, record_bytes, num_records, page_bytes, about_bytes, about_crc = (
+        layout.HEAD.unpack_from(data)
+    )
+    if order != layout.BYTE_ORDER:
+        raise _refuse(name, "a ring of a machine with the other byte order", "Read it on a machine like that one")
+    if version != layout.VERSION:
+        found = f"a flight ring of version {version}; this ddpilot reads version {layout.VERSION}"
+        raise _refuse(name, found, "Read it with the ddpilot that the ranks ran with")
+    num_bytes = layout.HEADER_BYTES + num_records * layout.RECORD_BYTES + 2 * page_bytes
+    about = bytes(data[layout.ABOUT_AT :][:about_bytes])
+    sizes = (header_bytes, record_bytes)
+    if sizes != (layout.HEADER_BYTES, layout.RECORD_BYTES) or zlib.crc32(about) != about_crc:
+        raise _refuse(name, "a flight ring with a damaged header", "")
+    if len(data) < num_bytes:
+        raise _refuse(name, f"{len(data)} bytes of a flight ring of {num_bytes}", "The file was cut off; copy it again")
+    return _Head(num_records, page_bytes, json.loads(about))
+
+
+def _refuse(name: str, found: str, fix: str) -> RecordError:
+    return RecordError(f"reading the ring {name}", found=found, fix=fix or "Name the file that a rank records into")
+
+
+def _slots_after(after: int, num_begun: int, num_records: int) -> range | list[int]:
+    # The writer counts a record after writing it, so that one more may be there; two with several threads.
+    newest = num_begun + 8
+    if newest - after >= num_records:
+        return range(num_records)
+    return [index % num_records for index in range(after + 1, newest + 1)]

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start and stop recording every collective of this process into a flight ring."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import platform
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, get_args
+
+from ddpilot.errors import RecordError
+from ddpilot.record import layout
+from ddpilot.record.pending import Asker
+from ddpilot.record.ring import RingWriter, open_ring
+from ddpilot.record.sources import Connection, Source, connect, refuse_second
+
+NUM_RECORDS = 8192
+PAGE_BYTES = 256 * 1024
+ASK_INTERVAL_S = 0.05
+
+
+class Recording:
+    """A recording of this process's collectives; a context manager that stops it.
+
+    `is_on`: False after `stop`, and from the start where recording was not possible, which `why_off` then says.
+    `source`: what sees the collectives, ``kernels`` or ``hooks``. `left_out`: operators that are not recorded, and why.
+    """
+
+    def __init__(self, connection: Connection | None = None, why_off: str = "") -> None:
+        self.why_off = why_off
+        self.source = connection.source if connection else ""
+        self.left_out: Mapping[str, str] = connection.left_out if connection else {}
+        self._pid = os.getpid()
+        self._connection = connection
+        self._asker = Asker(connection.recorder.tick, ASK_INTERVAL_S) if connection else None
+        if connection:
+            atexit.register(self.stop)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether collectives are recorded now."""
+        return self._connection is not None
+
+    def stop(self) -> None:
+        """Stop recording and close the ring; the file stays. Idempotent, not collective, also done at exit."""
+        connection, self._connection = self._connection, None
+        # A forked process has neither the thread nor a ring of its own.
+        if connection is not None and self._asker is not None and os.getpid() == self._pid:
+            atexit.unregister(self.stop)
+            self._asker.stop()
+            connection.disconnect()
+            connection.recorder.close()
+
+    def __enter__(self) -> Recording:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def start_recording(
+    path_or_fd: str | os.PathLike[str] | int,
+    *,
+    rank: int,
+    num_records: int = NUM_RECORDS,
+    page_bytes: int = PAGE_BYTES,
+    source: Source = "auto",
+    tell: Callable[[str], None] | None = None,
+) -> Recording:
+    """Record from now on every collective of this process, as `rank`, into the file `path_or_fd`.
+
+    A path is created (a ring that lay there is replaced); an open, writable descriptor of a regular file is cleared,
+    and may be closed once this returns. The file takes 128 bytes for each of the `num_records` (default 8,192) newest
+    collectives, twice `page_bytes` (default 256 KiB) for what they refer to, and 4 KiB. `source`: ``kernels``,
+    ``hooks`` (torch 2.14 and later), or ``auto``, which takes kernels where they can be installed. `tell` shows a line
+    (default: on stderr). Not collective; may be called before or after a process group is entered.
+
+    Where there is no room for the file, or nothing to see collectives with, one line says so and the recording that
+    returns is off. Raises `RecordError` where this process records already, where something that is no ring lies at
+    the path, and for wrong arguments.
+    """
+    _check(rank, num_records, page_bytes, source)
+    show = tell or (lambda text: _print_line(rank, text))
+    try:
+        import torch.distributed.distributed_c10d
+    except ImportError as error:
+        return _off(show, f"this torch has no torch.distributed ({error})")
+    refuse_second()
+    try:
+        ring = _make_ring(path_or_fd, num_records, page_bytes)
+    except OSError as error:
+        return _off(show, f"its file cannot be made ({error})")
+    connection = connect(ring, source, show)
+    if isinstance(connection, str):
+        ring.close(0)
+        return _off(show, f"this torch cannot be watched ({connection})")
+    ring.publish(_about(rank, torch.__version__, connection.source))
+    return Recording(connection)
+
+
+def _make_ring(path_or_fd: str | os.PathLike[str] | int, num_records: int, page_bytes: int) -> RingWriter:
+    if isinstance(path_or_fd, int):
+        return RingWriter(path_or_fd, num_records=num_records, page_bytes=page_bytes)
+    fd = open_ring(path_or_fd)
+    try:
+        return RingWriter(fd, num_records=num_records, page_bytes=page_bytes)
+    except BaseException:
+        os.unlink(path_or_fd)  # what little there was room for would only fill the disk
+        raise
+    finally:
+        os.close(fd)
+
+
+def _about(rank: int, torch_version: str, source: str) -> dict[str, Any]:
+    return {
+        "rank": rank,
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "started_ns": time.monotonic_ns(),
+        "started_unix_ns": time.time_ns(),
+        "source": source,
+        "torch": str(torch_version),
+        "python": platform.python_version(),
+    }
+
+
+def _off(show: Callable[[str], None], why: str) -> Recording:
+    show(f"collectives are not recorded: {why}")
+    return Recording(why_off=why)
+
+
+def _print_line(rank: int, text: str) -> None:
+    sys.stderr.write(f"ddpilot: rank {rank}: {text}\n")
+
+
+def _check(rank: int, num_records: int, page_bytes: int, source: str) -> None:
+    wrong = fix = ""
+    if rank < 0:
+        wrong, fix = f"`rank`={rank}", "Give the rank's number, 0 or above"
+    elif num_records < 1:
+        wrong, fix = f"`num_records`={num_records}", "Give at least 1"
+    elif not 4096 <= page_bytes <= layout.MAX_PAGE_BYTES or page_bytes % 8:
+        wrong, fix = f"`page_bytes`={page_bytes}", f"Give a multiple of 8 from 4096 to {layout.MAX_PAGE_BYTES}"
+    elif source not in get_args(Source):
+        wrong, fix = f"`source`={source!r}", f"Give one of {', '.join(get_args(Source))}"
+    if wrong:
+        raise RecordError("starting to record", found=wrong, fix=fix)

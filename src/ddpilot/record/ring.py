@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write the ring: a mapped file that is complete at every instruction, so that it can be read after any death."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import mmap
+import os
+import sys
+import threading
+import zlib
+from typing import Any
+
+from ddpilot.errors import RecordError
+from ddpilot.record import layout
+
+MAX_FACT_BYTES = 32 * 1024
+
+# What every collective passes, looked up once.
+_RECORDS_AT, _RECORD_BYTES, _BODY_BYTES = layout.HEADER_BYTES, layout.RECORD_BYTES, layout.BODY.size
+_NUM_BEGUN, _pack, _crc = layout.NUM_BEGUN, layout.FRESH.pack, zlib.crc32
+
+
+class RingWriter:
+    """One process's ring in the open file `fd`, which it sizes, clears and maps, and which may be closed afterwards.
+
+    Nobody can read it before `publish`. Safe to use from several threads. Raises `OSError` where there is no room.
+    """
+
+    def __init__(self, fd: int, *, num_records: int, page_bytes: int) -> None:
+        self.num_records = num_records
+        self.refs: dict[Any, Any] = {}
+        """For callers to remember what they wrote, by a key of theirs; emptied when a page is started over."""
+        self._page_bytes = page_bytes
+        self._pages_at = layout.HEADER_BYTES + num_records * layout.RECORD_BYTES
+        self._generation = 1
+        self._used = layout.FACT_START
+        self._lock = threading.RLock()  # reentrant: a signal's handler may run a collective while a fact is written
+        self._next_index = itertools.count(1).__next__
+        self._map = _map_file(fd, self._pages_at + 2 * page_bytes)
+        self._words = memoryview(self._map).cast("Q")
+        self._halves = memoryview(self._map).cast("I")
+
+    def publish(self, about: dict[str, Any]) -> None:
+        """Write the header, with `about`, what is to be known of the process."""
+        text = json.dumps(about).encode()
+        if len(text) > layout.HEADER_BYTES - layout.ABOUT_AT:
+            raise ValueError(f"{len(text)} bytes about this rank do not fit into the header")
+        self._map[layout.ABOUT_AT : layout.ABOUT_AT + len(text)] = text
+        sizes = (layout.HEADER_BYTES, layout.RECORD_BYTES, self.num_records, self._page_bytes)
+        head = layout.HEAD.pack(layout.MAGIC, layout.VERSION, layout.BYTE_ORDER, *sizes, len(text), zlib.crc32(text))
+        # The magic comes last: who sees it sees all of the header.
+        self._map[len(layout.MAGIC) : len(head)] = head[len(layout.MAGIC) :]
+        self._map[: len(layout.MAGIC)] = layout.MAGIC
+
+    def begin(self, start_ns: int, seq: int, thread: int, role: int, usual: bytes) -> int:
+        """Write the record of a collective that is about to start and return its index.
+
+        Fields as in `layout.Body`; `usual` holds those from `op` on, packed as `layout.USUAL`.
+        """
+        index = self._next_index()
+        at = _RECORDS_AT + index % self.num_records * _RECORD_BYTES
+        packed = _pack(index, start_ns, seq, thread, role) + usual
+        self._map[at : at + _BODY_BYTES] = packed
+        self._halves[at + _BODY_BYTES >> 2] = _crc(packed)
+        self._words[_NUM_BEGUN] = index
+        return index
+
+    def set_reduce_op(self, index: int, number: int) -> None:
+        """Add the reduce-op to the record of `index`, unless overwritten."""
+        word = self._words_of(index)
+        if self._words[word] == index:
+            self._words[word + layout.REDUCE_OP] = index << 8 | number & 0xFF
+
+    def finish(self, index: int, end_ns: int, outcome: int) -> None:
+        """Say in the record of `index`, unless overwritten, that its collective was over at `end_ns`."""
+        word = self._words_of(index)
+        if self._words[word] == index:
+            self._words[word + layout.END_NS] = end_ns
+            self._words[word + layout.OUTCOME] = outcome
+            self._words[word + layout.DONE_INDEX] = index
+
+    def still_pending(self, index: int, now_ns: int) -> None:
+        """Say in the record of `index`, unless overwritten, that its collective was not over at `now_ns`."""
+        word = self._words_of(index)
+        if self._words[word] == index:
+            self._words[word + layout.PENDING_NS] = now_ns
+
+    def write_fact(self, fact: dict[str, Any]) -> int:
+        """Write `fact`, which JSON can hold, and return the reference to it."""
+        with self._lock:
+            packed = layout.pack_fact(self._generation, fact)
+            if len(packed) > min(MAX_FACT_BYTES, self._page_bytes - layout.FACT_START):
+                self._words[layout.LOST_FACTS] += 1
+                return 0
+            if self._used + len(packed) > self._page_bytes:
+                self._generation += 1
+                self._used = layout.FACT_START
+                self.refs.clear()
+                packed = layout.pack_fact(self._generation, fact)
+            at = self._pages_at + self._generation % 2 * self._page_bytes + self._used
+            self._map[at : at + len(packed)] = packed
+            ref = layout.reference(self._generation, self._used)
+            self._used += len(packed)
+            return ref
+
+    def note_fault(self, text: str) -> None:
+        """Count an error of the recording itself; the first one's `text` is kept."""
+        with self._lock:
+            self._words[layout.NUM_FAULTS] += 1
+            if not self._words[layout.FIRST_FAULT]:
+                self._words[layout.FIRST_FAULT] = self.write_fact({"text": text[:2000]})
+
+    def beat(self, now_ns: int) -> None:
+        """Say that a Python thread of this process ran at `now_ns`."""
+        self._words[layout.HEARTBEAT_NS] = now_ns
+
+    def close(self, now_ns: int) -> None:
+        """Say that the recording ended in an orderly way, and unmap the file."""
+        self._words[layout.CLOSED_NS] = now_ns
+        self._words.release()
+        self._halves.release()
+        self._map.close()
+
+    def _words_of(self, index: int) -> int:
+        return (layout.HEADER_BYTES + index % self.num_records * layout.RECORD_BYTES) // 8
+
+
+def _map_file(fd: int, num_bytes: int) -> mmap.mmap:
+    os.ftruncate(fd, 0)
+    _allocate(fd, num_bytes)
+    mapped = mmap.mmap(fd, num_bytes)
+    for page in range(0, num_bytes, mmap.PAGESIZE):
+        mapped[page] = 0  # the first write to a page takes as long as several collectives: now rather than then
+    return mapped
+
+
+def _allocate(fd: int, num_bytes: int) -> None:
+    # A sparse file would be mapped as well, and the first write without room would end the rank with SIGBUS.
+    if sys.platform == "linux":
+        try:
+            os.posix_fallocate(fd, 0, num_bytes)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+        else:
+            return
+    with open(fd, "wb", closefd=False) as file:
+        file.write(bytes(num_bytes))
+
+
+def open_ring(path: str | os.PathLike[str]) -> int:
+    """Create the file `path`, for this user only, and return its descriptor. A ring that lay there is replaced.
+
+    Who still reads the old ring keeps it. Raises `RecordError` where something else lies there; `OSError` where it
+    cannot be created.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    try:
+        return os.open(path, flags, 0o600)
+    except FileExistsError as error:
+        with open(path, "rb") as found:
+            start = found.read(len(layout.MAGIC))
+        if start not in (layout.MAGIC, b""):
+            raise RecordError(
+                f"starting to record into {os.fspath(path)}",
+                found=f"a file that is no flight ring: it starts with {start!r}",
+                fix="Name a file that does not exist, or remove this one if nobody needs it",
+            ) from error
+    os.unlink(path)
+    return os.open(path, flags, 0o600)

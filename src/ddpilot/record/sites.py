@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which line of the user's asked for a collective, and through which function of a library."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+import sysconfig
+import threading
+from collections.abc import Iterable
+from types import CodeType, FrameType
+from typing import Any
+
+# What the file of a frame is. Numbers, since comparing members of an Enum takes longer than the rest of a frame.
+USER = 1  # the user's: a script, a module, a cell
+LIBRARY = 2  # somebody's, or the standard one
+INNER = 3  # torch's or ddpilot's: never a line to show
+WRAPPER = 4  # torch's too, and says nothing about what was called
+ENGINE = 5  # where Python enters the backward pass
+DDP = 6  # DistributedDataParallel
+HOOK = 7  # torch's own communication hooks of DDP
+
+_TORCH_KINDS = {
+    "autograd/graph.py": ENGINE,
+    "distributed/c10d_logger.py": WRAPPER,
+    "nn/modules/module.py": WRAPPER,
+    "nn/parallel/distributed.py": DDP,
+    "utils/_contextlib.py": WRAPPER,
+}
+_TORCH_HOOKS = "distributed/algorithms/ddp_comm_hooks/"
+_INTERACTIVE = ("<ipython-input-", "<stdin>", "<string>", "<cell")
+
+
+Trail = tuple[FrameType | None, CodeType | None, str, bool]
+"""The user's frame; the library function that its line called; the innermost function of DistributedDataParallel on the
+way, or empty; whether it comes straight from torch's gradient reducer, or from a communication hook of torch's."""
+
+
+class SiteFinder:
+    """Finds the user's line among the frames of a stack. `inner`: folders (torch first) whose lines are never shown."""
+
+    def __init__(self, inner: Iterable[str]) -> None:
+        self._inner = tuple(os.path.join(folder, "") for folder in inner)
+        names = ("stdlib", "platstdlib", "purelib", "platlib")
+        self._libraries = tuple(os.path.join(sysconfig.get_path(name), "") for name in names)
+        self._kinds: dict[str, int] = {}
+
+    def walk(self, frame: FrameType | None) -> Trail:
+        """The way from `frame` out to the innermost frame that is the user's; else to the innermost of a library."""
+        kinds = self._kinds
+        nearest: Trail | None = None
+        called = None
+        ddp = ""
+        # No frame at all: a thread of the backward engine, or another of torch's own.
+        in_reducer, innermost = frame is None, frame
+        while frame is not None:
+            code = frame.f_code
+            kind = kinds.get(code.co_filename) or self._classify(code.co_filename)
+            if kind == USER:
+                return frame, called, ddp, in_reducer
+            if kind == LIBRARY:
+                nearest = nearest or (frame, called, ddp, in_reducer)
+            elif kind == DDP:
+                ddp = ddp or code.co_name
+            elif kind == HOOK or (kind == ENGINE and frame is innermost):
+                in_reducer = True
+            if kind != WRAPPER:
+                called = code
+            frame = frame.f_back
+        return nearest or (None, called, ddp, in_reducer)
+
+    def _classify(self, file: str) -> int:
+        if len(self._kinds) > 10_000:  # generated code has a file name of its own each time
+            self._kinds.clear()
+        self._kinds[file] = kind = self._kind_of(file)
+        return kind
+
+    def _kind_of(self, file: str) -> int:
+        torch = self._inner[0]
+        if file.startswith(torch):
+            relative = file[len(torch) :]
+            return _TORCH_KINDS.get(relative, HOOK if relative.startswith(_TORCH_HOOKS) else INNER)
+        if file.startswith(self._inner) or "torchinductor_" in file:
+            return INNER
+        if file.startswith("<"):
+            return USER if file.startswith(_INTERACTIVE) else INNER
+        return LIBRARY if file.startswith(self._libraries) else USER
+
+
+def find_ddp_model(frame: FrameType | None) -> Any:
+    """The innermost DDP model whose own methods are on the stack of `frame`; None where there is none."""
+    while frame is not None:
+        if frame.f_code.co_filename.endswith("nn/parallel/distributed.py") and "self" in frame.f_code.co_varnames:
+            return frame.f_locals.get("self")
+        frame = frame.f_back
+    return None
+
+
+def main_frame() -> FrameType | None:
+    """Where the main thread is now."""
+    return sys._current_frames().get(threading.main_thread().ident or 0)
+
+
+def describe_site(trail: Trail) -> dict[str, Any]:
+    """The fact that the ring holds for a way: also the source line, since a cell's can be read nowhere else."""
+    frame, called, _, _ = trail
+    fact: dict[str, Any] = {"via": _name(called)}
+    if frame is not None:
+        file = frame.f_code.co_filename
+        text = linecache.getline(file, frame.f_lineno).strip()[:200]
+        fact |= {"file": _name_file(file), "line": frame.f_lineno, "function": frame.f_code.co_name, "text": text}
+    return {name: value for name, value in fact.items() if value}
+
+
+def _name_file(file: str) -> str:
+    # A kernel compiles its cells under names such as /tmp/ipykernel_4711/123.py, and knows whose they are.
+    interactive_shell = getattr(sys.modules.get("IPython.core.interactiveshell"), "InteractiveShell", None)
+    if interactive_shell is None or not interactive_shell.initialized():
+        return file
+    label = getattr(interactive_shell.instance().compile, "format_code_name", lambda name: None)(file)
+    return " ".join(label) if label else file
+
+
+def _name(code: CodeType | None) -> str:
+    if code is None:
+        return ""
+    return str(getattr(code, "co_qualname", code.co_name))  # before Python 3.11 without its class
