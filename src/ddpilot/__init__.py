@@ -32,8 +32,10 @@ if TYPE_CHECKING:
     from ddpilot.group.fake import FakeGroup
     from ddpilot.group.process_group import Group
     from ddpilot.launching.results import RankResults
+    from ddpilot.session.session import CellResult, Session
 
 _HOMES = {
+    "CellResult": "ddpilot.session.session",
     "DdpilotError": "ddpilot.errors",
     "FakeGroup": "ddpilot.group.fake",
     "Finding": "ddpilot.findings.finding",
@@ -47,6 +49,7 @@ _HOMES = {
     "RankResults": "ddpilot.launching.results",
     "RemoteRankError": "ddpilot.errors",
     "RendezvousError": "ddpilot.errors",
+    "Session": "ddpilot.session.session",
     "ShipError": "ddpilot.errors",
     "Topology": "ddpilot.environments.topology",
     "TopologyError": "ddpilot.errors",
@@ -58,6 +61,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "CellResult",
     "DdpilotError",
     "FakeGroup",
     "Finding",
@@ -71,6 +75,7 @@ __all__ = [
     "RankResults",
     "RemoteRankError",
     "RendezvousError",
+    "Session",
     "ShipError",
     "Topology",
     "TopologyError",

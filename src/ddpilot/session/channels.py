@@ -35,7 +35,7 @@ class Connection:
 
     def write(self, path: Path) -> None:
         """Write the file from which the kernel learns it, readable by this user alone."""
-        content = {f"{channel}_port": port for channel, port in _PORTS.items()}
+        content: dict[str, Any] = {f"{channel}_port": port for channel, port in _PORTS.items()}
         content |= {"transport": "ipc", "ip": self.address, "key": self.key.decode(), "signature_scheme": "hmac-sha256"}
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with open(descriptor, "w") as file:
@@ -69,7 +69,7 @@ class Channels:
 
     def send(self, channel: str, message: dict[str, Any], buffers: list[bytes] | None = None) -> None:
         """Send what `make` has made."""
-        self._messages.send(self.sockets[channel], message, buffers=buffers)
+        self._messages.send(self.sockets[channel], message, buffers=[*(buffers or ())])
 
     def receive(self, channel: str) -> Iterator[Said]:
         """What has come on a channel."""

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import os
 import queue
 import socket
@@ -39,7 +41,7 @@ class Hub:
         self._broken = broken
         self._context: zmq.Context[Any] = zmq.Context()
         self._poller = zmq.Poller()
-        self._ready: dict[Any, Callable[[], None]] = {}
+        self._ready: dict[Any, Callable[[], object]] = {}
         self._channels: dict[int, Channels] = {}
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waker, self._woken = socket.socketpair()
@@ -120,7 +122,7 @@ class Hub:
         self.disconnect(rank)
         channels = self._channels[rank] = Channels(self._context, rank, connection)
         for name, sock in channels.sockets.items():
-            self.watch(sock, lambda name=name: self._receive(channels, name))
+            self.watch(sock, functools.partial(self._receive, channels, name))
 
     def disconnect(self, rank: int) -> None:
         """Take what a kernel has still said, and close the sockets to it."""
@@ -132,7 +134,7 @@ class Hub:
             self.unwatch(sock)
         channels.close()
 
-    def watch(self, source: Any, ready: Callable[[], None]) -> None:
+    def watch(self, source: Any, ready: Callable[[], object]) -> None:
         """Call `ready` whenever `source` (a descriptor or a zmq socket) has something to read."""
         self._ready[source] = ready
         self._poller.register(source, zmq.POLLIN)
@@ -151,7 +153,7 @@ class Hub:
             due: float | None = None
             while not self._stopping:
                 wait_s = _LONGEST_WAIT_S if due is None else min(_LONGEST_WAIT_S, max(0.0, due - time.monotonic()))
-                for source, _ in self._poller.poll(wait_s * 1000):
+                for source, _ in self._poller.poll(math.ceil(wait_s * 1000)):
                     ready = self._ready.get(source)
                     if ready is not None:  # an earlier event of this round may have closed it
                         ready()

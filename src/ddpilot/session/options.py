@@ -63,7 +63,8 @@ class SessionOptions:
         apps: object = self.apps
         if isinstance(apps, str):
             raise LaunchError("reading `apps`", found=f"{apps!r}", fix=f"Write `apps=({apps!r},)`")
-        if self.seed is not None and not (isinstance(self.seed, int) and 0 <= self.seed < 2**63):
+        seed: object = self.seed
+        if seed is not None and not (isinstance(seed, int) and 0 <= seed < 2**63):
             raise LaunchError("reading `seed`", found=f"{self.seed!r}", fix="Give a number from 0 to 2**63 - 1")
         self.launch_options()
 
@@ -73,7 +74,7 @@ class SessionOptions:
         return LaunchOptions(
             nproc_per_node=self.nproc_per_node,
             backend=self.backend,
-            env={**self.env, **visible} if isinstance(self.env, Mapping) else self.env,
+            env={**self.env, **visible} if visible else self.env,
             preload=self.preload,
             output=self.output,
             output_limit_bytes=self.output_limit_bytes,

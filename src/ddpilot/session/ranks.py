@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import queue
 import signal
@@ -20,6 +21,7 @@ from ddpilot.findings.words import render_ranks
 from ddpilot.launching.crash import find_crash_line
 from ddpilot.launching.failures import describe_exit
 from ddpilot.launching.local.jobs import STORE
+from ddpilot.launching.local.process import STACKS_SIGNAL
 from ddpilot.session.channels import Connection
 from ddpilot.session.events import Ended, Event, Interrupted, Said, Wrote
 from ddpilot.session.folder import make_folder, remove_folder
@@ -39,7 +41,7 @@ _SHOWN_IDLE = frozenset({"stream", "display_data", "update_display_data", "clear
 
 
 class Ranks:
-    """Kernels of all ranks. One caller at a time has their attention (`turn`); else the hub's thread shows what comes."""
+    """Kernels of all ranks. One caller at a time has their attention (`turn`); else what comes is shown as it comes."""
 
     def __init__(self, options: SessionOptions, view: View, hooks: tuple[str, ...] = ()) -> None:
         self.options = options
@@ -55,6 +57,7 @@ class Ranks:
         self.started_s = time.monotonic()
         self._owner_pid = os.getpid()
         self._consumer: queue.SimpleQueue[Event] | None = None
+        self._stacks: dict[int, bytearray] | None = None
         self._switch = threading.RLock()
         self._attention = threading.Lock()
         self.folder = make_folder()
@@ -111,7 +114,7 @@ class Ranks:
             start = self._kernel_start()
             connection = Connection(str(self.folder / start.stem(rank)), new_id_bytes())
             connection.write(start.connection_file(rank))
-            self.hub.call(lambda rank=rank, connection=connection: self._start_one(rank, connection))
+            self.hub.call(functools.partial(self._start_one, rank, connection))
         self._await_ready(set(ranks), events)
 
     def _start_one(self, rank: int, connection: Connection) -> None:
@@ -208,21 +211,49 @@ class Ranks:
                 while not events.empty():
                     event = events.get_nowait()
                     is_interrupted = is_interrupted or isinstance(event, Interrupted)
-                    self._show_idle(event)
+                    self.show_idle(event)
             self._attention.release()
         if is_interrupted:
             signal.raise_signal(signal.SIGINT)
 
-    def _deliver(self, event: Event) -> None:
-        if isinstance(event, Wrote):
-            self.tails.feed(event.rank, event.stream, event.data)
+    def interrupt(self) -> bool:
+        """Stop what runs, as the stop button does; False where nothing runs. For another thread than the cell's."""
         with self._switch:
+            if self._consumer is None or not self.busy:
+                return False
+            self._consumer.put(Interrupted())
+            return True
+
+    def read_stacks(self, ranks: Sequence[int], limit_s: float = 1.0) -> dict[int, str]:
+        """What the fault handler of each rank writes of its main thread, also while that is stuck in C++."""
+        with self._switch:
+            stacks = self._stacks = {rank: bytearray() for rank in ranks}
+        self.hub.post(lambda: self.host.signal(ranks, STACKS_SIGNAL))
+        deadline_s = time.monotonic() + limit_s
+        seen = -1
+        while time.monotonic() < deadline_s:
+            time.sleep(0.05)
+            size = sum(map(len, stacks.values()))
+            if size == seen and all(stacks.values()):
+                break
+            seen = size
+        with self._switch:
+            self._stacks = None
+        return {rank: text.decode(errors="replace") for rank, text in stacks.items()}
+
+    def _deliver(self, event: Event) -> None:
+        with self._switch:
+            if isinstance(event, Wrote):
+                if self._stacks is not None and event.stream == "stderr" and event.rank in self._stacks:
+                    self._stacks[event.rank] += event.data
+                    return
+                self.tails.feed(event.rank, event.stream, event.data)
             if isinstance(event, Ended):
                 self._on_ended(event)
             if self._consumer is not None:
                 self._consumer.put(event)
             else:
-                self._show_idle(event)
+                self.show_idle(event)
 
     def _on_ended(self, ended: Ended) -> None:
         if ended.rank == STORE:
@@ -236,7 +267,8 @@ class Ranks:
         how, _ = describe_exit(ended.exited, "the session", find_crash_line(self.tails.last_lines(ended.rank)))
         return how
 
-    def _show_idle(self, event: Event) -> None:
+    def show_idle(self, event: Event) -> None:
+        """Show what came outside a cell."""
         now = time.monotonic()
         if isinstance(event, Wrote):
             self.view.raw(event.rank, event.stream, event.data, now)

@@ -16,6 +16,9 @@ REQUEST = "ddpilot_request"
 FREE = "ddpilot_free"
 """The type of the control channel's message that frees a rank which is stuck in a collective."""
 
+REPLY = "ddpilot_reply"
+"""The type of the answers to both: content {REPORT_KEY: the report}."""
+
 Status = Literal["ok", "error"]
 
 
@@ -35,6 +38,9 @@ class Report:
 
     is_victim: bool = False
     interrupted: bool = False
+    exitcode: int = 1
+    """What SystemExit asked for."""
+
     value: Any = None
     """What a request answers, where that is small and JSON; anything else goes as a parcel."""
 

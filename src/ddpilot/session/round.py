@@ -6,7 +6,7 @@ from __future__ import annotations
 import queue
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ddpilot.errors import RankError
@@ -22,7 +22,7 @@ from ddpilot.session.tails import Tails
 from ddpilot.session.view import RankMessage, View
 
 _FREE_AFTER_STOP_S = 0.5
-_AGAIN_AFTER_STOP_S = 1.0
+_AGAIN_AFTER_STOP_S = 1.2
 _KILL_AFTER_STOP_S = 2.0
 _INTERRUPT_AFTER_FAILURE_S = 0.4
 _KILL_AFTER_FAILURE_S = 1.6
@@ -80,6 +80,7 @@ class Round:
         view: View,
         tails: Tails,
         events: queue.SimpleQueue[Event],
+        dead: Mapping[int, str],
         quiet: bool = False,
     ) -> None:
         self._outcome = Outcome({part.rank: part for part in parts})
@@ -90,6 +91,7 @@ class Round:
         self._view = view
         self._tails = tails
         self._events = events
+        self._dead = dead
         self._quiet = quiet
         self._failures: list[Failure] = []
         self._steps: list[tuple[float, Callable[[], None]]] = []
@@ -181,7 +183,7 @@ class Round:
             traceback=report.traceback,
             is_victim=report.is_victim,
             interrupted=report.interrupted,
-            exitcode=1,
+            exitcode=report.exitcode,
         )
         self._failures.append(Failure(rank=part.rank, raised=raised, exited=None, error=None, since_s=now))
 
@@ -244,6 +246,9 @@ class Round:
             victims=others,
             returned=done,
         )
+        if chosen.is_victim and self._dead:
+            gone = "; ".join(f"rank {rank} {reason}" for rank, reason in sorted(self._dead.items()))
+            error.others = f"It needed a rank that is dead: {gone}. `restart` brings it back. {error.others}".rstrip()
         self._fail(error)
 
     def _fail(self, error: RankError) -> None:

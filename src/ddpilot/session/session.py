@@ -17,6 +17,7 @@ from ddpilot.launching.shipping.blame import ship
 from ddpilot.launching.shipping.pickling import map_parcel, open_parcel
 from ddpilot.session.local import check_installed
 from ddpilot.session.options import SessionOptions
+from ddpilot.session.stacks import trim_stack
 from ddpilot.session.view import View
 
 
@@ -35,8 +36,8 @@ class Session:
     collective (or `DDP(model)`), unless the code makes its own with `init_process_group()`. Code on a rank sees a
     torchrun job. When a cell fails on one rank, all of them are freed, the group is rebuilt and every variable stays.
 
-    A context manager: `stop` at the end. Options are those of `SessionOptions`. `view`: where output goes; None: labelled
-    lines on stdout and stderr. Raises LaunchError where ranks cannot be started; nothing is left then.
+    A context manager: `stop` at the end. Options are those of `SessionOptions`. `view`: where output goes; None:
+    labelled lines on stdout and stderr. Raises LaunchError where ranks cannot be started; nothing is left then.
     """
 
     def __init__(
@@ -108,9 +109,9 @@ class Session:
     ) -> CellResult:
         """Run a cell on `ranks` (None: all that live), as if typed into each one's notebook; magics work.
 
-        `quiet`: show nothing that it prints. `cell`: its number in errors ("Cell In[7]"); default: counted. `keep_cache`
-        as for the session. Raises RankError with the first failure in time, after all ranks have come back and the
-        group was rebuilt; LaunchInterrupted, a KeyboardInterrupt, after the stop button.
+        `quiet`: show nothing that it prints. `cell`: its number in errors ("Cell In[7]"); default: counted.
+        `keep_cache` as for the session. Raises RankError with the first failure in time, after all ranks have come back
+        and the group was rebuilt; LaunchInterrupted, a KeyboardInterrupt, after the stop button.
         """
         from ddpilot.session.work import raise_outcome
 
@@ -151,7 +152,7 @@ class Session:
         """
         from ddpilot.session.work import raise_outcome
 
-        odd = [name for name in values if not (isinstance(name, str) and name.isidentifier())]
+        odd = [name for name in values if not str(name).isidentifier()]
         if odd:
             raise LaunchError("pushing", found=f"{odd[0]!r} is no name of a variable", fix='Give {"name": value}')
         chosen = self._choose(ranks, "pushing")
@@ -184,6 +185,29 @@ class Session:
         chosen = tuple(range(self.world_size)) if rank is None else self._check([rank], "restarting")
         self._work.restart(chosen)
 
+    def interrupt(self) -> bool:
+        """Stop the cell that another thread has running, as the stop button does; False where none runs."""
+        return self._ranks.interrupt()
+
+    def stacks(self, ranks: Iterable[int] | None = None) -> dict[int, str]:
+        """Where the Python of each rank is now, innermost line first, also while it is stuck in C++ or holds the GIL.
+
+        The user's part of the main thread's stack, by rank; "idle" where no cell runs. Takes up to a second.
+        """
+        chosen = self._choose(ranks, "reading stacks")
+        return {rank: trim_stack(text) for rank, text in self._ranks.read_stacks(chosen).items()}
+
+    def complete(
+        self, code: str, cursor: int, *, rank: int = 0, limit_s: float = 0.3
+    ) -> tuple[tuple[str, ...], int, int]:
+        """What `rank` would put in place of the characters of `code` from the second value to the third.
+
+        `cursor`: where the person is, in characters. No matches where the rank is busy, dead or slow.
+        """
+        if rank in self._ranks.dead or not self.is_running:
+            return (), cursor, cursor
+        return self._work.complete(code, cursor, rank, limit_s)
+
     def stop(self) -> None:
         """End the ranks: apps clean up, exit handlers run, and what is left after two seconds is killed.
 
@@ -210,7 +234,7 @@ class Session:
 
     def _check(self, ranks: Iterable[int], did: str) -> tuple[int, ...]:
         asked = tuple(sorted(set(ranks)))
-        wrong = [rank for rank in asked if not (isinstance(rank, int) and 0 <= rank < self.world_size)]
+        wrong = [rank for rank in asked if rank not in range(self.world_size)]
         if wrong or not asked:
             raise LaunchError(
                 did,

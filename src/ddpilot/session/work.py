@@ -9,9 +9,9 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ddpilot.errors import LaunchInterrupted
+from ddpilot.errors import LaunchError, LaunchInterrupted
 from ddpilot.findings.words import render_ranks
-from ddpilot.session.events import Event
+from ddpilot.session.events import Event, Said
 from ddpilot.session.parcels import ParcelCall
 from ddpilot.session.ranks import Ranks
 from ddpilot.session.report import REPORT_KEY, REQUEST
@@ -79,6 +79,22 @@ class Work:
         with self._ranks.turn(f"restarting {render_ranks(ranks)}") as (events, stops):
             self._restart(ranks, events, stops)
 
+    def complete(self, code: str, cursor: int, rank: int, limit_s: float) -> tuple[tuple[str, ...], int, int]:
+        """What `rank` would complete at `cursor`; nothing where the ranks are busy or it is slower than `limit_s`."""
+        deadline_s = time.monotonic() + limit_s
+        try:
+            with self._ranks.turn("completing") as (events, _):
+                sent = self._ranks.hub.send(rank, "shell", "complete_request", {"code": code, "cursor_pos": cursor})
+                while (left_s := deadline_s - time.monotonic()) > 0:
+                    event = events.get(timeout=left_s)
+                    if isinstance(event, Said) and event.parent_id == sent and event.kind == "complete_reply":
+                        content = event.content
+                        return tuple(content["matches"]), content["cursor_start"], content["cursor_end"]
+                    self._ranks.show_idle(event)
+        except (LaunchError, queue.Empty):
+            pass
+        return (), cursor, cursor
+
     def finish(self) -> None:
         """Ask the ranks that are idle to end, for the sake of apps and exit handlers."""
         with self._ranks.turn("stopping the session") as (events, stops):
@@ -120,6 +136,7 @@ class Work:
                 view=ranks.view,
                 tails=ranks.tails,
                 events=events,
+                dead=ranks.dead,
                 quiet=quiet,
             ).run(stops)
         finally:
@@ -190,11 +207,13 @@ class Work:
         disagreements = values[0]["disagreements"]
         for text in disagreements[:5]:
             note(text)
-        if disagreements:
+        if any("numbers of DDP models" in text or "different models" in text for text in disagreements):
+            note("run the cells that make the models again, on all ranks, before the next step")
+        elif disagreements:
             note(
-                f"{len(disagreements)} difference{'s' * (len(disagreements) > 1)} between ranks: training on would keep "
-                "them apart. Load a checkpoint on all ranks, or take rank 0's: "
-                "`for p in model.parameters(): group.broadcast(p.data)`, and make the optimizer anew"
+                f"{len(disagreements)} parameter{'s' * (len(disagreements) > 1)} would stay apart: load a checkpoint "
+                "on all ranks, or take rank 0's (`for p in model.parameters(): group.broadcast(p.data)`) and make the "
+                "optimizer anew"
             )
 
 

@@ -9,8 +9,8 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
+from ipykernel.iostream import OutStream
 from ipykernel.kernelapp import IPKernelApp
 from traitlets.config import Config
 
@@ -19,7 +19,7 @@ from ddpilot.session.rank.kernel import RankKernel
 _FLUSH_S = 0.02  # ipykernel holds output back for 0.2 s
 
 
-class RankApp(IPKernelApp):  # type: ignore[misc]  # ipykernel is partly untyped
+class RankApp(IPKernelApp):
     """Connection file in, running kernel out. No heartbeat and no parent poller: the session sees a rank's end."""
 
     def init_poller(self) -> None:
@@ -28,11 +28,6 @@ class RankApp(IPKernelApp):  # type: ignore[misc]  # ipykernel is partly untyped
 
     def init_heartbeat(self) -> None:
         """Open no heartbeat channel."""
-
-    def init_control(self, context: Any) -> None:
-        """Do without the thread of subshells: nobody asks for one, and it costs a hop for every message."""
-        super().init_control(context)
-        self.shell_channel_thread = None
 
     def configure_tornado_logger(self) -> None:
         """Leave logging as it is; ipykernel would write to the stream that tornado finds."""
@@ -59,6 +54,7 @@ def make_app(connection_file: Path, ipython_folder: Path) -> RankApp:
     config.HistoryManager.enabled = False  # ranks must not write the user's history
     config.HistoryManager.hist_file = ":memory:"
     config.InteractiveShell.cache_size = 0  # `Out` would keep every tensor that a cell ended with
+    config.Completer.use_jedi = False  # what the namespace holds is enough, and jedi takes a second at first
     config.IPKernelApp.kernel_class = RankKernel
     with _own_profile(ipython_folder):
         app = RankApp(
@@ -73,5 +69,6 @@ def make_app(connection_file: Path, ipython_folder: Path) -> RankApp:
     app.kernel.user_module = main
     sys.modules["__main__"] = main  # IPython has put a module of its own there, with the same dictionary
     for stream in (sys.stdout, sys.stderr):
+        assert isinstance(stream, OutStream)
         stream.flush_interval = _FLUSH_S
     return app

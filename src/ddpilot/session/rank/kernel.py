@@ -17,21 +17,21 @@ from torch.distributed import distributed_c10d as c10d
 
 from ddpilot.launching.victims import is_victim
 from ddpilot.session.rank.tidy import forget_error, tidy
-from ddpilot.session.report import FREE, REPORT_KEY, REQUEST, Report
+from ddpilot.session.report import FREE, REPLY, REPORT_KEY, REQUEST, Report
 
 if TYPE_CHECKING:
     from ddpilot.session.rank.requests import Requests
 
 
-class RankCompiler(XCachingCompiler):  # type: ignore[misc]  # ipykernel is partly untyped
+class RankCompiler(XCachingCompiler):
     """Names a cell's code as people do, so that every traceback, stack and ring entry says ``Cell In[7]``."""
 
-    def get_code_name(self, raw_code: str, code: str, number: int) -> str:
+    def get_code_name(self, _raw_code: str, _code: str, number: int) -> str:
         """The file name of a cell's code object."""
         return f"Cell In[{number}]"
 
 
-class RankShell(ZMQInteractiveShell):  # type: ignore[misc]  # ipykernel is partly untyped
+class RankShell(ZMQInteractiveShell):
     """Remembers the cell's error and when it came."""
 
     failure: tuple[BaseException, float] | None = None
@@ -43,14 +43,18 @@ class RankShell(ZMQInteractiveShell):  # type: ignore[misc]  # ipykernel is part
             self.failure = (error, time.monotonic())
         super().showtraceback(exc_tuple, *args, **kwargs)
 
-    def _showtraceback(self, etype: Any, evalue: Any, stb: list[str]) -> None:
+    def _showtraceback(self, _etype: Any, _evalue: Any, stb: list[str]) -> None:
         self._last_traceback = stb
+
+    def ask_exit(self) -> None:
+        """Stay: `exit` in a cell does not end one rank of a session."""
+        sys.stderr.write("a rank does not end by `exit` or `quit`; `%ddp stop`, or `session.stop()`, ends all\n")
 
     def enable_gui(self, gui: Any = None) -> None:
         """Do nothing: a rank has no windows."""
 
 
-class RankKernel(IPythonKernel):  # type: ignore[misc]  # ipykernel is partly untyped
+class RankKernel(IPythonKernel):
     """A kernel whose replies carry a `Report`, and that knows two requests more. `requests` does their work."""
 
     shell_class = RankShell
@@ -62,15 +66,27 @@ class RankKernel(IPythonKernel):  # type: ignore[misc]  # ipykernel is partly un
         self.shell_handlers[REQUEST] = self.on_request
         self.control_handlers[FREE] = self.on_free
 
+    @property
+    def _rank_shell(self) -> RankShell:
+        assert isinstance(self.shell, RankShell)
+        return self.shell
+
+    def _reply(self, stream: Any, kind: str, report: Report, parent: Any, ident: Any) -> None:
+        assert self.session is not None
+        self.session.send(stream, kind, {REPORT_KEY: report.to_content()}, parent, ident=ident)
+
     async def do_execute(self, code: str, silent: bool, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Run a cell; the reply says how it ended."""
-        shell = self.shell
+        shell = self._rank_shell
         about = self.get_parent("shell").get("metadata", {}).get(REPORT_KEY, {})
         shell.execution_count = about.get("cell", shell.execution_count)
         shell.failure = None
         self.requests.space.begin(tuple(about.get("ranks", ())))
         try:
             reply: dict[str, Any] = await super().do_execute(code, silent, *args, **kwargs)
+        except Exception as error:  # noqa: BLE001  # without a reply the session would wait for ever
+            shell.failure = (error, time.monotonic())
+            reply = {"status": "error", "ename": type(error).__name__, "evalue": str(error), "traceback": []}
         finally:
             self.requests.space.end()
         reply[REPORT_KEY] = self._report(reply).to_content()
@@ -79,12 +95,21 @@ class RankKernel(IPythonKernel):  # type: ignore[misc]  # ipykernel is partly un
         return reply
 
     def _report(self, reply: dict[str, Any]) -> Report:
-        has_group = dist.is_initialized()
-        if reply["status"] == "ok" or self.shell.failure is None:
-            return Report(status="ok", time_s=time.monotonic(), has_group=has_group)
-        error, time_s = self.shell.failure
+        now = time.monotonic()
+        if reply["status"] == "ok":
+            return Report(status="ok", time_s=now, has_group=dist.is_initialized())
         text = "\n".join(reply.get("traceback", ()))
-        return report_error(error, text, time_s)
+        if self._rank_shell.failure is not None:
+            error, time_s = self._rank_shell.failure
+            return report_error(error, text, time_s)
+        return Report(  # a cell that is no Python: nothing of it ran
+            status="error",
+            time_s=now,
+            has_group=dist.is_initialized(),
+            type_name=reply["ename"],
+            message=reply["evalue"],
+            traceback=text,
+        )
 
     async def execute_request(self, stream: Any, ident: Any, parent: Any) -> None:
         """Run a cell; collect garbage once the session knows how it ended."""
@@ -103,7 +128,7 @@ class RankKernel(IPythonKernel):  # type: ignore[misc]  # ipykernel is partly un
             report = self.requests.serve(content)
         finally:
             self.requests.space.end()
-        self.session.send(stream, f"{REQUEST[:-8]}_reply", {REPORT_KEY: report.to_content()}, parent, ident=ident)
+        self._reply(stream, REPLY, report, parent, ident)
         asyncio.get_running_loop().call_soon(tidy, self.requests.space.start.keep_cache)
         if content["verb"] == "finish":
             self.io_loop.add_callback(self.io_loop.stop)
@@ -117,7 +142,7 @@ class RankKernel(IPythonKernel):  # type: ignore[misc]  # ipykernel is partly un
         freed = free_group()
         value = {"backend": backend, "still_stuck": list(freed.still_stuck)}
         report = Report(status="ok", time_s=time.monotonic(), has_group=was_in, value=value)
-        self.session.send(stream, f"{FREE}_reply", {REPORT_KEY: report.to_content()}, parent, ident=ident)
+        self._reply(stream, REPLY, report, parent, ident)
 
 
 def _backend() -> str:
@@ -138,4 +163,5 @@ def report_error(error: BaseException, text: str, time_s: float) -> Report:
         traceback=text or "".join(traceback.format_exception(error)),
         is_victim=is_victim(error),
         interrupted=isinstance(error, (KeyboardInterrupt, asyncio.CancelledError)),
+        exitcode=error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1,
     )

@@ -5,7 +5,11 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
+import socket
 import sys
+
+from tornado import ioloop
 
 from ddpilot.session.rank.app import make_app
 from ddpilot.session.rank.namespace import fill_namespace
@@ -20,7 +24,22 @@ def serve_kernel(start: KernelStart) -> None:
     kernel = app.kernel
     space = fill_namespace(vars(sys.modules["__main__"]), start)
     kernel.requests = Requests(kernel, space, start.parcel_socket(rank))
+    _wake_on_signals()
     gc.collect()
     gc.freeze()  # what is here now is here for good: collecting after a cell looks at what the user made only
     app.start()
     space.finish()
+
+
+def _wake_on_signals() -> None:
+    """Have a signal wake the kernel's loop: an interrupt of a cell that awaits would else wait for the next message."""
+    loop = ioloop.IOLoop.current()
+    woken, waker = socket.socketpair()
+    for end in (woken, waker):
+        end.setblocking(False)
+    loop.add_handler(woken, _drain, ioloop.IOLoop.READ)
+    signal.set_wakeup_fd(waker.detach(), warn_on_full_buffer=False)
+
+
+def _drain(woken: socket.socket, _events: int) -> None:
+    woken.recv(4096)

@@ -16,7 +16,7 @@ _LAST = ("last_type", "last_value", "last_traceback", "last_exc")
 def tidy(keep_cache: bool) -> None:
     """Collect garbage and, unless `keep_cache`, return what CUDA's allocator keeps for later."""
     gc.collect()
-    if not keep_cache and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if not keep_cache and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 
 
@@ -25,9 +25,7 @@ def forget_error(shell: Any) -> None:
 
     An exception that the user's code has kept stays, without the variables of the frames that it went through.
     """
-    last = getattr(sys, "last_value", None)
-    if last is not None:
-        _clear_chain(last, set())
+    _clear_chain(getattr(sys, "last_value", None), set())
     for name in _LAST:
         if hasattr(sys, name):
             delattr(sys, name)
@@ -38,12 +36,10 @@ def forget_error(shell: Any) -> None:
         handler.tb = None
 
 
-def _clear_chain(error: BaseException, seen: set[int]) -> None:
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        traceback.clear_frames(error.__traceback__)
-        if error.__cause__ is not None:
-            _clear_chain(error.__cause__, seen)
-        if error.__context__ is None:
-            return
-        error = error.__context__
+def _clear_chain(error: BaseException | None, seen: set[int]) -> None:
+    if error is None or id(error) in seen:
+        return
+    seen.add(id(error))
+    traceback.clear_frames(error.__traceback__)
+    _clear_chain(error.__cause__, seen)
+    _clear_chain(error.__context__, seen)
