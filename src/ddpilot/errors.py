@@ -7,7 +7,10 @@ attributes, and each error survives pickling, since most of them cross from a ra
 
 from __future__ import annotations
 
+import re
 from typing import Any
+
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class DdpilotError(Exception):
@@ -110,8 +113,8 @@ class RankError(DdpilotError, RuntimeError):
 
     The original exception is chained as `__cause__` where it could travel. `rank`; `host`: name of the rank's machine;
     `exitcode`: of the process, minus the signal's number where a signal ended it, 1 for an exception; `signal_name`:
-    such as "SIGKILL", or None; `rank_traceback`: text with source lines, "" where there is none; `last_lines`: up to
-    20 lines of the rank's output; `others`: a sentence on what the other ranks did.
+    such as "SIGKILL", or None; `rank_traceback`: text with source lines, in a session with ANSI colours, "" where there
+    is none; `last_lines`: up to 20 lines of the rank's output; `others`: a sentence on what the other ranks did.
     """
 
     def __init__(
@@ -138,6 +141,9 @@ class RankError(DdpilotError, RuntimeError):
 
     def render(self) -> str:
         """The sentence, then the rank's traceback, its last lines and what the others did, each where there is one."""
+        return _COLOURS.sub("", self._render_coloured())
+
+    def _render_coloured(self) -> str:
         todo = f". {self.fix}" if self.fix else ""
         parts = [f"{self.found} ({self.did} on {self.host}){todo}"]
         if self.rank_traceback:
@@ -152,4 +158,4 @@ class RankError(DdpilotError, RuntimeError):
 
     def _render_traceback_(self) -> list[str]:
         """For IPython: the rank's own traceback and line instead of the frames of the launcher."""
-        return [f"RankError: {self.render()}"]
+        return [f"RankError: {self._render_coloured()}"]

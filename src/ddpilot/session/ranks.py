@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ from ddpilot.launching.crash import find_crash_line
 from ddpilot.launching.failures import describe_exit
 from ddpilot.launching.local.jobs import STORE
 from ddpilot.launching.local.process import STACKS_SIGNAL
+from ddpilot.launching.options import LaunchOptions
+from ddpilot.record.hook import HOOK, RING_DIR_VARIABLE
+from ddpilot.session.apps import find_app
 from ddpilot.session.channels import Connection
 from ddpilot.session.events import Ended, Event, Interrupted, Said, Wrote
 from ddpilot.session.folder import make_folder, remove_folder
@@ -43,7 +47,7 @@ _SHOWN_IDLE = frozenset({"stream", "display_data", "update_display_data", "clear
 class Ranks:
     """Kernels of all ranks. One caller at a time has their attention (`turn`); else what comes is shown as it comes."""
 
-    def __init__(self, options: SessionOptions, view: View, hooks: tuple[str, ...] = ()) -> None:
+    def __init__(self, options: SessionOptions, view: View) -> None:
         self.options = options
         self.view = view
         self.tails = Tails()
@@ -62,7 +66,7 @@ class Ranks:
         self._attention = threading.Lock()
         self.folder = make_folder()
         try:
-            self.host: RankHost = LocalRanks(options.launch_options(), self._kernel_start, hooks)
+            self.host: RankHost = LocalRanks(self._launch_options(), self._kernel_start, (HOOK,))
             self._incarnations = [0] * self.host.world_size
             self.hub = Hub(self._deliver, self._tick, self._on_broken)
         except BaseException:
@@ -78,6 +82,15 @@ class Ranks:
     def live(self) -> tuple[int, ...]:
         """The ranks that live."""
         return tuple(rank for rank in range(self.world_size) if rank not in self.dead)
+
+    def _launch_options(self) -> LaunchOptions:
+        given = self.options.launch_options()
+        preload = tuple(name for app in self.options.apps for name in find_app(app).preload)
+        return replace(
+            given,
+            env={**given.env, RING_DIR_VARIABLE: str(self.folder)},
+            preload=(*given.preload, *preload),
+        )
 
     def _kernel_start(self) -> KernelStart:
         options = self.options

@@ -31,6 +31,9 @@ class Report:
     has_group: bool = False
     """Whether the rank is in a process group now."""
 
+    num_collectives: int | None = None
+    """How many collectives the rank began in it; None where they are not recorded."""
+
     type_name: str = ""
     message: str = ""
     traceback: str = ""

@@ -24,7 +24,8 @@ from ddpilot.session.view import RankMessage, View
 _FREE_AFTER_STOP_S = 0.5
 _AGAIN_AFTER_STOP_S = 1.2
 _KILL_AFTER_STOP_S = 2.0
-_INTERRUPT_AFTER_FAILURE_S = 0.4
+_FREE_AFTER_FAILURE_S = 0.1
+_INTERRUPT_AFTER_FAILURE_S = 0.5
 _KILL_AFTER_FAILURE_S = 1.6
 _FREE_LIMIT_S = 3.0
 _LONGEST_WAIT_S = 0.5
@@ -60,6 +61,9 @@ class Outcome:
     was_stopped: bool = False
     freed: dict[int, Report] = field(default_factory=dict)
     """By rank: what freeing it found. Empty where nothing was freed."""
+
+    spared_group: bool = False
+    """It went wrong, but no rank had begun a collective and all came back by themselves: the group is as it was."""
 
     @property
     def is_ok(self) -> bool:
@@ -97,6 +101,7 @@ class Round:
         self._steps: list[tuple[float, Callable[[], None]]] = []
         self._free_ids: dict[str, int] = {}
         self._free_until_s = 0.0
+        self._freed_or_spared = False
 
     def run(self, stops: Stops) -> Outcome:
         """Wait for the end of every part. Raises nothing of the ranks': it is all in the outcome."""
@@ -116,6 +121,8 @@ class Round:
     def _is_over(self) -> bool:
         if self._failures and self._outcome.error is None and not self._outcome.was_stopped:
             return False  # the first one in time is not chosen yet
+        if self._steps_were_begun and not self._freed_or_spared:
+            return False
         waits_for_freed = bool(self._free_ids) and time.monotonic() < self._free_until_s
         return all(part.is_over for part in self._outcome.parts.values()) and not waits_for_freed
 
@@ -256,7 +263,7 @@ class Round:
         self._outcome.error = error
         self._view.error(error)
         self._steps = [
-            (now, self._free),
+            (now + _FREE_AFTER_FAILURE_S, self._free),
             (now + _INTERRUPT_AFTER_FAILURE_S, self._interrupt_others),
             (now + _KILL_AFTER_FAILURE_S, self._kill),
         ]
@@ -266,14 +273,22 @@ class Round:
         while self._steps and self._steps[0][0] <= now:
             _, step = self._steps.pop(0)
             step()
-        if not self._busy() and not self._free_ids and self._outcome.was_stopped and not self._outcome.freed:
-            self._free()  # a rank that was cut short has left its peers' collectives half done
+        if self._steps_were_begun and not self._freed_or_spared and not self._busy():
             self._steps.clear()
+            if self._is_group_untouched():
+                self._freed_or_spared = self._outcome.spared_group = True
+            else:
+                self._free()  # a rank that was cut short has left its peers' collectives half done
+
+    def _is_group_untouched(self) -> bool:
+        parts = self._outcome.parts.values()
+        return all(part.report is not None and part.report.num_collectives == 0 for part in parts) and not self._dead
 
     def _free(self) -> None:
         live = [rank for rank in range(self._host.world_size) if self._host.is_live(rank)]
         self._free_ids = {self._hub.send(rank, "control", FREE, {}): rank for rank in live}
         self._free_until_s = time.monotonic() + _FREE_LIMIT_S
+        self._freed_or_spared = True
 
     def _free_stuck(self) -> None:
         busy = self._busy()

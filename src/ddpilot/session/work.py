@@ -157,7 +157,7 @@ class Work:
 
     def _recover(self, outcome: Outcome, events: queue.SimpleQueue[Event], stops: Stops) -> None:
         reports = [part.report for part in outcome.parts.values() if part.report is not None]
-        if outcome.is_ok:
+        if outcome.is_ok or outcome.spared_group:
             self._wants_group = self._wants_group or any(report.has_group for report in reports)
             return
         freed = outcome.freed.values()

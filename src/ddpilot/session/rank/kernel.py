@@ -96,16 +96,18 @@ class RankKernel(IPythonKernel):
 
     def _report(self, reply: dict[str, Any]) -> Report:
         now = time.monotonic()
+        num_collectives = self.requests.space.counter.count()
         if reply["status"] == "ok":
-            return Report(status="ok", time_s=now, has_group=dist.is_initialized())
+            return Report(status="ok", time_s=now, has_group=dist.is_initialized(), num_collectives=num_collectives)
         text = "\n".join(reply.get("traceback", ()))
         if self._rank_shell.failure is not None:
             error, time_s = self._rank_shell.failure
-            return report_error(error, text, time_s)
+            return report_error(error, text, time_s, num_collectives)
         return Report(  # a cell that is no Python: nothing of it ran
             status="error",
             time_s=now,
             has_group=dist.is_initialized(),
+            num_collectives=num_collectives,
             type_name=reply["ename"],
             message=reply["evalue"],
             traceback=text,
@@ -152,12 +154,13 @@ def _backend() -> str:
     return names.pop() if len(names) == 1 else config
 
 
-def report_error(error: BaseException, text: str, time_s: float) -> Report:
+def report_error(error: BaseException, text: str, time_s: float, num_collectives: int | None) -> Report:
     """The report of a cell or call that ended with `error`."""
     return Report(
         status="error",
         time_s=time_s,
         has_group=dist.is_initialized(),
+        num_collectives=num_collectives,
         type_name=type(error).__qualname__,
         message=str(error),
         traceback=text or "".join(traceback.format_exception(error)),

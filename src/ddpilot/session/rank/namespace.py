@@ -15,6 +15,7 @@ from ddpilot.group.device import detect_device_facts, resolve_device, use_device
 from ddpilot.group.enter import init_group, seed_all
 from ddpilot.group.process_group import Group
 from ddpilot.session.apps import AppContext, find_app
+from ddpilot.session.rank.counting import CollectiveCounter
 from ddpilot.session.rank.lazy import SessionGroup, enter_when_needed
 from ddpilot.session.rank.start import KernelStart
 
@@ -30,6 +31,7 @@ class Space:
             detect_device_facts(os.environ, self.topology.local_rank), os.environ.get("DDPILOT_BACKEND")
         )
         self.device = use_device(choice)
+        self.counter = CollectiveCounter()
         self.blocked = ""
         """Why the group cannot be entered now; empty where it can."""
         self._running: tuple[int, ...] = ()
@@ -40,6 +42,7 @@ class Space:
     def begin(self, ranks: tuple[int, ...]) -> None:
         """A cell or request starts that runs on `ranks`; () where all ranks run it."""
         self._running = ranks
+        self.counter.begin()
 
     def end(self) -> None:
         """It is over."""

@@ -57,7 +57,7 @@ class Requests:
         try:
             value = self._verbs[content["verb"]](**content["arguments"])
         except BaseException as error:  # noqa: BLE001  # the user's function may raise anything, and the parent is told
-            report = report_error(error, user_traceback(error), time.monotonic())
+            report = report_error(error, user_traceback(error), time.monotonic(), self.space.counter.count())
             forget_error(self._kernel.shell)
             return report
         return Report(status="ok", time_s=time.monotonic(), has_group=dist.is_initialized(), value=value)

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many collectives this rank has begun, as its flight ring says."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ddpilot.record.hook import RING_DIR_VARIABLE, ring_path
+from ddpilot.record.layout import NUM_BEGUN
+
+_WORD_BYTES = 8
+
+
+class CollectiveCounter:
+    """Counts what was begun since `begin`. Knows nothing where nothing is recorded."""
+
+    def __init__(self) -> None:
+        folder = os.environ.get(RING_DIR_VARIABLE)
+        path = ring_path(folder, int(os.environ["RANK"])) if folder else Path(os.devnull)
+        self._fd = os.open(path, os.O_RDONLY) if folder and path.exists() else None
+        self._before = 0
+
+    def begin(self) -> None:
+        """Count from now."""
+        self._before = self._total()
+
+    def count(self) -> int | None:
+        """Collectives and point-to-point operations begun since; None where they are not recorded."""
+        return None if self._fd is None else self._total() - self._before
+
+    def _total(self) -> int:
+        if self._fd is None:
+            return 0
+        return int.from_bytes(os.pread(self._fd, _WORD_BYTES, NUM_BEGUN * _WORD_BYTES), "little")
