@@ -60,6 +60,12 @@ _HOMES = {
     "topology": "ddpilot.api.topology",
 }
 
+_HOOKS = {
+    "load_ipython_extension": "ddpilot.magics.extension",
+    "unload_ipython_extension": "ddpilot.magics.extension",
+}
+"""What IPython looks for here on `%load_ext ddpilot`; nobody else calls them."""
+
 __all__ = [
     "CellResult",
     "DdpilotError",
@@ -88,9 +94,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    home = _HOMES.get(name) or _HOOKS.get(name)
+    if home is None:
         raise AttributeError(f"module 'ddpilot' has no attribute {name!r}; its public names are {', '.join(__all__)}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
+    value = getattr(importlib.import_module(home), name)
     globals()[name] = value
     return value
 

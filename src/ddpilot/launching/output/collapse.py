@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import bisect
+import heapq
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,17 +13,23 @@ WINDOW_S = 0.05
 """How long a line waits for the same line from other ranks."""
 
 _MAX_WAITING = 2000
+_NOWHERE = (0, -1)
 
 
 @dataclass
 class Waiting:
-    """A line on its way to the screen, and the ranks that printed it."""
+    """A line on its way to the screen, and the ranks that printed it.
+
+    `place`: how many lines stand above it, then a count. So ranks that print the same number of lines each, some of
+    them different, have the lines that are the same at the same height.
+    """
 
     stream: str
     text: str
     since_s: float
-    number: int
+    place: tuple[int, int]
     ranks: list[int] = field(default_factory=list)
+    is_shown: bool = False
 
 
 class Collapser:
@@ -30,46 +37,53 @@ class Collapser:
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
-        self._queue: deque[Waiting] = deque()
-        self._by_text: dict[tuple[str, str], list[Waiting]] = {}  # each list by number
-        self._last_number: dict[int, int] = {}
+        self._heap: list[tuple[tuple[int, int], Waiting]] = []
+        self._by_age: deque[Waiting] = deque()
+        self._by_text: dict[tuple[str, str], list[Waiting]] = {}  # each list by place
+        self._last: dict[int, tuple[int, int]] = {}  # by rank
         self._count = 0
 
     def add(self, rank: int, stream: str, text: str, now_s: float) -> None:
         """Take a line: join the same line of other ranks if that comes after all that this rank has printed."""
         same = self._by_text.setdefault((stream, text), [])
+        last = self._last.get(rank, _NOWHERE)
         # A rank may print one line thousands of times, so no search from the start.
-        place = bisect.bisect_right(same, self._last_number.get(rank, -1), key=lambda each: each.number)
-        if place < len(same):
-            entry = same[place]
+        index = bisect.bisect_right(same, last, key=lambda each: each.place)
+        if index < len(same):
+            entry = same[index]
         else:
-            entry = Waiting(stream, text, now_s, self._count)
+            entry = Waiting(stream, text, now_s, (last[0] + 1, self._count))
             self._count += 1
-            self._queue.append(entry)
-            same.append(entry)
+            heapq.heappush(self._heap, (entry.place, entry))
+            self._by_age.append(entry)
+            same.append(entry)  # the last one: any after it, this rank would have joined
         entry.ranks.append(rank)
-        self._last_number[rank] = entry.number
+        self._last[rank] = entry.place
 
     def ready(self, now_s: float) -> Iterator[Waiting]:
         """The lines that need not wait any longer, in order."""
-        while self._queue:
-            head = self._queue[0]
-            is_complete = len(head.ranks) == self._num_ranks
-            if not is_complete and now_s - head.since_s < WINDOW_S and len(self._queue) <= _MAX_WAITING:
+        while self._heap:
+            is_complete = len(self._heap[0][1].ranks) == self._num_ranks
+            due = self.next_due_s()
+            is_due = due is not None and now_s >= due
+            if not is_complete and not is_due and len(self._heap) <= _MAX_WAITING:
                 return
             yield self._pop()
 
     def flush(self) -> Iterator[Waiting]:
         """Everything that waits, in order."""
-        while self._queue:
+        while self._heap:
             yield self._pop()
 
     def next_due_s(self) -> float | None:
-        """When the first waiting line is due; None if none waits."""
-        return self._queue[0].since_s + WINDOW_S if self._queue else None
+        """When the line that has waited longest is due; None if none waits."""
+        while self._by_age and self._by_age[0].is_shown:
+            self._by_age.popleft()
+        return self._by_age[0].since_s + WINDOW_S if self._by_age else None
 
     def _pop(self) -> Waiting:
-        entry = self._queue.popleft()
+        _, entry = heapq.heappop(self._heap)
+        entry.is_shown = True
         same = self._by_text[entry.stream, entry.text]
         same.remove(entry)
         if not same:

@@ -51,6 +51,28 @@ def test_collapser_shows_each_repeat_of_a_rank() -> None:
     assert shown(collapser) == [([0, 1], "again"), ([0], "again")]
 
 
+def test_collapser_shows_a_common_line_once_below_lines_that_differ() -> None:
+    """A rank that prints all its lines before another begins does not keep the common ones apart."""
+    collapser = Collapser(2)
+    for rank in (0, 1):
+        for text in (f"I am {rank}", "common", f"loss {rank}", "done"):
+            collapser.add(rank, "stdout", text, 0.0)
+    assert shown(collapser) == [
+        *(([0], "I am 0"), ([1], "I am 1"), ([0, 1], "common")),
+        *(([0], "loss 0"), ([1], "loss 1"), ([0, 1], "done")),
+    ]
+
+
+def test_collapser_keeps_no_line_behind_those_of_a_rank_that_goes_on_printing() -> None:
+    """A rank that is behind prints above what waits; that is shown after its window all the same."""
+    collapser = Collapser(2)
+    for number in range(100):
+        collapser.add(0, "stdout", f"mine {number}", 0.0)
+    assert shown(collapser, 0.0) == []
+    collapser.add(1, "stdout", "other", WINDOW_S)
+    assert len(shown(collapser, WINDOW_S)) == 101
+
+
 @given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from("abc"))))
 @settings(deadline=None)
 def test_collapser_keeps_the_order_of_every_rank(lines: list[tuple[int, str]]) -> None:

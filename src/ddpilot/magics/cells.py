@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `%%ddp` does with the cell below it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from ddpilot.magics.desk import Desk, briefly
+from ddpilot.magics.usage import MagicParser, MagicUsageError, parse_ranks
+
+
+def make_cell_parser() -> MagicParser:
+    """The options of `%%ddp`."""
+    parser = MagicParser("%%ddp", description="Run the cell below on the ranks.")
+    parser.add_argument("--ranks", metavar="0,2-3", type=parse_ranks, help="on these ranks; default: all that live")
+    place = parser.add_mutually_exclusive_group()
+    place.add_argument("--local", action="store_true", help="in the notebook alone, also while auto is on")
+    place.add_argument("--everywhere", action="store_true", help="on the ranks and then in the notebook")
+    parser.add_argument("--quiet", action="store_true", help="show nothing but errors")
+    parser.add_argument("--keep-cache", action="store_true", help="leave CUDA's memory cache as it is afterwards")
+    return parser
+
+
+def run_cell(desk: Desk, line: str, cell: str, verbs: Collection[str]) -> None:
+    """Run `cell` as `line` says; `verbs`: those of `%ddp`. Raises RankError, LaunchInterrupted, MagicUsageError."""
+    words = line.split()
+    if words and not words[0].startswith("-"):
+        raise MagicUsageError(f"reading `%%ddp {line}`", found=f"`{words[0]}`", fix=_right(words[0], verbs))
+    chosen = vars(make_cell_parser().parse_args(words))
+    is_local, is_everywhere = chosen.pop("local", False), chosen.pop("everywhere", False)
+    if not cell.strip():
+        raise MagicUsageError("running a cell on the ranks", found="nothing below `%%ddp`", fix="Write the code there")
+    if not is_local:
+        run_on_ranks(desk, number_lines(line, cell), chosen)
+    if is_local or is_everywhere:
+        run_here(desk, cell)
+
+
+def run_on_ranks(desk: Desk, code: str, chosen: dict[str, Any]) -> None:
+    """Run `code`, whose lines are numbered as in the notebook's cell."""
+    session = desk.need("running a cell on the ranks")
+    with briefly():
+        session.execute(
+            code,
+            ranks=chosen.get("ranks"),
+            quiet=chosen.get("quiet", False),
+            keep_cache=chosen.get("keep_cache"),
+            cell=desk.shell.execution_count,
+        )
+
+
+def run_here(desk: Desk, cell: str) -> None:
+    """Run `cell` in the notebook, its cell magic too, with nothing of it going to the ranks."""
+    with desk.local():
+        first, _, body = cell.lstrip().partition("\n")
+        if first.startswith("%%"):
+            name, _, line = first[2:].partition(" ")
+            desk.shell.run_cell_magic(name, line, body)
+        else:
+            desk.shell.run_cell(cell).raise_error()
+
+
+def number_lines(line: str, cell: str) -> str:
+    """`cell` with a first line in place of the notebook's `%%ddp`, so that errors name the notebook's lines.
+
+    IPython drops empty lines in front, so it is a comment. A cell magic has to stay the first line.
+    """
+    if cell.lstrip().startswith("%%"):
+        return cell
+    return f"# %%ddp {line}".rstrip() + f"\n{cell}"
+
+
+def _right(word: str, verbs: Collection[str]) -> str:
+    if word in verbs:
+        return f"A verb is a line of its own, with one %: `%ddp {word}`"
+    return "Options begin with --, as in `%%ddp --ranks 0`; the code stands in the lines below"

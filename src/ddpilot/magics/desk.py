@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one session of an IPython shell, and whether plain cells go to it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from ddpilot.errors import RankError
+from ddpilot.magics.options import describe_options
+from ddpilot.magics.usage import MagicUsageError
+from ddpilot.session.options import SessionOptions
+from ddpilot.session.session import Session
+from ddpilot.session.view import View
+
+
+class Desk:
+    """What the magics of one shell share."""
+
+    def __init__(self, shell: Any) -> None:
+        self.shell = shell
+        self.is_auto = False
+        self._session: Session | None = None
+        self._num_local = 0
+
+    @property
+    def session(self) -> Session | None:
+        """The session, where one runs."""
+        if self._session is not None and not self._session.is_running:
+            self._session = None
+        return self._session
+
+    def need(self, did: str) -> Session:
+        """The session. Raises MagicUsageError where none runs."""
+        session = self.session
+        if session is None:
+            raise MagicUsageError(did, found="no ranks run", fix="Type `%ddp start -n 2` first, for two of them")
+        return session
+
+    def start(self, arguments: dict[str, Any]) -> Session:
+        """Start a session; one with the same options is kept. Raises MagicUsageError where one with others runs."""
+        options, running = SessionOptions(**arguments), self.session
+        if running is not None:
+            was, line = describe_options(running.options), describe_options(options)
+            if running.options != options:
+                raise MagicUsageError(
+                    f"`{line}`",
+                    found=f"{count_ranks(running)} run already, started by `{was}`",
+                    fix=f"Keep them, or type `%ddp stop` (their variables are lost) and then `{line}`",
+                )
+            self.say(f"{count_ranks(running)} run already, with their variables; `%ddp restart` would start them anew")
+            return running
+        began_s = time.monotonic()
+        self._session = Session(**arguments, view=self._make_view(options))
+        self.say(f"{count_ranks(self._session)} ready in {time.monotonic() - began_s:.1f} s")
+        return self._session
+
+    def stop(self) -> None:
+        """Stop the ranks, if any run; cells are the notebook's again."""
+        session, self._session = self.session, None
+        was_auto, self.is_auto = self.is_auto, False
+        if session is None:
+            self.say("no ranks run")
+            return
+        session.stop()
+        self.say(f"stopped {count_ranks(session)}" + ("; auto is off" if was_auto else ""))
+
+    def say(self, text: str) -> None:
+        """Say something of ddpilot's own."""
+        self.write(f"ddpilot: {text}\n")
+
+    def write(self, text: str) -> None:
+        """Write to the notebook."""
+        sys.stdout.write(text)
+
+    @contextlib.contextmanager
+    def local(self) -> Iterator[None]:
+        """Inside, nothing goes to the ranks by itself."""
+        self._num_local += 1
+        try:
+            yield
+        finally:
+            self._num_local -= 1
+
+    @property
+    def takes_cells(self) -> bool:
+        """Whether a plain cell that is run now goes to the ranks."""
+        return self.is_auto and not self._num_local and not self._is_silent()
+
+    def _is_silent(self) -> bool:
+        """Whether the front end runs something for itself, such as a list of variables, and no person a cell."""
+        parent: dict[str, Any] = getattr(self.shell, "get_parent", dict)()
+        return bool(parent.get("content", {}).get("silent"))
+
+    def _make_view(self, options: SessionOptions) -> View:
+        # These import what only a notebook has.
+        if getattr(self.shell, "kernel", None) is not None:
+            from ddpilot.magics.notebook_view import NotebookView
+
+            return NotebookView(self.shell, options.output, options.output_limit_bytes)
+        from ddpilot.session.shown.terminal import TextView
+
+        return TextView(options.output, options.output_limit_bytes)
+
+
+@contextlib.contextmanager
+def briefly() -> Iterator[None]:
+    """A rank's error was shown by the view already: what IPython shows of it is one line."""
+    try:
+        yield
+    except RankError as error:
+        line = f"RankError: {error.found} (the whole of it is above)"
+        vars(error)["_render_traceback_"] = functools.partial(list, (line,))
+        raise
+
+
+def count_ranks(session: Session) -> str:
+    """ "1 rank", "4 ranks"."""
+    return f"{session.world_size} rank{'s' * (session.world_size != 1)}"

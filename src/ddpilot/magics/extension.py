@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `%load_ext ddpilot` and `%unload_ext ddpilot` do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ddpilot.magics.completion import make_matcher
+from ddpilot.magics.desk import Desk, count_ranks
+from ddpilot.magics.magic import DdpMagics
+from ddpilot.magics.router import Router
+
+_ATTRIBUTE = "_ddpilot_parts"
+
+
+class _Parts:
+    """What is in a shell; the desk outlives `%reload_ext`, as the ranks do."""
+
+    def __init__(self, shell: Any) -> None:
+        self.desk = Desk(shell)
+        self.router = Router(self.desk)
+        self.matcher = make_matcher(self.desk)
+        self.is_loaded = False
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """Give `shell` (IPython's) `%ddp` and `%%ddp`. A second call changes nothing."""
+    parts = vars(shell).setdefault(_ATTRIBUTE, None) or _Parts(shell)
+    setattr(shell, _ATTRIBUTE, parts)
+    if parts.is_loaded:
+        return
+    shell.register_magics(DdpMagics(parts.desk))
+    shell.input_transformers_cleanup.append(parts.router)
+    shell.Completer.custom_matchers.append(parts.matcher)
+    parts.is_loaded = True
+
+
+def unload_ipython_extension(shell: Any) -> None:
+    """Take them out again. Ranks go on: `%load_ext ddpilot` finds them, and they end with the notebook's kernel."""
+    parts = getattr(shell, _ATTRIBUTE, None)
+    if parts is None or not parts.is_loaded:
+        return
+    for magics in shell.magics_manager.magics.values():
+        if isinstance(getattr(magics.get("ddp"), "__self__", None), DdpMagics):
+            del magics["ddp"]
+    shell.input_transformers_cleanup.remove(parts.router)
+    shell.Completer.custom_matchers.remove(parts.matcher)
+    parts.is_loaded = parts.desk.is_auto = False
+    if parts.desk.session is not None:
+        parts.desk.say(f"{count_ranks(parts.desk.session)} run on; `%load_ext ddpilot` finds them again")

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`%ddp` and `%%ddp` themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from IPython.core.magic import Magics, line_cell_magic, magics_class
+
+from ddpilot.magics.cells import make_cell_parser, run_cell, run_on_ranks
+from ddpilot.magics.desk import Desk
+from ddpilot.magics.usage import Helped, MagicUsageError, suggest
+from ddpilot.magics.verbs import VERBS
+
+WHOLE = "--whole"
+"""On a line of `%%ddp` that ddpilot itself has written: the lines of the cell are numbered already."""
+
+
+@magics_class
+class DdpMagics(Magics):
+    """The magics of one shell."""
+
+    def __init__(self, desk: Desk) -> None:
+        super().__init__(desk.shell)
+        self._desk = desk
+
+    @line_cell_magic
+    def ddp(self, line: str, cell: str | None = None) -> Any:
+        """Ranks that stay: ``%ddp start -n 2`` starts them, ``%%ddp`` runs a cell on them, ``%ddp help`` says more."""
+        try:
+            if cell is None:
+                return self._verb(line)
+            words = line.split()
+            if words[:1] == [WHOLE]:
+                run_on_ranks(self._desk, cell, vars(make_cell_parser().parse_args(words[1:])))
+            else:
+                run_cell(self._desk, line.strip(), cell, VERBS)
+        except Helped as helped:
+            self._desk.write(str(helped))
+        return None
+
+    def _verb(self, line: str) -> Any:
+        name, _, rest = line.strip().partition(" ")
+        if name in ("", "help", "-h", "--help"):
+            raise Helped(overview())
+        if name not in VERBS:
+            raise MagicUsageError(f"reading `%ddp {line.strip()}`", found=f"`{name}` is no verb", fix=_right(name))
+        try:
+            words = VERBS[name].split(rest.strip())
+        except ValueError as error:
+            raise MagicUsageError(f"reading `%ddp {line}`", found=str(error), fix="Close the quotes") from error
+        return VERBS[name].run(self._desk, vars(VERBS[name].parser().parse_args(words)))
+
+
+def overview() -> str:
+    """All verbs, a line each."""
+    width = max(map(len, VERBS)) + 2
+    verbs = "".join(f"  %ddp {name:{width}}{verb.does}\n" for name, verb in VERBS.items())
+    return (
+        f"{verbs}  %ddp VERB -h{'':{width - 7}}the options of a verb\n\n"
+        "  %%ddp [--ranks 0,2-3] [--local | --everywhere] [--quiet] [--keep-cache]\n"
+        "                run the cell below on the ranks\n"
+    )
+
+
+def _right(name: str) -> str:
+    if name.startswith("-"):
+        return f"Options without a verb are the cell magic's: write `%%ddp {name} ...` above the code"
+    return suggest(name, VERBS) or f"The verbs are {', '.join(VERBS)}; to run code, put it below `%%ddp`"

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a cell runs, decided before IPython reads it: on the ranks while auto is on, in the notebook, or on both."""
+
+from __future__ import annotations
+
+import re
+
+from ddpilot.magics.desk import Desk
+from ddpilot.magics.magic import WHOLE
+
+_PLACED = re.compile(r"%%ddp[ \t]+--(local|everywhere)[ \t]*\n?$")
+_VERB = re.compile(r"(?:[\w, ]+=\s*)?%ddp(?:\s|$)|%(?:re|un)?load_ext\s+ddpilot\s*$")
+_MAGIC = re.compile(r"%(\w+)")
+
+EVERYWHERE = frozenset(
+    {"aimport", "autoreload", "cd", "colors", "config", "env", "load_ext", "matplotlib", "precision", "pylab"}
+    | {"pdb", "reload_ext", "set_env", "unload_ext", "xmode"}
+)
+"""Line magics that set a shell up: the notebook and the ranks stay alike when all of them hear it."""
+
+HERE = frozenset({"pip", "conda", "mamba", "micromamba", "uv", "history", "lsmagic", "magic", "quickref", "notebook"})
+"""Line magics that are about the environment or the notebook, of which there is one."""
+
+
+class Router:
+    """A transformer of cells, before any other that looks for magics."""
+
+    # IPython then leaves it out where it only asks whether a cell is complete: what was typed is to be judged.
+    has_side_effects = True
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+
+    def __call__(self, lines: list[str]) -> list[str]:
+        placed = _PLACED.match(lines[0]) if lines else None
+        if placed:
+            return self._place(placed[1], lines)
+        if not self._desk.takes_cells or not _has_code(lines) or lines[0].startswith("%%"):
+            return lines
+        magics = _only_magics(lines)
+        if magics and magics <= HERE:
+            return lines
+        if magics and magics <= EVERYWHERE:
+            return [*_ended(lines), _to_ranks("".join(lines))]
+        return _split(lines)
+
+    def _place(self, where: str, lines: list[str]) -> list[str]:
+        """Make `%%ddp --local` and `--everywhere` plain code of the notebook, which IPython runs as any other."""
+        body = lines[1:]
+        if not _has_code(body) or "".join(body).lstrip().startswith("%%"):
+            return lines  # the magic says what is missing, or runs the magic below it
+        comment = f"# {lines[0]}"
+        if where == "local":
+            return [comment, *body]
+        return [_to_ranks("".join([comment, *body])), *body]
+
+
+def _has_code(lines: list[str]) -> bool:
+    return any(line.strip() and not line.lstrip().startswith("#") for line in lines)
+
+
+def _only_magics(lines: list[str]) -> frozenset[str]:
+    """Names of the line magics that a cell consists of, "pip" for shell commands; none where there is other code."""
+    names = set()
+    for line in lines:
+        if not line.strip() or line.startswith("#"):
+            continue
+        magic = _MAGIC.match(line)
+        if line.startswith("!"):
+            names.add("pip")  # one machine, one command
+        elif magic is None or _VERB.match(line):
+            return frozenset()
+        else:
+            names.add(magic[1])
+    return frozenset(names)
+
+
+def _split(lines: list[str]) -> list[str]:
+    """A cell whose `%ddp` lines stay in the notebook and whose other lines go to the ranks, in the same order."""
+    made: list[str] = []
+    code: list[str] = []
+    for number, line in enumerate(lines):
+        magic = _MAGIC.match(line)
+        if not _VERB.match(line) and not (magic and magic[1] in HERE):
+            if not code:
+                code = [f"# {above}" for above in _ended(lines[:number])]
+            code.append(line)
+            continue
+        if _has_code(code):
+            made.append(_to_ranks("".join(code)))
+        code = []
+        made += _ended([line])
+    return [*made, _to_ranks("".join(code))] if _has_code(code) else made
+
+
+def _to_ranks(code: str) -> str:
+    return f"get_ipython().run_cell_magic('ddp', {WHOLE!r}, {code!r})\n"
+
+
+def _ended(lines: list[str]) -> list[str]:
+    return [line if line.endswith("\n") else f"{line}\n" for line in lines]

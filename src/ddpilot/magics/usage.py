@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading what follows `%ddp` and `%%ddp`; wrong use is answered by the right use."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+from IPython.core.error import UsageError
+
+from ddpilot.errors import DdpilotError
+
+
+class MagicUsageError(DdpilotError, UsageError):
+    """A magic was used in a way that cannot be meant. IPython shows one line and no traceback."""
+
+
+class Helped(Exception):  # noqa: N818  # nothing is wrong
+    """`-h` was given: its text is to be shown, and nothing else to be done."""
+
+
+class MagicParser(argparse.ArgumentParser):
+    """Raises MagicUsageError where argparse would end the process, and `Helped` for -h."""
+
+    def __init__(self, prog: str, **kwargs: Any) -> None:
+        super().__init__(prog=prog, allow_abbrev=False, argument_default=argparse.SUPPRESS, add_help=False, **kwargs)
+        self.add_argument("-h", "--help", action=_Help, help="show this")
+
+    def error(self, message: str) -> NoReturn:
+        """Raise, with what is right."""
+        usage = " ".join(self.format_usage().removeprefix("usage: ").split())
+        raise MagicUsageError(f"reading `{self.prog}`", found=message, fix=f"Right is: {usage}")
+
+
+class _Help(argparse.Action):
+    def __init__(self, option_strings: list[str], dest: str, **kwargs: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, **kwargs)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
+        raise Helped(parser.format_help())
+
+
+def parse_ranks(text: str) -> tuple[int, ...]:
+    """Numbers of ranks from text such as "0,2-3". Raises ArgumentTypeError, which argparse puts into words."""
+    ranks: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise argparse.ArgumentTypeError(f"{text!r} is no list of ranks such as 0,2-3")
+        ranks.update(range(int(first), int(last if dash else first) + 1))
+    return tuple(sorted(ranks))
+
+
+def parse_rank(text: str) -> int:
+    """The number of one rank. Raises ArgumentTypeError."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of a rank")
+    return int(text)
+
+
+def parse_variable(text: str) -> tuple[str, str]:
+    """Name and value from "NAME=value". Raises ArgumentTypeError."""
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=value")
+    return name, value
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """ "Did you mean ...?" with the nearest of `known`, "" where none is near."""
+    near = difflib.get_close_matches(word, list(known), 1)
+    return f"Did you mean `{near[0]}`?" if near else ""
