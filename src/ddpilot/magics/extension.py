@@ -33,6 +33,8 @@ def load_ipython_extension(shell: Any) -> None:
     shell.input_transformers_cleanup.append(parts.router)
     shell.Completer.custom_matchers.append(parts.matcher)
     parts.is_loaded = True
+    if parts.desk.is_auto:
+        parts.desk.say("auto is on, as it was")
 
 
 def unload_ipython_extension(shell: Any) -> None:
@@ -45,6 +47,6 @@ def unload_ipython_extension(shell: Any) -> None:
             del magics["ddp"]
     shell.input_transformers_cleanup.remove(parts.router)
     shell.Completer.custom_matchers.remove(parts.matcher)
-    parts.is_loaded = parts.desk.is_auto = False
+    parts.is_loaded = False
     if parts.desk.session is not None:
         parts.desk.say(f"{count_ranks(parts.desk.session)} run on; `%load_ext ddpilot` finds them again")

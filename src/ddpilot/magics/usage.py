@@ -8,13 +8,15 @@ import difflib
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
-from IPython.core.error import UsageError
-
 from ddpilot.errors import DdpilotError
 
 
-class MagicUsageError(DdpilotError, UsageError):
-    """A magic was used in a way that cannot be meant. IPython shows one line and no traceback."""
+class MagicUsageError(DdpilotError, ValueError):
+    """A magic was used in a way that cannot be meant."""
+
+    def _render_traceback_(self) -> list[str]:
+        """For IPython: the sentence, since the frames are ours."""
+        return [f"UsageError: {self.render()}"]
 
 
 class Helped(Exception):  # noqa: N818  # nothing is wrong

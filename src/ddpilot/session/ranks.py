@@ -41,7 +41,9 @@ from ddpilot.session.view import RankMessage, View
 _START_LIMIT_S = 120.0
 _SUBSCRIBE_S = 0.05
 _STOP_GRACE_S = 2.0
-_SHOWN_IDLE = frozenset({"stream", "display_data", "update_display_data", "clear_output"})
+_SHOWN_IDLE = frozenset(
+    {"stream", "display_data", "update_display_data", "clear_output", "comm_open", "comm_msg", "comm_close"}
+)
 
 
 class Ranks:

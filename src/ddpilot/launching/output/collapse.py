@@ -20,8 +20,8 @@ _NOWHERE = (0, -1)
 class Waiting:
     """A line on its way to the screen, and the ranks that printed it.
 
-    `place`: how many lines stand above it, then a count. So ranks that print the same number of lines each, some of
-    them different, have the lines that are the same at the same height.
+    `place`: how many lines stand above it, then the rank that was first to print it. So ranks that print as many lines
+    as each other, some of them different, have the lines that are the same at the same height.
     """
 
     stream: str
@@ -41,7 +41,6 @@ class Collapser:
         self._by_age: deque[Waiting] = deque()
         self._by_text: dict[tuple[str, str], list[Waiting]] = {}  # each list by place
         self._last: dict[int, tuple[int, int]] = {}  # by rank
-        self._count = 0
 
     def add(self, rank: int, stream: str, text: str, now_s: float) -> None:
         """Take a line: join the same line of other ranks if that comes after all that this rank has printed."""
@@ -52,11 +51,10 @@ class Collapser:
         if index < len(same):
             entry = same[index]
         else:
-            entry = Waiting(stream, text, now_s, (last[0] + 1, self._count))
-            self._count += 1
+            entry = Waiting(stream, text, now_s, (last[0] + 1, rank))
             heapq.heappush(self._heap, (entry.place, entry))
             self._by_age.append(entry)
-            same.append(entry)  # the last one: any after it, this rank would have joined
+            bisect.insort(same, entry, key=lambda each: each.place)
         entry.ranks.append(rank)
         self._last[rank] = entry.place
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ipykernel.iostream import OutStream
 from ipykernel.kernelapp import IPKernelApp
+from IPython.core import page
 from traitlets.config import Config
 
 from ddpilot.session.rank.kernel import RankKernel
@@ -67,6 +68,7 @@ def make_app(connection_file: Path, ipython_folder: Path) -> RankApp:
         )
         app.initialize([])
     app.kernel.user_module = main
+    app.kernel.shell.set_hook("show_in_pager", page.as_hook(page.display_page), 90)  # nobody fetches a pager's text
     sys.modules["__main__"] = main  # IPython has put a module of its own there, with the same dictionary
     for stream in (sys.stdout, sys.stderr):
         assert isinstance(stream, OutStream)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict, deque
 from collections.abc import Sequence
 
@@ -13,6 +14,13 @@ from ddpilot.session.shown.screen import Screen
 
 _BAR_S = 0.05
 """A bar is redrawn so often at most: some loops redraw theirs thousands of times in a second."""
+
+
+_FLOOD_BYTES = 1 << 18
+"""A flood is shown, and so counted for the limit, in such pieces, also where nobody finds the time to call `show`."""
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]{6,16}\b")
+"""Where a rank has an object in its memory: of no use here, and never the same on two ranks."""
 
 
 class CellOutput:
@@ -26,6 +34,8 @@ class CellOutput:
         self._rich: dict[int, deque[Rich]] = defaultdict(deque)  # by rank, in the order in which they wait
         self._bar: tuple[str, str] | None = None  # stream, text; not drawn yet
         self._drawn_s = 0.0
+        self._is_new = False
+        self._num_unshown_bytes = 0
 
     def text(self, rank: int, stream: str, data: bytes, now_s: float, *, past_python: bool = False) -> None:
         """Bytes that a rank printed. Python's own and those of other code are cut into lines apart."""
@@ -34,13 +44,16 @@ class CellOutput:
             return
         for piece in self._splitters[rank, stream, past_python].feed(data):
             self._take(rank, stream, piece, now_s)
+        self._num_unshown_bytes += len(data)
+        if self._num_unshown_bytes > _FLOOD_BYTES:
+            self._emit_ready(now_s)
 
     def result(self, rank: int, text: str, now_s: float) -> None:
         """Text that stays together: collapsed as a whole or not at all."""
         if self.screen.hides(rank):
             self.screen.count_hidden(rank, len(text))
         else:
-            self._collapser.add(rank, "result", text, now_s)
+            self._collapser.add(rank, "result", _ADDRESS.sub(" at 0x…", text), now_s)
 
     def rich(self, rank: int, rich: Rich, now_s: float, *, is_update: bool = False) -> None:
         """An object, or what takes the place of an earlier one."""
@@ -55,15 +68,12 @@ class CellOutput:
 
     def show(self, now_s: float) -> None:
         """Show what has waited long enough."""
-        is_new = False
-        for entry in self._collapser.ready(now_s):
-            self._emit(entry)
-            is_new = True
+        self._emit_ready(now_s)
         if self._bar is not None and now_s >= self._drawn_s + _BAR_S:
             self._draw(now_s)
-            is_new = True
-        if is_new:
+        if self._is_new:
             self.screen.flush()
+            self._is_new = False
 
     def show_all(self) -> None:
         """Show everything that waits, in order."""
@@ -104,12 +114,19 @@ class CellOutput:
                 self.screen.end_progress(stream, piece.text, rank)
                 self.screen.flush()
 
+    def _emit_ready(self, now_s: float) -> None:
+        self._num_unshown_bytes = 0
+        for entry in self._collapser.ready(now_s):
+            self._emit(entry)
+
     def _draw(self, now_s: float) -> None:
         if self._bar is not None:
+            self._is_new = True
             self.screen.progress(*self._bar, self._lead)
             self._bar, self._drawn_s = None, now_s
 
     def _emit(self, entry: Waiting) -> None:
+        self._is_new = True
         if entry.stream in ("rich", "update"):
             items = {rank: self._rich[rank].popleft() for rank in sorted(entry.ranks)}
             if entry.stream == "rich":
