@@ -81,7 +81,7 @@ class ScreenView(ABC):
     def error(self, error: RankError) -> None:
         """Show the first failure, behind what was printed before it."""
         self.flush()
-        self.write_error(f"{type(error).__name__}: {error.render()}\n")
+        self.write_error("\n".join(error._render_traceback_()) + "\n")  # IPython's name for the text with colours
 
     @abstractmethod
     def write_error(self, text: str) -> None:
