@@ -25,7 +25,7 @@ from ddpilot.launching.local.jobs import STORE
 from ddpilot.launching.local.process import STACKS_SIGNAL
 from ddpilot.launching.options import LaunchOptions
 from ddpilot.record.hook import HOOK, RING_DIR_VARIABLE
-from ddpilot.session.apps import find_app
+from ddpilot.session.apps import find_app, present_modules
 from ddpilot.session.channels import Connection
 from ddpilot.session.events import Ended, Event, Interrupted, Said, Wrote
 from ddpilot.session.folder import make_folder, remove_folder
@@ -60,6 +60,8 @@ class Ranks:
         self.generation = 0
         """How often the group was rebuilt."""
         self.is_closed = False
+        self.is_ending = False
+        """Whether the ranks were asked to end, so that their ends are no news."""
         self.started_s = time.monotonic()
         self._owner_pid = os.getpid()
         self._consumer: queue.SimpleQueue[Event] | None = None
@@ -87,7 +89,7 @@ class Ranks:
 
     def _launch_options(self) -> LaunchOptions:
         given = self.options.launch_options()
-        preload = tuple(name for app in self.options.apps for name in find_app(app).preload)
+        preload = tuple(name for app in self.options.apps for name in present_modules(find_app(app)))
         return replace(
             given,
             env={**given.env, RING_DIR_VARIABLE: str(self.folder)},
@@ -184,7 +186,7 @@ class Ranks:
         """End every rank and give everything back; a second call, or one in a fork of this process, does nothing."""
         if self.is_closed or os.getpid() != self._owner_pid:
             return
-        self.is_closed = True
+        self.is_closed = self.is_ending = True
         try:
             self.hub.call(self.host.close)
         except RuntimeError:  # the hub's thread is gone, or was never started
@@ -287,7 +289,7 @@ class Ranks:
         now = time.monotonic()
         if isinstance(event, Wrote):
             self.view.raw(event.rank, event.stream, event.data, now)
-        elif isinstance(event, Ended) and not self.is_closed:
+        elif isinstance(event, Ended) and not self.is_ending:
             self.view.note(self._say_death(event))
         elif isinstance(event, Said) and event.channel == "iopub" and event.kind in _SHOWN_IDLE:
             message = RankMessage(event.rank, event.kind, event.content, event.metadata, event.buffers)

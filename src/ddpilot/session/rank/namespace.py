@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from typing import Any
 
 from torch.distributed import distributed_c10d as c10d
@@ -38,6 +39,7 @@ class Space:
         self._group: Group | None = None
         self._entering = False
         self._apps = [find_app(name) for name in start.apps]
+        self._cleanup = ExitStack()
 
     def begin(self, ranks: tuple[int, ...]) -> None:
         """A cell or request starts that runs on `ranks`; () where all ranks run it."""
@@ -82,6 +84,7 @@ class Space:
 
     def context(self) -> AppContext:
         """What an app is given."""
+        all_ranks = range(self.topology.world_size)
         return AppContext(
             rank=self.topology.rank,
             world_size=self.topology.world_size,
@@ -89,7 +92,10 @@ class Space:
             device=self.device,
             namespace=self.namespace,
             verbose=self.start.verbose,
+            seed=self.start.seed,
             enter_group=self.enter_group,
+            is_everywhere=lambda: len(self._running or all_ranks) == len(all_ranks),
+            cleanup=self._cleanup,
         )
 
     def prepare(self) -> None:
@@ -120,6 +126,7 @@ class Space:
         for app in reversed(self._apps):
             if app.finalizer is not None:
                 app.finalizer(self.context())
+        self._cleanup.close()
 
 
 def fill_namespace(namespace: dict[str, Any], start: KernelStart) -> Space:

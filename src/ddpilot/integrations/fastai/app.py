@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The app "fastai". Imported in the notebook: free of fastai, and of torch."""
+
+from __future__ import annotations
+
+from ddpilot.session.apps import App, AppContext
+
+
+def _prepare(context: AppContext) -> None:
+    from ddpilot.integrations.fastai.learners import adapt_learners
+
+    adapt_learners(context)
+
+
+APP = App(
+    name="fastai",
+    libraries=("fastai",),
+    install="ddpilot[fastai]",
+    preload=("ddpilot.integrations.fastai.heavy",),
+    initializer=_prepare,
+)
