@@ -15,7 +15,7 @@ from traitlets.config import Config
 
 
 @contextmanager
-def ipython_shell() -> Iterator[InteractiveShell]:
+def ipython_shell() -> Iterator[Any]:
     """A shell without history; the interpreter is left as it was."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "displayhook", sys.displayhook)

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`%ddp` and `%%ddp` used in ways that cannot be meant, before any rank runs; loading and unloading them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from IPython.core.completer import CompletionContext
+
+from ddpilot.magics.completion import make_matcher
+from ddpilot.magics.desk import Desk
+from ddpilot.magics.extension import load_ipython_extension, unload_ipython_extension
+from ddpilot.magics.usage import MagicUsageError
+from ddpilot.magics.verbs import VERBS
+from tests.unit.magics.samples import ipython_shell
+
+
+@pytest.fixture(scope="module")
+def shell() -> Iterator[Any]:
+    """A shell with the magics."""
+    with ipython_shell() as shell:
+        load_ipython_extension(shell)
+        yield shell
+
+
+@pytest.mark.parametrize(
+    ("line", "answer"),
+    [
+        ("strat -n 2", "`strat` is no verb. Did you mean `start`?"),
+        ("print(1)", "`print(1)` is no verb. The verbs are start, "),
+        ("--ranks 0 print(1)", "Options without a verb are the cell magic's: write `%%ddp --ranks ...` above the code"),
+        ("start --sed 1", "unrecognized arguments: --sed 1. Right is: %ddp start [-h] [-n N]"),
+        ("start 'x", "No closing quotation. Close the quotes"),
+        ("start --env A", "argument --env: 'A' is not NAME=value"),
+        ("auto maybe", "argument state: invalid choice: 'maybe'"),
+        ("pull x --rank 0 --all", "argument --all: not allowed with argument --rank"),
+        ("pull", "the following arguments are required: NAME"),
+        ("pull x", "pulling: no ranks run. Type `%ddp start -n 2` first"),
+        ("push x", "pushing: no ranks run. Type `%ddp start -n 2` first"),
+        ("auto on", "sending plain cells to the ranks: no ranks run. Type `%ddp start -n 2` first"),
+        ("run train()", "running `train()`: no ranks run"),
+        ("restart x", "argument RANK: 'x' is no number of a rank"),
+        ("restart", "restarting ranks: no ranks run"),
+        ("stacks", "reading stacks: no ranks run"),
+        ("interrupt", "interrupting the ranks: no ranks run"),
+    ],
+)
+def test_line_magic_answers_wrong_use_with_the_right_one(shell: Any, line: str, answer: str) -> None:
+    """One sentence each, which says what to type."""
+    with pytest.raises(MagicUsageError) as caught:
+        shell.run_line_magic("ddp", line)
+    assert answer in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "cell", "answer"),
+    [
+        ("", "x\n", "running a cell on the ranks: no ranks run. Type `%ddp start -n 2` first"),
+        ("", "\n", "nothing below `%%ddp`. Write the code there"),
+        ("--rank 0", "x\n", "unrecognized arguments: --rank 0. Right is: %%ddp [-h] [--ranks 0,2-3]"),
+        ("--ranks a", "x\n", "'a' is no list of ranks such as 0,2-3"),
+        ("--local --everywhere", "x\n", "argument --everywhere: not allowed with argument --local"),
+        ("start -n 2", "x\n", "A verb is a line of its own, with one %: `%ddp start`"),
+        ("0", "x\n", "Options begin with --, as in `%%ddp --ranks 0`"),
+    ],
+)
+def test_cell_magic_answers_wrong_use_with_the_right_one(shell: Any, line: str, cell: str, answer: str) -> None:
+    """One sentence each, which says what to type."""
+    with pytest.raises(MagicUsageError) as caught:
+        shell.run_cell_magic("ddp", line, cell)
+    assert answer in str(caught.value)
+
+
+@pytest.mark.parametrize("line", ["", "help", "-h"])
+def test_line_magic_alone_lists_every_verb(shell: Any, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """What it does, a line each."""
+    shell.run_line_magic("ddp", line)
+    said = capsys.readouterr().out
+    assert all(f"%ddp {name} " in said and verb.does in said for name, verb in VERBS.items())
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_verbs_explain_themselves(shell: Any, verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """-h starts nothing."""
+    shell.run_line_magic("ddp", f"{verb} -h")
+    assert capsys.readouterr().out.startswith(f"usage: %ddp {verb} [-h]")
+    shell.run_cell_magic("ddp", "-h", "x\n")
+    assert capsys.readouterr().out.startswith("usage: %%ddp [-h] [--ranks 0,2-3]")
+
+
+def test_stop_says_that_nothing_runs(shell: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Stopping twice is no mistake."""
+    shell.run_line_magic("ddp", "stop")
+    assert capsys.readouterr().out == "ddpilot: no ranks run\n"
+
+
+def test_local_cell_runs_in_the_notebook_without_any_rank(shell: Any) -> None:
+    """As typed and as called; a cell magic inside it as well, and what fails there fails here."""
+    shell.run_cell("%%ddp --local\nfirst = 1\n").raise_error()
+    shell.run_cell_magic("ddp", "--local", "second = 2\n")
+    shell.run_cell_magic("ddp", "--local", "%%capture said\nprint('third')\n")
+    assert (shell.user_ns["first"], shell.user_ns["second"], shell.user_ns["said"].stdout) == (1, 2, "third\n")
+    with pytest.raises(ZeroDivisionError):
+        shell.run_cell_magic("ddp", "--local", "1 / 0\n")
+
+
+def test_extension_can_be_loaded_again_and_unloaded(capsys: pytest.CaptureFixture[str]) -> None:
+    """Twice is as good as once, and nothing is left afterwards."""
+    with ipython_shell() as shell:
+        transformers, matchers = list(shell.input_transformers_cleanup), list(shell.Completer.custom_matchers)
+        for _ in range(2):
+            load_ipython_extension(shell)
+        assert len(shell.input_transformers_cleanup) == len(transformers) + 1
+        for _ in range(2):
+            unload_ipython_extension(shell)
+        assert shell.input_transformers_cleanup == transformers
+        assert shell.Completer.custom_matchers == matchers
+        assert "ddp" not in shell.magics_manager.magics["line"]
+        assert "ddp" not in shell.magics_manager.magics["cell"]
+        shell.run_cell("%load_ext ddpilot").raise_error()
+        shell.run_cell("%reload_ext ddpilot").raise_error()
+        shell.run_cell("%ddp stop").raise_error()
+    assert capsys.readouterr() == ("ddpilot: no ranks run\n", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("%ddp st", {"start", "stop", "stacks"}),
+        ("%ddp pull --r", {"--rank"}),
+        ("%ddp start --b", {"--backend"}),
+        ("%%ddp --l", {"--local"}),
+        ("%%ddp\nx", set()),
+        ("x", set()),
+    ],
+)
+def test_completion_knows_verbs_and_options(shell: Any, text: str, found: set[str]) -> None:
+    """Also before any rank runs; for anything else others are asked."""
+    lines = text.split("\n")
+    context = CompletionContext(
+        token=lines[-1],
+        full_text=text,
+        cursor_position=len(lines[-1]),
+        cursor_line=len(lines) - 1,
+        limit=None,
+    )
+    result = make_matcher(Desk(shell))(context)
+    assert {completion.text for completion in result["completions"]} >= found
+    assert bool(result["completions"]) is bool(found)
