@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from ddpilot.record import layout
 from ddpilot.record.groups import unpack_ranks
 from ddpilot.record.log import Collective, DdpPart, GroupOfRanks, Line, Tensor
 
 _T = TypeVar("_T")
+_STATES: tuple[Literal["begun", "done", "failed", "unknown"], ...] = ("begun", "done", "failed", "unknown")
 
 
 class Decoder:
@@ -31,7 +32,8 @@ class Decoder:
     def decode(self, body: layout.Body, words: memoryview) -> Collective:
         """The collective of the record `body`, which lies with what follows it in `words`."""
         op, tensors = self.fact(body.op), self.fact(body.tensors)
-        is_done = words[layout.DONE_INDEX] == body.number
+        index, outcome = divmod(words[layout.OUTCOME], 4)
+        state = _STATES[outcome] if index == body.number else "begun"
         pending_ns = words[layout.PENDING_NS]
         return Collective(
             index=body.number,
@@ -56,8 +58,9 @@ class Decoder:
             start_ns=body.start_ns,
             # What is from before the start was written for the record that lay here before.
             pending_ns=pending_ns if pending_ns >= body.start_ns else None,
-            end_ns=words[layout.END_NS] if is_done else None,
-            failed=is_done and words[layout.OUTCOME] == layout.FAILED,
+            end_ns=words[layout.END_NS] if state in ("done", "failed") else None,
+            state=state,
+            is_watched=bool(body.flags & layout.ASKED_ANY_TIME),
         )
 
     def _value(self, make: Callable[[dict[str, Any]], _T], ref: int) -> _T | None:

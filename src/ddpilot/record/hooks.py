@@ -85,15 +85,18 @@ def _attach(recorder: Recorder, operations: dict[str, Operation], group: Any) ->
 
     # The hooks live as long as the group does, and must not keep it alive in turn.
     weak_group = ref(group)
-    tickets: dict[int, Ticket | None] = {}
+    begun: dict[int, tuple[Ticket | None, Operation]] = {}
 
     def before(told: Any) -> None:
         root = told.root if told.root >= 0 else None
         args = (weak_group(), told.input_tensors, told.output_tensors, root, told.async_op)
-        tickets[told.op_id] = recorder.begin(operations[told.name.name], args)
+        operation = operations[told.name.name]
+        begun[told.op_id] = recorder.begin(operation, args), operation
 
     def after(told: Any) -> None:
-        recorder.started(tickets.pop(told.op_id, None), told.work, -1)
+        if told.op_id in begun:
+            ticket, operation = begun.pop(told.op_id)
+            recorder.started(ticket, told.work, operation)
 
     group.register_pre_hook(HOOK_ID, before)
     group.register_post_hook(HOOK_ID, after)

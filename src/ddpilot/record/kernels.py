@@ -72,7 +72,6 @@ def _make_kernel(recorder: Recorder, operation: Operation, overload: Any) -> Cal
     rest = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
     redispatch = overload._handle.redispatch_boxed
     begin, started, failed = recorder.begin, recorder.started, recorder.failed
-    work_at = operation.work_at
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         ticket = begin(operation, args)
@@ -81,7 +80,7 @@ def _make_kernel(recorder: Recorder, operation: Operation, overload: Any) -> Cal
         except BaseException:
             failed(ticket)
             raise
-        started(ticket, result, work_at)
+        started(ticket, result, operation)
         return result
 
     _keep_dynamo_out(kernel.__code__)

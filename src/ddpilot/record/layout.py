@@ -35,12 +35,13 @@ USUAL = struct.Struct("=IIIIiiiIQ")
 BODY = struct.Struct("=QQqQIIIIIiiiIQ")
 CRC_AT = BODY.size
 BODY_BYTES = BODY.size + 4
-# Words of a record after its body, by number. The last one holds the record's index again: what the three before it say
-# is about this record, and not about the one that lay here before.
-REDUCE_OP, PENDING_NS, END_NS, OUTCOME, DONE_INDEX = range(10, 15)
-DONE, FAILED = 1, 2
+# Words of a record after its body, by number. Outcome and reduce-op have the record's index in their upper bits: so it
+# is known that they are about this record, and not about the one that lay here before.
+REDUCE_OP, PENDING_NS, END_NS, OUTCOME = range(10, 14)
+DONE, FAILED, UNKNOWN = 1, 2, 3
+"""UNKNOWN: it has started, and nobody asks whether it is over."""
 
-ASYNC, NOT_ASYNC, P2P = 1, 2, 4
+ASYNC, NOT_ASYNC, P2P, ASKED_ANY_TIME = 1, 2, 4, 8
 NO_NUMBER = -(1 << 31)
 """Stands for no root, peer or tag."""
 REDUCE_OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM", "UNUSED")

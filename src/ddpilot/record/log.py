@@ -96,7 +96,8 @@ class Collective:
     num_bytes: int = 0
     """Of all inputs; of the outputs where there is no input."""
     reduce_op: str | None = None
-    """Such as ``SUM``; None where there is none, where the source does not see it, and in the first 50 ms."""
+    """Such as ``SUM``; None where there is none, where the source does not see it, in the first 50 ms, and for most
+    collectives of a program that starts more than 5,000 in a second."""
     root: int | None = None
     """Number within the group."""
     peer: int | None = None
@@ -110,12 +111,15 @@ class Collective:
     """The operating system's id of the thread that started it."""
     start_ns: int = 0
     """Just before it started, on the machine's CLOCK_MONOTONIC."""
+    state: Literal["begun", "done", "failed", "unknown"] = "begun"
+    """``begun``: not seen to be over. ``unknown``: it has started, but its end cannot be seen (several that NCCL runs
+    as one, a CUDA graph, too many at once). A point-to-point operation that failed once started is ``done``."""
+    is_watched: bool = True
+    """A thread looks every 50 ms whether it is over. If not (NCCL), one that is over shows when the next ones start."""
     pending_ns: int | None = None
     """When it was last seen not to be over."""
     end_ns: int | None = None
     """When it was first seen to be over, up to 50 ms after it was. None if it was not seen to be."""
-    failed: bool = False
-    """It was seen to be over with an error. One that the program caught and went on from may not have been seen."""
 
     @property
     def is_p2p(self) -> bool:

@@ -44,10 +44,10 @@ class RankNow:
     """When the rank stopped recording in an orderly way; None while it runs, and where it died."""
 
 
-def read_now(path_or_fd: str | os.PathLike[str] | int) -> RankNow:
+def read_now(path: str | os.PathLike[str]) -> RankNow:
     """What the rank that records there is in now. Raises as `ddpilot.record.reading.read_ring` does."""
-    log = read_ring(path_or_fd, newest=NUM_NEWEST)
-    unfinished = [entry for entry in log.collectives if entry.end_ns is None]
+    log = read_ring(path, newest=NUM_NEWEST)
+    unfinished = [entry for entry in log.collectives if entry.state == "begun"]
     return RankNow(
         rank=log.rank,
         pid=log.pid,
@@ -66,6 +66,6 @@ def _count(collectives: Sequence[Collective]) -> Iterator[GroupNow]:
         if entry.group is not None and entry.seq is not None:
             key = (entry.group.name, entry.group.incarnation)
             last.setdefault(key, (entry.group, entry.seq))
-            pending[key] += entry.end_ns is None
+            pending[key] += entry.state == "begun"
     for key, (group, seq) in last.items():
         yield GroupNow(group=group, num_begun=seq + 1, num_ended=seq + 1 - pending[key])

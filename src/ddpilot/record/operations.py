@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,11 +118,3 @@ def _holds_tensors(kind: str) -> bool:
 def _find_work(results: Sequence[str]) -> int | None:
     at = _first(results, "Work")
     return None if at < 0 else -1 if len(results) == 1 else at
-
-
-def flatten(values: Iterable[Any]) -> list[Any]:
-    """The tensors among `values`, which are tensors, lists of tensors or lists of lists of tensors."""
-    flat: list[Any] = []
-    for value in values:
-        flat += flatten(value) if isinstance(value, (list, tuple)) else [value]
-    return flat

@@ -2,7 +2,8 @@
 """Notice when collectives are over, by asking torch's `Work` objects from time to time.
 
 Asking, not a callback on the work's future: that costs 10 to 100 us per collective, holds up gloo's threads while they
-wait for Python's lock, and can end a process that exits meanwhile with `std::terminate`.
+wait for Python's lock, and can end a process that exits meanwhile with `std::terminate`. Many at a time, in a thread of
+the recording's own: right after a collective, with cold caches, the same takes a multiple.
 """
 
 from __future__ import annotations
@@ -16,20 +17,22 @@ from typing import Any
 from ddpilot.record import layout
 from ddpilot.record.ring import RingWriter
 
-MAX_WORKS = 4096
-"""Beyond this many unfinished collectives the oldest are asked no longer."""
-MAX_BYTES = 64 << 20
-"""The same for what their tensors may take in all, which a work keeps from being freed."""
-MANY_WORKS, MANY_BYTES = 256, 4 << 20
-"""Beyond these, a collective that starts asks some of those before it: that costs it some microseconds."""
+MANY_WORKS, MANY_BYTES = 2048, 4 << 20
+"""Beyond so many unfinished collectives, or so much in their tensors, which a work keeps from being freed, one that
+starts asks `NUM_ASKED` of those before it."""
+MAX_WORKS, MAX_BYTES = 4096, 64 << 20
+"""Beyond these, one that starts is not followed."""
 NUM_ASKED = 4
+MANY_REDUCE_OPS, REDUCE_OP_STEP = 256, 16
+"""Of more new reduce-ops than that in one turn only every 16th is read, since that takes longer than all the rest."""
 
-_Entry = tuple[int, Any, Any, bool, int]
-"""Index of the record, boxed work, boxed reduce-op if not written yet, whether it may be asked at any time, bytes."""
+_Entry = tuple[int, Any, int, bool, bool]
+"""Record, boxed work, bytes, whether any thread may ask at any time, whether torch says in a future if it failed (works
+of point-to-point operations have none)."""
 
 
 class PendingWorks:
-    """The collectives of this process that were not over when last asked, oldest first.
+    """The collectives of this process that are not known to be over.
 
     `unbox` makes a `Work` of what is added; `is_capturing` says whether this thread captures a CUDA graph. A work is
     let go as soon as it is seen over, since it holds tensors and its group's connections.
@@ -39,74 +42,72 @@ class PendingWorks:
         self._ring = ring
         self._unbox = unbox
         self._is_capturing = is_capturing
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # reentrant: a signal's handler may start a collective in the middle of this
         self._entries: deque[_Entry] = deque()
-        self._num_bytes = 0
+        self._reduce_ops: deque[tuple[int, Any]] = deque(maxlen=MAX_WORKS)
+        self._added_bytes = self._removed_bytes = 0
 
-    def add(self, index: int, boxed: Any, reduce_op: Any, at_any_time: bool, num_bytes: int) -> None:
-        """Ask from now on whether the work in `boxed`, the collective of record `index`, is over.
+    def add(self, entry: _Entry, reduce_op: Any) -> None:
+        """Ask from now on whether the work in `entry` is over; `reduce_op` is a boxed one, or None.
 
-        `reduce_op`: a boxed one, or None; it is read when the work is asked, since that takes torch as long as all the
-        rest of recording takes. Not `at_any_time`: ask only in threads that start collectives, and never while one of
+        Those that may not be asked at any time are asked by threads that start collectives only, and never while one of
         them captures a CUDA graph, which asking would spoil.
         """
-        if at_any_time or not self._is_capturing():
-            self._entries.append((index, boxed, reduce_op, at_any_time, num_bytes))
-            self._num_bytes += num_bytes
-            if self._num_bytes > MANY_BYTES or len(self._entries) > MANY_WORKS or not at_any_time:
-                self._ask(NUM_ASKED, starts_collectives=True)
+        if reduce_op is not None:
+            self._reduce_ops.append((entry[0], reduce_op))
+        num_bytes = self._added_bytes - self._removed_bytes
+        if num_bytes > MANY_BYTES or len(self._entries) > MANY_WORKS or not entry[3]:
+            if not entry[3] and self._is_capturing():
+                self._ring.finish(entry[0], 0, layout.UNKNOWN)
+                return
+            self._ask(NUM_ASKED, only_at_any_time=False)
+            if self._added_bytes - self._removed_bytes > MAX_BYTES or len(self._entries) >= MAX_WORKS:
+                self._ring.finish(entry[0], 0, layout.UNKNOWN)
+                return
+        self._added_bytes += entry[2]
+        self._entries.append(entry)
 
-    def ask_all(self) -> None:
-        """Ask all that may be asked by any thread."""
-        self._ask(len(self._entries), starts_collectives=False)
+    def catch_up(self) -> None:
+        """Read reduce-ops, and ask all works that any thread may ask."""
+        count = len(self._reduce_ops)
+        for number in range(count):
+            record, boxed = self._reduce_ops.popleft()
+            if count <= MANY_REDUCE_OPS or number % REDUCE_OP_STEP == 0:
+                self._ring.set_reduce_op(record, boxed.op())
+        self._ask(len(self._entries), only_at_any_time=True)
 
     def clear(self) -> None:
         """Let go of all of them."""
         with self._lock:
             self._entries.clear()
-            self._num_bytes = 0
+            self._reduce_ops.clear()
 
-    def _ask(self, num_works: int, *, starts_collectives: bool) -> None:
-        if not self._lock.acquire(blocking=False):
-            return  # another thread is at it
-        try:
-            self._ask_locked(min(num_works, len(self._entries)), starts_collectives)
-            while self._entries and (len(self._entries) > MAX_WORKS or self._num_bytes > MAX_BYTES):
-                self._num_bytes -= self._entries.popleft()[-1]
-        finally:
-            self._lock.release()
+    def _ask(self, num_works: int, *, only_at_any_time: bool) -> None:
+        for _ in range(num_works):
+            with self._lock:  # taken anew for each, so that no collective has to wait for more than one
+                if not self._entries:
+                    self._removed_bytes = self._added_bytes  # several threads that add may have lost count
+                    return
+                record, boxed, num_bytes, at_any_time, has_future = self._entries[0]
+                if only_at_any_time > at_any_time or not self._is_over(record, boxed, has_future):
+                    self._entries.rotate(-1)
+                else:
+                    self._entries.popleft()
+                    self._removed_bytes += num_bytes
 
-    def _ask_locked(self, num_works: int, starts_collectives: bool) -> None:
-        kept: list[_Entry] = []
-        try:
-            for _ in range(num_works):
-                index, boxed, reduce_op, at_any_time, num_bytes = self._entries.popleft()
-                self._num_bytes -= num_bytes
-                if hasattr(reduce_op, "op"):  # torch 2.6 has no way to read a boxed one
-                    self._ring.set_reduce_op(index, reduce_op.op())
-                may_ask = at_any_time or (starts_collectives and not self._is_capturing())
-                if not may_ask or not self._is_over(index, boxed, check=not starts_collectives):
-                    kept.insert(0, (index, boxed, None, at_any_time, num_bytes))
-        finally:
-            self._entries.extendleft(kept)
-            self._num_bytes += sum(entry[-1] for entry in kept)
-
-    def _is_over(self, index: int, boxed: Any, *, check: bool) -> bool:
+    def _is_over(self, record: int, boxed: Any, has_future: bool) -> bool:
         work = self._unbox(boxed)
+        now_ns = time.monotonic_ns()
         if not work.is_completed():
-            self._ring.still_pending(index, time.monotonic_ns())
+            self._ring.still_pending(record, now_ns)
             return False
-        outcome = layout.FAILED if check and _has_failed(work) else layout.DONE
-        self._ring.finish(index, time.monotonic_ns(), outcome)
+        self._ring.finish(record, now_ns, layout.FAILED if has_future and _has_failed(work) else layout.DONE)
         return True
 
 
 def _has_failed(work: Any) -> bool:
     # `is_success` and `exception` print a warning that they are deprecated.
-    try:
-        future = work.get_future()
-    except RuntimeError:  # point-to-point works have none
-        return False
+    future = work.get_future()
     try:
         future.value()
     except Exception:  # noqa: BLE001 - whatever the backend raises

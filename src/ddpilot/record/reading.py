@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ddpilot.errors import RecordError
@@ -13,40 +14,34 @@ from ddpilot.record import layout
 from ddpilot.record.decoding import Decoder
 from ddpilot.record.log import RankLog
 
+_FROM_ABOUT = ("rank", "pid", "host", "torch", "source", "started_ns", "started_unix_ns")
 
-def read_ring(path_or_fd: str | os.PathLike[str] | int, *, after: int = 0, newest: int | None = None) -> RankLog:
-    """Everything that the ring holds, or only what follows the record with the index `after`, or about the `newest`.
+
+def read_ring(path: str | os.PathLike[str], *, after: int = 0, newest: int | None = None) -> RankLog:
+    """What the ring holds: all of it, or only what follows the record with the index `after`, or the `newest` records.
 
     May be called at any time: a record that is just being written is left out and counted. Raises `RecordError` where
     the file is no ring, one of another version or of another kind of machine, or cut off; `OSError` where it cannot be
-    read.
+    read: `FileNotFoundError` until the rank has begun to record.
     """
-    data = memoryview(_read_all(path_or_fd))
-    name = os.fspath(path_or_fd) if not isinstance(path_or_fd, int) else f"descriptor {path_or_fd}"
-    head = _read_head(data, name)
+    data = memoryview(Path(path).read_bytes())
+    head = _read_head(data, os.fspath(path))
     records = data[layout.HEADER_BYTES :][: head.num_records * layout.RECORD_BYTES]
     decoder = Decoder(data[layout.HEADER_BYTES + len(records) :], head.page_bytes)
     words = data[: layout.ABOUT_AT].cast("Q")
-    collectives = []
-    num_torn = 0
     if newest is not None:
         after = max(after, words[layout.NUM_BEGUN] - newest)
-    for at in _slots_after(after, words[layout.NUM_BEGUN], head.num_records):
-        record = records[at * layout.RECORD_BYTES :][: layout.RECORD_BYTES]
+    collectives = []
+    num_torn = 0
+    for slot in _slots_after(after, words[layout.NUM_BEGUN], head.num_records):
+        record = records[slot * layout.RECORD_BYTES :][: layout.RECORD_BYTES]
         body = layout.unpack_body(record)
         if body is None:
             num_torn += any(record)
         elif body.number > after:
             collectives.append(decoder.decode(body, record.cast("Q")))
-    about = head.about
     return RankLog(
-        rank=about["rank"],
-        pid=about["pid"],
-        host=about["host"],
-        torch=about["torch"],
-        source=about["source"],
-        started_ns=about["started_ns"],
-        started_unix_ns=about["started_unix_ns"],
+        **{name: head.about[name] for name in _FROM_ABOUT},
         heartbeat_ns=words[layout.HEARTBEAT_NS] or None,
         closed_ns=words[layout.CLOSED_NS] or None,
         num_begun=words[layout.NUM_BEGUN],
@@ -61,13 +56,6 @@ class _Head(NamedTuple):
     num_records: int
     page_bytes: int
     about: dict[str, Any]
-
-
-def _read_all(path_or_fd: str | os.PathLike[str] | int) -> bytes:
-    if not isinstance(path_or_fd, int):
-        with open(path_or_fd, "rb") as file:
-            return file.read()
-    return os.pread(path_or_fd, os.fstat(path_or_fd).st_size, 0)
 
 
 def _read_head(data: memoryview, name: str) -> _Head:

@@ -23,45 +23,60 @@ Ticket = tuple[int, Usual, Any]
 class Recorder:
     """What a source (kernels or hooks) tells of every collective, written into `ring`.
 
-    `tell` shows one line.
-
-    Of the errors in here the first one is told and kept in the ring, the others are counted there. None is raised.
+    `tell` shows one line. Of the errors in here the first one is told and kept in the ring, the others are counted
+    there. None is raised; Ctrl-C is, as anywhere in Python.
     """
 
     def __init__(
-        self, ring: RingWriter, describer: Describer, pending: PendingWorks, *, tell: Callable[[str], None]
+        self,
+        ring: RingWriter,
+        describer: Describer,
+        pending: PendingWorks,
+        *,
+        tell: Callable[[str], None],
     ) -> None:
         self._ring = ring
         self._describer = describer
         self._pending = pending
-        self._tell = tell
-        self._told = False
+        self._tell: Callable[[str], None] | None = tell
         self._forks = ForkGuard()
 
     def begin(self, operation: Operation, args: Sequence[Any]) -> Ticket | None:
         """`operation` is about to start with `args`. To be called by the function that torch calls for it."""
         if self._forks.is_fork():  # a forked process, such as a DataLoader's worker, has the ring mapped too
             return None
+        start_ns = time.monotonic_ns()
         try:
-            return self._describer.begin(operation, args, sys._getframe(2))
+            index, usual = self._describer.begin(operation, args, sys._getframe(2), start_ns)
+            return index, usual, args[operation.reduce_op_at] if operation.reduce_op_at >= 0 else None
         except Exception as error:  # noqa: BLE001 - said once, and never in the way of training
             self._fault(error)
             return None
+        except BaseException:  # Ctrl-C: the collective does not start, though it may have its record already
+            self._ring.finish_started_at(start_ns, self._describer.thread_id(), time.monotonic_ns(), layout.FAILED)
+            raise
 
-    def started(self, ticket: Ticket | None, result: Any, work_at: int | None) -> None:
-        """The collective of `ticket` has given `result`, with its work at `work_at`, as in `Operation`."""
+    def started(self, ticket: Ticket | None, result: Any, operation: Operation) -> None:
+        """The collective of `ticket`, which is `operation`, has given `result`."""
         if ticket is None:
             return
+        index, usual, reduce_op = ticket
         try:
-            index, usual, reduce_op = ticket
-            if work_at is None:
+            at = operation.work_at
+            if at is None:
                 self._ring.finish(index, time.monotonic_ns(), layout.DONE)
                 return
-            boxed = result if work_at < 0 else result[work_at]
-            if boxed is not None:  # as for each collective of several that are coalesced
-                self._pending.add(index, boxed, reduce_op, usual.at_any_time, usual.num_bytes)
+            boxed = result if at < 0 else result[at]
+            if boxed is None:  # as for each of several that are coalesced
+                self._ring.finish(index, 0, layout.UNKNOWN)
+                return
+            entry = (index, boxed, usual.num_bytes, usual.at_any_time, not operation.is_p2p)
+            self._pending.add(entry, reduce_op)
         except Exception as error:  # noqa: BLE001 - said once, and never in the way of training
             self._fault(error)
+        except BaseException:
+            self._ring.finish(index, 0, layout.UNKNOWN)
+            raise
 
     def failed(self, ticket: Ticket | None) -> None:
         """The collective of `ticket` raised instead of starting."""
@@ -76,23 +91,23 @@ class Recorder:
         """What the recording's own thread does from time to time: show that it lives, and catch up."""
         try:
             self._ring.beat(time.monotonic_ns())
-            self._pending.ask_all()
+            self._pending.catch_up()
         except Exception as error:  # noqa: BLE001 - said once, and never in the way of training
             self._fault(error)
 
     def close(self) -> None:
-        """Catch up once more, let go of every work and close the ring. In a forked process: nothing."""
-        if not self._forks.is_fork():
-            self.tick()
-            self._pending.clear()
-            self._ring.close(time.monotonic_ns())
+        """Catch up once more, let go of every work and close the ring."""
+        self.tick()
+        self._tell = None  # a thread that is in a collective now finds the ring closed
+        self._pending.clear()
+        self._ring.close(time.monotonic_ns())
 
     def _fault(self, error: Exception) -> None:
         text = f"{type(error).__name__}: {error}"
+        tell, self._tell = self._tell, None
         # Where even this fails, there is nobody left to tell.
         with suppress(Exception):
             self._ring.note_fault(text)
         with suppress(Exception):
-            if not self._told:
-                self._told = True
-                self._tell(f"a collective could not be recorded ({text}); training goes on, this is said once")
+            if tell is not None:
+                tell(f"a collective could not be recorded ({text}); training goes on, this is said once")

@@ -10,24 +10,30 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, get_args
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ddpilot.errors import RecordError
 from ddpilot.record import layout
 from ddpilot.record.pending import Asker
-from ddpilot.record.ring import RingWriter, open_ring
-from ddpilot.record.sources import Connection, Source, connect, refuse_second
+from ddpilot.record.ring import RingWriter, draft_of, open_draft
+
+if TYPE_CHECKING:
+    from ddpilot.record.sources import Connection
 
 NUM_RECORDS = 8192
 PAGE_BYTES = 256 * 1024
 ASK_INTERVAL_S = 0.05
 
+Source = Literal["auto", "kernels", "hooks"]
+
 
 class Recording:
     """A recording of this process's collectives; a context manager that stops it.
 
-    `is_on`: False after `stop`, and from the start where recording was not possible, which `why_off` then says.
     `source`: what sees the collectives, ``kernels`` or ``hooks``. `left_out`: operators that are not recorded, and why.
+    `why_off`: why recording was not possible, else empty.
     """
 
     def __init__(self, connection: Connection | None = None, why_off: str = "") -> None:
@@ -63,7 +69,7 @@ class Recording:
 
 
 def start_recording(
-    path_or_fd: str | os.PathLike[str] | int,
+    path: str | os.PathLike[str],
     *,
     rank: int,
     num_records: int = NUM_RECORDS,
@@ -71,48 +77,54 @@ def start_recording(
     source: Source = "auto",
     tell: Callable[[str], None] | None = None,
 ) -> Recording:
-    """Record from now on every collective of this process, as `rank`, into the file `path_or_fd`.
+    """Record from now on every collective of this process, as `rank`, into the file `path`.
 
-    A path is created (a ring that lay there is replaced); an open, writable descriptor of a regular file is cleared,
-    and may be closed once this returns. The file takes 128 bytes for each of the `num_records` (default 8,192) newest
-    collectives, twice `page_bytes` (default 256 KiB) for what they refer to, and 4 KiB. `source`: ``kernels``,
-    ``hooks`` (torch 2.14 and later), or ``auto``, which takes kernels where they can be installed. `tell` shows a line
-    (default: on stderr). Not collective; may be called before or after a process group is entered.
+    The file appears when it can be read; a ring that lay there is replaced. It takes 128 bytes for each of the
+    `num_records` (default 8,192) newest collectives, twice `page_bytes` (default 256 KiB) for what they refer to, and
+    4 KiB. `source`: ``kernels``, ``hooks`` (torch 2.14 and later), or ``auto``, which takes kernels where they can be
+    installed. `tell` shows a line (default: on stderr). Not collective; may be called before or after a process group
+    is entered.
 
     Where there is no room for the file, or nothing to see collectives with, one line says so and the recording that
     returns is off. Raises `RecordError` where this process records already, where something that is no ring lies at
-    the path, and for wrong arguments.
+    `path`, and for wrong arguments.
     """
     _check(rank, num_records, page_bytes, source)
     show = tell or (lambda text: _print_line(rank, text))
+    path = Path(path)
     try:
         import torch.distributed.distributed_c10d
     except ImportError as error:
         return _off(show, f"this torch has no torch.distributed ({error})")
+    from ddpilot.record.sources import connect, refuse_second
+
     refuse_second()
     try:
-        ring = _make_ring(path_or_fd, num_records, page_bytes)
+        ring = _make_ring(path, num_records, page_bytes)
     except OSError as error:
+        _discard(path)  # what little there was room for would only fill the disk
         return _off(show, f"its file cannot be made ({error})")
     connection = connect(ring, source, show)
     if isinstance(connection, str):
         ring.close(0)
+        _discard(path)
         return _off(show, f"this torch cannot be watched ({connection})")
     ring.publish(_about(rank, torch.__version__, connection.source))
+    os.replace(draft_of(path), path)
     return Recording(connection)
 
 
-def _make_ring(path_or_fd: str | os.PathLike[str] | int, num_records: int, page_bytes: int) -> RingWriter:
-    if isinstance(path_or_fd, int):
-        return RingWriter(path_or_fd, num_records=num_records, page_bytes=page_bytes)
-    fd = open_ring(path_or_fd)
+def _make_ring(path: Path, num_records: int, page_bytes: int) -> RingWriter:
+    fd = open_draft(path)
     try:
         return RingWriter(fd, num_records=num_records, page_bytes=page_bytes)
-    except BaseException:
-        os.unlink(path_or_fd)  # what little there was room for would only fill the disk
-        raise
     finally:
         os.close(fd)
+
+
+def _discard(path: Path) -> None:
+    with suppress(OSError):
+        draft_of(path).unlink()
 
 
 def _about(rank: int, torch_version: str, source: str) -> dict[str, Any]:

@@ -11,6 +11,8 @@ import os
 import sys
 import threading
 import zlib
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from ddpilot.errors import RecordError
@@ -20,7 +22,8 @@ MAX_FACT_BYTES = 32 * 1024
 
 # What every collective passes, looked up once.
 _RECORDS_AT, _RECORD_BYTES, _BODY_BYTES = layout.HEADER_BYTES, layout.RECORD_BYTES, layout.BODY.size
-_NUM_BEGUN, _pack, _crc = layout.NUM_BEGUN, layout.FRESH.pack, zlib.crc32
+_NUM_BEGUN, _END_NS, _OUTCOME = layout.NUM_BEGUN, layout.END_NS, layout.OUTCOME
+_pack, _crc = layout.FRESH.pack, zlib.crc32
 
 
 class RingWriter:
@@ -70,21 +73,30 @@ class RingWriter:
 
     def set_reduce_op(self, index: int, number: int) -> None:
         """Add the reduce-op to the record of `index`, unless overwritten."""
-        word = self._words_of(index)
+        word = _RECORDS_AT + index % self.num_records * _RECORD_BYTES >> 3
         if self._words[word] == index:
             self._words[word + layout.REDUCE_OP] = index << 8 | number & 0xFF
 
     def finish(self, index: int, end_ns: int, outcome: int) -> None:
-        """Say in the record of `index`, unless overwritten, that its collective was over at `end_ns`."""
-        word = self._words_of(index)
-        if self._words[word] == index:
-            self._words[word + layout.END_NS] = end_ns
-            self._words[word + layout.OUTCOME] = outcome
-            self._words[word + layout.DONE_INDEX] = index
+        """Say in the record of `index`, unless overwritten, how its collective ended, and when."""
+        word = _RECORDS_AT + index % self.num_records * _RECORD_BYTES >> 3
+        words = self._words
+        if words[word] == index:
+            words[word + _END_NS] = end_ns
+            words[word + _OUTCOME] = index << 2 | outcome
+
+    def finish_started_at(self, start_ns: int, thread: int, end_ns: int, outcome: int) -> None:
+        """`finish` the newest record, if it is of the collective that `thread` began at `start_ns`."""
+        num_begun = self._words[_NUM_BEGUN]
+        for index in (num_begun, num_begun + 1):  # it may not have been counted yet
+            at = _RECORDS_AT + index % self.num_records * _RECORD_BYTES
+            body = layout.unpack_body(memoryview(self._map[at : at + _RECORD_BYTES]))
+            if body is not None and (body.number, body.start_ns, body.thread) == (index, start_ns, thread):
+                self.finish(index, end_ns, outcome)
 
     def still_pending(self, index: int, now_ns: int) -> None:
         """Say in the record of `index`, unless overwritten, that its collective was not over at `now_ns`."""
-        word = self._words_of(index)
+        word = _RECORDS_AT + index % self.num_records * _RECORD_BYTES >> 3
         if self._words[word] == index:
             self._words[word + layout.PENDING_NS] = now_ns
 
@@ -124,9 +136,6 @@ class RingWriter:
         self._halves.release()
         self._map.close()
 
-    def _words_of(self, index: int) -> int:
-        return (layout.HEADER_BYTES + index % self.num_records * layout.RECORD_BYTES) // 8
-
 
 def _map_file(fd: int, num_bytes: int) -> mmap.mmap:
     os.ftruncate(fd, 0)
@@ -151,23 +160,24 @@ def _allocate(fd: int, num_bytes: int) -> None:
         file.write(bytes(num_bytes))
 
 
-def open_ring(path: str | os.PathLike[str]) -> int:
-    """Create the file `path`, for this user only, and return its descriptor. A ring that lay there is replaced.
+def draft_of(path: Path) -> Path:
+    """Where the ring lies that will be moved to `path` as soon as it can be read."""
+    return path.with_name(f"{path.name}.new")
 
-    Who still reads the old ring keeps it. Raises `RecordError` where something else lies there; `OSError` where it
-    cannot be created.
+
+def open_draft(path: Path) -> int:
+    """Create the file for the ring that will be moved to `path`, for this user only, and return its descriptor.
+
+    Raises `RecordError` where something that is no ring lies at `path`; `OSError` where the file cannot be created.
     """
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    try:
-        return os.open(path, flags, 0o600)
-    except FileExistsError as error:
-        with open(path, "rb") as found:
-            start = found.read(len(layout.MAGIC))
+    with suppress(FileNotFoundError), open(path, "rb") as found:
+        start = found.read(len(layout.MAGIC))
         if start not in (layout.MAGIC, b""):
             raise RecordError(
-                f"starting to record into {os.fspath(path)}",
+                f"starting to record into {path}",
                 found=f"a file that is no flight ring: it starts with {start!r}",
                 fix="Name a file that does not exist, or remove this one if nobody needs it",
-            ) from error
-    os.unlink(path)
-    return os.open(path, flags, 0o600)
+            )
+    draft = draft_of(path)
+    draft.unlink(missing_ok=True)  # of a rank that died when it began
+    return os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

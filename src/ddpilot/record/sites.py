@@ -8,18 +8,18 @@ import os
 import sys
 import sysconfig
 import threading
-from collections.abc import Iterable
 from types import CodeType, FrameType
 from typing import Any
 
 # What the file of a frame is. Numbers, since comparing members of an Enum takes longer than the rest of a frame.
 USER = 1  # the user's: a script, a module, a cell
 LIBRARY = 2  # somebody's, or the standard one
-INNER = 3  # torch's or ddpilot's: never a line to show
+INNER = 3  # torch's: never a line to show
 WRAPPER = 4  # torch's too, and says nothing about what was called
 ENGINE = 5  # where Python enters the backward pass
 DDP = 6  # DistributedDataParallel
 HOOK = 7  # torch's own communication hooks of DDP
+OURS = 8  # ddpilot's
 
 _TORCH_KINDS = {
     "autograd/graph.py": ENGINE,
@@ -38,10 +38,10 @@ way, or empty; whether it comes straight from torch's gradient reducer, or from 
 
 
 class SiteFinder:
-    """Finds the user's line among the frames of a stack. `inner`: folders (torch first) whose lines are never shown."""
+    """Finds the user's line among the frames of a stack. `torch` and `ours`: the packages' folders."""
 
-    def __init__(self, inner: Iterable[str]) -> None:
-        self._inner = tuple(os.path.join(folder, "") for folder in inner)
+    def __init__(self, torch: str, ours: str) -> None:
+        self._torch, self._ours = os.path.join(torch, ""), os.path.join(ours, "")
         names = ("stdlib", "platstdlib", "purelib", "platlib")
         self._libraries = tuple(os.path.join(sysconfig.get_path(name), "") for name in names)
         self._kinds: dict[str, int] = {}
@@ -61,6 +61,9 @@ class SiteFinder:
                 return frame, called, ddp, in_reducer
             if kind == LIBRARY:
                 nearest = nearest or (frame, called, ddp, in_reducer)
+            elif kind == OURS:
+                # What ddpilot asks for by itself is no line of whatever library runs it.
+                nearest = nearest or (None, code, ddp, in_reducer)
             elif kind == DDP:
                 ddp = ddp or code.co_name
             elif kind == HOOK or (kind == ENGINE and frame is innermost):
@@ -77,11 +80,12 @@ class SiteFinder:
         return kind
 
     def _kind_of(self, file: str) -> int:
-        torch = self._inner[0]
-        if file.startswith(torch):
-            relative = file[len(torch) :]
+        if file.startswith(self._torch):
+            relative = file[len(self._torch) :]
             return _TORCH_KINDS.get(relative, HOOK if relative.startswith(_TORCH_HOOKS) else INNER)
-        if file.startswith(self._inner) or "torchinductor_" in file:
+        if file.startswith(self._ours):
+            return OURS
+        if "torchinductor_" in file:
             return INNER
         if file.startswith("<"):
             return USER if file.startswith(_INTERACTIVE) else INNER

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ddpilot.errors import RecordError
 from ddpilot.record.buckets import BucketBook
@@ -19,8 +19,6 @@ from ddpilot.record.pending import PendingWorks
 from ddpilot.record.recorder import Recorder
 from ddpilot.record.ring import RingWriter
 from ddpilot.record.sites import SiteFinder
-
-Source = Literal["auto", "kernels", "hooks"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +45,8 @@ def refuse_second() -> None:
         )
 
 
-def connect(ring: RingWriter, source: Source, tell: Callable[[str], None]) -> Connection | str:
-    """Connect `ring` to `source`; what cannot be done is said in words instead."""
+def connect(ring: RingWriter, source: str, tell: Callable[[str], None]) -> Connection | str:
+    """Connect `ring` to `source`, as in `start_recording`; what cannot be done is said in words instead."""
     problems = []
     for attempt in (_connect_kernels, _connect_hooks):
         name = attempt.__name__.removeprefix("_connect_")
@@ -94,7 +92,7 @@ def _make_recorder(
         ring,
         groups=GroupBook(registry),
         buckets=BucketBook(torch.nn.parallel.DistributedDataParallel),
-        sites=SiteFinder([os.path.dirname(torch.__file__), str(Path(__file__).parents[1])]),
+        sites=SiteFinder(torch=os.path.dirname(torch.__file__), ours=str(Path(__file__).parents[1])),
         unbox=unbox,
     )
     return Recorder(ring, describer, PendingWorks(ring, unbox=unbox_work, is_capturing=is_capturing), tell=tell)

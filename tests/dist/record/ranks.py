@@ -18,8 +18,8 @@ from ddpilot.record.recording import Recording, start_recording
 
 
 def run(num_ranks: int, function: Callable[..., Any], *args: Any) -> Any:
-    """What every rank returned; the test fails with every rank's last lines after 40 seconds."""
-    return ddpilot.Launcher(nproc_per_node=num_ranks, timeout_s=40).run(function, *args)
+    """What every rank returned; the test fails with every rank's last lines after 100 seconds."""
+    return ddpilot.Launcher(nproc_per_node=num_ranks, timeout_s=100).run(function, *args)
 
 
 def my_rank() -> int:

@@ -120,7 +120,7 @@ def test_operators_leave_a_record_each_when_called(logs: Any) -> None:
     seen = {collective.operator for log in (first, second) for collective in log.collectives}
     assert seen == set(OPERATORS)
     assert first.num_faults == second.num_faults == 0, (first.first_fault, second.first_fault)
-    assert {entry.operator for entry in first.collectives if entry.failed} == set(refused)
+    assert {entry.operator for entry in first.collectives if entry.state == "failed"} == set(refused)
 
 
 def test_records_agree_between_ranks(logs: Any) -> None:

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the arguments of a collective say of it: tensors, numbers, flags, and whether two calls are alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ddpilot.record import layout
+from ddpilot.record.operations import Operation
+
+MAX_TENSORS = 32
+MAX_SPLITS = 512
+
+
+def what_is_alike(operation: Operation, args: Sequence[Any]) -> tuple[Any, ...]:
+    """A key that is the same for calls of `operation` whose records differ by number, time, thread and role only."""
+    tensors: Sequence[Any] = args[operation.list_at] if operation.list_at >= 0 else ()
+    if len(tensors) == 1:  # by far the most frequent
+        only = tensors[0]
+        return (only.shape, only.dtype, only.device, *args[operation.plain_from :])
+    inputs, outputs = tensors_of(operation, args)
+    numbers = [number_at(args, at) for at in (operation.root_at, operation.peer_at, operation.tag_at)]
+    splits = [tuple(args[at]) for at in operation.splits_at]
+    return (*alike_tensors(inputs), *alike_tensors(outputs), *numbers, *splits, flags_of(operation, args))
+
+
+def alike_tensors(tensors: Sequence[Any]) -> tuple[Any, ...]:
+    """A key that is the same for tensors that the ring describes alike."""
+    shown = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors[:MAX_TENSORS]]
+    return (len(tensors), count_bytes(tensors[MAX_TENSORS:]), *shown)
+
+
+def tensors_of(operation: Operation, args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """The tensors that the rank gives, and those that it only fills."""
+    return _flatten([args[at] for at in operation.inputs_at]), _flatten([args[at] for at in operation.outputs_at])
+
+
+def _flatten(values: Iterable[Any]) -> list[Any]:
+    # They are tensors, lists of tensors or lists of lists of tensors.
+    flat: list[Any] = []
+    for value in values:
+        flat += _flatten(value) if isinstance(value, (list, tuple)) else [value]
+    return flat
+
+
+def count_bytes(tensors: Iterable[Any]) -> int:
+    """What the numbers of `tensors` take; `nbytes` does not know sparse ones."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def number_at(args: Sequence[Any], at: int) -> Any:
+    """The number that stands at `at`, as records hold it."""
+    return args[at] if 0 <= at < len(args) and args[at] is not None else layout.NO_NUMBER
+
+
+def flags_of(operation: Operation, args: Sequence[Any]) -> int:
+    """Point-to-point, or whether the caller waits."""
+    if operation.is_p2p:
+        return layout.P2P
+    if operation.async_at < 0:
+        return 0
+    is_async = args[operation.async_at] if operation.async_at < len(args) else True  # torch's default
+    return layout.ASYNC if is_async else layout.NOT_ASYNC
+
+
+def describe_tensors(inputs: Sequence[Any], outputs: Sequence[Any], splits: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """The fact that the ring holds for the tensors of a collective; empty where it has none."""
+    fact: dict[str, Any] = {}
+    for name, tensors in (("inputs", inputs), ("outputs", outputs)):
+        if tensors:
+            fact[name] = [_describe_tensor(tensor) for tensor in tensors[:MAX_TENSORS]]
+            fact[f"num_{name}"] = len(tensors)
+    if any(splits):
+        fact["splits"] = [list(sizes) for sizes in splits]
+    return fact
+
+
+def _describe_tensor(tensor: Any) -> list[Any]:
+    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), str(tensor.device)]
