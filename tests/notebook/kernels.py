@@ -59,6 +59,20 @@ class Cell:
         """Objects as text, in order, labels too."""
         return [output["data"].get("text/plain", "") for output in self.outputs if "data" in output]
 
+    @property
+    def by_rank(self) -> dict[int, list[str]]:
+        """The labelled lines of stdout as each rank printed them.
+
+        Ranks that are 50 ms apart, as on a busy machine, share no line; that they do otherwise is for unit tests.
+        """
+        lines: dict[int, list[str]] = {}
+        for label, text in re.findall(r"^\[ranks? ([\d,-]+)\] (.*)$", self.stdout, re.MULTILINE):
+            for part in label.split(","):
+                first, _, last = part.partition("-")
+                for rank in range(int(first), int(last or first) + 1):
+                    lines.setdefault(rank, []).append(text)
+        return lines
+
     def _stream(self, name: str) -> str:
         return "".join(output["text"] for output in self.outputs if output.get("stream") == name)
 
@@ -99,6 +113,11 @@ class Kernel:
             if is_this and message["msg_type"] == "status" and message["content"]["execution_state"] == "idle":
                 return cell
         pytest.fail(f"the cell was not done in {LIMIT_S} s; it showed {cell.outputs}")
+
+    def complete(self, code: str) -> list[str]:
+        """What pressing tab at the end of `code` offers."""
+        reply: Message = self.client.complete(code, reply=True, timeout=LIMIT_S)
+        return list(reply["content"]["matches"])
 
     def wait_for(self, is_true: Callable[[], bool], what: str) -> None:
         """Take messages that come between cells until `is_true()`."""
@@ -151,9 +170,9 @@ class Kernel:
             cell.outputs.append({"data": content["data"], "id": content.get("transient", {}).get("display_id")})
 
     def close(self) -> None:
-        """End the kernel."""
+        """End the kernel as a front end does."""
         self.client.stop_channels()
-        self.manager.shutdown_kernel(now=True)
+        self.manager.shutdown_kernel()
         self.manager.cleanup_resources()
         self.manager.context.destroy(linger=0)
         ensure_event_loop().close()  # jupyter_client made it, and leaves it open

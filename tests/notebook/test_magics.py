@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`%%ddp` in a real Jupyter kernel with two ranks: what a front end shows of a cell."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Iterator
+
+import pytest
+
+from tests.notebook.kernels import Kernel, kernel_with_ranks
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[Kernel]:
+    """A kernel with two ranks, and the names that most cells need."""
+    with kernel_with_ranks() as kernel:
+        named = kernel.run("%%ddp\nimport sys, time\nfrom IPython.display import HTML, clear_output, display")
+        assert named.error + named.stderr == ""
+        yield kernel
+
+
+def test_cell_labels_lines(kernel: Kernel) -> None:
+    """stdout, stderr, C++ and the value of the last line."""
+    cell = kernel.run(
+        "%%ddp\nprint('hello from', rank)\nprint('careful', file=sys.stderr)\n"
+        "import os; os.write(1, b'past Python\\n')\nrank - 7"
+    )
+    for rank in (0, 1):
+        # What comes past Python has a way of its own.
+        assert sorted(cell.by_rank[rank]) == sorted([f"hello from {rank}", "past Python", str(rank - 7)])
+    assert set(re.findall("rank.*", cell.stderr)) <= {"ranks 0,1] careful", "rank 0] careful", "rank 1] careful"}
+    assert "careful" in cell.stderr
+    assert cell.shown == []
+
+
+def test_cell_runs_on_the_ranks_that_were_asked_for(kernel: Kernel) -> None:
+    """One rank, quietly, or everywhere."""
+    assert kernel.run("%%ddp --ranks 1\nprint(rank)").stdout == "[rank 1] 1\n"
+    assert kernel.run("%%ddp --quiet\nprint(rank)\nquiet = True").outputs == []
+    cell = kernel.run("%%ddp --everywhere\nplace = 'here'\nplace")
+    assert cell.by_rank == {0: ["'here'"], 1: ["'here'"]}
+    assert cell.shown == ["'here'"]
+    wrong = kernel.run("%%ddp --ranks 0,7\n1")
+    assert wrong.error == "LaunchError: running a cell: rank 7, and the ranks are 0 to 1. Give numbers of ranks"
+
+
+def test_cell_shows_objects_once_for_all_ranks_on_which_they_look_alike(kernel: Kernel) -> None:
+    """Same figure: one, with both ranks above it, also where a rank is late; different ones: each below its label."""
+    same = kernel.run("%%ddp\n%matplotlib inline\nimport matplotlib.pyplot as plt\nplt.plot([1, 2]); plt.show()")
+    assert same.shown == ["[ranks 0,1]", "<Figure size 640x480 with 1 Axes>"]
+    assert same.outputs[1]["data"]["image/png"]
+    late = kernel.run("%%ddp\ntime.sleep(0.3 * rank)\ndisplay(HTML('<b>table</b>'))")
+    assert [output["data"].get("text/html") for output in late.outputs][1:] == ["<b>table</b>"]
+    assert late.shown[0] == "[ranks 0,1]"
+    apart = kernel.run("%%ddp\ndisplay(HTML(f'<b>{rank}</b>'))\nprint('between')\ndisplay(HTML('<i>same</i>'))")
+    shown = [re.sub("<div.*?>|</div>", "", output["data"]["text/html"]) for output in apart.outputs if "data" in output]
+    pairs = list(zip(shown[::2], shown[1::2], strict=True))
+    assert sorted(pairs) == [("[rank 0]", "<b>0</b>"), ("[rank 1]", "<b>1</b>"), ("[ranks 0,1]", "<i>same</i>")]
+    assert apart.by_rank == {0: ["between"], 1: ["between"]}
+
+
+def test_cell_updates_displays_in_place_also_those_of_earlier_cells(kernel: Kernel) -> None:
+    """Both ranks use the same id; where they end apart, each is seen."""
+    first = kernel.run("%%ddp\nhandle = display(HTML('start'), display_id='mine')")
+    kernel.run("%%ddp\nfor step in range(20):\n    handle.update(HTML(f'step {step}'))")
+    assert [output["data"]["text/html"] for output in first.outputs][1:] == ["step 19"]
+    apart = kernel.run("%%ddp\nhandle.update(HTML(f'end {rank}'))")
+    assert [output["data"]["text/html"] for output in first.outputs][1:] == ["end 0"]
+    assert [output["data"]["text/html"] for output in apart.outputs][1:] == ["end 1"]
+    assert (first.shown[0], apart.shown[0]) == ("[rank 0]", "[rank 1]")
+
+
+def test_cell_clears_what_the_rank_has_shown_that_asks(kernel: Kernel) -> None:
+    """A loop on all ranks leaves its last step; one rank's clearing leaves the other's lines."""
+    loop = kernel.run(
+        "%%ddp\nfor i in range(4):\n    clear_output(wait=True)\n    print('step', i)\n    time.sleep(0.07)"
+    )
+    assert loop.by_rank == {0: ["step 3"], 1: ["step 3"]}
+    one = kernel.run(
+        "%%ddp\nprint('mine', rank)\ntime.sleep(0.3)\nif rank == 1:\n    clear_output(wait=True)\n    print('new')"
+    )
+    assert one.by_rank == {0: ["mine 0"], 1: ["new"]}
+
+
+def test_cell_shows_progress_of_one_rank(kernel: Kernel) -> None:
+    """A bar that redraws itself is rank 0's, and at 100 % at the end."""
+    cell = kernel.run("%%ddp\nfrom tqdm import tqdm\nfor _ in tqdm(range(10)):\n    time.sleep(0.02)\nprint('over')")
+    assert cell.stderr.splitlines()[-1].startswith("[rank 0] 100%|")
+    assert "[rank 1]" not in cell.stderr
+    assert cell.by_rank == {0: ["over"], 1: ["over"]}
+
+
+def test_cell_shows_a_line_within_100_ms(kernel: Kernel) -> None:
+    """From `print` on one rank to the front end, while the cell runs on."""
+    cell = kernel.run("%%ddp\nfor _ in range(10):\n    print(time.monotonic())\n    time.sleep(0.12)")
+    delays_s = [
+        came_s - float(line.split()[-1])
+        for came_s, message in cell.messages
+        if message["msg_type"] == "stream"
+        for line in message["content"]["text"].splitlines()
+    ]
+    assert len(delays_s) == 20
+    assert statistics.median(delays_s) < 0.1, delays_s
+
+
+@pytest.mark.parametrize(("code", "num_lines"), [("print('some line', i)", 100_000), ("sys.stdout.write('x' * 99)", 1)])
+def test_cell_that_floods_the_notebook_is_cut_off_and_counted(kernel: Kernel, code: str, num_lines: int) -> None:
+    """100,000 lines, or 10 MB in one: about 1 MB of each rank is shown, the rest is said, and the kernel goes on."""
+    cell = kernel.run(f"%%ddp\nfor i in range(100_000):\n    {code}")
+    assert len(cell.stdout) < 4_500_000  # two ranks, with labels in front of short lines
+    assert len(cell.stdout.splitlines()) > num_lines // 2
+    assert len(cell.messages) < 5000
+    assert re.search(r"ddpilot: \d+\.\d MB more output of rank \d not shown \(limit 1000000 bytes", cell.stderr)
+    assert kernel.run("%%ddp\nprint('next')").by_rank == {0: ["next"], 1: ["next"]}
+
+
+def test_input_asks_in_the_notebook_with_the_rank_in_front(kernel: Kernel) -> None:
+    """Each rank that asks is answered; without anybody to ask, it is an error there."""
+    prompts: list[str] = []
+
+    def answer(prompt: str) -> str:
+        prompts.append(prompt)
+        return prompt[len("[rank ") :][0]
+
+    cell = kernel.run("%%ddp\nprint('you are', input('Who? '))", answer=answer)
+    assert sorted(prompts) == ["[rank 0] Who? ", "[rank 1] Who? "]
+    assert cell.by_rank == {0: ["you are 0"], 1: ["you are 1"]}
+    assert "EOFError" in kernel.run("%%ddp\ninput('Who? ')").stderr
+
+
+def test_error_is_shown_once_with_the_cells_line_and_stops_run_all(kernel: Kernel) -> None:
+    """The whole of it as soon as it is known, one line where IPython would show it again; variables stay."""
+    cell = kernel.run("%%ddp\n\nkept = rank\nif rank == 1:\n    raise ValueError('bad sample')\ngroup.barrier()")
+    assert re.search(r"^RankError: rank 1 raised ValueError: bad sample \(running `Cell In\[\d+\]`", cell.stderr)
+    assert re.search(r"Cell In\[\d+\], line 5\b", cell.stderr)
+    assert cell.stderr.count("bad sample") == 3  # in the sentence, in the line, at its end
+    assert cell.error_name == "RankError"
+    assert cell.error == "RankError: rank 1 raised ValueError: bad sample (the whole of it is above)"
+    after = kernel.run("%%ddp\nimport torch\nx = torch.ones(1)\ntorch.distributed.all_reduce(x)\nprint(kept, x.item())")
+    assert after.by_rank == {0: ["0 2.0"], 1: ["1 2.0"]}
+
+
+def test_stop_button_ends_a_cell_on_the_ranks(kernel: Kernel) -> None:
+    """One line says how, and the next cell runs."""
+    cell = kernel.run("%%ddp\nprint('go')\nwhile True:\n    time.sleep(0.01)", interrupt_on="go")
+    assert cell.error.startswith("KeyboardInterrupt: Cell In[")
+    assert len(cell.error.splitlines()) == 1
+    assert kernel.run("%%ddp\nrank").by_rank == {0: ["0"], 1: ["1"]}
+
+
+def test_other_cell_magics_work_below(kernel: Kernel) -> None:
+    """`%%ddp` and then `%%time`: on every rank."""
+    cell = kernel.run("%%ddp\n%%time\ntimed = 3")
+    assert [len(lines) for lines in cell.by_rank.values()] == [2, 2]  # CPU times, wall time
+    assert kernel.run("%%ddp\ntimed").by_rank == {0: ["3"], 1: ["3"]}
+
+
+def test_values_go_to_the_ranks_and_come_back(kernel: Kernel) -> None:
+    """push, pull of one and of all, an expression, a call; what is overwritten is said."""
+    kernel.run("losses = [1.0]\ndef scale(x, by=2):\n    print('scaling')\n    return x * by")
+    assert kernel.run("%ddp push losses scale").outputs == []
+    kernel.run("%%ddp\nlosses = [loss + rank for loss in losses]")
+    said = kernel.run("%ddp pull losses --rank 1").stdout
+    assert said == "ddpilot: `losses` is now list of 1 from rank 1; the notebook's own (list) was replaced\n"
+    assert kernel.run("%ddp pull losses[0] --as first --all\nfirst").shown == ["[1.0, 2.0]"]
+    called = kernel.run("results = %ddp run scale(3, by=first[1])\nprint(list(results))")
+    assert called.by_rank == {0: ["scaling"], 1: ["scaling"]}
+    assert called.stdout.endswith("\n[6.0, 6.0]\n")
+    missing = kernel.run("%ddp pull lossse")
+    assert "there is no variable of that name. Did you mean" in missing.stderr
+    unnamed = kernel.run("%ddp pull losses[0]")
+    assert unnamed.error.endswith("is no name of a variable. Give it one: `%ddp pull losses[0] --as value`")
+    assert "Did you mean `losses`?" in kernel.run("%ddp push losse").error
+    assert "Write a call: `%ddp run train(model, epochs=3)`" in kernel.run("%ddp run scale").error
+
+
+def test_start_with_the_same_options_keeps_the_ranks_and_with_others_says_what_to_type(kernel: Kernel) -> None:
+    """Running the start cell again is no mistake."""
+    kernel.run("%%ddp\nstays = 1")
+    again = kernel.run("%ddp start -n 2")
+    assert again.stdout.startswith("ddpilot: 2 ranks run already, with their variables")
+    other = kernel.run("%ddp start -n 3 --seed 1")
+    assert other.error == (
+        "UsageError: `%ddp start -n 3 --seed 1`: 2 ranks run already, started by `%ddp start -n 2`. "
+        "Keep them, or type `%ddp stop` (their variables are lost) and then `%ddp start -n 3 --seed 1`"
+    )
+    assert kernel.run("%%ddp\nstays").by_rank == {0: ["1"], 1: ["1"]}
+
+
+def test_stacks_and_interrupt_answer_while_nothing_runs(kernel: Kernel) -> None:
+    """A line per rank; there is nothing to stop."""
+    assert kernel.run("%ddp stacks").stdout == "[rank 0] idle\n[rank 1] idle\n"
+    assert kernel.run("%ddp stacks 1").stdout == "[rank 1] idle\n"
+    assert kernel.run("%ddp interrupt").stdout == "ddpilot: no cell runs on the ranks\n"
+
+
+def test_completion_knows_the_variables_of_the_ranks(kernel: Kernel) -> None:
+    """In cells of the ranks; a busy rank or a slow one is not waited for."""
+    kernel.run("%%ddp\nclass Net:\n    hidden_size = 3\nmy_network = Net()")
+    for code, found in (("%%ddp\nx = 1\nmy_netw", "my_network"), ("%%ddp\nmy_network.hid", ".hidden_size")):
+        matches = kernel.complete(code)
+        assert any(match.endswith(found) for match in matches), matches
+    assert "start" in kernel.complete("%ddp star")
+    assert kernel.complete("my_netw") == []
+
+
+def test_threads_of_ranks_are_heard_between_cells(kernel: Kernel) -> None:
+    """What comes when no cell runs stands below the last one."""
+    cell = kernel.run(
+        "%%ddp\nimport threading\nthreading.Timer(1.0, lambda: print('late', rank)).start()\nprint('done')"
+    )
+    assert cell.by_rank == {0: ["done"], 1: ["done"]}
+    kernel.wait_for(lambda: "late 0" in cell.stdout and "late 1" in cell.stdout, "both threads' lines")
