@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Widgets of ranks in a real Jupyter kernel: seen by the front end, and driven by it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.notebook.kernels import Cell, Kernel, kernel_with_ranks
+
+pytestmark = pytest.mark.timeout(120)
+
+WIDGET = "application/vnd.jupyter.widget-view+json"
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[Kernel]:
+    """A kernel with two ranks that have widgets."""
+    with kernel_with_ranks() as kernel:
+        named = kernel.run("%%ddp\nimport ipywidgets\nfrom tqdm.notebook import tqdm")
+        assert named.error + named.stderr == ""
+        yield kernel
+
+
+def widgets(cell: Cell) -> list[str]:
+    """Ids of the models that a cell displays."""
+    return [output["data"][WIDGET]["model_id"] for output in cell.outputs if WIDGET in output.get("data", {})]
+
+
+def comms(cell: Cell, kind: str) -> list[dict[str, Any]]:
+    """The contents of a cell's messages of one kind."""
+    return [message["content"] for _, message in cell.messages if message["msg_type"] == kind]
+
+
+def test_equal_progress_bars_of_ranks_are_one(kernel: Kernel) -> None:
+    """Its model, and all that is in it, are open in the front end; it ends at 100 %, and the label names both ranks."""
+    cell = kernel.run("%%ddp\nfor _ in tqdm(range(7)):\n    pass")
+    (shown,) = widgets(cell)
+    assert cell.shown[0] == "[ranks 0,1]"
+    opened = {content["comm_id"]: content["data"]["state"] for content in comms(cell, "comm_open")}
+    parts = [name.removeprefix("IPY_MODEL_") for name in opened[shown]["children"]]
+    assert len(parts) == 3
+    assert set(parts) < set(opened)
+    values = [
+        content["data"]["state"]["value"]
+        for content in comms(cell, "comm_msg")
+        if content["comm_id"] == parts[1] and "value" in content["data"].get("state", {})
+    ]
+    assert values[-1] == 7.0
+
+
+def test_bars_that_look_different_are_shown_for_each_rank(kernel: Kernel) -> None:
+    """A bar to 7 and one to 8."""
+    cell = kernel.run("%%ddp\nfor _ in tqdm(range(7 + rank)):\n    pass")
+    assert len(widgets(cell)) == 2
+    assert sorted(cell.shown[::2]) == ["[rank 0]", "[rank 1]"]
+
+
+def test_a_widget_that_is_shown_once_drives_every_rank(kernel: Kernel) -> None:
+    """Moving the one slider moves each rank's, and what they print is heard although no cell runs."""
+    cell = kernel.run(
+        "%%ddp\nslider = ipywidgets.IntSlider(value=3)\n"
+        "slider.observe(lambda change: print('now', change['new'] + rank), 'value')\nslider"
+    )
+    (shown,) = widgets(cell)
+    moved = drive(kernel, shown, {"method": "update", "state": {"value": 40}, "buffer_paths": []})
+    kernel.wait_for(lambda: set(moved.by_rank) == {0, 1}, "both ranks' lines")
+    assert moved.by_rank == {0: ["now 40"], 1: ["now 41"]}
+    assert kernel.run("%%ddp\nslider.value").by_rank == {0: ["40"], 1: ["40"]}
+
+
+def test_a_widget_of_one_rank_drives_that_rank_alone(kernel: Kernel) -> None:
+    """Buttons of two ranks that look different."""
+    cell = kernel.run(
+        "%%ddp\nbutton = ipywidgets.Button(description=f'rank {rank}')\n"
+        "button.on_click(lambda _: print('pressed on', rank))\nbutton"
+    )
+    # In the order of their labels: each is shown below its own.
+    which = cell.shown.index("[rank 1]") // 2
+    pressed = drive(kernel, widgets(cell)[which], {"method": "custom", "content": {"event": "click"}})
+    kernel.wait_for(lambda: bool(pressed.by_rank), "the button's line")
+    kernel.run("%%ddp\nrank")
+    assert pressed.by_rank == {1: ["pressed on 1"]}
+
+
+def test_a_closed_widget_is_closed_in_the_front_end(kernel: Kernel) -> None:
+    """`leave=False` takes the bar away."""
+    cell = kernel.run("%%ddp\nfor _ in tqdm(range(3), leave=False):\n    pass")
+    assert set(widgets(cell)) <= {content["comm_id"] for content in comms(cell, "comm_close")}
+
+
+def drive(kernel: Kernel, model: str, data: dict[str, Any]) -> Cell:
+    """What a person does with a widget; all that follows from it."""
+    message = kernel.client.session.msg("comm_msg", {"comm_id": model, "data": data})
+    kernel.cells[message["header"]["msg_id"]] = Cell()
+    kernel.client.shell_channel.send(message)
+    return kernel.cells[message["header"]["msg_id"]]
