@@ -52,5 +52,7 @@ def take_down(healthy: bool) -> None:
         free_group()
     if dist.is_initialized():
         dist.destroy_process_group()
+    # An attempt that failed has counted too, and torch names a group's keys by that count: ranks would miss each other.
+    c10d._world.group_count = 0
     # A DDP model keeps the old group alive and would go on using it, silently: its next step fails instead.
     shut(find_gloo_sockets())

@@ -281,7 +281,7 @@ class Ranks:
     def _describe_end(self, ended: Ended) -> str:
         if ended.exited is None or ended.reason:
             return ended.reason
-        how, _ = describe_exit(ended.exited, "the session", find_crash_line(self.tails.last_lines(ended.rank)))
+        how, _ = describe_exit(ended.exited, "stop", find_crash_line(self.tails.last_lines(ended.rank)))
         return how
 
     def show_idle(self, event: Event) -> None:

@@ -220,6 +220,8 @@ class Session:
                 self._finalizer()
 
     def _choose(self, ranks: Iterable[int] | None, did: str, *, all_live: bool = False) -> tuple[int, ...]:
+        if not self.is_running:
+            raise LaunchError(did, found="the session was stopped", fix="Start a new one")
         dead = self._ranks.dead
         asked = tuple(range(self.world_size)) if ranks is None else self._check(ranks, did)
         missing = [rank for rank in asked if rank in dead]

@@ -96,14 +96,12 @@ class Work:
         return (), cursor, cursor
 
     def finish(self) -> None:
-        """Ask the ranks that are idle to end, for the sake of apps and exit handlers."""
-        with self._ranks.turn("stopping the session") as (events, stops):
-            live = self._ranks.live
-            ids = {rank: self._ask(rank, "finish", {}, live) for rank in live}
-            self._watch(ids, "stopping", events, stops)
-            self._ranks.await_ends(live)
-            while not events.empty():  # their ends are no news
-                events.get_nowait()
+        """Ask the ranks to end, for the sake of apps and exit handlers; one that is busy does not hear it in time."""
+        live = self._ranks.live
+        self._ranks.is_ending = True
+        for rank in live:
+            self._ask(rank, "finish", {}, live)
+        self._ranks.await_ends(live)
 
     def _subset(self, ranks: Sequence[int]) -> list[int]:
         return [] if len(ranks) == self._ranks.world_size else list(ranks)

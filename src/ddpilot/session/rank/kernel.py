@@ -163,7 +163,7 @@ def report_error(error: BaseException, text: str, time_s: float, num_collectives
         num_collectives=num_collectives,
         type_name=type(error).__qualname__,
         message=str(error),
-        traceback=text or "".join(traceback.format_exception(error)),
+        traceback=text or "".join(traceback.format_exception_only(error)),
         is_victim=is_victim(error),
         interrupted=isinstance(error, (KeyboardInterrupt, asyncio.CancelledError)),
         exitcode=error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1,

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sessions for tests, and a view that keeps what ranks say."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from ddpilot import RankError, Session
+from ddpilot.session.view import RankMessage, SendToRank
+
+MODEL = """
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+torch.manual_seed(0)
+model = DDP(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+num_steps = 0
+def step():
+    global num_steps
+    optimizer.zero_grad()
+    model(torch.full((4, 8), rank + 1.0)).sum().backward()
+    optimizer.step()
+    num_steps += 1
+"""
+"""A cell with a live DDP model; `step()` trains it by one step."""
+
+
+class Kept:
+    """A view that shows nothing and keeps everything; `times_s` has the monotonic time of every error."""
+
+    def __init__(self) -> None:
+        self.texts: dict[int, str] = {}
+        self.messages: list[RankMessage] = []
+        self.raws: dict[int, bytes] = {}
+        self.notes: list[str] = []
+        self.errors: list[RankError] = []
+        self.times_s: list[float] = []
+        self.answers: list[str] = []
+        self.asked: list[tuple[int, str, bool]] = []
+
+    def bind(self, send: SendToRank) -> None:
+        """Nothing goes back."""
+
+    def begin(self, ranks: Sequence[int]) -> None:
+        """Nothing to do."""
+
+    def message(self, message: RankMessage, now_s: float) -> None:
+        """Keep a message, and a stream's text also by rank."""
+        self.messages.append(message)
+        if message.kind == "stream":
+            self.texts[message.rank] = self.texts.get(message.rank, "") + message.content["text"]
+
+    def raw(self, rank: int, stream: str, data: bytes, now_s: float) -> None:
+        """Keep bytes by rank."""
+        self.raws[rank] = self.raws.get(rank, b"") + data
+
+    def show(self, now_s: float) -> None:
+        """Nothing waits."""
+
+    def next_due_s(self) -> float | None:
+        """Nothing waits."""
+        return None
+
+    def error(self, error: RankError) -> None:
+        """Keep an error and when it came."""
+        self.errors.append(error)
+        self.times_s.append(time.monotonic())
+
+    def note(self, text: str) -> None:
+        """Keep a note."""
+        self.notes.append(text)
+
+    def ask(self, rank: int, prompt: str, password: bool) -> str:
+        """Give the next answer."""
+        self.asked.append((rank, prompt, password))
+        if not self.answers:
+            raise EOFError
+        return self.answers.pop(0)
+
+    def end(self) -> None:
+        """Nothing waits."""
+
+    def results(self) -> dict[int, str]:
+        """The plain text of the last result of each rank."""
+        return {m.rank: m.content["data"]["text/plain"] for m in self.messages if m.kind == "execute_result"}
+
+
+@pytest.fixture
+def view() -> Kept:
+    """What the ranks of the test said."""
+    return Kept()
+
+
+@pytest.fixture
+def start(view: Kept) -> Iterator[Callable[..., Session]]:
+    """Starts sessions with the test's view; they are stopped at the end."""
+    with contextlib.ExitStack() as stack:
+
+        def start_one(num_ranks: int = 2, **options: Any) -> Session:
+            options.setdefault("view", view)
+            return stack.enter_context(Session(num_ranks, **options))
+
+        yield start_one
+
+
+@contextlib.contextmanager
+def pressing_stop(*after_s: float) -> Iterator[None]:
+    """The stop button is pressed so many seconds after entering."""
+    timers = [threading.Timer(wait_s, os.kill, (os.getpid(), signal.SIGINT)) for wait_s in after_s]
+    for timer in timers:
+        timer.start()
+    try:
+        yield
+    finally:
+        for timer in timers:
+            timer.cancel()
+            timer.join()

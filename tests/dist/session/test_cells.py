@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cells on ranks that stay: state, output, errors, and what a notebook's person does by accident."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from ddpilot import LaunchError, RankError, Session
+from tests.dist.session.conftest import Kept
+
+Start = Callable[..., Session]
+
+
+def test_cells_share_a_namespace_with_rank_world_size_device_and_group(start: Start, view: Kept) -> None:
+    """What one cell sets the next one finds, on each rank its own, beside the session's four names."""
+    session = start(2)
+    session.execute("mine = rank * 10")
+    session.execute("print(mine, world_size, device, group.rank, group.world_size)")
+    assert view.texts == {0: "0 2 cpu 0 2\n", 1: "10 2 cpu 1 2\n"}
+
+
+def test_execute_runs_on_chosen_ranks_alone(start: Start, view: Kept) -> None:
+    """The other ranks do not see the cell."""
+    session = start(3)
+    assert session.execute("here = True", ranks=[2, 0, 2]).ranks == (0, 2)
+    session.execute("print('here' in globals())")
+    assert view.texts == {0: "True\n", 1: "False\n", 2: "True\n"}
+
+
+def test_results_streams_and_c_output_arrive_from_every_rank(start: Start, view: Kept) -> None:
+    """A last expression, stdout, stderr, a subprocess and what C code writes past Python."""
+    session = start(2)
+    session.execute(
+        "import os, sys\nprint('out'); print('err', file=sys.stderr)\n"
+        "os.write(1, b'from C\\n'); os.system('echo child')\n6 * 7"
+    )
+    for rank in range(2):
+        assert view.results()[rank] == "42"
+        assert {"out", "err"} <= set(view.texts[rank].split())
+        assert {b"from C", b"child"} <= set(view.raws[rank].splitlines())
+
+
+def test_a_quiet_cell_shows_nothing(start: Start, view: Kept) -> None:
+    """Output and result stay away, the state does not."""
+    session = start(2)
+    session.execute("print('noise'); kept = 1; kept", quiet=True)
+    assert not view.texts
+    assert not view.messages
+    assert session.pull("kept") == [1, 1]
+
+
+def test_every_line_of_many_arrives(start: Start, view: Kept) -> None:
+    """100,000 lines of each rank come whole and in order."""
+    session = start(2)
+    session.execute("for number in range(100_000): print(number)")
+    wanted = "".join(f"{number}\n" for number in range(100_000))
+    assert view.texts == {0: wanted, 1: wanted}
+
+
+def test_an_error_names_rank_cell_and_line(start: Start, view: Kept) -> None:
+    """The traceback is that of the notebook's cell, and the view has it before the exception is raised."""
+    session = start(2)
+    with pytest.raises(RankError, match="rank 1 raised ZeroDivisionError: division by zero") as caught:
+        session.execute("a = 1\nif rank == 1:\n    a / 0", cell=7)
+    assert "Cell In[7], line 3" in str(caught.value)
+    assert view.errors == [caught.value]
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("1 +", "SyntaxError"),
+        ("  x = 1\n y = 2", "IndentationError"),
+        ("raise SystemExit(3)", "called sys.exit with code 3"),
+        ("import no_such_module", "No module named 'no_such_module'"),
+        ("%no_such_magic", "UsageError: Line magic function `%no_such_magic` not found"),
+        ("await none()", "NameError"),
+        ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+    ],
+)
+def test_a_cell_that_cannot_run_is_an_error_and_the_next_one_runs(
+    start: Start, view: Kept, code: str, found: str
+) -> None:
+    """Also where nothing of the cell was executed."""
+    session = start(2)
+    with pytest.raises(RankError, match=found):
+        session.execute(code)
+    session.execute("'still here'")
+    assert view.results() == {0: "'still here'", 1: "'still here'"}
+
+
+def test_exit_and_quit_end_no_rank(start: Start, view: Kept) -> None:
+    """They say what does."""
+    session = start(2)
+    session.execute("exit()")
+    session.execute("quit")
+    session.execute("group.barrier()")
+    assert "session.stop()" in view.texts[0]
+
+
+def test_cells_may_await_and_use_magics(start: Start, view: Kept) -> None:
+    """Top-level await, line and cell magics and shell commands work as in a notebook."""
+    session = start(2)
+    session.execute("import asyncio\nawait asyncio.sleep(0.01)\nawaited = True")
+    session.execute("%%capture seen\nprint('captured')")
+    session.execute("assert awaited and seen.stdout == 'captured\\n'\n!echo shell")
+    assert "shell" in view.texts[0]
+    session.execute("%matplotlib inline\nimport matplotlib.pyplot as plt\nplt.plot([1, 2])", ranks=[1])
+    assert any("image/png" in m.content.get("data", {}) for m in view.messages if m.rank == 1)
+
+
+def test_input_asks_here_and_answers_there(start: Start, view: Kept) -> None:
+    """`input` and `getpass` of a rank are asked with its number; without an answer the rank sees the end of input."""
+    session = start(2)
+    view.answers = ["Ada", "secret"]
+    session.execute("from getpass import getpass\nprint(input('name? '), getpass('word? '))", ranks=[1])
+    assert view.asked == [(1, "name? ", False), (1, "word? ", True)]
+    assert view.texts == {1: "Ada secret\n"}
+    with pytest.raises(RankError, match="EOFError"):
+        session.execute("input()", ranks=[0])
+
+
+def test_output_between_cells_is_not_lost(start: Start, view: Kept) -> None:
+    """A thread that prints on after its cell is shown, and a full pipe blocks no rank."""
+    session = start(2)
+    session.execute(
+        "import threading, os, time\ndone = threading.Event()\n"
+        "def late():\n    time.sleep(0.2); os.write(1, b'x' * 500_000); done.set()\nthreading.Thread(target=late).start()"
+    )
+    session.execute("done.wait(20)")
+    assert len(view.raws[0]) == len(view.raws[1]) == 500_000
+
+
+def test_stacks_say_where_ranks_are_now(start: Start) -> None:
+    """The user's frames, by cell and line, also while a rank is stuck in C++; idle where nothing runs."""
+    import threading
+
+    session = start(2)
+    session.execute("group.barrier()")
+    assert session.stacks() == {0: "idle", 1: "idle"}
+    found: dict[int, str] = {}
+
+    def look() -> None:
+        while not ("barrier" in found.get(0, "") and "work" in found.get(1, "")):
+            found.update(session.stacks())
+
+    looker = threading.Thread(target=look)
+    looker.start()
+    session.execute("import time\ndef work():\n    time.sleep(2)\nif rank == 1:\n    work()\ngroup.barrier()", cell=4)
+    looker.join(10)
+    assert 'File "Cell In[4]", line 3 in work' in found[1]
+    assert 'File "Cell In[4]", line 6 in <module>' in found[0]
+    assert "ipykernel" not in found[0]
+
+
+def test_complete_knows_the_variables_of_a_rank(start: Start) -> None:
+    """Names of that rank's namespace; nothing from a dead one."""
+    session = start(2)
+    session.execute("temperature = 1")
+    matches, begin, end = session.complete("x = tempera", 11, rank=1)
+    assert "temperature" in matches
+    assert (begin, end) == (4, 11)
+
+
+def test_wrong_use_says_the_right_use(start: Start) -> None:
+    """Ranks that do not exist, none at all, a session that was stopped."""
+    session = start(2)
+    with pytest.raises(LaunchError, match="the ranks are 0 to 1"):
+        session.execute("1", ranks=[2])
+    with pytest.raises(LaunchError, match="no rank at all"):
+        session.execute("1", ranks=[])
+    with pytest.raises(LaunchError, match=r"`apps=\('fastai',\)`"):
+        Session(2, apps="fastai")
+    with pytest.raises(LaunchError, match="3 ranks for 2 GPUs"):
+        Session(3, gpus=(0, 1))
+    with pytest.raises(LaunchError, match="reading `seed`"):
+        Session(2, seed=-1)
+    session.stop()
+    session.stop()
+    with pytest.raises(LaunchError, match="the session was stopped"):
+        session.execute("1")

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process group of a session: entered when something needs it, or the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from ddpilot import RankError, Session
+from tests.dist.session.conftest import Kept
+
+Start = Callable[..., Session]
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "group.barrier()",
+        "dist.barrier()",
+        "assert dist.get_rank() == rank and dist.get_world_size() == 2",
+        "t = torch.ones(1); dist.all_reduce(t); assert t.item() == 2",
+        "torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))",
+        "got = [None, None]; dist.all_gather_object(got, rank); assert got == [0, 1]",
+        "dist.new_group([0, 1]).size()",
+        "from torch.distributed.device_mesh import init_device_mesh; init_device_mesh('cpu', (2,))",
+        "with group: group.broadcast_object(3)",
+    ],
+)
+def test_the_first_use_enters_the_group(start: Start, use: str) -> None:
+    """No init_process_group is needed before anything that needs a group."""
+    session = start(2)
+    session.execute(f"import torch, torch.distributed as dist\nassert not dist.is_initialized()\n{use}")
+    session.execute("assert dist.is_initialized()\ngroup.barrier()")
+
+
+def test_a_group_of_the_users_own_is_adopted_left_and_made_again(start: Start, view: Kept) -> None:
+    """init, destroy and init again, as tutorials and libraries do; afterwards the session enters one by itself."""
+    session = start(2)
+    own = "import torch.distributed as dist\ndist.init_process_group('gloo')\nassert group.adopted\ngroup.barrier()"
+    for _ in range(2):
+        session.execute(own)
+        session.execute("dist.barrier()")
+        session.execute("dist.destroy_process_group()")
+    session.execute("group.barrier(); assert not group.adopted")
+    with pytest.raises(RankError, match="twice"):
+        session.execute("dist.init_process_group('gloo')")
+    session.execute("group.leave(); assert not group.is_entered")
+    session.execute("dist.barrier()")
+
+
+def test_a_failure_on_the_way_into_the_group_does_not_spoil_the_next_try(start: Start) -> None:
+    """One rank raises before init_process_group while the other waits in it; both enter in the next cell."""
+    session = start(2)
+    with pytest.raises(RankError, match="rank 1 raised ValueError: too early"):
+        session.execute(
+            "import torch.distributed as dist\nif rank == 1: raise ValueError('too early')\n"
+            "dist.init_process_group('gloo')"
+        )
+    session.execute("if not dist.is_initialized(): dist.init_process_group('gloo')\ndist.barrier()")
+
+
+def test_entering_from_a_cell_on_some_ranks_is_refused_with_what_to_do(start: Start) -> None:
+    """It would wait for ranks that do not run the cell."""
+    session = start(3)
+    with pytest.raises(RankError, match="this cell runs on ranks 0,2 alone, and rank 1 would have to enter") as caught:
+        session.execute("group.barrier()", ranks=[0, 2])
+    assert "`group.barrier()` in a cell on all ranks" in str(caught.value)
+    session.execute("group.barrier()")
+    session.execute("import torch.distributed as dist; assert dist.get_world_size() == 3", ranks=[0])
+
+
+def test_seed_and_backend_reach_every_rank(start: Start, view: Kept) -> None:
+    """The same numbers on all ranks with a seed, others without."""
+    code = "import torch; print(torch.rand(1).item())"
+    start(2, seed=5, backend="gloo").execute(code)
+    assert view.texts[0] == view.texts[1]
+    view.texts.clear()
+    start(2).execute(code)
+    assert view.texts[0] != view.texts[1]
+
+
+def test_every_collective_is_in_the_rings_with_its_cell_line(start: Start) -> None:
+    """The flight ring is on; a cell's line reads as people know it."""
+    from ddpilot.record.hook import find_rings
+    from ddpilot.record.reading import read_ring
+
+    session = start(2)
+    session.execute("import torch\ntensor = torch.ones(3)\ngroup.all_reduce(tensor)", cell=9)
+    rings = find_rings(session._ranks.folder)
+    assert set(rings) == {0, 1}
+    for path in rings.values():
+        entry = next(each for each in read_ring(path).collectives if each.op == "all_reduce")
+        assert entry.line is not None
+        assert "Cell In[9]" in str(entry.line)
