@@ -15,6 +15,7 @@ from ddpilot.magics.options import describe_options
 from ddpilot.magics.usage import MagicUsageError
 from ddpilot.session.options import SessionOptions
 from ddpilot.session.session import Session
+from ddpilot.session.shown.terminal import TextView
 from ddpilot.session.view import View
 
 
@@ -91,20 +92,22 @@ class Desk:
         """Whether a plain cell that is run now goes to the ranks."""
         return self.is_auto and not self._num_local and not self._is_silent()
 
+    @property
+    def is_terminal(self) -> bool:
+        """Whether there is no kernel, and so no notebook, around the shell."""
+        return getattr(self.shell, "kernel", None) is None
+
     def _is_silent(self) -> bool:
         """Whether the front end runs something for itself, such as a list of variables, and no person a cell."""
         parent: dict[str, Any] = getattr(self.shell, "get_parent", dict)()
         return bool(parent.get("content", {}).get("silent"))
 
     def _make_view(self, options: SessionOptions) -> View:
-        # These import what only a notebook has.
-        if getattr(self.shell, "kernel", None) is not None:
-            from ddpilot.magics.notebook_view import NotebookView
+        if self.is_terminal:
+            return TextView(options.output, options.output_limit_bytes)
+        from ddpilot.magics.notebook_view import NotebookView  # it needs what comes with kernels
 
-            return NotebookView(self.shell, options.output, options.output_limit_bytes)
-        from ddpilot.session.shown.terminal import TextView
-
-        return TextView(options.output, options.output_limit_bytes)
+        return NotebookView(self.shell, options.output, options.output_limit_bytes)
 
 
 @contextlib.contextmanager

@@ -37,6 +37,8 @@ class Router:
             return self._place(placed[1], lines)
         if not self._desk.takes_cells or not _has_code(lines) or lines[0].startswith("%%"):
             return lines
+        if self._desk.is_terminal and "".join(lines).strip() in ("exit", "exit()", "quit", "quit()"):
+            return lines
         magics = _only_magics(lines)
         if magics and magics <= HERE:
             return lines

@@ -128,3 +128,11 @@ def test_router_does_not_change_when_a_cell_is_complete(desk: Desk) -> None:
         assert "run_cell_magic" in desk.shell.transform_cell("x = 1")
     finally:
         desk.shell.input_transformers_cleanup.remove(router)
+
+
+def test_router_leaves_the_end_of_a_terminal_to_ipython(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`exit` ends the shell in front of a person; in a notebook it goes to the ranks, which say how to stop them."""
+    for word in ("exit", "quit()\n"):
+        assert route(desk, word) == word
+    monkeypatch.setattr(desk.shell, "kernel", object(), raising=False)
+    assert sent(route(desk, "exit\n")) == "exit\n"

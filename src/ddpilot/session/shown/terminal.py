@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import getpass
+import os
 import re
 import sys
 
@@ -33,7 +34,8 @@ class TextView(ScreenView):
         """Write to stderr, in colours where that is a terminal."""
         stream = sys.stderr
         if stream is not None:
-            stream.write(text if stream.isatty() else _COLOR.sub("", text))
+            has_colors = stream.isatty() and not os.environ.get("NO_COLOR")
+            stream.write(text if has_colors else _COLOR.sub("", text))
             stream.flush()
 
     def ask(self, rank: int, prompt: str, password: bool) -> str:

@@ -66,10 +66,14 @@ def test_text_view_shows_an_error_behind_what_was_printed_before(
     assert out == "[rank 1] step 3\n"
     assert err == "RankError: rank 1 raised ValueError: no (running `Cell In[3]` on 2 ranks on node)\n\nred\n"
     terminal = io.StringIO()
+    monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stderr", terminal)
     view.error(failure())
     assert "\x1b[31mred" in terminal.getvalue()
+    monkeypatch.setenv("NO_COLOR", "1")
+    view.error(failure())
+    assert terminal.getvalue().endswith("\n\nred\n")
 
 
 def test_text_view_updates_show_new_text_and_nothing_of_mere_objects(capsys: pytest.CaptureFixture[str]) -> None:
