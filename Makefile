@@ -4,6 +4,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+BROWSER_READY := $(VENV)/.browser-ready
 PYTEST := $(BIN)/python -m pytest
 
 # The first interpreter that is new enough and can make a virtual environment. `make PYTHON=/path/to/python` overrides.
@@ -12,10 +13,10 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3
 	&& { command -v $$python; break; }; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test soak check bench reference clean
+.PHONY: help setup demo test test-browser soak check bench reference clean
 
 help: ## list the verbs
-	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
 
 setup: $(READY) ## make .venv and install everything that constraints.txt pins
 
@@ -33,6 +34,15 @@ demo: $(READY) ## run the quickstart notebook in a real Jupyter kernel, 2 ranks,
 
 test: $(READY) ## every test, with a seeded tenth of the soak
 	$(PYTEST)
+
+test-browser: $(BROWSER_READY) ## notebooks run by clicks in JupyterLab and Chromium, which it installs; pictures in out/browser
+	$(BIN)/python -m tests.browser.chromium
+	rm -rf out/browser
+	$(PYTEST) tests/browser -m browser
+
+$(BROWSER_READY): $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,browser]'
+	@touch $(BROWSER_READY)
 
 soak: $(READY) ## the long, randomised versions
 	DDPILOT_SOAK=1 $(PYTEST) -m soak
