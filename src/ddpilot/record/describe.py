@@ -88,8 +88,11 @@ class Describer:
         key = (operation.operator, site, group.number, what_is_alike(operation, args))
         usual = self._ring.refs.get(key) or self._make_usual(key, operation, args, group, trail)
         role = self._role(operation, args, ddp, in_reducer, frame) if ddp or in_reducer else 0
-        seq = -1 if operation.is_p2p else group.next_seq()
-        return self._ring.begin(start_ns, seq, self.thread_id(), role, usual.packed), usual
+        seq = -1 if operation.is_p2p else group.next_seq
+        index = self._ring.begin(start_ns, seq, self.thread_id(), role, usual.packed)
+        if seq >= 0:
+            group.next_seq = seq + 1  # last, so that one which Ctrl-C keeps from starting does not count
+        return index, usual
 
     def _make_usual(
         self, key: tuple[Any, ...], operation: Operation, args: Sequence[Any], group: GroupEntry, trail: Trail

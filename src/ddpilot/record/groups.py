@@ -3,20 +3,19 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 
 class GroupEntry:
-    """One process group as this rank has seen it; `number` is its own, `next_seq` numbers its collectives."""
+    """One process group as this rank has seen it; `number` is its own, `next_seq` the next collective's."""
 
     def __init__(self, number: int, fact: dict[str, Any]) -> None:
         self.number = number
         self.fact = fact
-        self.next_seq: Callable[[], int] = itertools.count().__next__
+        self.next_seq = 0
         self.alive: weakref.ref[Any] | None = None
         self._backends = dict(_parse_backends(str(fact.get("backend", ""))))
 

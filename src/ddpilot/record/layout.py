@@ -47,7 +47,7 @@ NO_NUMBER = -(1 << 31)
 REDUCE_OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM", "UNUSED")
 """By the number that torch's `ReduceOp.RedOpType` gives them."""
 
-_CRC = struct.Struct("=I")
+CRC = struct.Struct("=I")
 _FACT = struct.Struct("=II")
 FACT_START = 8
 
@@ -78,7 +78,7 @@ class Body(NamedTuple):
 def unpack_body(data: memoryview) -> Body | None:
     """The record that starts `data`; None where it was never or only partly written."""
     packed = data[: BODY.size]
-    if _CRC.unpack_from(data, CRC_AT)[0] != zlib.crc32(packed):
+    if CRC.unpack_from(data, CRC_AT)[0] != zlib.crc32(packed):
         return None
     body = Body._make(BODY.unpack(packed))
     return body if body.number else None

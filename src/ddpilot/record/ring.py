@@ -21,9 +21,9 @@ from ddpilot.record import layout
 MAX_FACT_BYTES = 32 * 1024
 
 # What every collective passes, looked up once.
-_RECORDS_AT, _RECORD_BYTES, _BODY_BYTES = layout.HEADER_BYTES, layout.RECORD_BYTES, layout.BODY.size
+_RECORDS_AT, _RECORD_BYTES, _BODY_BYTES = layout.HEADER_BYTES, layout.RECORD_BYTES, layout.BODY_BYTES
 _NUM_BEGUN, _END_NS, _OUTCOME = layout.NUM_BEGUN, layout.END_NS, layout.OUTCOME
-_pack, _crc = layout.FRESH.pack, zlib.crc32
+_pack, _pack_crc, _crc = layout.FRESH.pack, layout.CRC.pack, zlib.crc32
 
 
 class RingWriter:
@@ -44,7 +44,6 @@ class RingWriter:
         self._next_index = itertools.count(1).__next__
         self._map = _map_file(fd, self._pages_at + 2 * page_bytes)
         self._words = memoryview(self._map).cast("Q")
-        self._halves = memoryview(self._map).cast("I")
 
     def publish(self, about: dict[str, Any]) -> None:
         """Write the header, with `about`, what is to be known of the process."""
@@ -66,8 +65,8 @@ class RingWriter:
         index = self._next_index()
         at = _RECORDS_AT + index % self.num_records * _RECORD_BYTES
         packed = _pack(index, start_ns, seq, thread, role) + usual
-        self._map[at : at + _BODY_BYTES] = packed
-        self._halves[at + _BODY_BYTES >> 2] = _crc(packed)
+        # At one go: Python's signal handlers, which may raise, run between two steps.
+        self._map[at : at + _BODY_BYTES] = packed + _pack_crc(_crc(packed))
         self._words[_NUM_BEGUN] = index
         return index
 
@@ -133,7 +132,6 @@ class RingWriter:
         """Say that the recording ended in an orderly way, and unmap the file."""
         self._words[layout.CLOSED_NS] = now_ns
         self._words.release()
-        self._halves.release()
         self._map.close()
 
 

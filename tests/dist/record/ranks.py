@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import ddpilot
 from ddpilot.record.log import Collective, RankLog
 from ddpilot.record.reading import read_ring
 from ddpilot.record.recording import Recording, start_recording
+
+PATIENCE_S = 60.0
 
 
 def run(num_ranks: int, function: Callable[..., Any], *args: Any) -> Any:
@@ -44,6 +47,19 @@ def recorded(folder: Path, **options: Any) -> Iterator[Recording]:
 def read_all(folder: Path, num_ranks: int) -> list[RankLog]:
     """Every rank's ring, after the ranks are gone."""
     return [read_ring(ring_of(folder, rank)) for rank in range(num_ranks)]
+
+
+def wait_for(folder: Path, rank: int, holds: Callable[[RankLog], bool]) -> RankLog:
+    """The ring of `rank` as soon as something holds of it; an error when it never does."""
+    deadline = time.monotonic() + PATIENCE_S
+    log = None
+    while time.monotonic() < deadline:
+        with suppress(FileNotFoundError):  # it appears when it can be read
+            log = read_ring(ring_of(folder, rank))
+        if log is not None and holds(log):
+            return log
+        time.sleep(0.01)
+    raise AssertionError(f"not in {PATIENCE_S} s: {log}")
 
 
 def matchable(log: RankLog) -> list[tuple[Any, ...]]:

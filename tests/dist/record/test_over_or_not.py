@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,22 +15,7 @@ import torch.distributed as dist
 
 from ddpilot.record.log import RankLog
 from ddpilot.record.reading import read_ring
-from tests.dist.record.ranks import my_rank, read_all, recorded, ring_of, run
-
-PATIENCE_S = 10.0
-
-
-def wait_for(folder: Path, rank: int, holds: Callable[[RankLog], bool]) -> RankLog:
-    """The ring of `rank` as soon as something holds of it; an error when it never does."""
-    deadline = time.monotonic() + PATIENCE_S
-    log = None
-    while time.monotonic() < deadline:
-        with suppress(FileNotFoundError):  # it appears when it can be read
-            log = read_ring(ring_of(folder, rank))
-        if log is not None and holds(log):
-            return log
-        time.sleep(0.01)
-    raise AssertionError(f"not in {PATIENCE_S} s: {log}")
+from tests.dist.record.ranks import my_rank, read_all, recorded, ring_of, run, wait_for
 
 
 def is_stuck(log: RankLog) -> bool:

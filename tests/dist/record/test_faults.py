@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever goes wrong in the recording, it is said once and training goes on."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddpilot.errors import RecordError
+from ddpilot.record.describe import Describer
+from ddpilot.record.groups import GroupBook
+from ddpilot.record.pending import PendingWorks
+from ddpilot.record.reading import read_ring
+from ddpilot.record.recording import start_recording
+from ddpilot.record.ring import RingWriter
+from ddpilot.record.sites import SiteFinder
+from tests.dist.record.ranks import my_rank, read_all, recorded, ring_of, run
+
+BROKEN: list[tuple[type, str]] = [
+    (Describer, "begin"),
+    (GroupBook, "find"),
+    (SiteFinder, "walk"),
+    (RingWriter, "begin"),
+    (RingWriter, "finish"),
+    (RingWriter, "write_fact"),
+    (PendingWorks, "add"),
+    (PendingWorks, "catch_up"),
+]
+
+
+def reduce_with_a_broken_part(folder: Path, owner: type, name: str) -> tuple[float, list[str]]:
+    """A part of the recording raises from the start on; the sum of five all_reduces, and what was said."""
+    said: list[str] = []
+
+    def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("on purpose")
+
+    setattr(owner, name, broken)  # in this rank only, which ends with the test
+    with recorded(folder, tell=said.append):
+        total = torch.zeros(1)
+        for _ in range(5):
+            value = torch.ones(1)
+            dist.all_reduce(value)
+            total += value
+    return total.item(), said
+
+
+@pytest.mark.parametrize(("owner", "name"), BROKEN)
+def test_training_goes_on_when_a_part_of_the_recording_raises(tmp_path: Path, owner: type, name: str) -> None:
+    """The collectives give what they should, the error is said once, and the ring counts it."""
+    total, said = run(1, reduce_with_a_broken_part, tmp_path, owner, name)[0]
+    assert total == 5
+    assert len(said) == 1
+    assert "ZeroDivisionError: on purpose" in said[0]
+    assert "training goes on" in said[0]
+    log = read_ring(ring_of(tmp_path, 0))
+    assert log.num_faults >= 1
+    assert log.first_fault == ("" if name == "write_fact" else "ZeroDivisionError: on purpose")
+
+
+def record_without_room(folder: Path) -> tuple[bool, str, list[str], float]:
+    """No file may grow beyond 100 kB; whether the recording is on, why not, what was said, and a sum."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+    said: list[str] = []
+    dist.init_process_group("gloo")
+    with start_recording(ring_of(folder, my_rank()), rank=my_rank(), tell=said.append) as recording:
+        value = torch.ones(1)
+        dist.all_reduce(value)
+    dist.destroy_process_group()
+    return recording.is_on, recording.why_off, said, value.item()
+
+
+def test_training_goes_on_without_a_recording_when_there_is_no_room(tmp_path: Path) -> None:
+    """One line says that collectives are not recorded and why, and no part of a file is left."""
+    is_on, why_off, said, total = run(1, record_without_room, tmp_path)[0]
+    assert (is_on, total) == (False, 1)
+    assert why_off.startswith("its file cannot be made ([Errno 27]")
+    assert said == [f"collectives are not recorded: {why_off}"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def record_twice(folder: Path) -> tuple[str, str]:
+    """What a second recording is told; then one after the other, and one into the folder itself."""
+    dist.init_process_group("gloo")
+    first = start_recording(ring_of(folder, 0), rank=0)
+    with pytest.raises(RecordError) as refused:
+        start_recording(ring_of(folder, 1), rank=0)
+    dist.all_reduce(torch.ones(1))
+    first.stop()
+    first.stop()
+    dist.all_reduce(torch.ones(2))
+    said: list[str] = []
+    assert not start_recording(folder, rank=0, tell=said.append).is_on
+    with start_recording(ring_of(folder, 1), rank=0):
+        dist.all_reduce(torch.ones(3))
+    dist.destroy_process_group()
+    return str(refused.value), said[0]
+
+
+def test_recording_can_be_stopped_and_started_again_but_not_twice_at_once(tmp_path: Path) -> None:
+    """Two at once are refused with what to do; what happens between two recordings is in neither."""
+    refused, said = run(1, record_twice, tmp_path)[0]
+    assert "this process records already" in refused
+    assert "Stop that recording first" in refused
+    assert "Is a directory" in said
+    shapes = [[entry.inputs[0].shape for entry in log.collectives] for log in read_all(tmp_path, 2)]
+    assert shapes == [[(1,)], [(3,)]]
+
+
+def refuse_all(folder: Path) -> list[str]:
+    """The texts of everything that `start_recording` refuses."""
+    (folder / "notes.txt").write_text("not a ring")
+    path = ring_of(folder, 0)
+    wrong: list[Callable[[], Any]] = [
+        lambda: start_recording(folder / "notes.txt", rank=0),
+        lambda: start_recording(path, rank=-1),
+        lambda: start_recording(path, rank=0, num_records=0),
+        lambda: start_recording(path, rank=0, page_bytes=5001),
+        lambda: start_recording(path, rank=0, source="magic"),  # type: ignore[arg-type]
+    ]
+    said = []
+    for call in wrong:
+        with pytest.raises(RecordError) as refused:
+            call()
+        said.append(str(refused.value))
+    return said
+
+
+def test_recording_refuses_wrong_arguments_and_files_that_are_no_ring(tmp_path: Path) -> None:
+    """Each with the value that was found and what to give; the file stays as it is."""
+    expected = ["starts with b'not a ri'", "`rank`=-1", "`num_records`=0", "`page_bytes`=5001", "`source`='magic'"]
+    said = run(1, refuse_all, tmp_path)[0]
+    assert [text in found for text, found in zip(expected, said, strict=True)] == [True] * 5, said
+    assert (tmp_path / "notes.txt").read_text() == "not a ring"
+    assert os.listdir(tmp_path) == ["notes.txt"]
