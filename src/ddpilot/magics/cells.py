@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Collection
+from types import FrameType
 from typing import Any
 
 from ddpilot.magics.desk import Desk, briefly
@@ -46,8 +49,20 @@ def run_on_ranks(desk: Desk, code: str, chosen: dict[str, Any]) -> None:
             ranks=chosen.get("ranks"),
             quiet=chosen.get("quiet", False),
             keep_cache=chosen.get("keep_cache"),
-            cell=desk.shell.execution_count,
+            cell=_cell_number(desk.shell),
         )
+
+
+def _cell_number(shell: Any) -> int:
+    """The number of the notebook's cell that runs: newer IPythons have counted on by now, older ones have not."""
+    number: int = shell.execution_count
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        name = shell.compile.format_code_name(frame.f_code.co_filename)  # ("Cell", "In[7]") for a cell's code
+        found = re.search(r"\d+", name[1]) if name else None
+        number = int(found[0]) if found else number
+        frame = frame.f_back
+    return number
 
 
 def run_here(desk: Desk, cell: str) -> None:
