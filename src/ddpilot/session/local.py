@@ -17,7 +17,7 @@ from ddpilot.launching.local import wire
 from ddpilot.launching.local.client import ensure_server
 from ddpilot.launching.local.handles import RankHandle, start_rank
 from ddpilot.launching.local.host import make_rank_start, may_fork, resolve_count, say_dirty
-from ddpilot.launching.local.jobs import STORE, Finish, Finished, NotStarted, Signal, Start, Started
+from ddpilot.launching.local.jobs import STORE, Finish, Finished, NotStarted, Own, Signal, Start, Started
 from ddpilot.launching.local.report import Exited, Raised
 from ddpilot.launching.local.store import bind_listener
 from ddpilot.launching.options import LaunchOptions
@@ -28,7 +28,13 @@ from ddpilot.session.hub import Hub
 from ddpilot.session.local_entry import serve
 from ddpilot.session.rank.start import KernelStart
 
-PRELOAD = ("ipykernel.kernelapp", "ipykernel.debugger", "matplotlib_inline.backend_inline", "ddpilot.session.rank.main")
+PRELOAD = (
+    "ipykernel.kernelapp",
+    "ipykernel.debugger",
+    "matplotlib_inline.backend_inline",
+    "ddpilot.session.rank.main",
+    "ddpilot.session.rank.warm",
+)
 _CHUNK_BYTES = 1 << 16
 _RESTART_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
 
@@ -60,6 +66,7 @@ class LocalRanks:
         with bind_listener() as listener:
             self._port = listener.getsockname()[1]
             wire.send(self._job, Start(STORE), [listener.fileno()])
+        wire.send(self._job, Own(str(self._kernel_start().folder)))
         hub.watch(self._job.fileno(), self._on_job)
 
     def start(self, rank: int, generation: int) -> None:
@@ -117,6 +124,7 @@ class LocalRanks:
             if isinstance(message, Started):
                 handle.pid = message.pid
             elif isinstance(message, Exited):
+                handle.control.setblocking(False)  # a process that the rank forked may hold the other end open
                 self._on_control(handle)
                 self._end(handle, message, self._describe(handle))
             else:
@@ -149,9 +157,6 @@ class LocalRanks:
 
     def _on_control(self, handle: RankHandle) -> None:
         """What the process says of its own end: it is a launched function that returned or raised."""
-        if handle.control.fileno() == -1:
-            return
-        handle.control.setblocking(False)
         try:
             message, fds = wire.receive(handle.control)
         except wire.Closed:

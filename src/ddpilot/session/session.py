@@ -98,6 +98,11 @@ class Session:
         """Whether the session was not stopped."""
         return not self._ranks.is_closed
 
+    def pids(self) -> dict[int, int]:
+        """The process id of every rank that lives, by rank."""
+        found = ((rank, self._ranks.host.pid(rank)) for rank in self._ranks.live)
+        return {rank: pid for rank, pid in found if pid is not None} if self.is_running else {}
+
     def execute(
         self,
         code: str,

@@ -52,13 +52,13 @@ class Kept:
     def begin(self, ranks: Sequence[int]) -> None:
         """Nothing to do."""
 
-    def message(self, message: RankMessage, now_s: float) -> None:
+    def message(self, message: RankMessage, _now_s: float) -> None:
         """Keep a message, and a stream's text also by rank."""
         self.messages.append(message)
         if message.kind == "stream":
             self.texts[message.rank] = self.texts.get(message.rank, "") + message.content["text"]
 
-    def raw(self, rank: int, stream: str, data: bytes, now_s: float) -> None:
+    def raw(self, rank: int, _stream: str, data: bytes, _now_s: float) -> None:
         """Keep bytes by rank."""
         self.raws[rank] = self.raws.get(rank, b"") + data
 

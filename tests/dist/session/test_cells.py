@@ -127,7 +127,8 @@ def test_output_between_cells_is_not_lost(start: Start, view: Kept) -> None:
     session = start(2)
     session.execute(
         "import threading, os, time\ndone = threading.Event()\n"
-        "def late():\n    time.sleep(0.2); os.write(1, b'x' * 500_000); done.set()\nthreading.Thread(target=late).start()"
+        "def late():\n    time.sleep(0.2); os.write(1, b'x' * 500_000); done.set()\n"
+        "threading.Thread(target=late).start()"
     )
     session.execute("done.wait(20)")
     assert len(view.raws[0]) == len(view.raws[1]) == 500_000

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -49,6 +50,13 @@ class Finish:
 
 
 @dataclass(frozen=True)
+class Own:
+    """Ask for the removal of `folder` when the launch has ended, however its parent ended."""
+
+    folder: str
+
+
+@dataclass(frozen=True)
 class Started:
     """A rank has a process now."""
 
@@ -81,6 +89,7 @@ class Job:
         self._ranks: dict[int, int] = {}  # pid: rank
         self._num_leftovers = 0
         self._ending = False
+        self._folders: list[str] = []
 
     def owns(self, pid: int) -> bool:
         """Whether `pid` is the store or a rank of this launch, and not reaped yet."""
@@ -97,7 +106,9 @@ class Job:
         return self._ending and not self._ranks
 
     def close(self) -> None:
-        """Tell the parent that nothing is left."""
+        """Remove what the launch owns, and tell the parent that nothing is left."""
+        for folder in self._folders:
+            shutil.rmtree(folder, ignore_errors=True)
         with contextlib.suppress(wire.Closed, OSError):
             wire.send(self._channel, Finished(self._num_leftovers))
         self._channel.close()
@@ -110,6 +121,8 @@ class Job:
             for pid, rank in self._ranks.items():
                 if rank in request.ranks:
                     _signal(pid, request.number, request.group)
+        elif isinstance(request, Own):
+            self._folders.append(request.folder)
         elif isinstance(request, Finish):
             self._num_leftovers = sum(rank != STORE for rank in self._ranks.values())
             self.abandon()

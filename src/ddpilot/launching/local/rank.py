@@ -154,10 +154,11 @@ def _send_error(control: socket.socket, start: RankStart, error: BaseException, 
 
 
 def user_traceback(error: BaseException) -> str:
-    """The traceback without the frames of this package that lead to the user's function."""
+    """The traceback without the frames of ddpilot that lead to the user's function."""
     frames = error.__traceback__
     launcher = os.path.dirname(os.path.dirname(__file__)) + os.sep
-    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(launcher):
+    session = os.path.join(os.path.dirname(os.path.dirname(launcher)), "session") + os.sep
+    while frames is not None and frames.tb_frame.f_code.co_filename.startswith((launcher, session)):
         frames = frames.tb_next
     text = traceback.TracebackException(type(error), error, frames)
     if isinstance(error, DdpilotError):  # the message says it all: only where the user's code was matters

@@ -4,9 +4,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import signal
 import sys
+import threading
 import time
 import traceback
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -21,6 +25,19 @@ from ddpilot.session.report import FREE, REPLY, REPORT_KEY, REQUEST, Report
 
 if TYPE_CHECKING:
     from ddpilot.session.rank.requests import Requests
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Inside, SIGINT does nothing: what it would end has failed already."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class RankCompiler(XCachingCompiler):
@@ -41,7 +58,8 @@ class RankShell(ZMQInteractiveShell):
         error = (exc_tuple or sys.exc_info())[1]
         if error is not None and self.failure is None:
             self.failure = (error, time.monotonic())
-        super().showtraceback(exc_tuple, *args, **kwargs)
+        with uninterrupted():
+            super().showtraceback(exc_tuple, *args, **kwargs)
 
     def _showtraceback(self, _etype: Any, _evalue: Any, stb: list[str]) -> None:
         self._last_traceback = stb

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank dies: named with its cause, brought back under the same number, the others keep their variables."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+
+from ddpilot import LaunchError, RankError, Session
+from tests.dist.launching.scripts import wait_until
+from tests.dist.session.conftest import MODEL, Kept
+
+Start = Callable[..., Session]
+
+
+@pytest.mark.parametrize(
+    ("how", "found"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", "rank 1 was killed by SIGKILL; the kernel's OOM killer"),
+        ("ctypes.string_at(0)", r"rank 1 crashed with SIGSEGV at .*Cell In\[2\]:3"),
+        ("os.abort()", r"rank 1 was aborted \(SIGABRT\)"),
+        ("os._exit(7)", "rank 1 exited with code 7"),
+    ],
+)
+def test_a_death_is_named_and_restart_brings_the_rank_back(start: Start, view: Kept, how: str, found: str) -> None:
+    """Under the same number, into the same group, while the other ranks keep what they have."""
+    session = start(3)
+    session.execute("import torch; kept = rank * 10; group.barrier()")
+    with pytest.raises(RankError, match=found):
+        session.execute(f"import os, signal, ctypes\nif rank == 1:\n    {how}\ngroup.barrier()")
+    session.execute("print(kept)")
+    assert view.texts == {0: "0\n", 2: "20\n"}
+    with pytest.raises(LaunchError, match="rank 1 is dead"):
+        session.execute("1", ranks=[1])
+    with pytest.raises(RankError, match="rank 1 is dead; restart it"):
+        session.execute("group.barrier()")
+    session.restart(1)
+    session.execute("import torch; total = torch.ones(1); group.all_reduce(total); assert total.item() == 3")
+    session.execute("assert 'kept' not in globals() and rank == 1", ranks=[1])
+    session.execute("assert kept == rank * 10", ranks=[0, 2])
+
+
+def test_a_death_between_cells_is_said_when_it_happens(start: Start, view: Kept) -> None:
+    """Nobody has to run a cell to hear of it."""
+    session = start(2)
+    os.kill(session.pull("__import__('os').getpid()", rank=1), signal.SIGKILL)
+    wait_until(lambda: any("rank 1 was killed by SIGKILL" in note for note in view.notes), limit_s=10)
+    assert session.pull("rank", rank=0) == 0
+    session.restart(1)
+    session.execute("group.barrier()")
+
+
+def test_respawn_brings_a_dead_rank_back_by_itself(start: Start, view: Kept) -> None:
+    """In the cell in which it died, or before the next one."""
+    session = start(2, respawn=True)
+    session.execute("kept = rank; group.barrier()")
+    with pytest.raises(RankError, match="SIGKILL"):
+        session.execute("import os\nif rank == 1: os.kill(os.getpid(), 9)\ngroup.barrier()")
+    session.execute("group.barrier(); assert ('kept' in globals()) == (rank == 0)")
+    os.kill(session.pull("__import__('os').getpid()", rank=0), signal.SIGKILL)
+    wait_until(lambda: any("rank 0 was killed" in note for note in view.notes), limit_s=10)
+    session.execute("group.barrier()")
+
+
+def test_restart_of_all_ranks_starts_over(start: Start) -> None:
+    """No variable is left, and the group is entered anew; also when all ranks were dead."""
+    session = start(2)
+    session.execute(MODEL)
+    session.restart()
+    session.execute("assert 'model' not in globals(); group.barrier()")
+    with pytest.raises(RankError):
+        session.execute("import os; os._exit(1)")
+    session.restart()
+    session.execute("group.barrier()")
+
+
+def test_a_model_is_missing_on_a_restarted_rank_and_that_is_said(start: Start, view: Kept) -> None:
+    """The other ranks still have theirs: the next step would hang."""
+    session = start(2)
+    session.execute(MODEL)
+    session.restart(1)
+    said = "\n".join(view.notes)
+    assert "the ranks have different numbers of DDP models" in said
+    assert "run the cells that make the models again" in said
+
+
+def test_a_dead_rank_is_named_as_the_cause_of_what_follows(start: Start) -> None:
+    """A model bound to the old group fails with a connection error, which alone says nothing."""
+    session = start(2)
+    session.execute(MODEL)
+    with pytest.raises(RankError, match="SIGKILL"):
+        session.execute("import os\nif rank == 1: os.kill(os.getpid(), 9)\ngroup.barrier()")
+    with pytest.raises(RankError, match="rank 1 was killed by SIGKILL") as caught:
+        session.execute("step()")
+    assert "`restart` brings it back" in str(caught.value)
+
+
+def test_the_end_of_the_rank_server_is_the_end_of_all_ranks_and_said(start: Start, view: Kept) -> None:
+    """Nothing hangs, and a new session can be started."""
+    from ddpilot.launching.local.client import server_pids
+
+    session = start(2)
+    for pid in server_pids():
+        os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: session.pids() == {}, limit_s=10)
+    with pytest.raises(LaunchError, match="is dead"):
+        session.execute("1")
+    session.stop()
+    start(2).execute("group.barrier()")
+
+
+def test_stop_is_quick_while_ranks_are_dead(start: Start) -> None:
+    """It does not wait for those."""
+    session = start(2)
+    with pytest.raises(RankError):
+        session.execute("import os; os._exit(1)")
+    began_s = time.monotonic()
+    session.stop()
+    assert time.monotonic() - began_s < 5.0

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From start to end: several sessions, forgotten ones, parents that die, starts that fail; nothing is left."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ddpilot import LaunchError, Session
+from tests.dist.launching.scripts import is_alive, run_script, running, wait_until
+from tests.dist.session.conftest import Kept
+
+Start = Callable[..., Session]
+
+
+def folders() -> set[str]:
+    """Private folders of sessions that are there now."""
+    return {path.name for path in Path(tempfile.gettempdir()).glob("ddpilot-*")}
+
+
+def test_two_sessions_at_once_do_not_see_each_other(start: Start) -> None:
+    """Each with its ranks, its group and its variables."""
+    first, second = start(2), start(3)
+    first.execute("name = 'first'; group.barrier()")
+    second.execute("assert 'name' not in globals() and world_size == 3; group.barrier()")
+    second.stop()
+    first.execute("group.barrier(); assert name == 'first'")
+
+
+def test_stop_runs_exit_handlers_and_removes_the_folder(start: Start, tmp_path: Path) -> None:
+    """Ranks end in an orderly way; the folder was nobody else's to read."""
+    before = folders()
+    session = start(2)
+    (name,) = folders() - before
+    assert (Path(tempfile.gettempdir()) / name).stat().st_mode & 0o777 == 0o700
+    session.execute(f"import atexit, pathlib\natexit.register(lambda: pathlib.Path('{tmp_path}', str(rank)).touch())")
+    pids = session.pids()
+    session.stop()
+    assert {path.name for path in tmp_path.iterdir()} == {"0", "1"}
+    assert folders() == before
+    assert not any(map(psutil.pid_exists, pids.values()))
+
+
+def test_a_session_that_nobody_holds_any_more_ends() -> None:
+    """Re-running the cell that made it, for instance."""
+    session = Session(2, view=Kept())
+    pids = session.pids()
+    del session
+    gc.collect()
+    wait_until(lambda: not any(map(psutil.pid_exists, pids.values())), limit_s=10)
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({"preload": ("no_such_module_at_all",)}, "no_such_module_at_all"),
+        ({"apps": ("no_such_app",)}, "no_such_app"),
+        ({"backend": "no_such_backend"}, "no_such_backend"),
+    ],
+)
+def test_a_start_that_fails_leaves_nothing_behind(options: dict[str, object], found: str) -> None:
+    """No process, no folder, and a message that names what was wrong."""
+    before = folders()
+    with pytest.raises(LaunchError, match=found):
+        Session(2, view=Kept(), **options)  # type: ignore[arg-type]
+    assert folders() == before
+
+
+def test_a_long_temporary_directory_does_not_matter(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Unix socket's path has 107 characters at most."""
+    deep = tmp_path / ("d" * 90)
+    deep.mkdir()
+    monkeypatch.setenv("TMPDIR", str(deep))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    start(2).execute("group.barrier()")
+
+
+OPEN_AT_EXIT = """
+import os
+from ddpilot import Session
+session = Session(2)
+session.execute("import os; print('pid', os.getpid()); group.barrier()")
+"""
+
+
+def test_a_session_left_open_at_exit_ends_with_the_script(tmp_path: Path) -> None:
+    """Quietly, and at once."""
+    outcome = run_script(OPEN_AT_EXIT, tmp_path)
+    pids = [int(line.split()[-1]) for line in outcome.out.splitlines() if "pid" in line]
+    assert len(pids) == 2
+    assert not any(map(is_alive, pids))
+    assert "Traceback" not in outcome.err
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_the_death_of_the_parent_is_the_end_of_its_ranks(tmp_path: Path, number: int) -> None:
+    """A kernel that is killed or restarted takes them along, in the middle of a cell."""
+    source = OPEN_AT_EXIT + "session.execute(\"print('busy', flush=True)\\nwhile True: pass\")\n"
+    with running(source, tmp_path) as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(3)]
+        pids = [int(line.split()[-1]) for line in lines if "pid" in line]
+        assert len(pids) == 2, lines
+        os.kill(process.pid, number)
+        wait_until(lambda: not any(map(is_alive, pids)), limit_s=10)
+
+
+def test_many_ranks_start(start: Start) -> None:
+    """16 on this machine, and they meet."""
+    session = start(16)
+    session.execute("import torch; total = torch.ones(1); group.all_reduce(total); assert total.item() == 16")

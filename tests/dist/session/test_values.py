@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values between the notebook and its ranks: push, pull, run."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from ddpilot import RankError, Session, ShipError
+from tests.dist.session.conftest import Kept
+
+Start = Callable[..., Session]
+
+factor = 3
+
+
+def scaled(value: torch.Tensor, *, by: int = 1) -> tuple[int, torch.Tensor]:
+    """A function that uses a global of its module and the group."""
+    import torch.distributed as dist
+
+    dist.all_reduce(value)
+    return dist.get_rank(), value * by * factor
+
+
+def test_push_gives_each_rank_a_copy_of_its_own(start: Start) -> None:
+    """What one rank does with a tensor, neither the notebook nor another rank sees."""
+    session = start(2)
+    mine = torch.zeros(3)
+    session.push({"shared": mine, "number": 7})
+    session.execute("shared += rank + 1; assert number == 7")
+    assert [value.tolist() for value in session.pull("shared")] == [[1.0] * 3, [2.0] * 3]
+    assert mine.tolist() == [0.0] * 3
+    session.push({"number": 8}, ranks=[1])
+    assert session.pull("number") == [7, 8]
+
+
+def test_pull_brings_one_value_or_all_by_rank(start: Start) -> None:
+    """Variables, expressions, tensors that are views, a model's state."""
+    session = start(3)
+    session.execute("import torch; rows = torch.arange(6.).reshape(2, 3)[:, 1] + rank\nnet = torch.nn.Linear(2, 1)")
+    assert session.pull("rank * 2") == [0, 2, 4]
+    assert session.pull("rows", rank=2).tolist() == [3.0, 6.0]
+    assert set(session.pull("net.state_dict()", rank=0)) == {"weight", "bias"}
+
+
+def test_large_tensors_do_not_go_through_the_message_channel(start: Start, view: Kept) -> None:
+    """200 MB there and back, whole, and no message is larger than a page."""
+    session = start(2)
+    big = torch.arange(25_000_000, dtype=torch.float64)
+    session.push({"big": big}, ranks=[0])
+    back = session.pull("big + 1", rank=0)
+    assert torch.equal(back, big + 1)
+    assert view.messages == []
+
+
+def test_pull_of_what_is_not_there_says_what_is(start: Start) -> None:
+    """With the rank and a name that is near; the group stays as it is."""
+    session = start(2)
+    session.execute("losses = [1]; group.barrier(); before = id(group.process_group)")
+    with pytest.raises(RankError, match="there is no variable of that name. Did you mean `losses`?"):
+        session.pull("loses")
+    with pytest.raises(RankError, match="cannot be pickled"):
+        session.pull("(number for number in losses)", rank=1)
+    session.execute("assert id(group.process_group) == before")
+
+
+def test_push_of_what_cannot_travel_is_named_before_anything_is_set(start: Start) -> None:
+    """By its path."""
+    session = start(2)
+    with pytest.raises(ShipError, match=r"`config\['lock'\]`"):
+        session.push({"number": 1, "config": {"lock": threading.Lock()}})
+    session.execute("assert 'number' not in globals()")
+
+
+def test_run_returns_every_ranks_value_and_leaves_variables_alone(start: Start) -> None:
+    """The function has the notebook's globals, the ranks theirs."""
+    session = start(2)
+    session.execute("factor = 'mine'")
+    results = session.run(scaled, torch.ones(2), by=2)
+    assert [(rank, value.tolist()) for rank, value in results] == [(0, [12.0, 12.0]), (1, [12.0, 12.0])]
+    assert session.pull("factor") == ["mine", "mine"]
+
+
+def test_run_raises_the_ranks_exception_with_its_cause_and_recovers(start: Start) -> None:
+    """As a cell does."""
+    session = start(2)
+
+    def fail() -> Any:
+        import os
+
+        import torch.distributed as dist
+
+        if os.environ["RANK"] == "1":
+            raise LookupError("no such sample")
+        dist.barrier()
+
+    session.execute("group.barrier()")
+    with pytest.raises(RankError, match="rank 1 raised LookupError: no such sample") as caught:
+        session.run(fail)
+    assert isinstance(caught.value.__cause__, LookupError)
+    assert "session/rank" not in str(caught.value)
+    assert session.run(lambda: 5)[1] == 5
