@@ -30,8 +30,9 @@ def ring_path(folder: str | os.PathLike[str], rank: int) -> Path:
 
 def find_rings(folder: str | os.PathLike[str]) -> Mapping[int, Path]:
     """The rings in `folder`, by rank; empty where there is no such folder."""
-    found = {path.stem.removeprefix("rank"): path for path in Path(folder).glob("rank*.ring")}
-    return {int(number): found[number] for number in sorted(found, key=len) if number.isdecimal()}
+    names = {path.stem.removeprefix("rank"): path for path in Path(folder).glob("rank*.ring")}
+    found = {int(number): path for number, path in names.items() if number.isdecimal()}
+    return dict(sorted(found.items()))
 
 
 def start(rank_start: RankStart) -> None:

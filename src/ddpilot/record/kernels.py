@@ -71,16 +71,16 @@ def _make_kernel(recorder: Recorder, operation: Operation, overload: Any) -> Cal
 
     rest = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
     redispatch = overload._handle.redispatch_boxed
-    begin, started, failed = recorder.begin, recorder.started, recorder.failed
+    begin, started, cut_short = recorder.begin, recorder.started, recorder.cut_short
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         ticket = begin(operation, args)
         try:
             result = redispatch(keyset & rest, *args, **kwargs)
-        except BaseException:
-            failed(ticket)
+            started(ticket, result, operation)
+        except BaseException as error:
+            cut_short(ticket, error)
             raise
-        started(ticket, result, operation)
         return result
 
     _keep_dynamo_out(kernel.__code__)

@@ -74,18 +74,16 @@ class Recorder:
             self._pending.add(entry, reduce_op)
         except Exception as error:  # noqa: BLE001 - said once, and never in the way of training
             self._fault(error)
-        except BaseException:
-            self._ring.finish(index, 0, layout.UNKNOWN)
-            raise
 
-    def failed(self, ticket: Ticket | None) -> None:
-        """The collective of `ticket` raised instead of starting."""
+    def cut_short(self, ticket: Ticket | None, error: BaseException) -> None:
+        """The collective of `ticket` raised `error` instead of starting; or Ctrl-C came, after which it may run."""
         if ticket is None:
             return
         try:
-            self._ring.finish(ticket[0], time.monotonic_ns(), layout.FAILED)
-        except Exception as error:  # noqa: BLE001 - said once, and never in the way of training
-            self._fault(error)
+            outcome = layout.FAILED if isinstance(error, Exception) else layout.UNKNOWN
+            self._ring.finish(ticket[0], time.monotonic_ns(), outcome)
+        except Exception as fault:  # noqa: BLE001 - said once, and never in the way of training
+            self._fault(fault)
 
     def tick(self) -> None:
         """What the recording's own thread does from time to time: show that it lives, and catch up."""

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which works are asked when, and which are no longer followed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ddpilot.record.pending import MANY_BYTES, MAX_BYTES, MAX_WORKS, PendingWorks
+from ddpilot.record.reading import read_ring
+from tests.unit.record.rings import begin, open_ring
+
+
+class Work:
+    """Stands for torch's: is over when told so; `error` is what its future raises."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.is_over = False
+        self.error = error
+        self.num_asked = 0
+
+    def is_completed(self) -> bool:
+        """Whether it is over."""
+        self.num_asked += 1
+        return self.is_over
+
+    def get_future(self) -> Work:
+        """Itself."""
+        return self
+
+    def value(self) -> None:
+        """Nothing, or its error."""
+        if self.error:
+            raise self.error
+
+    def done(self) -> bool:
+        """Whether it is over."""
+        return self.is_over
+
+
+class Case:
+    """Pending works on a small ring."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.capturing = False
+        self.ring = open_ring(path, num_records=2 * MAX_WORKS)
+        self.pending = PendingWorks(self.ring, unbox=lambda boxed: boxed, is_capturing=lambda: self.capturing)
+
+    def add(self, work: Work, *, num_bytes: int = 8, at_any_time: bool = True, has_future: bool = True) -> None:
+        """Begin a collective with this work."""
+        self.pending.add((begin(self.ring, 100), work, num_bytes, at_any_time, has_future), None)
+
+    def states(self) -> list[str]:
+        """Of all records."""
+        return [entry.state for entry in read_ring(self.path).collectives]
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> Iterator[Case]:
+    """Nothing pending."""
+    case = Case(tmp_path / "ring")
+    yield case
+    case.ring.close(1)
+
+
+def test_works_are_marked_when_they_are_over(case: Case) -> None:
+    """In any order; with how they ended; one that waits is seen to wait, and one that is over is not asked again."""
+    works = [Work(), Work(RuntimeError("connection closed")), Work()]
+    for work in works:
+        case.add(work)
+    assert [work.num_asked for work in works] == [0, 0, 0]
+    case.pending.catch_up()
+    assert case.states() == ["begun"] * 3
+    assert all(entry.pending_ns for entry in read_ring(case.path).collectives)
+    works[1].is_over = works[2].is_over = True
+    for _ in range(2):
+        case.pending.catch_up()
+    assert case.states() == ["begun", "failed", "done"]
+    assert [work.num_asked for work in works] == [3, 2, 2]
+
+
+def test_works_that_may_not_be_asked_at_any_time_are_asked_by_who_starts_more(case: Case) -> None:
+    """As with NCCL: never from our thread, never during the capture of a CUDA graph, else when the next one starts."""
+    first, second = Work(), Work()
+    case.add(first, at_any_time=False)
+    case.pending.catch_up()
+    assert first.num_asked == 0
+    first.is_over = True
+    case.capturing = True
+    case.add(second, at_any_time=False)
+    assert first.num_asked == 0
+    assert case.states() == ["begun", "unknown"]
+    case.capturing = False
+    case.add(Work(), at_any_time=False)
+    assert case.states() == ["done", "unknown", "begun"]
+
+
+def test_works_whose_tensors_are_large_are_asked_by_who_starts_more(case: Case) -> None:
+    """So that memory which the program has given up is not kept until our thread comes around."""
+    large = Work()
+    large.is_over = True
+    case.add(large, num_bytes=MANY_BYTES + 1)
+    case.add(Work())
+    assert case.states() == ["done", "begun"]
+
+
+def test_works_are_not_followed_when_too_much_is_pending(case: Case) -> None:
+    """The oldest stay, since they are what a rank is stuck in; newer ones are unknown until there is room again."""
+    stuck = Work()
+    case.add(stuck, num_bytes=MAX_BYTES + 1)
+    case.add(Work())
+    assert case.states() == ["begun", "unknown"]
+    stuck.is_over = True
+    case.add(Work())
+    assert case.states() == ["done", "unknown", "begun"]
+
+
+def test_works_without_a_future_are_not_asked_for_one(case: Case) -> None:
+    """Of point-to-point works it is known only that they are over."""
+    work = Work(RuntimeError("nobody asks for it"))
+    work.is_over = True
+    case.add(work, has_future=False)
+    case.pending.catch_up()
+    assert case.states() == ["done"]
+
+
+def test_works_are_let_go_when_the_recording_ends(case: Case) -> None:
+    """Nothing is asked afterwards."""
+    work = Work()
+    case.add(work)
+    case.pending.clear()
+    case.pending.catch_up()
+    assert work.num_asked == 0
