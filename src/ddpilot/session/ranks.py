@@ -62,7 +62,8 @@ class Ranks:
         self.is_closed = False
         self.is_ending = False
         """Whether the ranks were asked to end, so that their ends are no news."""
-        self.started_s = time.monotonic()
+        self.since_s: dict[int, float] = {}
+        """By rank: since when it is idle, or dead."""
         self._owner_pid = os.getpid()
         self._consumer: queue.SimpleQueue[Event] | None = None
         self._stacks: dict[int, bytearray] | None = None
@@ -138,6 +139,7 @@ class Ranks:
         self.hub.connect(rank, connection)
         self.host.start(rank, self.generation)
         self.dead.pop(rank, None)
+        self.since_s[rank] = time.monotonic()
 
     def _await_ready(self, waiting: set[int], events: queue.SimpleQueue[Event]) -> None:
         """Ask each kernel who it is, until it has answered and what it publishes is heard as well."""
@@ -200,6 +202,11 @@ class Ranks:
         while any(rank not in self.dead for rank in ranks) and time.monotonic() < limit_s:
             time.sleep(0.005)
 
+    def set_idle(self, rank: int) -> None:
+        """The rank's part of what runs is over."""
+        if self.busy.pop(rank, None) is not None:
+            self.since_s[rank] = time.monotonic()
+
     # who listens
 
     @contextlib.contextmanager
@@ -224,6 +231,7 @@ class Ranks:
         finally:
             with self._switch:
                 self._consumer = None
+                self.since_s.update(dict.fromkeys(self.busy, time.monotonic()))
                 self.busy.clear()
                 while not events.empty():
                     event = events.get_nowait()
@@ -277,6 +285,7 @@ class Ranks:
             return
         self.hub.disconnect(ended.rank)
         self.dead[ended.rank] = self._describe_end(ended)
+        self.since_s[ended.rank] = time.monotonic()
 
     def _describe_end(self, ended: Ended) -> str:
         if ended.exited is None or ended.reason:

@@ -85,6 +85,7 @@ class Round:
         tails: Tails,
         events: queue.SimpleQueue[Event],
         dead: Mapping[int, str],
+        done: Callable[[int], None],
         quiet: bool = False,
     ) -> None:
         self._outcome = Outcome({part.rank: part for part in parts})
@@ -96,6 +97,7 @@ class Round:
         self._tails = tails
         self._events = events
         self._dead = dead
+        self._done = done
         self._quiet = quiet
         self._failures: list[Failure] = []
         self._steps: list[tuple[float, Callable[[], None]]] = []
@@ -155,12 +157,16 @@ class Round:
         if said.channel == "iopub":
             if said.kind == "status" and part is not None:
                 part.is_idle = part.is_idle or said.content["execution_state"] == "idle"
+                if part.is_over:
+                    self._done(part.rank)
             elif said.kind not in _INTERNAL_KINDS and not self._quiet:
                 message = RankMessage(said.rank, said.kind, said.content, said.metadata, said.buffers)
                 self._view.message(message, now)
         elif said.channel == "shell" and part is not None:
             part.report = Report.from_content(said.content) or Report(status="ok", time_s=now)
             self._note_failure(part, part.report, now)
+            if part.is_over:
+                self._done(part.rank)
         elif said.channel == "control" and said.parent_id in self._free_ids:
             report = Report.from_content(said.content)
             if report is not None:

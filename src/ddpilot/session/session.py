@@ -18,6 +18,7 @@ from ddpilot.launching.shipping.pickling import map_parcel, open_parcel
 from ddpilot.session.local import check_installed
 from ddpilot.session.options import SessionOptions
 from ddpilot.session.stacks import trim_stack
+from ddpilot.session.status import RankStatus
 from ddpilot.session.view import View
 
 
@@ -97,6 +98,15 @@ class Session:
     def is_running(self) -> bool:
         """Whether the session was not stopped."""
         return not self._ranks.is_closed
+
+    def status(self) -> tuple[RankStatus, ...]:
+        """What every rank does now: idle, in which cell, in which collective since when, dead and why; what it uses.
+
+        Also while a cell runs, from another thread. Takes a tenth of a second.
+        """
+        from ddpilot.session.statuses import read_statuses
+
+        return read_statuses(self._ranks)
 
     def pids(self) -> dict[int, int]:
         """The process id of every rank that lives, by rank."""

@@ -135,6 +135,7 @@ class Work:
                 tails=ranks.tails,
                 events=events,
                 dead=ranks.dead,
+                done=ranks.set_idle,
                 quiet=quiet,
             ).run(stops)
         finally:
