@@ -8,7 +8,7 @@ import functools
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 from ddpilot.errors import RankError
 from ddpilot.magics.options import describe_options
@@ -19,6 +19,13 @@ from ddpilot.session.shown.terminal import TextView
 from ddpilot.session.view import View
 
 
+class Board(Protocol):
+    """Something that is kept up to date."""
+
+    def close(self) -> None:
+        """Leave it as it is now."""
+
+
 class Desk:
     """What the magics of one shell share."""
 
@@ -27,6 +34,7 @@ class Desk:
         self.is_auto = False
         self._session: Session | None = None
         self._num_local = 0
+        self._board: Board | None = None
 
     @property
     def session(self) -> Session | None:
@@ -69,6 +77,13 @@ class Desk:
             return
         session.stop()
         self.say(f"stopped {count_ranks(session)}" + ("; auto is off" if was_auto else ""))
+
+    def keep(self, board: Board | None) -> bool:
+        """Keep `board` up to date in place of the one before, which stays as it is; whether there was one."""
+        before, self._board = self._board, board
+        if before is not None:
+            before.close()
+        return before is not None
 
     def say(self, text: str) -> None:
         """Say something of ddpilot's own."""

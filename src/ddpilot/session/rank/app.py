@@ -55,6 +55,7 @@ def make_app(connection_file: Path, ipython_folder: Path) -> RankApp:
     config.HistoryManager.enabled = False  # ranks must not write the user's history
     config.HistoryManager.hist_file = ":memory:"
     config.InteractiveShell.cache_size = 0  # `Out` would keep every tensor that a cell ended with
+    config.InteractiveShell.enable_tip = False  # choosing its banner would draw from what was seeded
     config.Completer.use_jedi = False  # what the namespace holds is enough, and jedi takes a second at first
     config.IPKernelApp.kernel_class = RankKernel
     with _own_profile(ipython_folder):
