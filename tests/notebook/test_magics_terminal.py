@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,4 +74,10 @@ def test_magics_work_in_a_terminal(terminal: Terminal) -> None:
     terminal.child.expect(r"KeyboardInterrupt: Cell In\[\d+\] was stopped: rank 0 ended at KeyboardInterrupt")
     terminal.child.expect(PROMPT)
     assert "[rank 1] 1" in terminal.type("rank")
+    assert re.search(r"2 ranks: 2 idle\nrank .*\n +0 .* idle\n +1 .* idle\n", terminal.type("%ddp status"))
+    terminal.child.sendline("%ddp status --live")
+    for _ in range(2):  # drawn, and drawn again in its place
+        terminal.child.expect("2 ranks: 2 idle")
+    terminal.child.sendintr()
+    terminal.child.expect(PROMPT)
     terminal.type("exit", then=pexpect.EOF)  # it is IPython's, also while auto is on

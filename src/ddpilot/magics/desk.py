@@ -76,6 +76,7 @@ class Desk:
             self.say("no ranks run")
             return
         session.stop()
+        self.keep(None)
         self.say(f"stopped {count_ranks(session)}" + ("; auto is off" if was_auto else ""))
 
     def keep(self, board: Board | None) -> bool:

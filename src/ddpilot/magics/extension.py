@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from typing import Any
 
+from ddpilot.errors import LaunchError
 from ddpilot.magics.completion import make_matcher
 from ddpilot.magics.desk import Desk, count_ranks
 from ddpilot.magics.magic import DdpMagics
 from ddpilot.magics.router import Router
+from ddpilot.session.local import check_installed, warm_up
 
 _ATTRIBUTE = "_ddpilot_parts"
 
@@ -33,8 +37,17 @@ def load_ipython_extension(shell: Any) -> None:
     shell.input_transformers_cleanup.append(parts.router)
     shell.Completer.custom_matchers.append(parts.matcher)
     parts.is_loaded = True
+    if getattr(shell, "kernel", None) is not None:
+        threading.Thread(target=_warm_up, name="ddpilot-warm-up", daemon=True).start()
     if parts.desk.is_auto:
         parts.desk.say("auto is on, as it was")
+
+
+def _warm_up() -> None:
+    """Let the rank server import torch while the person goes on to the next cell."""
+    with contextlib.suppress(LaunchError, ImportError):  # `%ddp start` meets the same, and says it
+        check_installed()
+        warm_up()
 
 
 def unload_ipython_extension(shell: Any) -> None:

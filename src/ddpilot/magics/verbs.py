@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddpilot.findings.words import render_ranks
+from ddpilot.magics.boards import add_status, show_status
 from ddpilot.magics.desk import Desk, briefly
 from ddpilot.magics.options import add_options, to_arguments
 from ddpilot.magics.usage import MagicParser, parse_rank, parse_ranks
@@ -115,6 +116,7 @@ VERBS: dict[str, Verb] = {
         ),
         Verb("push", "copy variables of the notebook to the ranks", push_values, _add_push),
         Verb("pull", "copy variables of the ranks to the notebook", pull_values, _add_pull, str.split),
+        Verb("status", "show what every rank does, its memory and its pid", show_status, add_status),
         Verb("auto", "send plain cells to the ranks, or not any more", _auto, _add_auto),
         Verb("stacks", "say where the Python of each rank is now", _stacks, _add_some_ranks),
         Verb("interrupt", "stop the cell that another thread has running on the ranks", _interrupt),
