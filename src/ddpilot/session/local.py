@@ -200,6 +200,15 @@ class LocalRanks:
                 self._is_finished = isinstance(message, Finished)
 
 
+def warm_up() -> None:
+    """Start the rank server that the first session of this process will use, unless it runs. Takes a second or two.
+
+    Raises LaunchError as starting a session does.
+    """
+    options = LaunchOptions()
+    ensure_server({**default_variables(), **os.environ, **options.env}, PRELOAD, may_fork(options))
+
+
 def check_installed() -> None:
     """Raise LaunchError where what kernels need is not there."""
     missing = []

@@ -127,13 +127,14 @@ class Server:
         gc.freeze()
         while True:
             idle = not self._jobs
-            wait_s = 0.05 if idle and self._idle_imports and self._served_one else 0.5
+            # The first job of a launch comes at once after the server's first words: it must not wait for an import.
+            wait_s = (0.05 if self._served_one else 0.3) if idle and self._idle_imports else 0.5
             events = self._selector.select(wait_s)
             for key, _ in events:
                 key.data()
             if self._parent_fd is None and os.getppid() != self._parent_pid:
                 self._on_parent_end()
-            if not events and idle and self._served_one and self._idle_imports:
+            if not events and idle and self._idle_imports:
                 self._import_while_idle()
             self._sweep()
 
