@@ -61,7 +61,7 @@ class NotebookTab:
 
     def output(self, index: int) -> str:
         """The text under a cell as one sees it now."""
-        return "\n".join(self.cell(index).locator(".jp-OutputArea-output").all_inner_texts())
+        return "\n".join(text.strip() for text in self.cell(index).locator(".jp-OutputArea-output").all_inner_texts())
 
     def see(self, index: int, text: str | re.Pattern[str], limit_s: float = LIMIT_S) -> None:
         """Wait until a cell's output has this text somewhere."""
