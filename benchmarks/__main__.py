@@ -12,7 +12,15 @@ from importlib.metadata import version
 
 from benchmarks.measure import Row, render_table
 
-SCRIPTS = ("startup", "launch_latency", "idle_memory", "result_copy", "fifty_launches", "random_faults")
+SCRIPTS = (
+    "startup",
+    "launch_latency",
+    "idle_memory",
+    "result_copy",
+    "fifty_launches",
+    "random_faults",
+    "record_overhead",
+)
 
 
 def run_script(name: str) -> list[Row]:
