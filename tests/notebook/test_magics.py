@@ -183,7 +183,7 @@ def test_start_with_the_same_options_keeps_the_ranks_and_with_others_says_what_t
     """Running the start cell again is no mistake."""
     kernel.run("%%ddp\nstays = 1")
     again = kernel.run("%ddp start -n 2")
-    assert again.stdout.startswith("ddpilot: 2 ranks run already, with their variables")
+    assert again.stdout == "ddpilot: 2 ranks run already, with their variables\n"
     other = kernel.run("%ddp start -n 3 --seed 1")
     assert other.error == (
         "UsageError: `%ddp start -n 3 --seed 1`: 2 ranks run already, started by `%ddp start -n 2`. "

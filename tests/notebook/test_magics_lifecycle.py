@@ -39,6 +39,8 @@ def test_ranks_are_started_anew_one_by_one_and_all_together() -> None:
         assert "RankError: rank 0 was killed by SIGKILL" in died.stderr
         assert died.error_name == "RankError"
         assert "rank 0 is dead" in kernel.run("%%ddp --ranks 0\n1").error
+        again = kernel.run("%ddp start -n 2").stdout
+        assert again == "ddpilot: 2 ranks run already, with their variables; rank 0 died: `%ddp restart 0`\n"
         kernel.run("%ddp restart")
         third = pids(kernel)
         assert not set(third.values()) & {*first.values(), *second.values()}

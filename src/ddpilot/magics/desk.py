@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from ddpilot.errors import RankError
+from ddpilot.findings.words import render_ranks
 from ddpilot.magics.options import describe_options
 from ddpilot.magics.usage import MagicUsageError
 from ddpilot.session.options import SessionOptions
@@ -61,7 +62,9 @@ class Desk:
                     found=f"{count_ranks(running)} run already, started by `{was}`",
                     fix=f"Keep them, or type `%ddp stop` (their variables are lost) and then `{line}`",
                 )
-            self.say(f"{count_ranks(running)} run already, with their variables; `%ddp restart` would start them anew")
+            dead = sorted({*range(running.world_size)} - {*running.pids()})
+            hint = f"; {render_ranks(dead)} died: `%ddp restart {' '.join(map(str, dead))}`" if dead else ""
+            self.say(f"{count_ranks(running)} run already, with their variables{hint}")
             return running
         began_s = time.monotonic()
         self._session = Session(**arguments, view=self._make_view(options))
