@@ -16,8 +16,17 @@ SOURCES = Path(__file__).parents[1] / "src"
 
 # These run in a rank, or in the server that forks ranks. Everything else is free of torch: it also runs in a shell or
 # on a login node, where `import torch` would cost seconds and hundreds of megabytes.
-MAY_IMPORT_TORCH = ("ddpilot.group", "ddpilot.launching.local.rank", "ddpilot.launching.local.store")
-YET_FREE_OF_TORCH = ("ddpilot.group", "ddpilot.group.devices_count")
+MAY_IMPORT_TORCH = (
+    *("ddpilot.group", "ddpilot.launching.local.rank", "ddpilot.launching.local.store"),
+    *("ddpilot.session.rank", "ddpilot.integrations.fastai", "ddpilot.integrations.lightning"),
+)
+YET_FREE_OF_TORCH = (
+    *("ddpilot.group", "ddpilot.group.devices_count"),
+    *("ddpilot.session.rank", "ddpilot.session.rank.start", "ddpilot.session.rank.counting"),
+    *("ddpilot.integrations.fastai", "ddpilot.integrations.fastai.app"),
+    *("ddpilot.integrations.lightning", "ddpilot.integrations.lightning.app"),
+)
+MAY_IMPORT_IPYTHON = ("ddpilot.magics",)
 
 PROBE = """
 import importlib, json, os, signal, sys, threading
@@ -25,7 +34,7 @@ environment, handlers = dict(os.environ), {n: signal.getsignal(n) for n in signa
 guilty = {}
 for name in json.loads(sys.argv[1]):
     importlib.import_module(name)
-    for unwanted in ("torch", "IPython", "numpy"):
+    for unwanted in sys.argv[2:]:
         if unwanted in sys.modules and unwanted not in guilty:
             guilty[unwanted] = name
 print(json.dumps({
@@ -73,12 +82,19 @@ def test_root_imports_are_found_when_they_hide_in_a_function(line: str) -> None:
     assert list(root_imports(ast.parse(f"def f():\n    {line}\n"))) == [2]
 
 
-def test_torch_free_modules_stay_free_of_torch_and_of_side_effects() -> None:
+@pytest.mark.parametrize("are_magics", [False, True], ids=["the rest", "magics"])
+def test_torch_free_modules_stay_free_of_torch_and_of_side_effects(are_magics: bool) -> None:
     """Importing them all in a fresh interpreter loads no torch, numpy or IPython and changes nothing else."""
-    names = [name for name in module_names() if is_free_of_torch(name)]
-    assert {"ddpilot", "ddpilot.api", "ddpilot.errors"} <= set(names)
+    free = [name for name in module_names() if is_free_of_torch(name)]
+    names = [name for name in free if name.startswith(MAY_IMPORT_IPYTHON) == are_magics]
+    assert set(names) >= ({"ddpilot.magics.magic"} if are_magics else {"ddpilot", "ddpilot.api", "ddpilot.errors"})
+    unwanted = ["torch", "numpy", *([] if are_magics else ["IPython"])]
     done = subprocess.run(
-        [sys.executable, "-c", PROBE, json.dumps(names)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", PROBE, json.dumps(names), *unwanted],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {"guilty": {}, "threads": 1, "environment": True, "signals": True}

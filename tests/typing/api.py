@@ -47,6 +47,21 @@ def check_group() -> None:
     group.leave()
 
 
+def check_session() -> None:
+    """A session is a context manager; its verbs have types."""
+    with ddpilot.Session(2, apps=("fastai",), seed=0, respawn=True) as session:
+        assert_type(session.execute("1 + 1", ranks=[0], quiet=True), ddpilot.CellResult)
+        assert_type(session.run(train, 3), ddpilot.RankResults)
+        assert_type(session.stacks(), dict[int, str])
+        assert_type(session.pids(), dict[int, int])
+        assert_type(session.interrupt(), bool)
+        session.push({"name": 1}, ranks=[1])
+        session.restart(1)
+        for status in session.status():
+            assert_type(status.rank, int)
+    ddpilot.Session(2, output="labelled", nonsense=1)  # type: ignore[call-arg]
+
+
 def check_errors() -> None:
     """Errors carry what was done and found, and are caught by the built-in types they stand for."""
     try:
