@@ -38,6 +38,10 @@ class ParcelPort:
             wire.close_all(fds)
             channel.close()
 
+    def close(self) -> None:
+        """Take no more."""
+        self._listener.close()
+
 
 class ParcelCall:
     """The parent's end of one request: give the rank a parcel now, take its answer when the request is over."""

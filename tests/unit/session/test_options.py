@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of a session are checked when they are said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ddpilot.errors import LaunchError
+from ddpilot.session.options import SessionOptions
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({"nproc_per_node": 0}, "`nproc_per_node`"),
+        ({"nproc_per_node": 3, "gpus": (0, 1)}, "3 ranks for 2 GPUs"),
+        ({"gpus": (-1,)}, "`gpus`"),
+        ({"gpus": "0,1"}, "`gpus`"),
+        ({"apps": "fastai"}, r"`apps=\('fastai',\)`"),
+        ({"preload": "numpy"}, r"`preload=\('numpy',\)`"),
+        ({"seed": -1}, "`seed`"),
+        ({"seed": 1.5}, "`seed`"),
+        ({"env": {"A": 1}}, "`env`"),
+        ({"output": "loud"}, "`output`"),
+        ({"output_limit_bytes": -1}, "`output_limit_bytes`"),
+    ],
+)
+def test_session_options_refuse_what_cannot_be_meant(options: dict[str, Any], found: str) -> None:
+    """With the name of the option."""
+    with pytest.raises(LaunchError, match=found):
+        SessionOptions(**options)
+
+
+def test_launch_options_make_the_chosen_gpus_visible() -> None:
+    """As CUDA counts them; without a choice the environment stays as it is."""
+    assert SessionOptions(gpus=(2, 3), env={"A": "1"}).launch_options().env == {"A": "1", "CUDA_VISIBLE_DEVICES": "2,3"}
+    assert SessionOptions().launch_options().env == {}
