@@ -91,3 +91,35 @@ def test_bars_figures_and_tables_of_ranks_are_on_the_page(lab: Lab, open_tab: Op
     assert "rank 1" in tab.output(4)
     tab.theme("Dark")
     tab.photograph("widgets-and-figures-dark")
+
+
+@pytest.mark.timeout(180)
+def test_the_board_changes_in_place_while_a_cell_runs(lab: Lab, open_tab: OpenNotebook) -> None:
+    """Idle, waiting in a collective at the cell's line, dead: one table, in light and dark, with numbers in it."""
+    stuck = "%%ddp\nif rank == 0:\n    group.barrier()"
+    killed = "%%ddp --ranks 1\nimport os, signal\nos.kill(os.getpid(), signal.SIGKILL)"
+    tab = open_with(lab, open_tab, "%ddp status --live", stuck, killed)
+    tab.run(2)
+    tab.see(2, "2 ranks: 2 idle")
+    tab.photograph("board-idle-light", 2)
+    tab.start(3)
+    tab.see(2, re.compile(r"waiting in barrier for ([2-9]|\d\d) s at Cell In\[4\]:3"))
+    tab.photograph("board-waiting-light", 2)
+    tab.photograph("board-light")
+    tab.theme("Dark")
+    tab.photograph("board-waiting-dark", 2)
+    tab.press_stop()
+    tab.wait(3)
+    tab.see(2, "2 ranks: 2 idle")
+    tab.run(4)
+    tab.see(2, "dead: was killed by SIGKILL")
+    tab.photograph("board-dead-dark", 2)
+    tab.photograph("board-dark")
+    tab.theme("Light")
+    tab.photograph("board-dead-light", 2)
+    board = tab.cell(2).locator(".ddpilot-board")
+    assert board.count() == 1
+    rank_0 = board.locator("tbody tr").first.locator("td").all_inner_texts()
+    assert re.fullmatch(r"\d+ %", rank_0[2])
+    assert re.fullmatch(r"\d+ MB", rank_0[3])
+    assert int(rank_0[4]) > 1

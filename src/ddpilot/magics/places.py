@@ -11,7 +11,12 @@ from typing import Any, Protocol
 from ddpilot.findings.words import render_ranks
 from ddpilot.session.shown.rich import Rich
 
-_LABEL_HTML = '<div style="font-family:var(--jp-code-font-family,monospace);opacity:.75;margin-top:4px">{label}</div>'
+# Looks like, and stands exactly below, the label of a line.
+_LABEL_STYLE = (
+    "font-family:var(--jp-code-font-family,monospace);font-size:var(--jp-code-font-size,inherit);"
+    "padding-left:calc(2px + var(--jp-code-padding,0px));margin-top:4px;opacity:.75"
+)
+_LABEL_HTML = f'<div style="{_LABEL_STYLE}">{{label}}</div>'
 
 
 class Publisher(Protocol):

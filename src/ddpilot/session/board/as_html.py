@@ -35,7 +35,10 @@ _TABLE = "border-collapse:collapse;margin:4px 0;color:inherit;font-size:13px;lin
 _ROW = f"background:transparent;border:none;border-top:1px solid {_LINE}"
 _CELL = "padding:3px 12px 3px 0;border:none;vertical-align:top;white-space:nowrap;max-width:none;"
 _NUMBER = f"{_CELL}text-align:right;font-variant-numeric:tabular-nums"
-_WORDS = f"{_CELL}text-align:left;white-space:normal;overflow-wrap:anywhere"
+_WORDS = f"{_CELL}text-align:left;white-space:normal;overflow-wrap:anywhere;min-width:22em"  # steady while it changes
+# What does not fit on a line goes on below its beginning, not below the dot.
+_STATE = "padding-left:15px;text-indent:-15px"
+_DETAIL = f"{_FAINT};padding-left:15px;font-size:12px"
 _DOT = "display:inline-block;width:8px;height:8px;border-radius:4px;margin-right:7px;background:{color}"
 
 
@@ -71,11 +74,9 @@ def _row(status: RankStatus, phrase: Phrase, with_gpu: bool) -> str:
 
 
 def _state(phrase: Phrase) -> str:
-    color = _COLORS[phrase.mood]
-    detail = (
-        f'<div style="{_FAINT};margin-left:15px;font-size:12px">{_text(phrase.detail)}</div>' if phrase.detail else ""
-    )
-    return f'<span style="{_DOT.format(color=color)}"></span>{_text(phrase.text)}{detail}'
+    dot = f'<span style="{_DOT.format(color=_COLORS[phrase.mood])}"></span>'
+    detail = f'<div style="{_DETAIL}">{_text(phrase.detail)}</div>' if phrase.detail else ""
+    return f'<div style="{_STATE}">{dot}{_text(phrase.text)}</div>{detail}'
 
 
 def _text(text: str) -> str:
