@@ -37,7 +37,7 @@ def load_ipython_extension(shell: Any) -> None:
     shell.input_transformers_cleanup.append(parts.router)
     shell.Completer.custom_matchers.append(parts.matcher)
     parts.is_loaded = True
-    if getattr(shell, "kernel", None) is not None:
+    if not parts.desk.is_terminal and parts.desk.session is None:
         threading.Thread(target=_warm_up, name="ddpilot-warm-up", daemon=True).start()
     if parts.desk.is_auto:
         parts.desk.say("auto is on, as it was")
