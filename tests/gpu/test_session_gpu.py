@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sessions where there is a GPU: run wherever one is present, skipped with the reason where there is none."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from ddpilot import LaunchInterrupted, RankError, Session
+from ddpilot.group.devices_count import count_accelerators
+from tests.dist.session.conftest import Kept, pressing_stop
+
+NUM_GPUS = count_accelerators(os.environ)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(NUM_GPUS == 0, reason="no NVIDIA device is visible to NVML here"),
+]
+
+
+@pytest.fixture
+def session() -> Iterator[Session]:
+    """One rank on one GPU."""
+    with Session(1, view=Kept()) as started:
+        yield started
+
+
+def test_a_rank_has_its_gpu_and_a_group_that_takes_both_kinds_of_tensors(session: Session) -> None:
+    """`device` is chosen; collectives on CUDA and CPU tensors work without a call of ours."""
+    session.execute(
+        "import torch, torch.distributed as dist\nassert device == torch.device('cuda', 0)\n"
+        "for where in (device, 'cpu'):\n    ones = torch.ones(3, device=where)\n    dist.all_reduce(ones)\n"
+        "assert 'nccl' in dist.get_backend_config().__str__()"
+    )
+
+
+def test_memory_is_free_after_a_failed_cell_unless_the_cache_is_kept(session: Session) -> None:
+    """The error keeps no tensor, and the allocator's cache goes back to the driver."""
+    code = (
+        "import torch\ndef use():\n    big = torch.ones(250_000_000, device=device)\n    raise ValueError('big')\nuse()"
+    )
+    for keep_cache, wanted in ((True, True), (False, False)):
+        with pytest.raises(RankError, match="big"):
+            session.execute(code, keep_cache=keep_cache)
+        assert (session.pull("torch.cuda.memory_reserved()", rank=0) > 500_000_000) is wanted
+        assert session.pull("torch.cuda.memory_allocated()", rank=0) < 1_000_000
+
+
+def test_a_ddp_model_on_nccl_goes_on_after_a_failure_and_a_stop(session: Session) -> None:
+    """The communicator is aborted, a new one made, and the model bound to it."""
+    session.execute(
+        "import torch\nfrom torch.nn.parallel import DistributedDataParallel as DDP\n"
+        "model = DDP(torch.nn.Linear(8, 1).to(device))\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "def step():\n    optimizer.zero_grad(); model(torch.ones(4, 8, device=device)).sum().backward(); optimizer.step()\n"
+        "step()"
+    )
+    with pytest.raises(RankError, match="boom"):
+        session.execute("step(); raise ValueError('boom')")
+    session.execute("step()")
+    with pressing_stop(1.0), pytest.raises(LaunchInterrupted):
+        session.execute("while True: step()")
+    session.execute("step(); torch.cuda.synchronize()")
+
+
+def test_status_shows_the_gpu(session: Session) -> None:
+    """Memory of this rank on it."""
+    session.execute("import torch; big = torch.ones(50_000_000, device=device)")
+    (status,) = session.status()
+    assert status.gpu_memory_bytes is not None
+    assert status.gpu_memory_bytes > 100_000_000
+
+
+@pytest.mark.skipif(NUM_GPUS < 2, reason=f"needs 2 GPUs, {NUM_GPUS} here")
+def test_ranks_stuck_in_nccl_are_freed() -> None:
+    """One rank raises while the other waits in a collective on its GPU."""
+    with Session(2, view=Kept()) as session:
+        session.execute("import torch; kept = rank; group.all_reduce(torch.ones(1, device=device))")
+        with pytest.raises(RankError, match="rank 1 raised ValueError"):
+            session.execute(
+                "if rank == 1: raise ValueError('boom')\n"
+                "group.all_reduce(torch.ones(1, device=device)); torch.cuda.synchronize()"
+            )
+        session.execute("group.all_reduce(torch.ones(1, device=device)); assert kept == rank")
