@@ -74,8 +74,9 @@ def _make_kernel(recorder: Recorder, operation: Operation, overload: Any) -> Cal
     begin, started, cut_short = recorder.begin, recorder.started, recorder.cut_short
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        ticket = begin(operation, args)
+        ticket = None
         try:
+            ticket = begin(operation, args)
             result = redispatch(keyset & rest, *args, **kwargs)
             started(ticket, result, operation)
         except BaseException as error:

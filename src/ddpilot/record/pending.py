@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from ddpilot.record import layout
@@ -73,7 +74,8 @@ class PendingWorks:
         for number in range(count):
             record, boxed = self._reduce_ops.popleft()
             if count <= MANY_REDUCE_OPS or number % REDUCE_OP_STEP == 0:
-                self._ring.set_reduce_op(record, boxed.op())
+                with suppress(AttributeError):  # torch 2.6 has no way to read it
+                    self._ring.set_reduce_op(record, boxed.op())
         self._ask(len(self._entries), only_at_any_time=True)
 
     def clear(self) -> None:
@@ -88,20 +90,27 @@ class PendingWorks:
                 if not self._entries:
                     self._removed_bytes = self._added_bytes  # several threads that add may have lost count
                     return
-                record, boxed, num_bytes, at_any_time, has_future = self._entries[0]
-                if only_at_any_time > at_any_time or not self._is_over(record, boxed, has_future):
+                entry = self._entries[0]
+                if only_at_any_time > entry[3] or not self._is_over(entry):
                     self._entries.rotate(-1)
                 else:
                     self._entries.popleft()
-                    self._removed_bytes += num_bytes
+                    self._removed_bytes += entry[2]
 
-    def _is_over(self, record: int, boxed: Any, has_future: bool) -> bool:
-        work = self._unbox(boxed)
+    def _is_over(self, entry: _Entry) -> bool:
+        record, boxed, _, _, has_future = entry
         now_ns = time.monotonic_ns()
-        if not work.is_completed():
-            self._ring.still_pending(record, now_ns)
-            return False
-        self._ring.finish(record, now_ns, layout.FAILED if has_future and _has_failed(work) else layout.DONE)
+        try:
+            work = self._unbox(boxed)
+            if not work.is_completed():
+                self._ring.still_pending(record, now_ns)
+                return False
+            outcome = layout.FAILED if has_future and _has_failed(work) else layout.DONE
+        except Exception:
+            self._entries.popleft()  # what cannot be asked is not asked again
+            self._ring.finish(record, 0, layout.UNKNOWN)
+            raise
+        self._ring.finish(record, now_ns, outcome)
         return True
 
 

@@ -40,21 +40,19 @@ class Recorder:
         self._pending = pending
         self._tell: Callable[[str], None] | None = tell
         self._forks = ForkGuard()
+        self._start_ns = 0
 
     def begin(self, operation: Operation, args: Sequence[Any]) -> Ticket | None:
         """`operation` is about to start with `args`. To be called by the function that torch calls for it."""
         if self._forks.is_fork():  # a forked process, such as a DataLoader's worker, has the ring mapped too
             return None
-        start_ns = time.monotonic_ns()
+        self._start_ns = start_ns = time.monotonic_ns()
         try:
             index, usual = self._describer.begin(operation, args, sys._getframe(2), start_ns)
             return index, usual, args[operation.reduce_op_at] if operation.reduce_op_at >= 0 else None
         except Exception as error:  # noqa: BLE001 - said once, and never in the way of training
             self._fault(error)
             return None
-        except BaseException:  # Ctrl-C: the collective does not start, though it may have its record already
-            self._ring.finish_started_at(start_ns, self._describer.thread_id(), time.monotonic_ns(), layout.FAILED)
-            raise
 
     def started(self, ticket: Ticket | None, result: Any, operation: Operation) -> None:
         """The collective of `ticket`, which is `operation`, has given `result`."""
@@ -76,12 +74,13 @@ class Recorder:
             self._fault(error)
 
     def cut_short(self, ticket: Ticket | None, error: BaseException) -> None:
-        """The collective of `ticket` raised `error` instead of starting; or Ctrl-C came, after which it may run."""
-        if ticket is None:
-            return
+        """The collective of `ticket` raised `error` instead of starting; or Ctrl-C came, before or after it started."""
         try:
-            outcome = layout.FAILED if isinstance(error, Exception) else layout.UNKNOWN
-            self._ring.finish(ticket[0], time.monotonic_ns(), outcome)
+            if ticket is not None:
+                outcome = layout.FAILED if isinstance(error, Exception) else layout.UNKNOWN
+                self._ring.finish(ticket[0], time.monotonic_ns(), outcome)
+            elif not self._forks.is_fork():  # there may be a record already, just not its ticket
+                self._ring.finish_started_at(self._start_ns, self._describer.thread_id(), layout.UNKNOWN)
         except Exception as fault:  # noqa: BLE001 - said once, and never in the way of training
             self._fault(fault)
 

@@ -84,14 +84,14 @@ class RingWriter:
             words[word + _END_NS] = end_ns
             words[word + _OUTCOME] = index << 2 | outcome
 
-    def finish_started_at(self, start_ns: int, thread: int, end_ns: int, outcome: int) -> None:
+    def finish_started_at(self, start_ns: int, thread: int, outcome: int) -> None:
         """`finish` the newest record, if it is of the collective that `thread` began at `start_ns`."""
         num_begun = self._words[_NUM_BEGUN]
         for index in (num_begun, num_begun + 1):  # it may not have been counted yet
             at = _RECORDS_AT + index % self.num_records * _RECORD_BYTES
             body = layout.unpack_body(memoryview(self._map[at : at + _RECORD_BYTES]))
             if body is not None and (body.number, body.start_ns, body.thread) == (index, start_ns, thread):
-                self.finish(index, end_ns, outcome)
+                self.finish(index, 0, outcome)
 
     def still_pending(self, index: int, now_ns: int) -> None:
         """Say in the record of `index`, unless overwritten, that its collective was not over at `now_ns`."""

@@ -59,7 +59,7 @@ def wait_for(folder: Path, rank: int, holds: Callable[[RankLog], bool]) -> RankL
         if log is not None and holds(log):
             return log
         time.sleep(0.01)
-    raise AssertionError(f"not in {PATIENCE_S} s: {log}")
+    raise AssertionError(f"not in {PATIENCE_S} s: {log and log.collectives[-1:]}, {log and log.first_fault}")
 
 
 def matchable(log: RankLog) -> list[tuple[Any, ...]]:

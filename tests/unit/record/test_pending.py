@@ -134,3 +134,16 @@ def test_works_are_let_go_when_the_recording_ends(case: Case) -> None:
     case.pending.clear()
     case.pending.catch_up()
     assert work.num_asked == 0
+
+
+def test_work_that_cannot_be_asked_does_not_keep_others_from_being_asked(case: Case) -> None:
+    """Its error is passed on, once; its end is unknown, and those behind it are asked at the next turn."""
+    broken, other = Work(), Work()
+    broken.is_completed = None  # type: ignore[assignment, method-assign]
+    other.is_over = True
+    case.add(broken)
+    case.add(other)
+    with pytest.raises(TypeError):
+        case.pending.catch_up()
+    case.pending.catch_up()
+    assert case.states() == ["unknown", "done"]
