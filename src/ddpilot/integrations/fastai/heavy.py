@@ -6,10 +6,6 @@ fastai and fastcore look at IPython while they are imported, and decide by it ho
 
 from __future__ import annotations
 
-import contextlib
-import importlib
+from ddpilot.integrations.preloading import import_quietly
 
-for _name in ("pandas", "matplotlib.pyplot", "scipy.stats", "sklearn.metrics", "spacy", "torchvision"):
-    # One that is not there, or that does not go with this torch, says so in the cell that needs it.
-    with contextlib.suppress(ImportError, OSError, RuntimeError):
-        importlib.import_module(_name)
+import_quietly("pandas", "matplotlib.pyplot", "spacy", "scipy.stats", "sklearn.metrics", "torchvision")

@@ -16,6 +16,6 @@ APP = App(
     name="lightning",
     libraries=("lightning", "pytorch_lightning"),
     install="ddpilot[lightning]",
-    preload=("torchmetrics",),  # nearly all of the time that Lightning's import takes, and nothing that knows a rank
+    preload=("ddpilot.integrations.lightning.heavy",),
     initializer=_prepare,
 )

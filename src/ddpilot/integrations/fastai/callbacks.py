@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The callbacks that a `Learner` has on each rank while it fits or evaluates, and only then."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from fastai.callback.core import Callback
+from fastai.callback.training import GradientAccumulation
+from fastai.torch_core import find_bs
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpilot.group.process_group import Group
+from ddpilot.integrations.fastai.agreement import agree, share_tensors
+from ddpilot.integrations.fastai.loaders import Share, share
+from ddpilot.integrations.fastai.metrics import reduce_metrics
+
+
+class ShareData(Callback):  # type: ignore[misc]  # fastai is untyped
+    """Gives each rank its pieces of the batches, and all ranks the metrics of all samples."""
+
+    order = -9  # right after TrainEvalCallback, before whatever looks at the loader, the metrics or the weights
+
+    def __init__(self, group: Group) -> None:
+        self._ranks = group
+
+    def before_fit(self) -> None:
+        """Make sure that the ranks start from the same data, weights and optimizer."""
+        agree(self.learn, self._ranks)
+
+    def before_train(self) -> None:
+        """Share the training loader out."""
+        self.learn.dl = share(self.learn.dl, self._ranks)
+
+    before_validate = before_train
+
+    def before_step(self) -> None:
+        """Let gradient accumulation count the samples of all ranks: it adds this rank's itself."""
+        for accumulation in self.learn._grab_cbs(GradientAccumulation):
+            accumulation.count += self.learn.dl.whole_size - find_bs(self.learn.yb)
+
+    def after_train(self) -> None:
+        """Metrics of the training set, where they are asked for."""
+        self._reduce("_train_mets")
+
+    def after_validate(self) -> None:
+        """Metrics of all samples of the validation set."""
+        self._reduce("_valid_mets")
+
+    def _reduce(self, which: str) -> None:
+        # Without a recorder nothing was counted: predictions are being fetched in the middle of a fit.
+        recorder = self.learn.cbs and getattr(self.learn, "recorder", None)
+        if recorder and isinstance(self.learn.dl, Share):
+            reduce_metrics(getattr(recorder, which), self._ranks)
+
+
+class TrainTogether(Callback):  # type: ignore[misc]  # fastai is untyped
+    """Averages gradients over the samples of all ranks: DistributedDataParallel around the forward pass of training.
+
+    `learn.model` is the user's own model all the time, but for the forward pass itself; nothing needs to be unwrapped.
+    """
+
+    order = 1000  # after all that changes the batch, the prediction or the loss
+    run_valid = False
+
+    def __init__(self, group: Group) -> None:
+        self._ranks = group
+        self._module: torch.nn.Module | None = None
+        self._ddp: DistributedDataParallel | None = None
+
+    def before_fit(self) -> None:
+        """Forget old gradients, so that the first batch shows which parameters take part."""
+        self._module, self._ddp = self.learn.model, None
+        self.learn.model.zero_grad(set_to_none=True)
+
+    def before_batch(self) -> None:
+        """The forward pass goes through DDP."""
+        if self._ddp is not None:
+            self.learn.model = self._ddp
+
+    def after_pred(self) -> None:
+        """And all else through the model."""
+        self.learn.model = self._module
+
+    def after_loss(self) -> None:
+        """Weight this rank's loss by its samples, and let every rank see the loss of the whole batch. Collective.
+
+        With that all decisions that callbacks take on a loss are taken on all ranks at once.
+        """
+        if not isinstance(self.learn.dl, Share):
+            return
+        own = self.learn.dl.own_size
+        loss = self.learn.loss.detach().float().mean()  # `loss_grad` may have got regularisation on top
+        totals = torch.stack([loss * own, torch.full_like(loss, own)])
+        self._ranks.all_reduce(totals)
+        self.learn.loss = totals[0] / totals[1]
+        self.learn.loss_grad = self.learn.loss_grad * self._weight(own, totals[1])
+
+    def _weight(self, own: int, whole: torch.Tensor) -> torch.Tensor | float:
+        world_size = self._ranks.world_size  # DDP divides the sum of the gradients by it
+        if getattr(self.learn.loss_func, "reduction", "mean") == "sum":
+            self.learn.loss = self.learn.loss * world_size
+            return float(world_size) if own else 0.0
+        if len(self.learn._grab_cbs(GradientAccumulation)):  # which has multiplied by this rank's samples already
+            return float(world_size) if own else 0.0
+        return own * world_size / whole
+
+    def after_backward(self) -> None:
+        """Average the first batch's gradients by hand and see who had none; DDP does the others. Collective."""
+        if self._ddp is None and self._module is not None:
+            trained = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+            has_unused = average_gradients(trained, self._ranks)
+            device = self._ranks.device
+            self._ddp = DistributedDataParallel(
+                self._module,
+                device_ids=[device.index] if device.type == "cuda" else None,
+                find_unused_parameters=has_unused,
+            )
+
+    def after_train(self) -> None:
+        """All ranks evaluate with rank 0's buffers: statistics of batch norms are each rank's own. Collective."""
+        share_tensors(self.learn.model.buffers(), self._ranks)
+
+    def release(self) -> None:
+        """Let go of DDP, however the fit ended."""
+        if self._module is not None:
+            self.learn.model = self._module
+        self._module = self._ddp = None
+
+
+def average_gradients(parameters: list[torch.nn.Parameter], group: Group) -> bool:
+    """Average gradients over ranks, in place; True if any rank has none for some parameter. Collective.
+
+    What has no gradient on any rank keeps none; on one rank, it counts as zero there.
+    """
+    device = parameters[0].device
+    has = torch.tensor([float(parameter.grad is not None) for parameter in parameters], device=device)
+    group.all_reduce(has)
+    for parameter, count in zip(parameters, has.tolist(), strict=True):
+        if not count:
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        dense = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad.contiguous()
+        parameter.grad = group.all_reduce(dense, "avg")
+    return bool((has < group.world_size).any())
+
+
+def is_shared(learn: Any) -> bool:
+    """Is the learner at work on all ranks already?"""
+    return any(isinstance(callback, ShareData) for callback in learn.cbs)

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What fastai does differently on a rank of a session, until the session ends."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import torch.hub
+from fastai import basics, torch_core
+from fastai import learner as learner_module
+from fastai.callback import all as _all_callbacks  # noqa: F401  # loaded before names are replaced in all modules
+from fastai.callback.core import GatherPredsCallback
+from fastai.callback.progress import CSVLogger
+from fastai.callback.schedule import LRFinder
+from fastai.learner import Learner, Recorder
+from fastcore.basics import defaults
+from fastprogress import fastprogress
+
+from ddpilot.errors import GroupError
+from ddpilot.group.process_group import Group
+from ddpilot.integrations.fastai.callbacks import ShareData, TrainTogether, is_shared
+from ddpilot.integrations.fastai.downloads import download_once, untar_once
+from ddpilot.integrations.fastai.loaders import can_share
+from ddpilot.integrations.fastai.metrics import collect_predictions, count_batch
+from ddpilot.integrations.fastai.progress import SilentBar, SilentMasterBar
+from ddpilot.integrations.fastai.randomness import own_noise, start_equal
+from ddpilot.integrations.patching import holders, replace, wrap
+from ddpilot.session.apps import AppContext
+
+_IN_NOTEBOOK = "JPY_PARENT_PID"  # set in a kernel that Jupyter started, and so in its ranks
+
+
+def adapt_learners(context: AppContext) -> None:
+    """Let learners made on this rank train and evaluate together with those of the other ranks."""
+    if context.seed is None:
+        start_equal(os.environ["TORCHELASTIC_RUN_ID"])
+    local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+    replace(context.cleanup, defaults, "cpus", max(1, defaults.cpus // local_ranks))
+    _replace_everywhere(context, "untar_data", functools.partial(untar_once, basics.untar_data))
+    wrap(context.cleanup, torch.hub, "download_url_to_file", download_once)
+    if context.world_size > 1:
+        _adapt_work(context)
+        _adapt_files(context)
+    _choose_bars(context)
+
+
+def _adapt_work(context: AppContext) -> None:
+    cleanup = context.cleanup
+    for name, wrapper in (("fit", _fit), ("validate", _validate), ("get_preds", _get_preds)):
+        wrap(cleanup, Learner, name, _bind(wrapper, context))
+    wrap(cleanup, Recorder, "after_batch", count_batch)
+    wrap(cleanup, GatherPredsCallback, "after_validate", collect_predictions)
+    # fastai gathers whatever is detached as soon as WORLD_SIZE is set, also what only one rank has.
+    replace(cleanup, torch_core, "maybe_gather", lambda tensor, axis=0: tensor)
+    if find_spec("accelerate") is not None:
+        importlib.import_module("fastai.distributed")
+        replace(cleanup, Learner, "distrib_ctx", _as_it_is)
+        replace(cleanup, Learner, "to_distributed", lambda learn, *args, **kwargs: learn)
+
+
+def _adapt_files(context: AppContext) -> None:
+    def barrier() -> None:
+        if context.is_everywhere():
+            context.enter_group().barrier()
+
+    _replace_everywhere(context, "distrib_barrier", barrier)
+    # Its files are each rank's own: rank 0 alone would save, and the others would find nothing to load.
+    for name in ("before_fit", "after_fit"):
+        wrap(context.cleanup, LRFinder, name, _as_one_process)
+
+
+def _choose_bars(context: AppContext) -> None:
+    """Rank 0 shows progress as it would in the parent: as HTML where that is a notebook."""
+    bars = (SilentBar, SilentMasterBar)
+    if context.rank:
+        wrap(context.cleanup, CSVLogger, "before_fit", lambda original, logger: setattr(logger, "run", False))
+    elif _IN_NOTEBOOK in os.environ:
+        bars = (fastprogress.NBProgressBar, fastprogress.NBMasterBar)
+    else:
+        return
+    for name, bar in zip(("progress_bar", "master_bar"), bars, strict=True):
+        _replace_everywhere(context, name, bar)
+        replace(context.cleanup, fastprogress, name, bar)
+
+
+def _replace_everywhere(context: AppContext, name: str, value: Any) -> None:
+    for module in holders("fastai", name, getattr(basics, name)):
+        replace(context.cleanup, module, name, value)
+
+
+def _bind(wrapper: Callable[..., Any], context: AppContext) -> Callable[..., Any]:
+    return lambda original, learn, *args, **kwargs: wrapper(context, original, learn, *args, **kwargs)
+
+
+def _fit(context: AppContext, original: Callable[..., Any], learn: Any, *args: Any, **kwargs: Any) -> Any:
+    if is_shared(learn):
+        return original(learn, *args, **kwargs)
+    if not context.is_everywhere():
+        raise GroupError(
+            "fitting a Learner",
+            found="this cell does not run on all ranks, and the models of the others would stay behind",
+            fix="Run the cell on all ranks",
+            rank=context.rank,
+        )
+    group = context.enter_group()
+    with own_noise(group), _together(learn, group):
+        return original(learn, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def _together(learn: Any, group: Group) -> Iterator[None]:
+    together = TrainTogether(group)
+    logger = learn.logger
+    with learn.added_cbs([ShareData(group), together]):
+        try:
+            yield
+        except BaseException:
+            learn.logger = logger
+            learn.model.zero_grad(set_to_none=True)
+            learn._end_cleanup()
+            raise
+        finally:
+            together.release()
+
+
+def _validate(
+    context: AppContext, original: Callable[..., Any], learn: Any, ds_idx: int = 1, dl: Any = None, **kwargs: Any
+) -> Any:
+    with _evaluating(context, learn, learn.dls[ds_idx] if dl is None else dl):
+        return original(learn, ds_idx, dl, **kwargs)
+
+
+def _get_preds(
+    context: AppContext, original: Callable[..., Any], learn: Any, ds_idx: int = 1, dl: Any = None, **kwargs: Any
+) -> Any:
+    with _evaluating(context, learn, learn.dls[ds_idx] if dl is None else dl):
+        return original(learn, ds_idx, dl, **kwargs)
+
+
+@contextlib.contextmanager
+def _evaluating(context: AppContext, learn: Any, loader: Any) -> Iterator[None]:
+    """Inside, all ranks evaluate together; where this is one rank's cell, or one sample, each does all of it."""
+    if is_shared(learn) or not context.is_everywhere() or not can_share(loader, context.world_size):
+        yield
+        return
+    with learn.added_cbs([ShareData(context.enter_group())]):
+        yield
+
+
+@contextlib.contextmanager
+def _as_it_is(learn: Any, *_args: Any, **_kwargs: Any) -> Iterator[Any]:
+    yield learn
+
+
+def _as_one_process(original: Callable[[Any], None], finder: Any) -> None:
+    with contextlib.ExitStack() as until_done:
+        replace(until_done, learner_module, "rank_distrib", lambda: 0)
+        replace(until_done, learner_module, "distrib_barrier", lambda: None)
+        original(finder)

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The share of a data loader's batches that is this rank's.
+
+The batch of the notebook is the batch of all ranks together: each of its batches is cut into one piece per rank, so
+the number of batches, the learning rate's schedule and the samples of each step stay what they are in one process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch.utils.data
+from fastai.data.load import DataLoader, _FakeLoader
+from fastai.torch_core import apply, find_bs
+
+from ddpilot.errors import GroupError
+from ddpilot.group.process_group import Group
+from ddpilot.integrations.fastai.randomness import rank_zeros
+
+_OWN_WAYS = ("create_batches", "sample", "chunkify", "__iter__")
+
+
+class Share:
+    """What is known of the batches of a loader that is shared out. Mixed into the loaders below."""
+
+    group: Group
+    sizes: list[list[int]]
+    """Samples by batch and rank."""
+    position: int
+    """Number of the batch that was handed out last."""
+
+    @property
+    def own_size(self) -> int:
+        """Samples of the last batch that are this rank's: 0 where its piece is empty and it got a borrowed one."""
+        return self.sizes[self.position][self.group.rank]
+
+    @property
+    def whole_size(self) -> int:
+        """Samples of the last batch on all ranks."""
+        return sum(self.sizes[self.position])
+
+
+class IndexShare(Share, DataLoader):  # type: ignore[misc]  # fastai is untyped
+    """Loads only the samples of this rank's pieces, through the transforms of `loader`."""
+
+    _default = "loader"
+
+    def __init__(self, loader: Any, group: Group) -> None:
+        self.loader, self.group = loader, group
+        self.dataset, self.bs, self.n, self.drop_last = loader.dataset, loader.bs, loader.n, loader.drop_last
+        self.pin_memory, self._device = loader.pin_memory, loader.device
+        self.num_workers, self.offs = 1, 0  # set anew in each worker
+        fake = loader.fake_l
+        self.fake_l = _FakeLoader(
+            self, fake.pin_memory, fake.num_workers, fake.timeout, fake.persistent_workers, fake.pin_memory_device
+        )
+        self.sizes, self.position = [], 0
+        self.pieces: list[list[Any]] = []
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        for self.position, batch in enumerate(super().__iter__()):
+            yield batch
+
+    def get_idxs(self) -> list[list[Any]]:
+        """This rank's piece of every batch. Collective."""
+        self.it = None  # is deleted at the end of an iteration, and must not be looked for in `loader`
+        with rank_zeros(self.group, self.loader):
+            order = list(self.loader.get_idxs())
+        self._check_order(order)
+        step = self.bs
+        batches = [order[start : start + step] for start in range(0, len(order), step)]
+        if self.drop_last and batches and len(batches[-1]) < step:
+            batches.pop()
+        self.sizes = [share_sizes(len(batch), self.group.world_size) for batch in batches]
+        # A rank without a sample still has to take part in every collective of the step: it borrows one.
+        self.pieces = [
+            _own(batch, sizes, self.group.rank) or batch[:1] for batch, sizes in zip(batches, self.sizes, strict=True)
+        ]
+        return self.pieces
+
+    def _check_order(self, order: list[Any]) -> None:
+        digest = hashlib.blake2b(repr([int(index) for index in order]).encode()).hexdigest()
+        if len(set(self.group.all_gather_object((len(order), digest)))) > 1:
+            raise GroupError(
+                "sharing a data loader out to the ranks",
+                found=f"the ranks have it in different orders ({len(order)} samples here)",
+                fix="Make it from the same data on all ranks, with a seed where it is drawn at random",
+                rank=self.group.rank,
+            )
+
+    def sample(self) -> Iterator[list[Any]]:
+        """The pieces that the worker in which this runs has to load."""
+        return (piece for i, piece in enumerate(self.pieces) if i % self.num_workers == self.offs)
+
+    def create_batches(self, samps: Iterator[list[Any]]) -> Iterator[Any]:
+        """A batch for every piece."""
+        for piece in samps:
+            yield self.loader.do_batch([item for item in map(self.loader.do_item, piece) if item is not None])
+
+    def randomize(self) -> None:
+        """As the loader does."""
+        self.loader.randomize()
+
+    def wif(self) -> None:
+        """As the loader does, in a worker."""
+        self.loader.wif()
+
+    def before_iter(self) -> None:
+        """As the loader does."""
+        self.loader.before_iter()
+
+    def after_batch(self, batch: Any) -> Any:
+        """As the loader does."""
+        return self.loader.after_batch(batch)
+
+    def after_iter(self) -> None:
+        """As the loader does."""
+        self.loader.after_iter()
+
+
+class SliceShare(Share):
+    """Loads whole batches of any loader and hands out this rank's piece: for those whose samples have no number."""
+
+    def __init__(self, loader: Any, group: Group) -> None:
+        self.loader, self.group = loader, group
+        self.sizes, self.position = [], 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["loader"], name)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Collective, once at the start."""
+        self.sizes = []
+        with rank_zeros(self.group, self.loader):
+            batches = iter(self.loader)
+            first = next(batches, None)
+        while first is not None:
+            self.sizes.append(share_sizes(find_bs(first), self.group.world_size))
+            self.position = len(self.sizes) - 1
+            yield _slice(first, self.sizes[-1], self.group.rank)
+            first = next(batches, None)
+
+
+def can_share(loader: Any, world_size: int) -> bool:
+    """Is it a loader (a list of batches is none) with at least a sample for every rank?"""
+    if isinstance(loader, Share):
+        return False
+    if isinstance(loader, DataLoader):
+        return loader.n is None or loader.n >= world_size
+    return isinstance(loader, torch.utils.data.DataLoader)
+
+
+def share(loader: Any, group: Group) -> Any:
+    """`loader` with this rank's pieces of its batches; itself where it cannot be shared."""
+    if not can_share(loader, group.world_size):
+        return loader
+    counted = isinstance(loader, DataLoader) and loader.indexed and loader.bs is not None and loader.n is not None
+    return IndexShare(loader, group) if counted and not _has_own_ways(loader) else SliceShare(loader, group)
+
+
+def share_sizes(count: int, world_size: int) -> list[int]:
+    """`count` samples, cut as evenly as it goes: samples by rank."""
+    return [count * (rank + 1) // world_size - count * rank // world_size for rank in range(world_size)]
+
+
+def _has_own_ways(loader: Any) -> bool:
+    kind = type(loader)
+    return any(name in vars(loader) or getattr(kind, name) is not getattr(DataLoader, name) for name in _OWN_WAYS)
+
+
+def _own(values: Any, sizes: list[int], rank: int) -> Any:
+    start = sum(sizes[:rank])
+    return values[start : start + sizes[rank]]
+
+
+def _slice(batch: Any, sizes: list[int], rank: int) -> Any:
+    return apply(lambda part: _own(part, sizes, rank) if sizes[rank] else part[:1], batch)

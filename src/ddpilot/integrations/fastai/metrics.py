@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics and predictions of all samples, each counted once, on all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from fastai.learner import AvgLoss, AvgMetric, AvgSmoothLoss, ValueMetric
+from fastai.torch_core import to_concat, to_detach, to_device
+
+from ddpilot.group.process_group import Group
+from ddpilot.integrations.fastai.loaders import Share
+
+_AVERAGES = (AvgMetric, AvgLoss)
+_NOT_COUNTED = (AvgSmoothLoss, ValueMetric)  # made of losses that are equal on all ranks already; not made of batches
+_COLLECTED = ("inputs", "preds", "targets", "losses")
+
+
+def needs_whole_batches(metrics: Iterable[Any]) -> bool:
+    """Is one among them that is not a mean over samples, such as F1? It is shown what one process would show it."""
+    return any(not isinstance(metric, (*_AVERAGES, *_NOT_COUNTED)) for metric in metrics)
+
+
+def reduce_metrics(metrics: Iterable[Any], group: Group) -> None:
+    """Let the means among `metrics` count the samples of all ranks, where they have counted this rank's. Collective."""
+    metrics = list(metrics)
+    if needs_whole_batches(metrics):  # then every rank has counted all samples
+        return
+    for metric in metrics:
+        if isinstance(metric, _AVERAGES):
+            total = torch.as_tensor(metric.total, dtype=torch.float64)
+            parts = group.all_gather_object((total, metric.count))
+            metric.total = torch.stack([part for part, _ in parts]).sum(0)
+            metric.count = sum(count for _, count in parts)
+
+
+def count_batch(original: Callable[[Any], None], recorder: Any) -> None:
+    """`Recorder.after_batch` on a rank. Collective where a metric needs whole batches."""
+    learn = recorder.learn
+    if not isinstance(learn.dl, Share) or not len(learn.yb):
+        original(recorder)
+    elif needs_whole_batches(recorder._train_mets if learn.training else recorder._valid_mets):
+        with _whole_batch(learn):
+            original(recorder)
+    elif learn.dl.own_size:
+        original(recorder)
+    elif learn.training:  # the loss is that of all ranks, but the borrowed sample is counted elsewhere
+        with _changed(recorder, train_metrics=False):
+            original(recorder)
+
+
+def collect_predictions(original: Callable[[Any], None], gatherer: Any) -> None:
+    """`GatherPredsCallback.after_validate` on a rank: first every rank gets the pieces of all, in order. Collective."""
+    loader = gatherer.learn.dl
+    if isinstance(loader, Share):
+        own = {name: getattr(gatherer, name, None) or [] for name in _COLLECTED}
+        counted = [sizes[loader.group.rank] > 0 for sizes in loader.sizes]
+        kept = {
+            name: [piece for piece, is_own in zip(pieces, counted, strict=True) if is_own]
+            for name, pieces in own.items()
+            if isinstance(pieces, list) and len(pieces) == len(counted)
+        }
+        everyone = loader.group.all_gather_object(kept)
+        for name in kept:
+            setattr(gatherer, name, _in_order([theirs[name] for theirs in everyone], loader.sizes))
+    original(gatherer)
+
+
+def _in_order(by_rank: list[list[Any]], sizes: list[list[int]]) -> list[Any]:
+    pieces = [iter(theirs) for theirs in by_rank]
+    return [next(pieces[rank]) for batch in sizes for rank, size in enumerate(batch) if size]
+
+
+@contextlib.contextmanager
+def _whole_batch(learn: Any) -> Iterator[None]:
+    """Inside, the learner has the prediction, targets and loss of the whole batch. Collective."""
+    share: Share = learn.dl
+    own = None if not share.own_size else to_detach((learn.pred, tuple(learn.yb), learn.loss.mean()))
+    pieces = [piece for piece in share.group.all_gather_object((own, share.own_size)) if piece[1]]
+    device = learn.pred.device if isinstance(learn.pred, torch.Tensor) else share.group.device
+    changes = {
+        "pred": to_device(to_concat([piece[0][0] for piece in pieces]), device),
+        "yb": to_device(tuple(to_concat([piece[0][1] for piece in pieces])), device),
+    }
+    if not learn.training:
+        changes["loss"] = sum(piece[0][2] * piece[1] for piece in pieces) / share.whole_size
+    with _changed(learn, **changes):
+        yield
+
+
+@contextlib.contextmanager
+def _changed(owner: Any, **changes: Any) -> Iterator[None]:
+    before = {name: getattr(owner, name) for name in changes}
+    for name, value in changes.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)

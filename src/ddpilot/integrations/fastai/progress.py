@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Progress bars of the ranks that show none: rank 0's say it all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastprogress.fastprogress import MasterBar, ProgressBar
+
+
+class SilentBar(ProgressBar):  # type: ignore[misc]  # fastprogress is untyped
+    """Counts, and shows nothing."""
+
+
+class SilentMasterBar(MasterBar):  # type: ignore[misc]  # fastprogress is untyped
+    """Counts, and shows nothing."""
+
+    pcls = SilentBar
+
+    def __init__(self, gen: Any, total: int | None = None, **_looks: Any) -> None:
+        super().__init__(gen, SilentBar, total)
+
+    def write(self, line: Any, table: bool = False) -> None:
+        """Show nothing."""
+
+    def show_imgs(self, *args: Any, **kwargs: Any) -> None:
+        """Show nothing."""
