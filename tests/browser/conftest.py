@@ -12,7 +12,7 @@ import pytest
 
 from tests.browser.chromium import find_chromium
 from tests.browser.lab import Lab
-from tests.browser.person import LIMIT_S, NotebookTab, open_notebook
+from tests.browser.person import LIMIT_S, NotebookTab, open_notebook, photograph
 
 OpenNotebook = Callable[[str], NotebookTab]
 _VIEWPORT = {"width": 1280, "height": 1100}
@@ -57,7 +57,7 @@ def open_tab(lab: Lab, playwright: Any, chromium: str, request: pytest.FixtureRe
         page.set_default_timeout(1000 * LIMIT_S)
         yield lambda name: open_notebook(page, lab, name)
         if request.session.testsfailed > failed_before:
-            NotebookTab(page).photograph(f"failed-{request.node.name}")
+            photograph(page, f"failed-{request.node.name}")
             print(f"JupyterLab's last lines:\n{lab.last_lines()}")
     finally:
         browser.close()

@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import Any, Literal
 
+import nbformat
+
 from tests.browser.lab import Lab
 
 SCREENSHOTS = Path(__file__).parents[2] / "out" / "browser"
@@ -23,8 +25,9 @@ Locator = Any
 class NotebookTab:
     """An open notebook. Cells are counted from 0 as they stand, text included."""
 
-    def __init__(self, page: Page) -> None:
+    def __init__(self, page: Page, path: Path) -> None:
         self.page = page
+        self.path = path
 
     def cell(self, index: int) -> Locator:
         """That cell, prompt, source and output."""
@@ -74,9 +77,13 @@ class NotebookTab:
         sizes = images.evaluate_all("all => all.map(image => [image.naturalWidth, image.naturalHeight])")
         return [(int(width), int(height)) for width, height in sizes]
 
-    def errors(self, index: int) -> int:
-        """How many tracebacks stand under a cell."""
-        return int(self.cell(index).locator('[data-mime-type="application/vnd.jupyter.error"]').count())
+    def failed(self) -> list[int]:
+        """Save, and say which cells the saved notebook has an error below: on the page it looks like any stderr."""
+        with self.page.expect_response(lambda answer: answer.request.method == "PUT" and "/contents/" in answer.url):
+            self.page.keyboard.press("Control+s")
+        cells = nbformat.read(self.path, as_version=4).cells  # type: ignore[no-untyped-call]
+        outputs = {index: cell.get("outputs", ()) for index, cell in enumerate(cells)}
+        return [index for index in outputs if any(output.output_type == "error" for output in outputs[index])]
 
     def press_stop(self) -> None:
         """The toolbar's square."""
@@ -100,20 +107,25 @@ class NotebookTab:
         """The toolbar's arrow, and "Restart" where it asks."""
         self._toolbar("Restart the kernel").click()
         self.page.get_by_role("button", name="Confirm Kernel Restart").click()
+        idle = self.page.locator("#jp-main-statusbar").get_by_text("| Idle")
+        idle.wait_for(state="hidden")
+        idle.wait_for()
 
-    def photograph(self, name: str, index: int | None = None) -> Path:
+    def photograph(self, name: str, index: int | None = None) -> None:
         """A picture of the page, or of one cell, as out/browser/`name`.png."""
-        path = SCREENSHOTS / f"{name}.png"
-        target = self.page if index is None else self.cell(index)
-        if index is not None:
-            target.scroll_into_view_if_needed()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Playwright would write the file in a thread that stays.
-        path.write_bytes(target.screenshot(animations="disabled"))
-        return path
+        photograph(self.page if index is None else self.cell(index), name)
 
     def _toolbar(self, title: str) -> Locator:
-        return self.page.locator(".jp-NotebookPanel-toolbar").get_by_role("button", name=title)
+        # "Restart the kernel" is how "Restart the kernel and run all cells" begins, and some titles end with a key.
+        named = re.compile(f"^{title}(?! and)")
+        return self.page.locator(".jp-NotebookPanel-toolbar").get_by_role("button", name=named)
+
+
+def photograph(target: Page | Locator, name: str) -> None:
+    """A picture of a page, or of what is on it, as out/browser/`name`.png."""
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    # Playwright would write the file in a thread that stays.
+    (SCREENSHOTS / f"{name}.png").write_bytes(target.screenshot(animations="disabled"))
 
 
 def open_notebook(page: Page, lab: Lab, name: str) -> NotebookTab:
@@ -121,7 +133,7 @@ def open_notebook(page: Page, lab: Lab, name: str) -> NotebookTab:
     page.goto(f"{lab.url}/lab?reset&token={lab.token}")
     page.locator(".jp-DirListing-item", has_text=name).dblclick()
     # Before the file has been read there is one empty cell.
-    tab = NotebookTab(page)
+    tab = NotebookTab(page, lab.root / name)
     tab.cell(lab.num_cells(name) - 1).wait_for(state="attached")
     # The circle in the toolbar says "idle" from the start; what is run before there is a kernel is never run.
     page.locator("#jp-main-statusbar").get_by_text("| Idle").wait_for()

@@ -6,8 +6,10 @@ from __future__ import annotations
 import re
 import time
 
+import psutil
 import pytest
 
+from benchmarks.leftovers import settle
 from tests.browser.conftest import OpenNotebook
 from tests.browser.lab import Lab
 from tests.browser.person import NotebookTab
@@ -36,6 +38,7 @@ def test_an_error_on_one_rank_is_on_the_page_while_the_other_waits(lab: Lab, ope
     assert "rank 1 raised ValueError: bad sample" in shown
     assert re.search(r"Cell In\[3\], line 3", shown)
     assert "variables are kept" in shown
+    assert tab.failed() == [2]
     tab.photograph("error-light", 2)
     assert tab.run(3) == "[ranks 0,1] again 4.0"
     tab.theme("Dark")
@@ -123,3 +126,15 @@ def test_the_board_changes_in_place_while_a_cell_runs(lab: Lab, open_tab: OpenNo
     assert re.fullmatch(r"\d+ %", rank_0[2])
     assert re.fullmatch(r"\d+ MB", rank_0[3])
     assert int(rank_0[4]) > 1
+
+
+@pytest.mark.timeout(180)
+def test_restarting_the_kernel_ends_its_ranks(lab: Lab, open_tab: OpenNotebook) -> None:
+    """When the kernel is back the old ranks are gone within 2 s, and new ones can be started."""
+    tab = open_with(lab, open_tab, "%%ddp\nimport os\nprint('pid', os.getpid())", START)
+    pids = {int(pid) for pid in re.findall(r"pid (\d+)", tab.run(2))}
+    assert len(pids) == 2
+    assert all(map(psutil.pid_exists, pids))
+    tab.restart_kernel()
+    assert settle(lambda: [str(pid) for pid in pids if psutil.pid_exists(pid)], grace_s=2) == []
+    assert re.search(r"2 ranks ready in \d", tab.run(3))
