@@ -53,7 +53,8 @@ def test_a_ddp_model_on_nccl_goes_on_after_a_failure_and_a_stop(session: Session
     session.execute(
         "import torch\nfrom torch.nn.parallel import DistributedDataParallel as DDP\n"
         "model = DDP(torch.nn.Linear(8, 1).to(device))\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
-        "def step():\n    optimizer.zero_grad(); model(torch.ones(4, 8, device=device)).sum().backward(); optimizer.step()\n"
+        "def step():\n    optimizer.zero_grad()\n    model(torch.ones(4, 8, device=device)).sum().backward()\n"
+        "    optimizer.step()\n"
         "step()"
     )
     with pytest.raises(RankError, match="boom"):
