@@ -29,7 +29,7 @@ class _Parts:
 
 def load_ipython_extension(shell: Any) -> None:
     """Give `shell` (IPython's) `%ddp` and `%%ddp`. A second call changes nothing."""
-    parts = vars(shell).setdefault(_ATTRIBUTE, None) or _Parts(shell)
+    parts = getattr(shell, _ATTRIBUTE, None) or _Parts(shell)
     setattr(shell, _ATTRIBUTE, parts)
     if parts.is_loaded:
         return
