@@ -107,7 +107,13 @@ def test_cells_may_await_and_use_magics(start: Start, view: Kept) -> None:
     session.execute("%%capture seen\nprint('captured')")
     session.execute("assert awaited and seen.stdout == 'captured\\n'\n!echo shell")
     assert "shell" in view.texts[0]
-    session.execute("%matplotlib inline\nimport matplotlib.pyplot as plt\nplt.plot([1, 2])", ranks=[1])
+
+
+@pytest.mark.parametrize("first", ["", "%matplotlib inline\n"])
+def test_figures_arrive_as_images(start: Start, view: Kept, first: str) -> None:
+    """As in a notebook, also where nobody asked for the inline backend."""
+    session = start(2)
+    session.execute(first + "import matplotlib.pyplot as plt\nplt.plot([1, 2])\nplt.show()", ranks=[1])
     assert any("image/png" in m.content.get("data", {}) for m in view.messages if m.rank == 1)
 
 
