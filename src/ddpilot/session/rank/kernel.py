@@ -25,6 +25,9 @@ from ddpilot.session.report import FREE, REPLY, REPORT_KEY, REQUEST, Report
 
 if TYPE_CHECKING:
     from ddpilot.session.rank.requests import Requests
+    from ddpilot.session.rank.stopping import StopHandler
+
+CELL = "Cell In["
 
 
 @contextlib.contextmanager
@@ -40,18 +43,28 @@ def uninterrupted() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
+def cell_traceback(error: BaseException) -> str:
+    """The traceback as Python writes it, from the cell on."""
+    frames = error.__traceback__
+    while frames is not None and not frames.tb_frame.f_code.co_filename.startswith(CELL):
+        frames = frames.tb_next
+    return "".join(traceback.TracebackException(type(error), error, frames).format())
+
+
 class RankCompiler(XCachingCompiler):
     """Names a cell's code as people do, so that every traceback, stack and ring entry says ``Cell In[7]``."""
 
     def get_code_name(self, _raw_code: str, _code: str, number: int) -> str:
         """The file name of a cell's code object."""
-        return f"Cell In[{number}]"
+        return f"{CELL}{number}]"
 
 
 class RankShell(ZMQInteractiveShell):
     """Remembers the cell's error and when it came."""
 
     failure: tuple[BaseException, float] | None = None
+    is_freed = False
+    """Whether the rank was freed while this cell ran: what it raises then follows from another rank's failure."""
 
     def showtraceback(self, exc_tuple: Any = None, *args: Any, **kwargs: Any) -> None:
         """Format the traceback; the session shows that of the rank that failed first."""
@@ -59,7 +72,11 @@ class RankShell(ZMQInteractiveShell):
         if error is not None and self.failure is None:
             self.failure = (error, time.monotonic())
         with uninterrupted():
-            super().showtraceback(exc_tuple, *args, **kwargs)
+            if error is not None and (self.is_freed or isinstance(error, KeyboardInterrupt) or is_victim(error)):
+                # Nearly never shown, and on all ranks at once: IPython takes seconds then, and a stop does not wait.
+                self._last_traceback = cell_traceback(error).splitlines()
+            else:
+                super().showtraceback(exc_tuple, *args, **kwargs)
 
     def _showtraceback(self, _etype: Any, _evalue: Any, stb: list[str]) -> None:
         self._last_traceback = stb
@@ -73,11 +90,15 @@ class RankShell(ZMQInteractiveShell):
 
 
 class RankKernel(IPythonKernel):
-    """A kernel whose replies carry a `Report`, and that knows two requests more. `requests` does their work."""
+    """A kernel whose replies carry a `Report`, and that knows two requests more.
+
+    `requests` does their work, `stop_handler` takes SIGINT.
+    """
 
     shell_class = RankShell
     compiler_class = RankCompiler
     requests: Requests
+    stop_handler: StopHandler
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -93,12 +114,18 @@ class RankKernel(IPythonKernel):
         assert self.session is not None
         self.session.send(stream, kind, {REPORT_KEY: report.to_content()}, parent, ident=ident)
 
+    def pre_handler_hook(self) -> None:
+        """Before a cell or a request: SIGINT stops it."""
+        super().pre_handler_hook()
+        signal.signal(signal.SIGINT, self.stop_handler)
+
     async def do_execute(self, code: str, silent: bool, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Run a cell; the reply says how it ended."""
         shell = self._rank_shell
         about = self.get_parent("shell").get("metadata", {}).get(REPORT_KEY, {})
         shell.execution_count = about.get("cell", shell.execution_count)
         shell.failure = None
+        shell.is_freed = False
         self.requests.space.begin(tuple(about.get("ranks", ())))
         try:
             reply: dict[str, Any] = await super().do_execute(code, silent, *args, **kwargs)
@@ -134,7 +161,14 @@ class RankKernel(IPythonKernel):
     async def execute_request(self, stream: Any, ident: Any, parent: Any) -> None:
         """Run a cell; collect garbage once the session knows how it ended."""
         await super().execute_request(stream, ident, parent)
+        self._let_apps_tidy()
         asyncio.get_running_loop().call_soon(tidy, self._keeps_cache(parent))
+
+    def _let_apps_tidy(self) -> None:
+        try:
+            self.requests.space.after_cell()
+        except Exception:  # noqa: BLE001  # an app's own code: said on the rank's stderr, and the rank goes on
+            traceback.print_exc()
 
     def _keeps_cache(self, parent: dict[str, Any]) -> bool:
         about = parent.get("metadata", {}).get(REPORT_KEY, {})
@@ -157,6 +191,7 @@ class RankKernel(IPythonKernel):
         """Free the main thread from a collective; runs in the control channel's thread."""
         from ddpilot.group.free import free_group
 
+        self._rank_shell.is_freed = True
         was_in = dist.is_initialized()
         backend = _backend() if was_in else None
         freed = free_group()

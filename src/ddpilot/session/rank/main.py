@@ -15,6 +15,7 @@ from ddpilot.session.rank.app import make_app
 from ddpilot.session.rank.namespace import fill_namespace
 from ddpilot.session.rank.requests import Requests
 from ddpilot.session.rank.start import KernelStart
+from ddpilot.session.rank.stopping import StopHandler
 
 
 def serve_kernel(start: KernelStart) -> None:
@@ -24,6 +25,7 @@ def serve_kernel(start: KernelStart) -> None:
     kernel = app.kernel
     space = fill_namespace(vars(sys.modules["__main__"]), start)
     kernel.requests = Requests(kernel, space, start.parcel_socket(rank))
+    kernel.stop_handler = StopHandler(app.control_thread.io_loop)
     _wake_on_signals()
     gc.collect()
     gc.freeze()  # what is here now is here for good: collecting after a cell looks at what the user made only

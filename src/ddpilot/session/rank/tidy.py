@@ -41,5 +41,7 @@ def _clear_chain(error: BaseException | None, seen: set[int]) -> None:
         return
     seen.add(id(error))
     traceback.clear_frames(error.__traceback__)
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        _ = frame.f_locals  # what formatted the error has made a copy here, which this makes anew: empty
     _clear_chain(error.__cause__, seen)
     _clear_chain(error.__context__, seen)
