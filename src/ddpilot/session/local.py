@@ -28,10 +28,10 @@ from ddpilot.session.hub import Hub
 from ddpilot.session.local_entry import serve
 from ddpilot.session.rank.start import KernelStart
 
+# Not matplotlib: it reads the backend from the environment, and ties figures to a shell, when it is imported.
 PRELOAD = (
     "ipykernel.kernelapp",
     "ipykernel.debugger",
-    "matplotlib_inline.backend_inline",
     "ddpilot.session.rank.main",
     "ddpilot.session.rank.warm",
 )

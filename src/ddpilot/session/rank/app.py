@@ -68,8 +68,6 @@ def make_app(connection_file: Path, ipython_folder: Path) -> RankApp:
             log_level=logging.CRITICAL,
         )
         app.initialize([])
-    # It ties figures to the shell that is there when it is imported: in the rank server, where it was, there is none.
-    sys.modules.pop("matplotlib_inline.backend_inline", None)
     app.kernel.user_module = main
     app.kernel.shell.set_hook("show_in_pager", page.as_hook(page.display_page), 90)  # nobody fetches a pager's text
     sys.modules["__main__"] = main  # IPython has put a module of its own there, with the same dictionary
