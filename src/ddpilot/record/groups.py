@@ -20,10 +20,12 @@ class GroupEntry:
         self._backends = dict(_parse_backends(str(fact.get("backend", ""))))
 
     def may_be_asked(self, device: str) -> bool:
-        """Whether any thread may ask the works of this group on `device` at any time if they are over.
+        """Whether any thread may ask the works of this group on `device` (empty: any) at any time if they are over.
 
         So it is with gloo; with NCCL that is a CUDA call, which would spoil a CUDA graph that is being captured.
         """
+        if not device:
+            return set(self._backends.values()) == {"gloo"}
         return self._backends.get(device, self._backends.get("")) == "gloo"
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddpilot.record.groups import pack_ranks, unpack_ranks
+from ddpilot.record.groups import GroupEntry, pack_ranks, unpack_ranks
 
 
 @given(st.lists(st.integers(0, 5000), unique=True))
@@ -22,3 +22,19 @@ def test_ranks_come_back_in_their_order(ranks: list[int]) -> None:
 def test_ranks_are_written_as_runs(ranks: tuple[int, ...], text: str) -> None:
     """The usual group takes a few characters, however large it is."""
     assert pack_ranks(ranks) == text
+
+
+@pytest.mark.parametrize(
+    ("backend", "cpu", "cuda", "anywhere"),
+    [
+        ("cpu:gloo,cuda:gloo", True, True, True),
+        ("cpu:gloo,cuda:nccl", True, False, False),
+        ("cuda:nccl", False, False, False),
+        ("gloo", True, True, True),
+        ("", False, False, False),
+    ],
+)
+def test_only_gloo_may_be_asked_at_any_time(backend: str, cpu: bool, cuda: bool, anywhere: bool) -> None:
+    """By the device of the collective; where that is not known, all of the group's backends have to be gloo."""
+    group = GroupEntry(1, {"backend": backend})
+    assert [group.may_be_asked(device) for device in ("cpu", "cuda", "")] == [cpu, cuda, anywhere]

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which line of a stack is the user's, told by the names of files."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpilot.record.sites import SiteFinder, describe_site
+
+TORCH = "/site/torch"
+OURS = str(Path(__file__).parent)
+"""So that what calls the case is not taken for the user."""
+LIBRARY = f"{sysconfig.get_path('purelib')}/somebody/loop.py"
+REDUCE = f"{TORCH}/distributed/distributed_c10d.py"
+LOGGER = f"{TORCH}/distributed/c10d_logger.py"
+DDP = f"{TORCH}/nn/parallel/distributed.py"
+ENGINE = f"{TORCH}/autograd/graph.py"
+HOOKS = f"{TORCH}/distributed/algorithms/ddp_comm_hooks/default_hooks.py"
+
+
+def call_through(files: list[str], inner: Callable[[], Any]) -> Any:
+    """`inner`, called by functions whose code says that it lies in `files`, outermost first."""
+    for number, file in enumerate(reversed(files)):
+        source = "\n" * number + f"def function_{number}():\n    return inner()\n"
+        namespace: dict[str, Any] = {"inner": inner}
+        exec(compile(source, file, "exec"), namespace)
+        inner = namespace[f"function_{number}"]
+    return inner()
+
+
+CASES: dict[str, tuple[list[str], tuple[str, str, str, bool]]] = {
+    "script": (["/home/u/train.py", LOGGER, REDUCE], ("/home/u/train.py", "function_0", "", False)),
+    "cell": (["Cell In[7]", REDUCE], ("Cell In[7]", "function_0", "", False)),
+    "old cell": (["<ipython-input-3-1badcafe>", REDUCE], ("<ipython-input-3-1badcafe>", "function_0", "", False)),
+    "generated": (["/home/u/train.py", "<eval_with_key>.3", REDUCE], ("/home/u/train.py", "function_1", "", False)),
+    "library": (["/home/u/train.py", LIBRARY, REDUCE], ("/home/u/train.py", "function_1", "", False)),
+    "only a library": ([LIBRARY, REDUCE], (LIBRARY, "function_0", "", False)),
+    "ours": ([LIBRARY, f"{OURS}/group/models.py", REDUCE], ("", "function_1", "", False)),
+    "ours for the user": (["/a.py", f"{OURS}/group/enter.py", REDUCE], ("/a.py", "function_1", "", False)),
+    "forward": (["/a.py", DDP], ("/a.py", "function_0", "function_0", False)),
+    "backward": (["/a.py", ENGINE], ("/a.py", "function_0", "", True)),
+    "communication hook": (["/a.py", ENGINE, HOOKS], ("/a.py", "function_1", "", True)),
+    "compiled": (["/a.py", "/tmp/torchinductor_u/xy/c.py", REDUCE], ("/a.py", "function_1", "", False)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_walk_finds_the_users_line(case: str) -> None:
+    """The innermost line that is the user's, what it called, and whether DDP or its reducer is in between."""
+    files, (file, via, ddp, in_reducer) = CASES[case]
+    finder = SiteFinder(torch=TORCH, ours=OURS)
+    trail = call_through(files, lambda: finder.walk(sys._getframe(1)))
+    described = describe_site(trail)
+    assert (described.get("file", ""), described.get("via", "")) == (file, via)
+    assert (trail[2], trail[3]) == (ddp, in_reducer)
