@@ -41,7 +41,8 @@ def test_a_stop_outside_a_fork_comes_at_once(start: Start) -> None:
     session.execute(
         "import os, signal\ndef stop():\n    try: signal.raise_signal(signal.SIGINT)\n"
         "    except KeyboardInterrupt: return 7\n    return 0\n"
-        "pid = os.fork()\nif pid == 0: os._exit(stop())\nends = stop(), os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])"
+        "pid = os.fork()\nif pid == 0: os._exit(stop())\n"
+        "ends = stop(), os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])"
     )
     assert session.pull("ends", rank=0) == (7, 7)
 
