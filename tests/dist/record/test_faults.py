@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import resource
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +65,50 @@ def test_training_goes_on_when_a_part_of_the_recording_raises(tmp_path: Path, ow
     log = read_ring(ring_of(tmp_path, 0))
     assert log.num_faults >= 1
     assert log.first_fault == ("" if name == "write_fact" else "ZeroDivisionError: on purpose")
+
+
+def interrupt_the_recording(folder: Path, owner: type, name: str) -> float:
+    """Ctrl-C hits the third collective when a part of the recording has just done its work; a sum of all five."""
+    original, num_calls = getattr(owner, name), itertools.count(1)
+
+    def interrupted(*args: Any) -> Any:
+        result = original(*args)
+        if next(num_calls) == 3:
+            raise KeyboardInterrupt
+        return result
+
+    total = torch.zeros(1)
+    with recorded(folder):
+        setattr(owner, name, interrupted)  # in this rank only, which ends with the test
+        for number in range(5):
+            value = torch.ones(1)
+            with pytest.raises(KeyboardInterrupt) if number == 2 else nullcontext():
+                dist.all_reduce(value)
+            total += value
+    return total.item()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "numbers"),
+    [
+        (SiteFinder, "walk", [0, 1, 2, 3]),
+        (RingWriter, "begin", [0, 1, 2, 2, 3]),
+        (Describer, "begin", [0, 1, 2, 3, 4]),
+        (PendingWorks, "add", [0, 1, 2, 3, 4]),
+    ],
+)
+def test_interrupt_within_the_recording_leaves_no_record_open(
+    tmp_path: Path, owner: type, name: str, numbers: list[int]
+) -> None:
+    """It reaches the program; the collective's end is unknown if it has a record, and those after it are as ever."""
+    assert run(1, interrupt_the_recording, tmp_path, owner, name)[0] == 5
+    log = read_ring(ring_of(tmp_path, 0))
+    states = [entry.state for entry in log.collectives]
+    assert [entry.seq for entry in log.collectives] == numbers
+    # What was started before Ctrl-C is followed all the same.
+    hit = {"walk": [], "add": ["done"]}.get(name, ["unknown"])
+    assert states == ["done", "done", *hit, "done", "done"]
+    assert log.num_faults == 0
 
 
 def record_without_room(folder: Path) -> tuple[bool, str, list[str], float]:

@@ -26,8 +26,10 @@ def average(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def train_compiled(folder: Path) -> tuple[list[float], int]:
-    """A compiled function with a collective in it, and a compiled model in DDP; its values and its graph breaks."""
-    torch._dynamo.reset()
+    """A compiled function with a collective in it, and a compiled model in DDP.
+
+    The function's values, and the number of graph breaks.
+    """
     with recorded(folder):
         compiled = torch.compile(average, backend="aot_eager", fullgraph=True)
         values = [compiled(torch.ones(3) * (my_rank() + step)).sum().item() for step in range(3)]
@@ -35,8 +37,8 @@ def train_compiled(folder: Path) -> tuple[list[float], int]:
         model = DistributedDataParallel(torch.compile(Linear(3, 1), backend="aot_eager"))
         for _ in range(3):
             model(torch.ones(2, 3)).sum().backward()
-        num_breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
-    return values, num_breaks
+        counters = torch._dynamo.utils.counters
+    return values, sum(counters["graph_break"].values())
 
 
 def test_collectives_of_compiled_graphs_are_recorded(tmp_path: Path) -> None:
@@ -52,6 +54,31 @@ def test_collectives_of_compiled_graphs_are_recorded(tmp_path: Path) -> None:
     # Of a compiled function its first line is known: that is the only one its compiled code has.
     assert {(entry.line.function, entry.line.file) for entry in reduced if entry.line} == {("average", __file__)}
     assert len([entry for entry in logs[0].collectives if entry.ddp and entry.ddp.what == "bucket"]) == 3
+
+
+def step_with_a_break(tensor: torch.Tensor) -> torch.Tensor:
+    """Something to compile that Dynamo has to leave in between, for a collective that it does not know."""
+    doubled = tensor * 2
+    dist.barrier()
+    return doubled + 1
+
+
+def break_a_graph(folder: Path) -> tuple[float, set[str]]:
+    """A compiled function's value, and the functions that Dynamo compiled for it."""
+    torch._dynamo.reset()
+    with recorded(folder):
+        value = torch.compile(step_with_a_break, backend="eager")(torch.ones(2)).sum().item()
+    return value, {str(metrics.co_name) for metrics in torch._dynamo.utils.get_compilation_metrics()}
+
+
+def test_recording_is_not_compiled_itself(tmp_path: Path) -> None:
+    """Where a compiled function calls a collective directly, Dynamo sees our frames too, and leaves them alone."""
+    for value, names in run(2, break_a_graph, tmp_path):
+        assert value == 6
+        assert {name for name in names if not name.startswith("torch_dynamo_resume")} == {"step_with_a_break"}
+    for log in read_all(tmp_path, 2):
+        assert [(entry.op, entry.line and entry.line.file) for entry in log.collectives] == [("barrier", __file__)]
+        assert log.first_fault == ""
 
 
 class Busy(Dataset[torch.Tensor]):
@@ -140,6 +167,8 @@ def test_newest_records_are_whole_when_the_ring_has_gone_round(tmp_path: Path) -
         assert len(log.collectives) == 16
         assert [entry.index for entry in log.collectives] == list(range(log.num_begun - 15, log.num_begun + 1))
         assert (log.num_torn, log.first_fault) == (0, "")
+        assert {entry.op for entry in log.collectives} <= {"send", "recv", "barrier", "all_reduce"}
+        assert all(entry.line and entry.line.file == __file__ for entry in log.collectives)
         sent = [entry for entry in log.collectives if entry.is_p2p]
         assert [entry.inputs[0].shape[0] if entry.inputs else entry.outputs[0].shape[0] for entry in sent] == [
             (entry.tag or 0) + 1 for entry in sent
