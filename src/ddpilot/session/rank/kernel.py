@@ -85,6 +85,9 @@ class RankShell(ZMQInteractiveShell):
         """Stay: `exit` in a cell does not end one rank of a session."""
         sys.stderr.write("a rank does not end by `exit` or `quit`; `%ddp stop`, or `session.stop()`, ends all\n")
 
+    def init_prompts(self) -> None:
+        """Set no `sys.ps1`: libraries see by it a person at a prompt, and refuse or fork there (Lightning does)."""
+
     def enable_gui(self, gui: Any = None) -> None:
         """Do nothing: a rank has no windows."""
 
