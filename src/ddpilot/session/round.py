@@ -7,7 +7,6 @@ import queue
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from ddpilot.errors import RankError
 from ddpilot.findings.words import render_ranks
@@ -16,6 +15,7 @@ from ddpilot.launching.local.report import Raised
 from ddpilot.session.events import Ended, Event, Interrupted, Said, Wrote
 from ddpilot.session.hosts import RankHost
 from ddpilot.session.hub import Hub
+from ddpilot.session.outcome import Outcome, Part
 from ddpilot.session.report import FREE, Report
 from ddpilot.session.stops import Stops
 from ddpilot.session.tails import Tails
@@ -23,52 +23,13 @@ from ddpilot.session.view import RankMessage, View
 
 _FREE_AFTER_STOP_S = 0.5
 _AGAIN_AFTER_STOP_S = 1.2
-_KILL_AFTER_STOP_S = 2.0
+_KILL_SILENT_AFTER_S = 2.0
+_KILL_AFTER_S = 2.5
 _FREE_AFTER_FAILURE_S = 0.1
 _INTERRUPT_AFTER_FAILURE_S = 0.8
-_KILL_AFTER_FAILURE_S = 2.0
 _FREE_LIMIT_S = 3.0
 _LONGEST_WAIT_S = 0.5
 _INTERNAL_KINDS = frozenset({"status", "execute_input", "error", "iopub_welcome", "debug_event"})
-
-
-@dataclass
-class Part:
-    """One rank's part of a round."""
-
-    rank: int
-    message_id: str
-    report: Report | None = None
-    is_idle: bool = False
-    """Whether the kernel has said that all output of this part was sent."""
-
-    ended: Ended | None = None
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing more comes."""
-        return self.ended is not None or (self.report is not None and self.is_idle)
-
-
-@dataclass
-class Outcome:
-    """What became of a round."""
-
-    parts: dict[int, Part]
-    error: RankError | None = None
-    """The first failure in time; None where all went well or a person stopped it."""
-
-    was_stopped: bool = False
-    freed: dict[int, Report] = field(default_factory=dict)
-    """By rank: what freeing it found. Empty where nothing was freed."""
-
-    spared_group: bool = False
-    """It went wrong, but no rank had begun a collective and all came back by themselves: the group is as it was."""
-
-    @property
-    def is_ok(self) -> bool:
-        """Whether every rank did its part."""
-        return self.error is None and not self.was_stopped
 
 
 class Round:
@@ -238,7 +199,8 @@ class Round:
             (now, self._interrupt),
             (now + _FREE_AFTER_STOP_S, self._free_stuck),
             (now + _AGAIN_AFTER_STOP_S, self._interrupt),
-            (now + _KILL_AFTER_STOP_S, self._kill),
+            (now + _KILL_SILENT_AFTER_S, self._kill_silent),
+            (now + _KILL_AFTER_S, self._kill),
         ]
 
     # what is done about it
@@ -271,7 +233,8 @@ class Round:
         self._steps = [
             (now + _FREE_AFTER_FAILURE_S, self._free),
             (now + _INTERRUPT_AFTER_FAILURE_S, self._interrupt_others),
-            (now + _KILL_AFTER_FAILURE_S, self._kill),
+            (now + _KILL_SILENT_AFTER_S, self._kill_silent),
+            (now + _KILL_AFTER_S, self._kill),
         ]
         self._climb(now)
 
@@ -311,11 +274,18 @@ class Round:
             self._view.note(f"interrupting {render_ranks(busy)}, still busy with the cell that failed")
             self._signal(busy, signal.SIGINT)
 
+    def _kill_silent(self) -> None:
+        """Kill those of which no thread has answered since: C code holds the interpreter lock there."""
+        silent = set(self._free_ids.values())
+        self._kill_ranks([rank for rank in self._busy() if rank in silent])
+
     def _kill(self) -> None:
-        busy = self._busy()
-        if busy:
-            self._view.note(f"killing {render_ranks(busy)}, which nothing else stops; the variables there are lost")
-            self._signal(busy, signal.SIGKILL)
+        self._kill_ranks(self._busy())
+
+    def _kill_ranks(self, ranks: Sequence[int]) -> None:
+        if ranks:
+            self._view.note(f"killing {render_ranks(ranks)}, which nothing else stops; the variables there are lost")
+            self._signal(ranks, signal.SIGKILL)
 
     def _signal(self, ranks: Sequence[int], number: int) -> None:
         if ranks:

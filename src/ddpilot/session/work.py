@@ -12,10 +12,11 @@ from typing import Any
 from ddpilot.errors import LaunchError, LaunchInterrupted
 from ddpilot.findings.words import render_ranks
 from ddpilot.session.events import Event, Said
+from ddpilot.session.outcome import Outcome, Part
 from ddpilot.session.parcels import ParcelCall
 from ddpilot.session.ranks import Ranks
 from ddpilot.session.report import REPORT_KEY, REQUEST
-from ddpilot.session.round import Outcome, Part, Round
+from ddpilot.session.round import Round
 from ddpilot.session.stops import Stops
 
 

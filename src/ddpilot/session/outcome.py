@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What became of a cell, call or request on each of its ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ddpilot.errors import RankError
+from ddpilot.session.events import Ended
+from ddpilot.session.report import Report
+
+
+@dataclass
+class Part:
+    """One rank's part of a round."""
+
+    rank: int
+    message_id: str
+    report: Report | None = None
+    is_idle: bool = False
+    """Whether the kernel has said that all output of this part was sent."""
+
+    ended: Ended | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more comes."""
+        return self.ended is not None or (self.report is not None and self.is_idle)
+
+
+@dataclass
+class Outcome:
+    """What became of a round."""
+
+    parts: dict[int, Part]
+    error: RankError | None = None
+    """The first failure in time; None where all went well or a person stopped it."""
+
+    was_stopped: bool = False
+    freed: dict[int, Report] = field(default_factory=dict)
+    """By rank: what freeing it found. Empty where nothing was freed."""
+
+    spared_group: bool = False
+    """It went wrong, but no rank had begun a collective and all came back by themselves: the group is as it was."""
+
+    @property
+    def is_ok(self) -> bool:
+        """Whether every rank did its part."""
+        return self.error is None and not self.was_stopped
