@@ -96,8 +96,10 @@ class Hub:
         parent: dict[str, Any] | None = None,
         buffers: list[bytes] | None = None,
     ) -> str:
-        """Send a message to a rank's kernel; its id. What is sent to a rank that has gone is dropped."""
-        channels = self._channels[rank]
+        """Send a message to a rank's kernel; its id. What is sent to a rank that has gone is dropped; the id is ""."""
+        channels = self._channels.get(rank)
+        if channels is None:
+            return ""
         message = channels.make(kind, content, metadata, parent)
 
         def send() -> None:

@@ -18,7 +18,6 @@ from typing import Any
 from jupyter_client.session import new_id_bytes
 
 from ddpilot.errors import LaunchError
-from ddpilot.findings.words import render_ranks
 from ddpilot.launching.crash import find_crash_line
 from ddpilot.launching.failures import describe_exit
 from ddpilot.launching.local.jobs import STORE
@@ -34,12 +33,12 @@ from ddpilot.session.hub import Hub
 from ddpilot.session.local import LocalRanks
 from ddpilot.session.options import SessionOptions
 from ddpilot.session.rank.start import KernelStart
+from ddpilot.session.readiness import await_ready
 from ddpilot.session.stops import Stops
 from ddpilot.session.tails import Tails
 from ddpilot.session.view import RankMessage, View
 
-_START_LIMIT_S = 120.0
-_SUBSCRIBE_S = 0.05
+_END_LIMIT_S = 30.0
 _STOP_GRACE_S = 2.0
 _SHOWN_IDLE = frozenset(
     {"stream", "display_data", "update_display_data", "clear_output", "comm_open", "comm_msg", "comm_close"}
@@ -133,7 +132,7 @@ class Ranks:
             connection = Connection(str(self.folder / start.stem(rank)), new_id_bytes())
             connection.write(start.connection_file(rank))
             self.hub.call(functools.partial(self._start_one, rank, connection))
-        self._await_ready(set(ranks), events)
+        await_ready(self.hub, ranks, events, self._say_end)
 
     def _start_one(self, rank: int, connection: Connection) -> None:
         self.hub.connect(rank, connection)
@@ -141,47 +140,17 @@ class Ranks:
         self.dead.pop(rank, None)
         self.since_s[rank] = time.monotonic()
 
-    def _await_ready(self, waiting: set[int], events: queue.SimpleQueue[Event]) -> None:
-        """Ask each kernel who it is, until it has answered and what it publishes is heard as well."""
-        did = f"starting {render_ranks(sorted(waiting))}"
-        ask_again_s = dict.fromkeys(waiting, 0.0)
-        heard: set[int] = set()
-        limit_s = time.monotonic() + _START_LIMIT_S
-        while waiting:
-            now = time.monotonic()
-            for rank in [rank for rank in waiting if ask_again_s[rank] <= now]:
-                self.hub.send(rank, "shell", "kernel_info_request", {})
-                ask_again_s[rank] = limit_s
-            with contextlib.suppress(queue.Empty):
-                event = events.get(timeout=max(0.001, min([limit_s, *ask_again_s.values()]) - now))
-                if isinstance(event, Said) and event.channel == "iopub":
-                    heard.add(event.rank)
-                elif isinstance(event, Said) and event.channel == "shell":
-                    ask_again_s[event.rank] = time.monotonic() + _SUBSCRIBE_S
-                elif isinstance(event, Ended):
-                    raise self._not_started(did, event)
-                elif isinstance(event, Interrupted):
-                    raise KeyboardInterrupt
-            waiting -= {rank for rank in waiting if rank in heard and 0 < ask_again_s[rank] < limit_s}
-            if time.monotonic() > limit_s:
-                raise LaunchError(
-                    did,
-                    found=f"{render_ranks(sorted(waiting))} did not answer in {_START_LIMIT_S:g} s",
-                    fix="Ask for fewer ranks, or see whether the machine is out of memory",
-                )
-
-    def _not_started(self, did: str, ended: Ended) -> LaunchError:
+    def _say_end(self, ended: Ended) -> str:
+        """How a rank ended that was only just started."""
         lines = "\n".join(self.tails.last_lines(ended.rank)[-20:])
-        said = f"; it wrote:\n{lines}" if lines else ""
-        reason = self.dead.get(ended.rank, ended.reason)
-        return LaunchError(did, found=f"rank {ended.rank} ended: {reason}{said}", rank=ended.rank)
+        return self.dead.get(ended.rank, ended.reason) + (f"; it wrote:\n{lines}" if lines else "")
 
     def end_process(self, rank: int, events: queue.SimpleQueue[Event]) -> None:
         """Kill the process of `rank`, if it lives, and prepare for another."""
         if rank not in self.dead:
             self.hub.post(lambda: self.host.signal((rank,), signal.SIGKILL))
             while rank not in self.dead:
-                events.get(timeout=_START_LIMIT_S)
+                events.get(timeout=_END_LIMIT_S)
         self._incarnations[rank] += 1
 
     def close(self) -> None:

@@ -255,7 +255,8 @@ class Round:
 
     def _free(self) -> None:
         live = [rank for rank in range(self._host.world_size) if self._host.is_live(rank)]
-        self._free_ids = {self._hub.send(rank, "control", FREE, {}): rank for rank in live}
+        sent = {self._hub.send(rank, "control", FREE, {}): rank for rank in live}
+        self._free_ids = {message_id: rank for message_id, rank in sent.items() if message_id}
         self._free_until_s = time.monotonic() + _FREE_LIMIT_S
         self._freed_or_spared = True
 

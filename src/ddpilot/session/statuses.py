@@ -54,5 +54,5 @@ def _collective(ranks: Ranks, rank: int) -> CollectiveStatus | None:
         site=entry.line.place if entry.line is not None else "",
         group="" if is_default or entry.group is None else entry.group.description or entry.group.name,
         seq=entry.seq,
-        is_watched=entry.group is None or "nccl" not in entry.group.backend,
+        is_watched=entry.is_watched,
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 from ddpilot.errors import LaunchError, LaunchInterrupted
 from ddpilot.findings.words import render_ranks
-from ddpilot.session.events import Event, Said
+from ddpilot.session.events import Ended, Event, Said
 from ddpilot.session.outcome import Outcome, Part
 from ddpilot.session.parcels import ParcelCall
 from ddpilot.session.ranks import Ranks
@@ -125,7 +125,9 @@ class Work:
         now = time.monotonic()
         ranks.busy.update(dict.fromkeys(ids, (number, now)))
         ranks.view.begin(tuple(ids))
-        parts = [Part(rank, message_id) for rank, message_id in ids.items()]
+        # One that died before this turn is known here, one that dies later is an event.
+        gone = {rank: Ended(rank, None, reason) for rank, reason in dict(ranks.dead).items()}
+        parts = [Part(rank, message_id, ended=gone.get(rank)) for rank, message_id in ids.items()]
         try:
             return Round(
                 parts,

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wait until kernels that were just started answer, and can be heard."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import time
+from collections.abc import Callable, Sequence
+
+from ddpilot.errors import LaunchError
+from ddpilot.findings.words import render_ranks
+from ddpilot.session.events import Ended, Event, Interrupted, Said
+from ddpilot.session.hub import Hub
+
+_LIMIT_S = 120.0
+_SUBSCRIBE_S = 0.05
+"""How long after its answer a kernel is asked again, if nothing that it published was heard."""
+
+
+def await_ready(
+    hub: Hub, ranks: Sequence[int], events: queue.SimpleQueue[Event], say_end: Callable[[Ended], str]
+) -> None:
+    """Ask the kernel of each of `ranks` who it is, until it has answered and what it publishes is heard as well.
+
+    Raises LaunchError where one ends (`say_end` has the words for it) or does not answer in two minutes, and
+    KeyboardInterrupt after the stop button.
+    """
+    waiting, heard = set(ranks), set[int]()
+    did = f"starting {render_ranks(sorted(waiting))}"
+    ask_again_s = dict.fromkeys(waiting, 0.0)
+    limit_s = time.monotonic() + _LIMIT_S
+    while waiting:
+        now = time.monotonic()
+        if now > limit_s:
+            raise LaunchError(
+                did,
+                found=f"{render_ranks(sorted(waiting))} did not answer in {_LIMIT_S:g} s",
+                fix="Ask for fewer ranks, or see whether the machine is out of memory",
+            )
+        for rank in [rank for rank in waiting if ask_again_s[rank] <= now]:
+            hub.send(rank, "shell", "kernel_info_request", {})
+            ask_again_s[rank] = limit_s
+        with contextlib.suppress(queue.Empty):
+            event = events.get(timeout=max(0.001, min([limit_s, *ask_again_s.values()]) - now))
+            if isinstance(event, Said) and event.channel == "iopub":
+                heard.add(event.rank)
+            elif isinstance(event, Said) and event.channel == "shell" and event.rank in waiting:
+                ask_again_s[event.rank] = time.monotonic() + _SUBSCRIBE_S
+            elif isinstance(event, Ended) and event.rank in waiting:
+                raise LaunchError(did, found=f"rank {event.rank} ended: {say_end(event)}", rank=event.rank)
+            elif isinstance(event, Interrupted):
+                raise KeyboardInterrupt
+        waiting -= {rank for rank in waiting if rank in heard and 0 < ask_again_s[rank] < limit_s}
