@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 BROWSER_READY := $(VENV)/.browser-ready
+BENCH_READY := $(VENV)/.bench-ready
 PYTEST := $(BIN)/python -m pytest
 
 # The first interpreter that is new enough and can make a virtual environment. `make PYTHON=/path/to/python` overrides.
@@ -53,8 +54,12 @@ check: $(READY) ## lint, strict types, import floors
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: $(READY) ## measure every bar against its peer, on this machine
+bench: $(BENCH_READY) ## measure every bar against its peer, on this machine
 	$(BIN)/python -m benchmarks
+
+$(BENCH_READY): $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'
+	@touch $(BENCH_READY)
 
 reference: $(READY) ## write docs/reference.md from the docstrings
 	$(BIN)/python docs/render_reference.py

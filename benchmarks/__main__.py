@@ -20,6 +20,9 @@ SCRIPTS = (
     "fifty_launches",
     "random_faults",
     "record_overhead",
+    "session_start",
+    "session_cells",
+    "random_cells",
 )
 
 
