@@ -51,7 +51,8 @@ class App:
     """One app: what is done on every rank of a session that was started with its name.
 
     `initializer` runs once on each rank before its first cell, `finalizer` when the session ends and `after_cell` after
-    every cell, all in the rank's main thread. What they raise fails the start, the end or the cell.
+    every cell, when its result has been sent; all in the rank's main thread. What `initializer` raises fails the start;
+    what the others raise is printed by the rank.
     """
 
     name: str
