@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -60,11 +61,19 @@ class NotebookTab:
         """Wait until a cell that was started is done; the text of its output."""
         prompt = self.cell(index).locator(".jp-InputArea-prompt")
         prompt.filter(has_text=re.compile(r"\[\d+\]:")).wait_for(timeout=1000 * limit_s)
-        return self.output(index)
+        return self._drawn(index)
 
     def output(self, index: int) -> str:
         """The text under a cell as one sees it now."""
         return "\n".join(text.strip() for text in self.cell(index).locator(".jp-OutputArea-output").all_inner_texts())
+
+    def _drawn(self, index: int) -> str:
+        # The prompt has its number once the kernel has answered; what was shown is drawn in the frames after that.
+        before, now = None, self.output(index)
+        while now != before:
+            self.page.wait_for_timeout(100)
+            before, now = now, self.output(index)
+        return now
 
     def see(self, index: int, text: str | re.Pattern[str], limit_s: float = LIMIT_S) -> None:
         """Wait until a cell's output has this text somewhere."""
@@ -77,13 +86,11 @@ class NotebookTab:
         sizes = images.evaluate_all("all => all.map(image => [image.naturalWidth, image.naturalHeight])")
         return [(int(width), int(height)) for width, height in sizes]
 
-    def failed(self) -> list[int]:
-        """Save, and say which cells the saved notebook has an error below: on the page it looks like any stderr."""
-        with self.page.expect_response(lambda answer: answer.request.method == "PUT" and "/contents/" in answer.url):
-            self.page.keyboard.press("Control+s")
-        cells = nbformat.read(self.path, as_version=4).cells  # type: ignore[no-untyped-call]
-        outputs = {index: cell.get("outputs", ()) for index, cell in enumerate(cells)}
-        return [index for index in outputs if any(output.output_type == "error" for output in outputs[index])]
+    def saved_cells(self) -> list[Any]:
+        """Press Ctrl+S, wait until the dot in the tab is gone; the cells as they are in the file."""
+        self.page.keyboard.press("Control+s")
+        self.page.locator("#jp-main-dock-panel .lm-TabBar-tab.jp-mod-dirty").wait_for(state="hidden")
+        return list(nbformat.read(self.path, as_version=4).cells)  # type: ignore[no-untyped-call]
 
     def press_stop(self) -> None:
         """The toolbar's square."""
@@ -119,6 +126,12 @@ class NotebookTab:
         # "Restart the kernel" is how "Restart the kernel and run all cells" begins, and some titles end with a key.
         named = re.compile(f"^{title}(?! and)")
         return self.page.locator(".jp-NotebookPanel-toolbar").get_by_role("button", name=named)
+
+
+def failed(cells: Sequence[Any]) -> list[int]:
+    """Those saved cells that have an error below them: on the page it looks like any text on stderr."""
+    outputs = {index: cell.get("outputs", ()) for index, cell in enumerate(cells)}
+    return [index for index in outputs if any(output.output_type == "error" for output in outputs[index])]
 
 
 def photograph(target: Page | Locator, name: str) -> None:

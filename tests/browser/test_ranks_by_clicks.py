@@ -12,7 +12,7 @@ import pytest
 from benchmarks.leftovers import settle
 from tests.browser.conftest import OpenNotebook
 from tests.browser.lab import Lab
-from tests.browser.person import NotebookTab
+from tests.browser.person import NotebookTab, failed
 
 pytestmark = pytest.mark.browser
 
@@ -38,7 +38,7 @@ def test_an_error_on_one_rank_is_on_the_page_while_the_other_waits(lab: Lab, ope
     assert "rank 1 raised ValueError: bad sample" in shown
     assert re.search(r"Cell In\[3\], line 3", shown)
     assert "variables are kept" in shown
-    assert tab.failed() == [2]
+    assert failed(tab.saved_cells()) == [2]
     tab.photograph("error-light", 2)
     assert tab.run(3) == "[ranks 0,1] again 4.0"
     tab.theme("Dark")
