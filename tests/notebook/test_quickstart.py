@@ -4,28 +4,15 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
-import nbformat
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.notebook.executed import ROOT, ranks_that_said, read
+
 NOTEBOOK = ROOT / "examples" / "quickstart.ipynb"
-
-
-def read(path: Path) -> Any:
-    """The notebook in that file."""
-    return nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]
-
-
-def ranks_that_said(printed: str, text: str) -> set[str]:
-    """Numbers of the ranks in the labels of all lines with `text`; ranks that say the same at once share a line."""
-    labels = [line.partition("]")[0] for line in printed.splitlines() if text in line]
-    return {rank for label in labels for rank in re.findall(r"\d+", label)}
 
 
 @pytest.mark.timeout(300)
