@@ -41,6 +41,9 @@ class Report:
 
     is_victim: bool = False
     interrupted: bool = False
+    in_backward: bool = False
+    """Whether it came out of a backward pass: the gradients of a DDP model are reduced in part then."""
+
     exitcode: int = 1
     """What SystemExit asked for."""
 

@@ -251,7 +251,10 @@ class Round:
 
     def _is_group_untouched(self) -> bool:
         parts = self._outcome.parts.values()
-        return all(part.report is not None and part.report.num_collectives == 0 for part in parts) and not self._dead
+        reports = [part.report for part in parts]
+        return not self._dead and all(
+            report is not None and report.num_collectives == 0 and not report.in_backward for report in reports
+        )
 
     def _free(self) -> None:
         live = [rank for rank in range(self._host.world_size) if self._host.is_live(rank)]

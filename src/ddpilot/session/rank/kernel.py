@@ -222,5 +222,17 @@ def report_error(error: BaseException, text: str, time_s: float, num_collectives
         traceback=text or "".join(traceback.format_exception_only(error)),
         is_victim=is_victim(error),
         interrupted=isinstance(error, (KeyboardInterrupt, asyncio.CancelledError)),
+        in_backward=came_from_backward(error),
         exitcode=error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1,
     )
+
+
+def came_from_backward(error: BaseException | None) -> bool:
+    """Whether `error`, or one that it was raised for, went through autograd's engine."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if any(frame.f_code.co_name == "_engine_run_backward" for frame, _ in traceback.walk_tb(error.__traceback__)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
