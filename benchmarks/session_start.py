@@ -14,6 +14,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -75,22 +76,17 @@ def start_many() -> tuple[float, float, float]:
     return started_s, reduced_s, used_mb
 
 
-def in_turn(names: list[str], measure: Callable[[str], float], rounds: int) -> dict[str, list[float]]:
-    """Measure each of `names` once in each round."""
-    taken: dict[str, list[float]] = {name: [] for name in names}
-    for _ in range(rounds):
-        for name in names:
-            taken[name].append(measure(name))
-    return taken
-
-
 def measure(rounds: int) -> list[Row]:
     """All bars; one unmeasured session warms the rank server up."""
     many = start_many()
     ours()
-    warm = in_turn(["ddpilot", *PEERS], lambda name: ours() if name == "ddpilot" else in_fresh_process(name), rounds)
-    cold = in_turn(["ddpilot"], in_fresh_process, rounds)["ddpilot"]
-    peers = {name: warm[name] for name in PEERS}
+    ways: dict[str, Callable[[], float]] = {"warm": ours, "cold": lambda: in_fresh_process("ddpilot")}
+    ways |= {name: partial(in_fresh_process, name) for name in PEERS}
+    taken: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, way in ways.items():
+            taken[name].append(way())
+    peers = {name: taken[name] for name in PEERS}
     missing = [name for name, values in peers.items() if any(value != value for value in values)]
     medians = {name: statistics.median(values) for name, values in peers.items() if name not in missing}
     fastest_s = min(medians.values(), default=float("nan"))
@@ -98,11 +94,11 @@ def measure(rounds: int) -> list[Row]:
         f"{name}: did not run" if name in missing else f"{name} {render_values(values)}"
         for name, values in peers.items()
     )
-    warm_s, cold_s = statistics.median(warm["ddpilot"]), statistics.median(cold)
+    warm_s, cold_s = statistics.median(taken["warm"]), statistics.median(taken["cold"])
     return [
         Row(
             what="warm session, 2 ranks, one all_reduce",
-            ours=render_values(warm["ddpilot"]),
+            ours=render_values(taken["warm"]),
             peer=said,
             ratio=f"1/{fastest_s / warm_s:.1f} of the faster",
             bar="at most 1.0 s and 1/5",
@@ -110,7 +106,7 @@ def measure(rounds: int) -> list[Row]:
         ),
         Row(
             what="cold session, 2 ranks, one all_reduce",
-            ours=render_values(cold),
+            ours=render_values(taken["cold"]),
             peer=said,
             ratio=f"1/{fastest_s / cold_s:.1f} of the faster",
             bar="at most 3 s",
