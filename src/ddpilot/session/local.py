@@ -35,6 +35,7 @@ PRELOAD = (
     "ddpilot.session.rank.main",
     "ddpilot.session.rank.warm",
 )
+_SERVER_GONE = "ended with the rank server; `%ddp stop` and `%ddp start` (a new `Session`) begin anew"
 _CHUNK_BYTES = 1 << 16
 _RESTART_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
 
@@ -115,7 +116,11 @@ class LocalRanks:
             self._hub.unwatch(self._job.fileno())
             self._is_finished = True
             for rank in [rank for rank in self._handles if self.is_live(rank)]:
-                self._end(self._handles[rank], None, "the rank server ended, and the ranks with it")
+                self._end(
+                    self._handles[rank],
+                    None,
+                    "ended with the rank server; `%ddp stop` and `%ddp start` (a new `Session`) begin anew",
+                )
             return
         if isinstance(message, Finished):
             self._is_finished = True

@@ -61,6 +61,7 @@ class Ranks:
         self.is_closed = False
         self.is_ending = False
         """Whether the ranks were asked to end, so that their ends are no news."""
+        self._killed: set[int] = set()
         self.since_s: dict[int, float] = {}
         """By rank: since when it is idle, or dead."""
         self._owner_pid = os.getpid()
@@ -171,6 +172,10 @@ class Ranks:
         while any(rank not in self.dead for rank in ranks) and time.monotonic() < limit_s:
             time.sleep(0.005)
 
+    def note_kill(self, ranks: Sequence[int]) -> None:
+        """Remember that these are about to be killed by ddpilot itself."""
+        self._killed.update(ranks)
+
     def set_idle(self, rank: int) -> None:
         """The rank's part of what runs is over."""
         if self.busy.pop(rank, None) is not None:
@@ -259,6 +264,11 @@ class Ranks:
     def _describe_end(self, ended: Ended) -> str:
         if ended.exited is None or ended.reason:
             return ended.reason
+        if ended.rank in self._killed:
+            self._killed.discard(ended.rank)
+            return "was killed by ddpilot, since nothing else stopped it"
+        if ended.exited.signal_name is None:
+            return f"exited with code {ended.exited.exitcode}"
         how, _ = describe_exit(ended.exited, "stop", find_crash_line(self.tails.last_lines(ended.rank)))
         return how
 
@@ -276,7 +286,8 @@ class Ranks:
     def _say_death(self, ended: Ended) -> str:
         if ended.rank == STORE:
             return f"{ended.reason}: ranks cannot form a group any more; restart the session"
-        return f"rank {ended.rank} {self.dead[ended.rank]}; its variables are lost, `restart` brings it back"
+        again = "the next cell starts it anew" if self.options.respawn else "`restart` brings it back"
+        return f"rank {ended.rank} {self.dead[ended.rank]}; its variables are lost, {again}"
 
     def _tick(self, now: float) -> float | None:
         with self._switch:

@@ -19,6 +19,12 @@ FREE = "ddpilot_free"
 REPLY = "ddpilot_reply"
 """The type of the answers to both: content {REPORT_KEY: the report}."""
 
+
+def writable(text: str) -> str:
+    """`text` without what UTF-8 cannot write: a message with half a surrogate pair in it could not be sent."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 Status = Literal["ok", "error"]
 
 
@@ -52,7 +58,7 @@ class Report:
 
     def to_content(self) -> dict[str, Any]:
         """The report as JSON."""
-        return asdict(self)
+        return {name: writable(value) if isinstance(value, str) else value for name, value in asdict(self).items()}
 
     @classmethod
     def from_content(cls, content: Mapping[str, Any]) -> Report | None:

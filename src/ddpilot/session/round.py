@@ -47,7 +47,9 @@ class Round:
         events: queue.SimpleQueue[Event],
         dead: Mapping[int, str],
         done: Callable[[int], None],
+        killed: Callable[[Sequence[int]], None],
         quiet: bool = False,
+        patient: bool = False,
     ) -> None:
         self._outcome = Outcome({part.rank: part for part in parts})
         self._by_id = {part.message_id: part for part in parts}
@@ -60,6 +62,8 @@ class Round:
         self._dead = dead
         self._done = done
         self._quiet = quiet
+        self._is_patient = patient
+        self._killed = killed
         self._failures: list[Failure] = []
         self._steps: list[tuple[float, Callable[[], None]]] = []
         self._free_ids: dict[str, int] = {}
@@ -187,8 +191,13 @@ class Round:
         )
 
     def _on_stop(self, now: float) -> None:
+        if self._is_patient:
+            self._is_patient = False
+            self._view.note("the process group is being made anew, which ends in a moment; stop again to give that up")
+            return
         if self._outcome.was_stopped and self._steps:
-            self._steps = [(now, step) for _, step in self._steps]  # once more: at once
+            early_s = self._steps[0][0] - now  # once more: the next step now, those after it in their time
+            self._steps = [(due_s - early_s, step) for due_s, step in self._steps]
             return
         busy = self._busy()
         if not busy:
@@ -289,6 +298,7 @@ class Round:
     def _kill_ranks(self, ranks: Sequence[int]) -> None:
         if ranks:
             self._view.note(f"killing {render_ranks(ranks)}, which nothing else stops; the variables there are lost")
+            self._killed(ranks)
             self._signal(ranks, signal.SIGKILL)
 
     def _signal(self, ranks: Sequence[int], number: int) -> None:

@@ -244,8 +244,9 @@ class Session:
             return asked if self.options.respawn else tuple(rank for rank in asked if rank not in dead)
         raise LaunchError(
             did,
-            found=f"rank {missing[0]} is dead: it {dead[missing[0]]}",
-            fix=f"`session.restart({missing[0]})` (in a notebook `%ddp restart {missing[0]}`) starts it again",
+            found="; ".join(f"rank {rank} is dead: it {dead[rank]}" for rank in missing),
+            fix=f"`%ddp restart {' '.join(map(str, missing))}` starts {'it' if len(missing) == 1 else 'them'} again, "
+            "and so does `session.restart`",
             rank=missing[0],
         )
 

@@ -27,6 +27,10 @@ class Work:
         self._ranks = ranks
         self._wants_group = False
         self._backend: str | None = None
+        self._is_broken = False
+        """Whether the group was to be made anew and could not be."""
+        self._fresh: frozenset[int] = frozenset()
+        """The ranks that are being started anew."""
 
     def cell(self, code: str, ranks: Sequence[int], *, number: int, quiet: bool, keep_cache: bool) -> Outcome:
         """Run a cell on `ranks`; recover where it fails."""
@@ -38,9 +42,9 @@ class Work:
             "allow_stdin": not quiet,
             "stop_on_error": False,
         }
-        about = {"cell": number, "ranks": self._subset(ranks), "keep_cache": keep_cache}
         with self._ranks.turn(f"running cell {number}") as (events, stops):
             self._mend(events, stops)
+            about = {"cell": number, "ranks": self._subset(ranks), "keep_cache": keep_cache, "blocked": self._blocked()}
             ids = {
                 rank: self._ranks.hub.send(rank, "shell", "execute_request", content, {REPORT_KEY: about})
                 for rank in ranks
@@ -108,7 +112,7 @@ class Work:
         return [] if len(ranks) == self._ranks.world_size else list(ranks)
 
     def _ask(self, rank: int, verb: str, arguments: dict[str, Any], ranks: Sequence[int]) -> str:
-        content = {"verb": verb, "arguments": arguments, "ranks": self._subset(ranks)}
+        content = {"verb": verb, "arguments": arguments, "ranks": self._subset(ranks), "blocked": self._blocked()}
         return self._ranks.hub.send(rank, "shell", REQUEST, content)
 
     def _watch(
@@ -120,6 +124,7 @@ class Work:
         *,
         number: int | None = None,
         quiet: bool = False,
+        patient: bool = False,
     ) -> Outcome:
         ranks = self._ranks
         now = time.monotonic()
@@ -139,6 +144,8 @@ class Work:
                 events=events,
                 dead=ranks.dead,
                 done=ranks.set_idle,
+                killed=ranks.note_kill,
+                patient=patient,
                 quiet=quiet,
             ).run(stops)
         finally:
@@ -149,13 +156,22 @@ class Work:
     def _mend(self, events: queue.SimpleQueue[Event], stops: Stops) -> None:
         """Before new work: bring back ranks that died while nothing ran, where that was asked for."""
         if self._ranks.options.respawn and self._ranks.dead:
-            self._restart(sorted(self._ranks.dead), events, stops)
+            self._respawn(events, stops)
+        elif self._is_broken:
+            self._regroup(events, stops)
+
+    def _respawn(self, events: queue.SimpleQueue[Event], stops: Stops) -> None:
+        dead = sorted(self._ranks.dead)
+        self._restart(dead, events, stops)
+        self._ranks.view.note(f"{render_ranks(dead)} started anew (`respawn`), with no variables")
 
     def _restart(self, ranks: Sequence[int], events: queue.SimpleQueue[Event], stops: Stops) -> None:
         for rank in ranks:
             self._ranks.end_process(rank, events)
         self._ranks.start_processes(ranks, events)
+        self._fresh = frozenset(ranks)
         self._regroup(events, stops)
+        self._fresh = frozenset()
 
     def _recover(self, outcome: Outcome, events: queue.SimpleQueue[Event], stops: Stops) -> None:
         reports = [part.report for part in outcome.parts.values() if part.report is not None]
@@ -166,7 +182,7 @@ class Work:
         self._wants_group = self._wants_group or any(report.has_group for report in (*reports, *freed))
         self._backend = next((report.value["backend"] for report in freed if report.has_group), self._backend)
         if self._ranks.dead and self._ranks.options.respawn:
-            self._restart(sorted(self._ranks.dead), events, stops)
+            self._respawn(events, stops)
         else:
             self._regroup(events, stops)
 
@@ -177,33 +193,37 @@ class Work:
         enter = self._wants_group and not dead
         began_s = time.monotonic()
         arguments = {"generation": self._ranks.generation, "enter": enter, "backend": self._backend}
-        outcome = self._request_all("rebuild", arguments, events, stops)
-        if dead:
-            one = len(dead) == 1
-            reason = (
-                f"{render_ranks(dead)} {'is' if one else 'are'} dead; restart {'it' if one else 'them'} "
-                f"(`%ddp restart {' '.join(map(str, dead))}`, `session.restart({dead[0]})`)"
-            )
-            self._request_all("block", {"reason": reason}, events, stops)
-        elif enter:
+        live = self._ranks.live
+        ids = {rank: self._ask(rank, "rebuild", arguments, live) for rank in live}
+        outcome = self._watch(ids, "making the group anew", events, stops, patient=True)
+        self._is_broken = enter and not outcome.is_ok
+        if enter:
             self._say_rebuilt(outcome, time.monotonic() - began_s)
 
-    def _request_all(
-        self, verb: str, arguments: dict[str, Any], events: queue.SimpleQueue[Event], stops: Stops
-    ) -> Outcome:
-        live = self._ranks.live
-        ids = {rank: self._ask(rank, verb, arguments, live) for rank in live}
-        return self._watch(ids, f"the request `{verb}`", events, stops)
+    def _blocked(self) -> str:
+        """Why no rank can enter a group now; empty where all live."""
+        dead = sorted(self._ranks.dead)
+        if not dead:
+            return ""
+        verb, what = ("is", "it") if len(dead) == 1 else ("are", "them")
+        return (
+            f"{render_ranks(dead)} {verb} dead; restart {what} "
+            f"(`%ddp restart {' '.join(map(str, dead))}`, `session.restart({dead[0]})`)"
+        )
 
     def _say_rebuilt(self, outcome: Outcome, duration_s: float) -> None:
         note: Callable[[str], None] = self._ranks.view.note
         values = [part.report.value for part in outcome.parts.values() if part.report and part.report.value]
         if not outcome.is_ok or not values:
-            note("the group could not be rebuilt: restart the session (its variables go), or save what you need first")
+            note("the process group could not be made anew; variables are kept, and the next cell tries again")
             return
         rebound = max(value["rebound"] for value in values)
         models = f"; {rebound} DDP model{'s' * (rebound > 1)} bound to it" if rebound else ""
-        note(f"the process group was freed and rebuilt in {duration_s:.1f} s, variables are kept{models}")
+        kept = ", variables are kept" if any(rank not in self._fresh for rank in self._ranks.live) else ""
+        note(f"the process group was freed and rebuilt in {duration_s:.1f} s{kept}{models}")
+        lost = sorted({text for value in values for text in value["lost"]})
+        if lost:
+            note(f"gone with the old group, make anew what you still need: {', '.join(lost)}")
         for unbound in sorted({text for value in values for text in value["unbound"]}):
             note(f"not bound to the new group: {unbound}")
         disagreements = values[0]["disagreements"]

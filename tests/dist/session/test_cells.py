@@ -188,3 +188,20 @@ def test_wrong_use_says_the_right_use(start: Start) -> None:
     session.stop()
     with pytest.raises(LaunchError, match="the session was stopped"):
         session.execute("1")
+
+
+def test_text_that_utf8_cannot_write_arrives_escaped(start: Start, view: Kept) -> None:
+    """Half a surrogate pair, in a line and in an error, keeps no rank from answering."""
+    session = start(2)
+    session.execute("print('before', chr(0xD800), 'after')")
+    assert view.texts[0] == "before \\ud800 after\n"
+    with pytest.raises(RankError, match="ValueError: half"):
+        session.execute("raise ValueError('half ' + chr(0xD800))")
+    session.execute("print('on')")
+
+
+def test_a_result_that_cannot_be_shown_says_why(start: Start, view: Kept) -> None:
+    """The traceback of a `__repr__` that raises is on stderr, as in a notebook; the cell is not a failure."""
+    session = start(2)
+    session.execute("class Odd:\n    def __repr__(self): raise ValueError('bad repr')\nOdd()")
+    assert "bad repr" in view.texts[0]

@@ -122,3 +122,12 @@ def test_a_new_group_after_a_failure_has_the_users_backend(start: Start) -> None
     with pytest.raises(RankError):
         session.execute("if rank == 0: 1 / 0\ndist.barrier()")
     session.execute("assert dist.get_backend() == 'gloo'; dist.barrier()")
+
+
+def test_what_went_with_the_old_group_is_said(start: Start, view: Kept) -> None:
+    """Groups of new_group and what holds one cannot be given the new group."""
+    session = start(2)
+    session.execute("import torch.distributed as dist\npair = dist.new_group([0, 1]); dist.barrier(pair)")
+    with pytest.raises(RankError):
+        session.execute("if rank == 0: 1 / 0\ndist.barrier()")
+    assert any("gone with the old group" in note and "1 group of `new_group`" in note for note in view.notes)

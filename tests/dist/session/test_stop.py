@@ -3,15 +3,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
+import signal
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 
 import psutil
 import pytest
 
-from ddpilot import LaunchInterrupted, Session
+from ddpilot import LaunchInterrupted, RankError, Session
 from tests.dist.session.conftest import MODEL, Kept, pressing_stop
 
 Start = Callable[..., Session]
@@ -54,6 +58,7 @@ def test_a_rank_that_nothing_else_stops_is_killed_and_that_is_said(start: Start,
         session.execute("if rank == 1: sum(range(10**12))\ngroup.barrier()")
     assert time.monotonic() - began_s < LIMIT_S
     assert any("killing rank 1, which nothing else stops" in note for note in view.notes)
+    assert session.status()[1].reason == "was killed by ddpilot, since nothing else stopped it"
     session.restart(1)
     session.execute("group.barrier(); assert ('kept' in globals()) == (rank == 0)")
 
@@ -87,8 +92,6 @@ def test_stop_while_data_loader_workers_run_leaves_none_behind(start: Start, req
 
 def test_interrupt_from_another_thread_is_the_stop_button(start: Start) -> None:
     """And says whether there was anything to stop."""
-    import threading
-
     session = start(2)
     assert not session.interrupt()
     timer = threading.Timer(0.3, session.interrupt)
@@ -110,3 +113,30 @@ def test_stop_while_input_waits(start: Start, view: Kept) -> None:
     with pytest.raises(LaunchInterrupted):
         session.execute("input('name? ')", ranks=[0])
     session.execute("group.barrier()")
+
+
+def test_a_double_click_kills_no_rank_that_freeing_would_have_freed(start: Start, view: Kept) -> None:
+    """The second press takes the next step early, and the steps after it keep their distance."""
+    session = start(2)
+    session.execute("kept = rank; group.barrier()")
+    before = session.pids()
+    with pressing_stop(0.4, 0.5, 0.6), pytest.raises(LaunchInterrupted):
+        session.execute("if rank == 0: group.barrier()")
+    assert session.pids() == before, view.notes
+    session.execute("group.barrier(); assert kept == rank")
+
+
+@pytest.mark.parametrize("after_s", [0.12, 0.2, 0.3])
+def test_a_stop_while_the_group_is_made_anew_lets_that_end(start: Start, view: Kept, after_s: float) -> None:
+    """Cut short it would leave ranks in different groups; the next cell works, and everything is kept."""
+    session = start(2)
+    session.execute(MODEL + "kept = rank; step()")
+    presses = [threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGINT))]
+    show = view.error
+    view.error = lambda error: (show(error), presses[0].start())  # type: ignore[assignment,method-assign,func-returns-value]
+    with contextlib.suppress(RankError, KeyboardInterrupt):  # where it comes after the cell, it is an ordinary one
+        session.execute("if rank: raise ValueError('x')\nstep()")
+    with contextlib.suppress(KeyboardInterrupt):
+        presses[0].join()
+    assert not any("could not be made anew" in note for note in view.notes)
+    session.execute("step(); assert kept == rank")

@@ -35,6 +35,11 @@ class Display:
         self._hidden_bytes: dict[int, int] = {}
         self._bar: tuple[str, str] | None = None  # stream, text
 
+    @property
+    def limit_bytes(self) -> int | None:
+        """How much of what each rank prints is shown; None for all of it."""
+        return self._limit_bytes
+
     def hides(self, rank: int) -> bool:
         """Whether nothing more of `rank` will be shown, so that its output need not be cut into lines."""
         is_over = self._limit_bytes is not None and self._shown_bytes.get(rank, 0) > self._limit_bytes

@@ -62,6 +62,7 @@ def make_app(connection_file: Path, ipython_folder: Path) -> RankApp:
         app = RankApp(
             config=config,
             connection_file=str(connection_file),
+            outstream_class="ddpilot.session.rank.streams.RankStream",
             capture_fd_output=False,  # the session reads descriptors 1 and 2 itself: a rank's last words come through
             quiet=True,
             user_ns=vars(main),

@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from ddpilot.launching.victims import is_victim
 from ddpilot.session.rank.tidy import forget_error, tidy
-from ddpilot.session.report import FREE, REPLY, REPORT_KEY, REQUEST, Report
+from ddpilot.session.report import FREE, REPLY, REPORT_KEY, REQUEST, Report, writable
 
 if TYPE_CHECKING:
     from ddpilot.session.rank.requests import Requests
@@ -129,7 +129,7 @@ class RankKernel(IPythonKernel):
         shell.execution_count = about.get("cell", shell.execution_count)
         shell.failure = None
         shell.is_freed = False
-        self.requests.space.begin(tuple(about.get("ranks", ())))
+        self.requests.space.begin(tuple(about.get("ranks", ())), about.get("blocked", ""))
         try:
             reply: dict[str, Any] = await super().do_execute(code, silent, *args, **kwargs)
         except Exception as error:  # noqa: BLE001  # without a reply the session would wait for ever
@@ -137,6 +137,12 @@ class RankKernel(IPythonKernel):
             reply = {"status": "error", "ename": type(error).__name__, "evalue": str(error), "traceback": []}
         finally:
             self.requests.space.end()
+        if reply["status"] == "ok" and shell.failure is not None:  # such as a `__repr__` that raises
+            sys.stderr.write("\n".join(shell._last_traceback or ()) + "\n")
+        for name in ("ename", "evalue"):
+            if name in reply:
+                reply[name] = writable(reply[name])
+        reply["traceback"] = [writable(line) for line in reply.get("traceback", ())]
         reply[REPORT_KEY] = self._report(reply).to_content()
         shell.failure = None
         forget_error(shell)
@@ -180,7 +186,7 @@ class RankKernel(IPythonKernel):
     async def on_request(self, stream: Any, ident: Any, parent: Any) -> None:
         """Serve one of the session's own requests in the main thread, like a cell."""
         content = parent["content"]
-        self.requests.space.begin(tuple(content.get("ranks", ())))
+        self.requests.space.begin(tuple(content.get("ranks", ())), content.get("blocked", ""))
         try:
             report = self.requests.serve(content)
         finally:

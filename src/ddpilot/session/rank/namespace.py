@@ -33,17 +33,17 @@ class Space:
         )
         self.device = use_device(choice)
         self.counter = CollectiveCounter()
-        self.blocked = ""
-        """Why the group cannot be entered now; empty where it can."""
+        self._blocked = ""
         self._running: tuple[int, ...] = ()
         self._group: Group | None = None
         self._entering = False
         self._apps = [find_app(name) for name in start.apps]
         self._cleanup = ExitStack()
 
-    def begin(self, ranks: tuple[int, ...]) -> None:
-        """A cell or request starts that runs on `ranks`; () where all ranks run it."""
+    def begin(self, ranks: tuple[int, ...], blocked: str) -> None:
+        """A cell or request starts that runs on `ranks`; () where all ranks run it. `blocked`: why no group can be."""
         self._running = ranks
+        self._blocked = blocked
         self.counter.begin()
 
     def end(self) -> None:
@@ -70,8 +70,8 @@ class Space:
 
     def _refuse_alone(self) -> None:
         did = f"entering the group of {self.topology.world_size} ranks"
-        if self.blocked:
-            raise GroupError(did, found=self.blocked, fix="", rank=self.topology.rank)
+        if self._blocked:
+            raise GroupError(did, found=self._blocked, rank=self.topology.rank)
         missing = sorted({*range(self.topology.world_size)} - {*self._running}) if self._running else []
         if missing:
             raise GroupError(

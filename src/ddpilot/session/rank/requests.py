@@ -25,6 +25,7 @@ from ddpilot.launching.shipping.blame import ship
 from ddpilot.launching.shipping.pickling import importable_from_main, map_parcel, open_parcel, pack_parcel
 from ddpilot.session.parcels import ParcelPort
 from ddpilot.session.rank.kernel import RankKernel, report_error
+from ddpilot.session.rank.lost import find_lost
 from ddpilot.session.rank.namespace import Space
 from ddpilot.session.rank.tidy import forget_error
 from ddpilot.session.report import Report
@@ -47,7 +48,6 @@ class Requests:
             "call": self._call,
             "push": self._push,
             "pull": self._pull,
-            "block": self._block,
             "rebuild": self._rebuild,
             "finish": lambda: None,
         }
@@ -106,13 +106,10 @@ class Requests:
             )
         return eval(expression, names)
 
-    def _block(self, reason: str) -> None:
-        self.space.blocked = reason
-
     def _rebuild(self, generation: int, enter: bool, backend: str | None) -> dict[str, Any]:
         """Leave whatever group there was; with `enter`, enter a new one with all ranks. Collective then."""
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(generation)
-        self.space.blocked = ""
+        lost = find_lost()
         if not enter:
             take_down(healthy=False)
             return {}
@@ -128,6 +125,7 @@ class Requests:
             "rebound": rebuilt.rebound,
             "unbound": list(rebuilt.unbound),
             "disagreements": list(rebuilt.disagreements),
+            "lost": lost,
         }
 
     def _bind(self, definitions: list[Any]) -> None:

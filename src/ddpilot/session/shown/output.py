@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 
 from ddpilot.launching.output.collapse import Collapser, Waiting
@@ -36,17 +36,35 @@ class CellOutput:
         self._drawn_s = 0.0
         self._is_new = False
         self._num_unshown_bytes = 0
+        self._taken_bytes: Counter[int] = Counter()
 
     def text(self, rank: int, stream: str, data: bytes, now_s: float, *, past_python: bool = False) -> None:
         """Bytes that a rank printed. Python's own and those of other code are cut into lines apart."""
         if self.screen.hides(rank):
             self.screen.count_hidden(rank, len(data))
             return
+        data = self._cut(rank, data)
         for piece in self._splitters[rank, stream, past_python].feed(data):
             self._take(rank, stream, piece, now_s)
         self._num_unshown_bytes += len(data)
         if self._num_unshown_bytes > _FLOOD_BYTES:
             self._emit_ready(now_s)
+
+    def _cut(self, rank: int, data: bytes) -> bytes:
+        """What of `data` is within the limit, counted as it comes: a flood waits for its like, all of it at once.
+
+        A bar that redraws itself does not count, since little of it is shown.
+        """
+        limit = self.screen.limit_bytes
+        if limit is None or b"\r" in data:
+            return data
+        room = max(0, limit - self._taken_bytes[rank])
+        self._taken_bytes[rank] += len(data)
+        if len(data) <= room:
+            return data
+        end = data.rfind(b"\n", 0, room) + 1 or room
+        self.screen.count_hidden(rank, len(data) - end)
+        return data[:end] if data[:end].endswith(b"\n") or not end else data[:end] + b"\n"
 
     def result(self, rank: int, text: str, now_s: float) -> None:
         """Text that stays together: collapsed as a whole or not at all."""

@@ -13,6 +13,10 @@ from ddpilot.session.shown.rich import Rich
 class Screen(Protocol):
     """Shows the output of one cell. `items` are displays that look the same, by rank."""
 
+    @property
+    def limit_bytes(self) -> int | None:
+        """How much of what each rank prints is shown; None for all of it."""
+
     def hides(self, rank: int) -> bool:
         """Whether nothing more that `rank` prints will be shown."""
 
