@@ -18,14 +18,14 @@ from typing import Any
 from jupyter_client.session import new_id_bytes
 
 from ddpilot.errors import LaunchError
-from ddpilot.launching.crash import find_crash_line
-from ddpilot.launching.failures import describe_exit
+from ddpilot.launching.local import wire
 from ddpilot.launching.local.jobs import STORE
 from ddpilot.launching.local.process import STACKS_SIGNAL
 from ddpilot.launching.options import LaunchOptions
 from ddpilot.record.hook import HOOK, RING_DIR_VARIABLE
 from ddpilot.session.apps import find_app, present_modules
 from ddpilot.session.channels import Connection
+from ddpilot.session.endings import describe_end
 from ddpilot.session.events import Ended, Event, Interrupted, Said, Wrote
 from ddpilot.session.folder import make_folder, remove_folder
 from ddpilot.session.hosts import RankHost
@@ -132,7 +132,15 @@ class Ranks:
             start = self._kernel_start()
             connection = Connection(str(self.folder / start.stem(rank)), new_id_bytes())
             connection.write(start.connection_file(rank))
-            self.hub.call(functools.partial(self._start_one, rank, connection))
+            try:
+                self.hub.call(functools.partial(self._start_one, rank, connection))
+            except wire.Closed as error:
+                raise LaunchError(
+                    f"starting rank {rank}",
+                    found="the rank server is gone",
+                    fix="`%ddp stop` and `%ddp start` (a new `Session`) begin anew",
+                    rank=rank,
+                ) from error
         await_ready(self.hub, ranks, events, self._say_end)
 
     def _start_one(self, rank: int, connection: Connection) -> None:
@@ -258,19 +266,9 @@ class Ranks:
         if ended.rank == STORE:
             return
         self.hub.disconnect(ended.rank)
-        self.dead[ended.rank] = self._describe_end(ended)
+        self.dead[ended.rank] = describe_end(ended, ended.rank in self._killed, self.tails.last_lines(ended.rank))
+        self._killed.discard(ended.rank)
         self.since_s[ended.rank] = time.monotonic()
-
-    def _describe_end(self, ended: Ended) -> str:
-        if ended.exited is None or ended.reason:
-            return ended.reason
-        if ended.rank in self._killed:
-            self._killed.discard(ended.rank)
-            return "was killed by ddpilot, since nothing else stopped it"
-        if ended.exited.signal_name is None:
-            return f"exited with code {ended.exited.exitcode}"
-        how, _ = describe_exit(ended.exited, "stop", find_crash_line(self.tails.last_lines(ended.rank)))
-        return how
 
     def show_idle(self, event: Event) -> None:
         """Show what came outside a cell."""

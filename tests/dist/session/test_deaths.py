@@ -108,8 +108,10 @@ def test_the_end_of_the_rank_server_is_the_end_of_all_ranks_and_said(start: Star
     for pid in server_pids():
         os.kill(pid, signal.SIGKILL)
     wait_until(lambda: session.pids() == {}, limit_s=10)
-    with pytest.raises(LaunchError, match="is dead"):
+    with pytest.raises(LaunchError, match="is dead: it ended with the rank server"):
         session.execute("1")
+    with pytest.raises(LaunchError, match="the rank server is gone"):
+        session.restart()
     session.stop()
     start(2).execute("group.barrier()")
 

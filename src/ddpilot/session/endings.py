@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a rank of a session ended, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ddpilot.launching.crash import find_crash_line
+from ddpilot.launching.failures import describe_exit
+from ddpilot.session.events import Ended
+
+
+def describe_end(ended: Ended, was_killed: bool, last_lines: Sequence[str]) -> str:
+    """The rest of a sentence that begins with the rank. `was_killed`: by ddpilot itself, after a stop or a failure."""
+    if ended.exited is None or ended.reason:
+        return ended.reason
+    if was_killed:
+        return "was killed by ddpilot, since nothing else stopped it"
+    if ended.exited.signal_name is None:
+        return f"exited with code {ended.exited.exitcode}"
+    how, _ = describe_exit(ended.exited, "the session", find_crash_line(last_lines))
+    return how
