@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -128,6 +129,21 @@ def test_input_asks_here_and_answers_there(start: Start, view: Kept) -> None:
         session.execute("input()", ranks=[0])
 
 
+def test_input_waits_for_the_connection_to_be_asked_over(start: Start, view: Kept) -> None:
+    """A question that comes before the session's connection for questions is not lost."""
+    session = start(2)
+    hub = session._ranks.hub
+    channel = hub._channels[1].sockets["stdin"]
+    url = channel.last_endpoint
+    hub.call(lambda: channel.disconnect(url))
+    view.answers = ["Ada"]
+    connecting = threading.Timer(0.5, lambda: hub.call(lambda: channel.connect(url)))
+    connecting.start()
+    session.execute("print(input('name? '))", ranks=[1])
+    connecting.join()
+    assert view.texts == {1: "Ada\n"}
+
+
 def test_output_between_cells_is_not_lost(start: Start, view: Kept) -> None:
     """A thread that prints on after its cell is shown, and a full pipe blocks no rank."""
     session = start(2)
@@ -142,8 +158,6 @@ def test_output_between_cells_is_not_lost(start: Start, view: Kept) -> None:
 
 def test_stacks_say_where_ranks_are_now(start: Start) -> None:
     """The user's frames, by cell and line, also while a rank is stuck in C++; idle where nothing runs."""
-    import threading
-
     session = start(2)
     session.execute("group.barrier()")
     assert session.stacks() == {0: "idle", 1: "idle"}

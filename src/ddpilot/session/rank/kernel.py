@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+import zmq
 from ipykernel.compiler import XCachingCompiler
 from ipykernel.ipkernel import IPythonKernel
 from ipykernel.zmqshell import ZMQInteractiveShell
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from ddpilot.session.rank.stopping import StopHandler
 
 CELL = "Cell In["
+_CONNECT_S = 0.01
+"""How long a question waits before it is asked again of a session that is not connected yet."""
 
 
 @contextlib.contextmanager
@@ -116,6 +119,17 @@ class RankKernel(IPythonKernel):
     def _reply(self, stream: Any, kind: str, report: Report, parent: Any, ident: Any) -> None:
         assert self.session is not None
         self.session.send(stream, kind, {REPORT_KEY: report.to_content()}, parent, ident=ident)
+
+    def _input_request(self, *args: Any, **kwargs: Any) -> str:
+        # A router drops what it has no connection for, and the session's to this channel may be the last to come.
+        self.stdin_socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        while True:
+            try:
+                return str(super()._input_request(*args, **kwargs))
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:
+                    raise
+            time.sleep(_CONNECT_S)
 
     def pre_handler_hook(self) -> None:
         """Before a cell or a request: SIGINT stops it."""
