@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 
 import pytest
+import zmq
 
 from ddpilot import LaunchError, RankError, Session
 from tests.dist.session.conftest import Kept
@@ -134,7 +135,7 @@ def test_input_waits_for_the_connection_to_be_asked_over(start: Start, view: Kep
     session = start(2)
     hub = session._ranks.hub
     channel = hub._channels[1].sockets["stdin"]
-    url = channel.last_endpoint
+    url = channel.getsockopt_string(zmq.LAST_ENDPOINT)
     hub.call(lambda: channel.disconnect(url))
     view.answers = ["Ada"]
     connecting = threading.Timer(0.5, lambda: hub.call(lambda: channel.connect(url)))
