@@ -27,6 +27,7 @@ _KILL_SILENT_AFTER_S = 2.0
 _KILL_AFTER_S = 2.5
 _FREE_AFTER_FAILURE_S = 0.1
 _INTERRUPT_AFTER_FAILURE_S = 0.8
+_AGAIN_AFTER_FAILURE_S = 1.6
 _FREE_LIMIT_S = 3.0
 _LONGEST_WAIT_S = 0.5
 _INTERNAL_KINDS = frozenset({"status", "execute_input", "error", "iopub_welcome", "debug_event"})
@@ -242,6 +243,7 @@ class Round:
         self._steps = [
             (now + _FREE_AFTER_FAILURE_S, self._free),
             (now + _INTERRUPT_AFTER_FAILURE_S, self._interrupt_others),
+            (now + _AGAIN_AFTER_FAILURE_S, self._interrupt),
             (now + _KILL_SILENT_AFTER_S, self._kill_silent),
             (now + _KILL_AFTER_S, self._kill),
         ]

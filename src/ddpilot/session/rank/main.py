@@ -16,6 +16,7 @@ from ddpilot.session.rank.namespace import fill_namespace
 from ddpilot.session.rank.requests import Requests
 from ddpilot.session.rank.start import KernelStart
 from ddpilot.session.rank.stopping import StopHandler
+from ddpilot.session.rank.workers import end_workers_soon
 
 
 def serve_kernel(start: KernelStart) -> None:
@@ -27,6 +28,7 @@ def serve_kernel(start: KernelStart) -> None:
     kernel.requests = Requests(kernel, space, start.parcel_socket(rank))
     kernel.stop_handler = StopHandler(app.control_thread.io_loop)
     _wake_on_signals()
+    end_workers_soon()
     gc.collect()
     gc.freeze()  # what is here now is here for good: collecting after a cell looks at what the user made only
     app.start()
