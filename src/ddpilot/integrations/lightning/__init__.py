@@ -1,2 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lightning: a `Trainer` or `Fabric` with a single process's arguments runs on all ranks of a session."""
+"""Lightning, as `lightning` or `pytorch_lightning`: importing this registers the strategy "ddpilot" with both.
+
+`Trainer(devices=2, strategy="ddpilot")` and `Fabric(devices=2, strategy="ddpilot")` then start their ranks from
+ddpilot's rank server, in a notebook too, in which torch or CUDA has been used. It does not matter which of the two
+imports stands first, and this one imports neither Lightning nor torch.
+
+In a session, the app "lightning" lets a `Trainer` or `Fabric` with a single process's arguments run on all ranks.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from ddpilot.integrations.lightning.registering import register, use_for_notebooks
+
+__all__ = ["DdpilotFabricStrategy", "DdpilotStrategy", "RanksStopped", "use_for_notebooks"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "RanksStopped":
+        return importlib.import_module("ddpilot.integrations.lightning.launcher").RanksStopped
+    if name in ("DdpilotStrategy", "DdpilotFabricStrategy"):
+        strategies = importlib.import_module("ddpilot.integrations.lightning.strategies")
+        return strategies.default_strategy_class(for_fabric=name == "DdpilotFabricStrategy")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; its names are {', '.join(__all__)}")
+
+
+register()

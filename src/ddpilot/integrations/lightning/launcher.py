@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parent's half of a launch by Lightning: the trainer goes to the ranks, and what they made of it comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from ddpilot.api.launch import Launcher
+from ddpilot.errors import LaunchError, LaunchInterrupted
+from ddpilot.integrations.lightning.global_state import GlobalState
+from ddpilot.integrations.lightning.namespaces import namespace_of
+from ddpilot.integrations.lightning.on_rank import OnRank, run_fabric, run_trainer
+from ddpilot.integrations.lightning.outcome import apply_outcome
+from ddpilot.integrations.lightning.predictions import join_predictions
+
+HEAVY = "ddpilot.integrations.lightning.heavy"
+
+
+class RanksStopped(BaseException):
+    """The stop button or Ctrl-C ended the ranks of a Trainer; all of them are gone, and nothing came back.
+
+    No KeyboardInterrupt: Lightning answers one by ignoring every later Ctrl-C of this process and leaving it.
+    """
+
+    def _render_traceback_(self) -> list[str]:
+        """For IPython: one line, since where the parent waited says nothing."""
+        return [f"RanksStopped: {self}"]
+
+
+class RankServerLauncher:
+    """What a strategy of Lightning's asks to start its processes. All of them have ended when `launch` returns."""
+
+    is_interactive_compatible = True
+
+    def __init__(self, strategy: Any, options: Launcher) -> None:
+        self._strategy = strategy
+        self._options = options
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        """Run `function(*args, **kwargs)` on one rank for each device of the strategy; what rank 0's returned.
+
+        With a `trainer`, its progress, metrics, callbacks, loggers and, after `fit`, the weights of its model are then
+        those of rank 0, and predictions of all ranks come in the order of the dataset.
+        """
+        try:
+            if trainer is None:
+                return self._launch_fabric(function, args, kwargs)
+            return self._launch_trainer(function, args, kwargs, trainer)
+        except LaunchInterrupted as interrupt:
+            raise RanksStopped(str(interrupt)) from None
+
+    def _launch_fabric(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        inner = getattr(function, "args", (function,))[0]
+        if inner is getattr(namespace_of(self._strategy).of_fabric("fabric"), "_do_nothing", None):
+            name = type(self._strategy).__name__
+            raise TypeError(
+                f"{name} starts its ranks from here: give `Fabric.launch` the function that they are to run, as in "
+                "`fabric.launch(train)`, where `train(fabric)` is your code"
+            )
+        rank_function = OnRank(run_fabric, f"Fabric.launch({getattr(inner, '__name__', type(inner).__name__)})")
+        return self._run(rank_function, self._strategy, function, args, kwargs)[0]
+
+    def _launch_trainer(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], trainer: Any
+    ) -> Any:
+        name = getattr(function, "__name__", "run").removeprefix("_").removesuffix("_impl")
+        outcomes = list(self._run(OnRank(run_trainer, f"Trainer.{name}"), trainer, function, args, kwargs))
+        apply_outcome(trainer, outcomes[0])
+        predictions = join_predictions([outcome.predictions for outcome in outcomes])
+        if predictions is None and outcomes[0].results and name == "predict" and len(outcomes) > 1:
+            warn = namespace_of(trainer).of_trainer("utilities.rank_zero").rank_zero_warn
+            warn("The samples of this data loader have no numbers, so only what rank 0 predicted was returned.")
+        return outcomes[0].results if predictions is None else predictions
+
+    def _run(self, rank_function: OnRank, owner: Any, function: Any, args: Any, kwargs: Any) -> Any:
+        strategy = self._strategy
+        if strategy.num_nodes > 1:
+            raise LaunchError(
+                f"starting the ranks of `{rank_function.__qualname__}`",
+                found=f"`num_nodes={strategy.num_nodes}`, and a launch from here reaches this machine alone",
+                fix="Start the script on each node with `ddpilot run` or torchrun; the strategy then starts nothing",
+            )
+        preload = (HEAVY, *self._options.preload)
+        launcher = replace(self._options, nproc_per_node=strategy.num_processes, preload=preload)
+        return launcher.run(rank_function, owner, function, args, kwargs, GlobalState.capture())
+
+    def kill(self, signum: int) -> None:
+        """For Lightning's signal handlers: `launch` itself passes a stop on, and no rank outlives it."""
