@@ -46,4 +46,14 @@ class Outcome:
     @property
     def is_ok(self) -> bool:
         """Whether every rank did its part."""
-        return self.error is None and not self.was_stopped
+        return not self.was_cut
+
+    @property
+    def was_cut(self) -> bool:
+        """Whether it is known that it failed, or a person stopped it."""
+        return self.error is not None or self.was_stopped
+
+    @property
+    def busy(self) -> tuple[int, ...]:
+        """The ranks whose part is not over."""
+        return tuple(part.rank for part in self.parts.values() if not part.is_over)

@@ -11,6 +11,7 @@ from typing import Any
 
 from ddpilot.errors import LaunchError, LaunchInterrupted
 from ddpilot.findings.words import render_ranks
+from ddpilot.session.bystanders import Bystanders
 from ddpilot.session.events import Ended, Event, Said
 from ddpilot.session.outcome import Outcome, Part
 from ddpilot.session.parcels import ParcelCall
@@ -136,20 +137,22 @@ class Work:
         try:
             return Round(
                 parts,
+                ranks,
                 name=name,
-                hub=ranks.hub,
-                host=ranks.host,
-                view=ranks.view,
-                tails=ranks.tails,
                 events=events,
-                dead=ranks.dead,
-                done=ranks.set_idle,
-                killed=ranks.note_kill,
+                look=None if number is None else self._make_look(tuple(ids), name),
                 patient=patient,
                 quiet=quiet,
             ).run(stops)
         finally:
             ranks.view.end()
+
+    def _make_look(self, ids: Sequence[int], name: str) -> Callable[[Sequence[int], float], None] | None:
+        ranks = self._ranks
+        others = {*ranks.live} - {*ids}
+        if not others:
+            return None
+        return Bystanders(ids, others, folder=ranks.folder, name=name, note=ranks.view.note).look
 
     # recovery
 

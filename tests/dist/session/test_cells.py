@@ -9,7 +9,8 @@ from collections.abc import Callable
 import pytest
 import zmq
 
-from ddpilot import LaunchError, RankError, Session
+from ddpilot import LaunchError, LaunchInterrupted, RankError, Session
+from tests.dist.launching.scripts import wait_until
 from tests.dist.session.conftest import Kept
 
 Start = Callable[..., Session]
@@ -220,3 +221,28 @@ def test_a_result_that_cannot_be_shown_says_why(start: Start, view: Kept) -> Non
     session = start(2)
     session.execute("class Odd:\n    def __repr__(self): raise ValueError('bad repr')\nOdd()")
     assert "bad repr" in view.texts[0]
+
+
+def test_a_collective_in_a_cell_on_some_ranks_is_named_and_the_next_cell_works(start: Start, view: Kept) -> None:
+    """It waits for ranks that do not run the cell; a group of those that do is used as ever."""
+    session = start(3)
+    session.execute("import torch, torch.distributed as dist\npair = dist.new_group([0, 1])")
+    session.execute("dist.barrier(pair)", ranks=[0, 1])
+
+    def stop_once_noted() -> None:
+        try:
+            wait_until(lambda: bool(view.notes), limit_s=30)
+        finally:
+            session.interrupt()
+
+    stopper = threading.Thread(target=stop_once_noted)
+    stopper.start()
+    with pytest.raises(LaunchInterrupted):
+        session.execute("ones = torch.ones(1)\ndist.all_reduce(ones)", ranks=[0], cell=7)
+    stopper.join()
+    assert view.notes[0] == (
+        "rank 0 waits in all_reduce of Cell In[7], line 2, which every rank must call, but the cell runs on rank 0 "
+        "only: press stop, and run it on all ranks"
+    )
+    assert sum("must call" in note for note in view.notes) == 1
+    session.execute("dist.barrier()")

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A cell on some ranks that has begun a collective which needs the others too: it waits for ever, and that is said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+from ddpilot.errors import RecordError
+from ddpilot.findings.words import render_ranks
+from ddpilot.record.hook import ring_path
+from ddpilot.record.log import Collective
+from ddpilot.record.now import RankNow, read_now
+
+_AFTER_S = 3.0
+_WAITS_S = 2.0
+_INTERVAL_S = 1.0
+
+
+class Bystanders:
+    """Looks every second, three seconds into a cell at the earliest, until there is something to `note`: once.
+
+    `ranks`: those that run the cell, `others`: those that do not; `folder`: of their rings; `name`: "Cell In[7]".
+    """
+
+    def __init__(
+        self, ranks: Iterable[int], others: Iterable[int], *, folder: Path, name: str, note: Callable[[str], None]
+    ) -> None:
+        self._ranks = tuple(ranks)
+        self._others = frozenset(others)
+        self._folder = folder
+        self._name = name
+        self._note = note
+        self._due_s: float | None = None
+
+    def look(self, busy: Sequence[int], now_s: float) -> None:
+        """Say it where one of the `busy` ranks has sat in such a collective for more than two seconds."""
+        if self._due_s is None:
+            self._due_s = now_s + _AFTER_S
+        if now_s < self._due_s:
+            return
+        self._due_s = now_s + _INTERVAL_S
+        stuck: dict[tuple[str, str], list[int]] = {}
+        for rank, pending in self._pending(busy, now_s):
+            missing = self._missing(pending)
+            if missing:
+                stuck.setdefault((self._describe(pending), self._need(pending, missing)), []).append(rank)
+        if stuck:
+            (where, need), ranks = next(iter(stuck.items()))
+            self._due_s = float("inf")
+            self._note(
+                f"{render_ranks(ranks)} wait{'s' * (len(ranks) == 1)} in {where}, {need}, but the cell runs on "
+                f"{render_ranks(self._ranks)} only: press stop, and run it on all ranks"
+            )
+
+    def _pending(self, busy: Sequence[int], now_s: float) -> Iterator[tuple[int, Collective]]:
+        for rank in busy:
+            now = self._read(rank)
+            pending = now.waiting if now is not None else None
+            if pending is not None and now_s - pending.start_ns / 1e9 >= _WAITS_S:
+                yield rank, pending
+
+    def _missing(self, pending: Collective) -> frozenset[int]:
+        """Ranks that `pending` needs, that do not run the cell and that have not begun it before."""
+        group = pending.group
+        if group is None or not group.ranks:
+            return frozenset()
+        needed = frozenset(group.ranks)
+        if pending.is_p2p:
+            needed = frozenset() if pending.peer is None else frozenset({group.ranks[pending.peer]})
+        missing = needed & self._others
+        return frozenset() if any(self._may_have_begun(rank, pending) for rank in missing) else missing
+
+    def _may_have_begun(self, rank: int, pending: Collective) -> bool:
+        now = self._read(rank)
+        if now is None or pending.group is None or pending.seq is None:
+            return not pending.is_watched
+        for group in now.groups:
+            if group.group.name == pending.group.name:
+                return group.num_begun > pending.seq
+        return not pending.is_watched
+
+    def _read(self, rank: int) -> RankNow | None:
+        try:
+            return read_now(ring_path(self._folder, rank))
+        except (RecordError, OSError):  # nothing is recorded there
+            return None
+
+    def _describe(self, pending: Collective) -> str:
+        line = pending.line
+        if line is None or not line.file:
+            return f"{pending.op} of {self._name}"
+        place = line.file if line.file.startswith("Cell In[") else f"{self._name}, {line.file}"
+        return f"{pending.op} of {place}, line {line.line}"
+
+    def _need(self, pending: Collective, missing: frozenset[int]) -> str:
+        if pending.is_p2p:
+            return f"which {render_ranks(missing)} must answer"
+        return f"which {'every rank' if missing == self._others else render_ranks(missing)} must call"
