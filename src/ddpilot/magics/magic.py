@@ -15,6 +15,9 @@ from ddpilot.magics.verbs import VERBS
 WHOLE = "--whole"
 """On a line of `%%ddp` that ddpilot itself has written: the lines of the cell are numbered already."""
 
+ABOVE = "--above-code"
+"""On a line of `%ddp` that ddpilot itself has written, in place of a cell that began so: code stood below."""
+
 
 @magics_class
 class DdpMagics(Magics):
@@ -41,6 +44,12 @@ class DdpMagics(Magics):
 
     def _verb(self, line: str) -> Any:
         name, _, rest = line.strip().partition(" ")
+        if name == ABOVE:
+            raise MagicUsageError(
+                f"reading `{f'%ddp {rest}'.rstrip()}`",
+                found="one % is for a line alone, and there is code below it. Nothing of the cell was run",
+                fix=f"Did you mean `{f'%%ddp {rest}'.rstrip()}`?",
+            )
         if name in ("", "help", "-h", "--help"):
             raise Helped(overview())
         if name not in VERBS:

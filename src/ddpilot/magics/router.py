@@ -6,7 +6,10 @@ from __future__ import annotations
 import re
 
 from ddpilot.magics.desk import Desk
-from ddpilot.magics.magic import WHOLE
+from ddpilot.magics.magic import ABOVE, WHOLE
+
+_MEANT = re.compile(r"%ddp[ \t]*((?!-h\b|--help\b)--?\w.*)?\n?$")
+"""`%ddp` without a verb, which lists the verbs where it stands alone."""
 
 _PLACED = re.compile(r"%%ddp[ \t]+--(local|everywhere)[ \t]*\n?$")
 _VERB = re.compile(r"(?:[\w, ]+=\s*)?%ddp(?:\s|$)|%(?:re|un)?load_ext\s+ddpilot\s*$")
@@ -32,6 +35,10 @@ class Router:
         self._desk = desk
 
     def __call__(self, lines: list[str]) -> list[str]:
+        meant = _MEANT.match(lines[0]) if lines else None
+        if meant and _has_code(lines[1:]):
+            line = " ".join([ABOVE, *(meant[1] or "").split()])
+            return [f"get_ipython().run_line_magic('ddp', {line!r})\n"]
         placed = _PLACED.match(lines[0]) if lines else None
         if placed:
             return self._place(placed[1], lines)

@@ -54,6 +54,16 @@ def test_line_magic_answers_wrong_use_with_the_right_one(shell: Any, line: str, 
     assert answer in str(caught.value)
 
 
+@pytest.mark.parametrize("line", ["%ddp", "%ddp --ranks 0"])
+def test_code_below_one_percent_sign_does_not_run(shell: Any, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line instead of the list of verbs, which says what was meant."""
+    result = shell.run_cell(f"{line}\nran_here = True")
+    assert "Did you mean `%" + line + "`?" in str(result.error_in_exec)
+    assert "Nothing of the cell was run" in str(result.error_in_exec)
+    assert "ran_here" not in shell.user_ns
+    assert capsys.readouterr().out.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("line", "cell", "answer"),
     [

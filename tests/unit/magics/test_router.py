@@ -136,3 +136,20 @@ def test_router_leaves_the_end_of_a_terminal_to_ipython(desk: Desk, monkeypatch:
         assert route(desk, word) == word
     monkeypatch.setattr(desk.shell, "kernel", object(), raising=False)
     assert sent(route(desk, "exit\n")) == "exit\n"
+
+
+@pytest.mark.parametrize("is_auto", [False, True])
+@pytest.mark.parametrize("line", ["%ddp", "%ddp --ranks 0", "%ddp  "])
+def test_router_refuses_code_below_one_percent_sign_where_two_were_meant(desk: Desk, line: str, is_auto: bool) -> None:
+    """Nothing of the cell runs in the notebook, whose variables would be others."""
+    desk.is_auto = is_auto
+    option = line[4:].strip()
+    expected = f"get_ipython().run_line_magic('ddp', '{f'--above-code {option}'.rstrip()}')\n"
+    assert route(desk, f"{line}\nx = 1\n") == expected
+
+
+@pytest.mark.parametrize("cell", ["%ddp", "%ddp\n# why\n", "%ddp -h\nx\n", "%ddp --help\nx", "%ddp start -n 2\nx\n"])
+def test_router_leaves_lines_that_are_meant_so(desk: Desk, cell: str) -> None:
+    """Alone it lists the verbs; a verb may stand above code."""
+    desk.is_auto = False
+    assert route(desk, cell) == cell
