@@ -27,6 +27,8 @@ from ddpilot.launching.shipping.reductions import (
     owning_module,
     reduce_cached,
     reduce_exception,
+    reduce_lazy_module,
+    reduce_torch_op,
 )
 
 _FOOTER = struct.Struct("<QQ")
@@ -68,9 +70,14 @@ class ShipPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is 
         if id(obj) in self._known:
             return known_object, (self._known[id(obj)],)
         torch = sys.modules.get("torch")
-        storage_types = () if torch is None else (torch.UntypedStorage, torch.storage.TypedStorage)
-        if storage_types and isinstance(obj, storage_types):
-            return self._reduce_storage(obj)
+        if torch is not None:
+            if isinstance(obj, (torch.UntypedStorage, torch.storage.TypedStorage)):
+                return self._reduce_storage(obj)
+            if isinstance(obj, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+                return reduce_torch_op(obj)
+        by_name = reduce_lazy_module(obj)
+        if by_name is not NotImplemented:
+            return by_name
         if is_plain_exception(obj):
             return reduce_exception(obj)
         if isinstance(obj, functools._lru_cache_wrapper) and obj.__module__ == "__main__":

@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import operator
 import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +36,36 @@ def owning_module(function: Any) -> str | None:
     module = sys.modules.get(name) if isinstance(name, str) and name != "__main__" else None
     is_its = getattr(module, "__spec__", None) is not None and vars(module) is function.__globals__
     return name if is_its else None
+
+
+def reduce_lazy_module(module: Any) -> Any:
+    """A module of a class of its own, such as ``torch.ops`` and ``torch.ops.aten``: by the name that leads to it.
+
+    `NotImplemented` for any other object, and where the name leads elsewhere.
+    """
+    if not isinstance(module, types.ModuleType) or type(module) is types.ModuleType:
+        return NotImplemented
+    return reduce_by_path(module, module.__name__)
+
+
+def reduce_torch_op(op: Any) -> Any:
+    """One of torch's operators, such as ``torch.ops.aten.add`` or its overload ``torch.ops.aten.add.Tensor``."""
+    name = op.name() if hasattr(op, "name") else op._qualified_op_name
+    return reduce_by_path(op, "torch.ops." + name.replace("::", "."))
+
+
+def reduce_by_path(value: Any, path: str) -> Any:
+    """As what `path` leads to; `NotImplemented` where that is not `value`."""
+    try:
+        is_there = _follow(path) is value
+    except (ImportError, AttributeError):
+        is_there = False
+    return (_follow, (path,)) if is_there else NotImplemented
+
+
+def _follow(path: str) -> Any:
+    top, _, rest = path.partition(".")
+    return operator.attrgetter(rest)(importlib.import_module(top)) if rest else importlib.import_module(top)
 
 
 def reduce_cached(function: Any) -> tuple[Any, ...]:
