@@ -20,7 +20,7 @@ from ddpilot.record.ring import RingWriter
 
 MANY_WORKS, MANY_BYTES = 2048, 4 << 20
 """Beyond so many unfinished collectives, or so much in their tensors, which a work keeps from being freed, one that
-starts asks `NUM_ASKED` of those before it."""
+starts asks those before it, `NUM_ASKED` at most and none after one that is not over."""
 MAX_WORKS, MAX_BYTES = 4096, 64 << 20
 """Beyond these, one that starts is not followed."""
 NUM_ASKED = 4
@@ -93,6 +93,8 @@ class PendingWorks:
                 entry = self._entries[0]
                 if only_at_any_time > entry[3] or not self._is_over(entry):
                     self._entries.rotate(-1)
+                    if not only_at_any_time:
+                        return  # a collective is waiting to start, and most likely the next ones are not over either
                 else:
                     self._entries.popleft()
                     self._removed_bytes += entry[2]
