@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from ddpilot.errors import RankError
 from ddpilot.session.events import Ended
@@ -57,3 +58,9 @@ class Outcome:
     def busy(self) -> tuple[int, ...]:
         """The ranks whose part is not over."""
         return tuple(part.rank for part in self.parts.values() if not part.is_over)
+
+    @property
+    def values(self) -> dict[int, Any]:
+        """By rank: what a request answers with a small value; those that answer with none are left out."""
+        reports = {rank: part.report for rank, part in self.parts.items()}
+        return {rank: report.value for rank, report in reports.items() if report is not None and report.value}

@@ -17,6 +17,7 @@ from ddpilot.launching.shipping.blame import ship
 from ddpilot.launching.shipping.pickling import map_parcel, open_parcel
 from ddpilot.session.local import check_installed
 from ddpilot.session.options import SessionOptions
+from ddpilot.session.refusals import make_refusal_error
 from ddpilot.session.stacks import trim_stack
 from ddpilot.session.status import RankStatus
 from ddpilot.session.view import View
@@ -178,15 +179,18 @@ class Session:
     def pull(self, expression: str, *, rank: int | None = None) -> Any:
         """The value of a variable (or any expression) of `rank`, or with None a list of every rank's, by rank.
 
-        Tensors come as copies on the CPU, through a memory file. Raises RankError where a rank has no such variable, or
-        where it cannot be pickled.
+        Tensors come as copies on the CPU, through a memory file. Raises LaunchError where a rank has no such variable
+        or where it is a DDP model, ShipError where it cannot be pickled, RankError where the expression raises.
         """
         from ddpilot.session.work import raise_outcome
 
-        chosen = self._choose(None if rank is None else [rank], f"pulling `{expression}`", all_live=rank is None)
+        did = f"pulling `{expression}`"
+        chosen = self._choose(None if rank is None else [rank], did, all_live=rank is None)
         outcome, answers = self._with_parcel("pull", {"expression": expression}, chosen, [], f"pull {expression}")
         try:
             raise_outcome(outcome, "pull")
+            if outcome.values:
+                raise make_refusal_error(did, outcome.values)
             values = RankResults([answers[each] for each in chosen], [])
         finally:
             _close(answers)

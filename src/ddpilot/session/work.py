@@ -216,7 +216,7 @@ class Work:
 
     def _say_rebuilt(self, outcome: Outcome, duration_s: float) -> None:
         note: Callable[[str], None] = self._ranks.view.note
-        values = [part.report.value for part in outcome.parts.values() if part.report and part.report.value]
+        values = list(outcome.values.values())
         if not outcome.is_ok or not values:
             note("the process group could not be made anew; variables are kept, and the next cell tries again")
             return

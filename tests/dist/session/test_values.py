@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddpilot import RankError, Session, ShipError
+from ddpilot import LaunchError, RankError, Session, ShipError
 from tests.dist.session.conftest import Kept
 
 Start = Callable[..., Session]
@@ -61,11 +61,32 @@ def test_pull_of_what_is_not_there_says_what_is(start: Start) -> None:
     """With the rank and a name that is near; the group stays as it is."""
     session = start(2)
     session.execute("losses = [1]; group.barrier(); before = id(group.process_group)")
-    with pytest.raises(RankError, match="there is no variable of that name. Did you mean `losses`?"):
+    with pytest.raises(LaunchError) as missing:
         session.pull("loses")
-    with pytest.raises(RankError, match="cannot be pickled"):
+    assert str(missing.value) == (
+        "pulling `loses` from ranks 0,1: there is no variable of that name. Did you mean `losses`?"
+    )
+    session.execute("if rank: only_there = 1")
+    with pytest.raises(LaunchError, match="from rank 0: there is no variable of that name$"):
+        session.pull("only_there")
+    with pytest.raises(LaunchError, match="from rank 1: name 'nope' is not defined"):
+        session.pull("losses + nope", rank=1)
+    with pytest.raises(ShipError, match="cannot be pickled") as unpicklable:
         session.pull("(number for number in losses)", rank=1)
+    assert unpicklable.value.path == "(number for number in losses)"
+    with pytest.raises(RankError, match="ZeroDivisionError"):
+        session.pull("1 / 0", rank=1)
     session.execute("assert id(group.process_group) == before")
+
+
+def test_pull_of_a_ddp_model_says_what_to_pull(start: Start) -> None:
+    """Its process group stays on its rank; the module in it comes, and so do its weights."""
+    session = start(1)
+    session.execute("import torch\nmodel = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))")
+    with pytest.raises(LaunchError, match=r"from rank 0: it is a DDP model.*, `model.module`, or its"):
+        session.pull("model", rank=0)
+    assert session.pull("model.module", rank=0).weight.shape == (1, 2)
+    assert set(session.pull("model.module.state_dict()", rank=0)) == {"weight", "bias"}
 
 
 def test_push_of_what_cannot_travel_is_named_before_anything_is_set(start: Start) -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 import time
@@ -15,7 +14,6 @@ from typing import Any
 import torch.distributed as dist
 
 from ddpilot.environments.detect import detect_topology
-from ddpilot.errors import DdpilotError
 from ddpilot.group.leaving import take_down
 from ddpilot.group.rebuild import rebuild_group
 from ddpilot.group.store import resolve_endpoint
@@ -27,14 +25,11 @@ from ddpilot.session.parcels import ParcelPort
 from ddpilot.session.rank.kernel import RankKernel, report_error
 from ddpilot.session.rank.lost import find_lost
 from ddpilot.session.rank.namespace import Space
+from ddpilot.session.rank.pulling import pack_pulled
 from ddpilot.session.rank.tidy import forget_error
 from ddpilot.session.report import Report
 
 _RENDEZVOUS_S = 30.0
-
-
-class NoSuchName(DdpilotError, NameError):  # noqa: N818  # Python's own is no "NameErrorError" either
-    """A rank has no variable of the name that was pulled."""
 
 
 class Requests:
@@ -85,26 +80,14 @@ class Requests:
         self._bind(known)
         self.space.namespace.update(values)
 
-    def _pull(self, token: str, expression: str) -> None:
+    def _pull(self, token: str, expression: str) -> dict[str, str] | None:
         channel, fds = self._port.take(token)
         wire.close_all(fds)
         with channel:
-            value = self._evaluate(expression)
-            parcel, _ = ship("ddpilot-pull", {expression: value}, value, did=f"pulling `{expression}`", known=[])
+            parcel, refusal = pack_pulled(expression, self.space.namespace)
             wire.send(channel, None, parcel)
             wire.close_all(parcel)
-
-    def _evaluate(self, expression: str) -> Any:
-        names = self.space.namespace
-        if expression.isidentifier() and expression not in names:
-            near = difflib.get_close_matches(expression, names, 3)
-            raise NoSuchName(
-                f"pulling `{expression}`",
-                found="there is no variable of that name",
-                fix=f"Did you mean {', '.join(f'`{name}`' for name in near)}?" if near else "",
-                rank=self.space.topology.rank,
-            )
-        return eval(expression, names)
+        return refusal
 
     def _rebuild(self, generation: int, enter: bool, backend: str | None) -> dict[str, Any]:
         """Leave whatever group there was; with `enter`, enter a new one with all ranks. Collective then."""
