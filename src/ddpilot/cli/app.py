@@ -6,10 +6,12 @@ Nothing heavy is imported here: `ddpilot --help` takes a fraction of a second.
 
 from __future__ import annotations
 
+import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from ddpilot.errors import DdpilotError
 
@@ -42,6 +44,22 @@ def _options(
     ] = False,
 ) -> None:
     pass
+
+
+class _Raw(TyperCommand):
+    """A command that reads its words itself: where the script's begin is not for the parser to guess."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.args = args
+        return []
+
+
+@app.command(cls=_Raw, add_help_option=False)
+def run(context: typer.Context) -> None:
+    """Run a script on several ranks, as torchrun does."""
+    from ddpilot.cli.run_verb import run_words
+
+    raise typer.Exit(run_words(context.args, render_error, os.environ))
 
 
 @app.command()

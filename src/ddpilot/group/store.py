@@ -65,7 +65,7 @@ def connect_store(endpoint: Endpoint, timeout_s: float) -> Store:
         multi_tenant=True,
     )
     try:
-        store = make() if sock is None else _host_on(sock.detach(), make)
+        store = make() if sock is None else host_on(sock.detach(), make)
     except (dist.DistError, RuntimeError) as error:
         raise RendezvousError(
             f"connecting to the store at {endpoint.addr}:{endpoint.port}",
@@ -77,7 +77,8 @@ def connect_store(endpoint: Endpoint, timeout_s: float) -> Store:
     return PrefixStore(endpoint.prefix, store)
 
 
-def _host_on(descriptor: int, make: Callable[..., TCPStore]) -> TCPStore:
+def host_on(descriptor: int, make: Callable[..., TCPStore]) -> TCPStore:
+    """What `make` returns for a store whose server takes the listening socket `descriptor`."""
     try:
         return make(master_listen_fd=descriptor)
     except NotImplementedError:

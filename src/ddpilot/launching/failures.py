@@ -65,8 +65,9 @@ def build_error(
     last_lines: tuple[str, ...],
     victims: Sequence[int],
     returned: Sequence[int],
+    is_script: bool = False,
 ) -> RankError:
-    """The error for the parent, its cause chained."""
+    """The error for the parent, its cause chained. `is_script`: `function_name` is that of a script."""
     raised, exited = failure.raised, failure.exited
     found = f"rank {failure.rank} "
     fix = ""
@@ -80,6 +81,8 @@ def build_error(
     else:
         assert exited is not None
         how, fix = describe_exit(exited, function_name, find_crash_line(last_lines))
+        if is_script and exited.signal_name is None:
+            how, fix = f"exited with code {exited.exitcode}", ""
         found += how
     error = RankError(
         f"running `{function_name}` on {num_ranks} rank{'s' * (num_ranks > 1)}",
@@ -91,7 +94,7 @@ def build_error(
         signal_name=None if exited is None or raised is not None else exited.signal_name,
         rank_traceback="" if raised is None else name_cells(raised.traceback),
         last_lines=tidy_lines(last_lines),
-        others=_describe_others(failure, victims, returned),
+        others=_describe_others(failure, victims, returned, "ended" if is_script else "returned"),
     )
     error.__cause__ = failure.error
     return error
@@ -114,12 +117,12 @@ def describe_exit(exited: Exited, function_name: str, crash_line: str | None) ->
     return how, "Look for `os._exit` or a C library that calls `exit`; return from the function instead"
 
 
-def _describe_others(failure: Failure, victims: Sequence[int], returned: Sequence[int]) -> str:
+def _describe_others(failure: Failure, victims: Sequence[int], returned: Sequence[int], ended: str) -> str:
     parts = []
     if failure.is_victim and returned:
         who = render_ranks(returned).capitalize()
         parts.append(
-            f"{who} had already returned, so nobody answered: do all ranks run the same steps, with the same shapes?"
+            f"{who} had already {ended}, so nobody answered: do all ranks run the same steps, with the same shapes?"
         )
     if victims:
         parts.append(f"{render_ranks(victims).capitalize()} failed because of it (a connection to a rank went away).")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import TextIO
 
 from ddpilot.findings.words import render_ranks
@@ -26,6 +26,8 @@ class Display:
 
     def __init__(self, mode: Output, limit_bytes: int | None) -> None:
         self._mode = mode
+        self.shown_ranks: Container[int] | None = None
+        """The only ranks whose output is shown; None: as `mode` says."""
         self._streams: dict[str, TextIO | _Nowhere] = {
             "stdout": sys.stdout or _Nowhere(),
             "stderr": sys.stderr or _Nowhere(),
@@ -43,12 +45,17 @@ class Display:
     def hides(self, rank: int) -> bool:
         """Whether nothing more of `rank` will be shown, so that its output need not be cut into lines."""
         is_over = self._limit_bytes is not None and self._shown_bytes.get(rank, 0) > self._limit_bytes
-        return is_over or self._mode == "silent" or (self._mode == "rank_zero" and rank != 0)
+        return is_over or not self._is_wanted(rank)
 
     def count_hidden(self, rank: int, num_bytes: int) -> None:
         """Remember that `num_bytes` of `rank` were not shown because of the limit."""
-        if self._mode == "labelled" or (self._mode == "rank_zero" and rank == 0):
+        if self._is_wanted(rank):
             self._hidden_bytes[rank] = self._hidden_bytes.get(rank, 0) + num_bytes
+
+    def _is_wanted(self, rank: int) -> bool:
+        if self.shown_ranks is not None and rank not in self.shown_ranks:
+            return False
+        return self._mode == "labelled" or (self._mode == "rank_zero" and rank == 0)
 
     def line(self, ranks: Sequence[int], stream: str, text: str) -> None:
         """Show one line of `ranks`."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import BinaryIO
 
 from ddpilot.launching.output.collapse import Collapser
 from ddpilot.launching.output.display import Display
@@ -18,13 +20,25 @@ _HIDDEN_BYTES = 1 << 14
 
 
 class OutputPump:
-    """The parent's ends of the ranks' stdout and stderr pipes, by (rank, "stdout" or "stderr")."""
+    """The parent's ends of the ranks' stdout and stderr pipes, by (rank, "stdout" or "stderr").
 
-    def __init__(self, world_size: int, display: Display) -> None:
+    `ranks`: how many, or which where they do not count from 0; of the first one progress bars are shown. `copies`:
+    files that get every byte of a stream as well.
+    """
+
+    def __init__(
+        self,
+        ranks: int | Sequence[int],
+        display: Display,
+        copies: Mapping[tuple[int, str], BinaryIO] | None = None,
+    ) -> None:
+        numbers = range(ranks) if isinstance(ranks, int) else ranks
         self.display = display
-        self._collapser = Collapser(world_size)
+        self._copies = copies or {}
+        self._bars_rank = min(numbers)
+        self._collapser = Collapser(len(numbers))
         self._splitters: dict[tuple[int, str], LineSplitter] = {}
-        self._last_lines = {rank: deque[str](maxlen=_MAX_LAST_LINES) for rank in range(world_size)}
+        self._last_lines = {rank: deque[str](maxlen=_MAX_LAST_LINES) for rank in numbers}
 
     def last_lines(self, rank: int) -> tuple[str, ...]:
         """The last lines that `rank` printed, stdout and stderr in the order in which they came."""
@@ -33,6 +47,8 @@ class OutputPump:
     def read(self, fd: int, rank: int, stream: str, now_s: float) -> bool:
         """Take at most 64 KiB of one pipe that has something, or has ended; False at its end."""
         data = os.read(fd, _CHUNK_BYTES)
+        if (rank, stream) in self._copies:
+            self._copies[rank, stream].write(data)
         splitter = self._splitters.setdefault((rank, stream), LineSplitter())
         if self.display.hides(rank):
             self.display.count_hidden(rank, len(data))
@@ -56,14 +72,14 @@ class OutputPump:
 
     def _take(self, rank: int, stream: str, piece: Line | Progress, now_s: float) -> None:
         if isinstance(piece, Progress):
-            if rank == 0:
+            if rank == self._bars_rank:
                 self.show(now_s)
-                self.display.progress(stream, piece.text)
+                self.display.progress(stream, piece.text, rank)
         elif piece.is_progress:
             self._last_lines[rank].append(piece.text)
-            if rank == 0:
+            if rank == self._bars_rank:
                 self.show(now_s)
-                self.display.end_progress(stream, piece.text)
+                self.display.end_progress(stream, piece.text, rank)
         else:
             self._last_lines[rank].append(piece.text)
             self._collapser.add(rank, stream, piece.text, now_s)

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ddpilot run`: from words to options, from the end of the run to an exit status."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ddpilot.cli.run_words import OPTIONS, Words, split_words
+from ddpilot.errors import DdpilotError, LaunchError, RankError
+from ddpilot.launching.elastic.options import RunOptions, TargetKind
+from ddpilot.launching.elastic.run import prepare_run, run_prepared
+from ddpilot.launching.elastic.stopping import RunStoppedError, check_signals
+
+FAILED_STATUS = 1
+_DID = "reading the options of `ddpilot run`"
+_OFF = ("", "0", "false", "no", "off")
+
+_USAGE = """\
+Usage: ddpilot run [OPTIONS] SCRIPT [ARGUMENTS OF THE SCRIPT]...
+       ddpilot run SCRIPT [OPTIONS] -- [ARGUMENTS OF THE SCRIPT]...
+
+  Run a script on several ranks, as torchrun does, and be told which rank failed first.
+
+  ddpilot run train.py -n 4 -- --epochs 3
+  ddpilot run --nproc-per-node 4 train.py --epochs 3
+  ddpilot run --nnodes 2 --node-rank 1 --master-addr 10.0.0.1 -n 4 train.py
+
+Options, with - or _, with = or a blank; torchrun's PET_... variables count too:
+"""
+
+
+def run_words(words: Sequence[str], show: Callable[[DdpilotError], str], environ: Mapping[str, str]) -> int:
+    """Do what the words after `ddpilot run` say; returns the exit status, as torchrun's: 0, or 1 for a failure.
+
+    `show`: an error as text. Raises DdpilotError for what is wrong with the words, the script or this node, before
+    anything starts.
+    """
+    if not words or words[0] in ("-h", "--help"):
+        print(render_help())
+        return 0 if words else 2
+    prepared = prepare_run(read_options(split_words(words), environ), environ)
+    try:
+        run_prepared(prepared)
+    except RunStoppedError as error:
+        print(f"ddpilot: {error.found}", file=sys.stderr)
+        return error.exitcode
+    except RankError as error:
+        print(f"ddpilot: {error}", file=sys.stderr)
+        return FAILED_STATUS
+    except DdpilotError as error:
+        print(show(error), file=sys.stderr)
+        return FAILED_STATUS
+    return 0
+
+
+def render_help() -> str:
+    """What `ddpilot run --help` prints."""
+    rows = []
+    for option in OPTIONS:
+        spelled = f"{option.short + ', ' if option.short else ''}--{option.name} {option.metavar}".rstrip()
+        rows.append(f"  {spelled:<30} {option.help}")
+    return _USAGE + "\n".join(rows)
+
+
+def read_options(words: Words, environ: Mapping[str, str]) -> RunOptions:
+    """The options that `words` and torchrun's PET_ variables in `environ` mean. Raises LaunchError."""
+    said = {**_from_environ(environ), **words.options}
+    if words.script is None:
+        fix = "Write ddpilot run train.py, or ddpilot run -m package.module; `ddpilot run --help` has more"
+        raise LaunchError(_DID, found="no script is given", fix=fix)
+    if "standalone" in said:
+        if said.get("nnodes", "1") not in ("1", "1:1"):
+            fix = "--standalone is one node: leave out one of the two"
+            raise LaunchError(_DID, found=f"--standalone and --nnodes {said['nnodes']}", fix=fix)
+        ours = ("rdzv-backend", "rdzv-endpoint", "master-addr", "master-port")  # torchrun ignores them then
+        said = {name: value for name, value in said.items() if name not in ours}
+    given = {field: _read(name, said[name], read) for name, (field, read) in _READERS.items() if name in said}
+    if "timeout" in given.get("rdzv_conf", {}):
+        timeout_s = _read("rdzv-conf", given["rdzv_conf"].pop("timeout"), float)
+        given.setdefault("rdzv_timeout_s", timeout_s)
+    check_signals(given.get("signals", ()))
+    return RunOptions(target=words.script, kind=_kind(said), args=words.args, **given)
+
+
+def _from_environ(environ: Mapping[str, str]) -> dict[str, str]:
+    """What torchrun reads as well: PET_NPROC_PER_NODE, PET_NNODES, ..., which job operators set."""
+    found = {}
+    for option in OPTIONS:
+        value = environ.get(f"PET_{option.name.upper().replace('-', '_')}")
+        if value and (option.metavar or value.lower() not in _OFF):
+            found[option.name] = value
+    return found
+
+
+def _kind(said: Mapping[str, str]) -> TargetKind:
+    if "module" in said and "no-python" in said:
+        raise LaunchError(_DID, found="-m and --no-python", fix="A module runs in Python: leave out one of the two")
+    return "module" if "module" in said else "program" if "no-python" in said else "script"
+
+
+def _read(name: str, text: str, read: Callable[[str], Any]) -> Any:
+    try:
+        return read(text)
+    except ValueError as error:
+        option = next(each for each in OPTIONS if each.name == name)
+        fix = f"Give {option.metavar}: {option.help}"
+        raise LaunchError(f"reading --{name}", found=f"{text!r}", fix=fix) from error
+
+
+def _count(text: str) -> int | str:
+    return text if text in ("auto", "gpu", "cpu") else int(text)
+
+
+def _nodes(text: str) -> tuple[int, int]:
+    fewest, _, most = text.partition(":")
+    return int(fewest), int(most or fewest)
+
+
+def _host(text: str) -> str | None:
+    return text.strip("[]") or None  # torchrun takes an IPv6 address in brackets
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(","))
+
+
+def _numbers(text: str) -> frozenset[int]:
+    return frozenset(int(number) for number in text.split(","))
+
+
+def _conf(text: str) -> dict[str, str]:
+    pairs = [pair.split("=", 1) for pair in text.split(",") if pair.strip()]
+    return {name.strip(): value.strip() for name, value in pairs}
+
+
+def _streams(text: str) -> str:
+    for part in text.split(","):
+        if part.rpartition(":")[2] not in ("0", "1", "2", "3"):
+            raise ValueError(text)
+    return text
+
+
+_READERS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
+    "nproc-per-node": ("nproc_per_node", _count),
+    "nnodes": ("nnodes", _nodes),
+    "node-rank": ("node_rank", int),
+    "master-addr": ("master_addr", _host),
+    "master-port": ("master_port", int),
+    "local-addr": ("local_addr", _host),
+    "rdzv-backend": ("rdzv_backend", str),
+    "rdzv-endpoint": ("rdzv_endpoint", str),
+    "rdzv-id": ("rdzv_id", str),
+    "rdzv-conf": ("rdzv_conf", _conf),
+    "rdzv-timeout": ("rdzv_timeout_s", float),
+    "node-timeout": ("node_timeout_s", float),
+    "max-restarts": ("max_restarts", int),
+    "monitor-interval": ("monitor_interval_s", float),
+    "shutdown-timeout": ("shutdown_timeout_s", float),
+    "signals-to-handle": ("signals", _names),
+    "role": ("role", str),
+    "log-dir": ("log_dir", Path),
+    "redirects": ("redirects", _streams),
+    "tee": ("tee", _streams),
+    "local-ranks-filter": ("shown_local_ranks", _numbers),
+}
+"""By option: the field of `RunOptions`, and how its text is read; ValueError where it cannot be."""

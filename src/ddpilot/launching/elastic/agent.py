@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch elastic's agent, told which failure was first, when to end ranks, and what to say."""
+
+from __future__ import annotations
+
+import signal
+import time
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import SignalException, SubprocessContext
+
+from ddpilot.errors import LaunchError, RankError
+from ddpilot.findings.words import render_ranks
+from ddpilot.launching.elastic.local_ranks import FAILED_GRACE_S, LocalRank, LocalRanks
+from ddpilot.launching.elastic.logs import PipedLogs
+from ddpilot.launching.elastic.meeting import Meeting
+from ddpilot.launching.elastic.options import RunOptions
+from ddpilot.launching.elastic.screen import Screen
+from ddpilot.launching.failures import Failure, build_error, choose_failure
+
+_NEWS_GRACE_S = 2.0
+"""How long a victim waits for the news that a rank of another node was the cause."""
+
+
+class Agent(LocalElasticAgent):
+    """The agent of this node. `meeting`: how nodes meet, None where torch's own rendezvous does that."""
+
+    def __init__(
+        self, spec: WorkerSpec, logs: PipedLogs, options: RunOptions, screen: Screen, meeting: Meeting | None
+    ) -> None:
+        super().__init__(spec, logs)
+        self._logs = logs
+        self._options = options
+        self._screen = screen
+        self._meeting = meeting
+        self._ranks = LocalRanks([], screen.note)
+        self.error: RankError | LaunchError | None = None
+        """Why the last attempt ended; None while it has not, and where it ended well."""
+
+    # torch's agent calls these
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        pids: dict[int, Any] = super()._start_workers(worker_group)
+        assert isinstance(self._pcontext, SubprocessContext)
+        handlers = self._pcontext.subprocess_handlers
+        self.error = None
+        self._ranks = LocalRanks(
+            [
+                LocalRank(worker.global_rank, handlers[worker.local_rank].proc, self._logs.reports[worker.local_rank])
+                for worker in worker_group.workers
+            ],
+            self._screen.note,
+        )
+        return pids
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._ranks.look()
+        if self._screen.broken is not None:
+            raise LaunchError("showing what the ranks print", found=str(self._screen.broken), fix="")
+        chosen = self._choose()
+        if chosen is None and self._ranks.failures():
+            return RunResult(state=WorkerState.HEALTHY)  # a victim so far: its cause is about to come
+        if chosen is None:
+            return self._look_elsewhere(worker_group)
+        victims = [each.rank for each in self._ranks.failures() if each is not chosen and each.is_victim]
+        succeeded = self._ranks.succeeded
+        self._ranks.end(signal.SIGTERM, FAILED_GRACE_S)
+        self.error = build_error(
+            chosen,
+            function_name=self._options.name,
+            num_ranks=worker_group.workers[0].world_size,
+            last_lines=() if chosen.raised is not None else self._screen.last_lines(chosen.rank),
+            victims=victims,
+            returned=succeeded,
+            is_script=True,
+        )
+        if self._meeting is not None:
+            self._meeting.tell_failure(self.error)
+        return self._monitor_by_torch(worker_group)
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        total = worker_group.spec.max_restarts
+        why = "the nodes have changed" if self.error is None else self.error.found
+        self._screen.note(f"restart {total - self._remaining_restarts} of {total}: {why}")
+        super()._restart_workers(worker_group)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **options: Any) -> None:
+        if self._ranks.live:
+            self._end_by(death_sig)
+        super()._shutdown(death_sig, *args, **options)
+
+    def _exit_barrier(self) -> None:
+        if self._meeting is None:
+            super()._exit_barrier()  # type: ignore[no-untyped-call]
+            return
+        self._meeting.wait_until_all_are_done(self._saw_failure_elsewhere)
+
+    # what we do
+
+    def _choose(self) -> Failure | None:
+        now = time.monotonic()
+        failures = self._ranks.failures()
+        chosen = choose_failure(failures, now)
+        if chosen is None or not chosen.is_victim or self._meeting is None or self._options.nnodes[1] == 1:
+            return chosen
+        if self._saw_failure_elsewhere():
+            return None
+        return chosen if now - min(each.since_s for each in failures) > _NEWS_GRACE_S else None
+
+    def _saw_failure_elsewhere(self) -> bool:
+        if self._meeting is None:
+            return False
+        live, failed = self._ranks.live, [each.rank for each in self._ranks.failures()]
+        states = [f"{render_ranks(failed)} failed because of it"] * bool(failed)
+        states += [f"{render_ranks(live)} had to end"] * bool(live)
+        here = f"On this node, {' and '.join(states)}." if states else "The ranks on this node had ended well."
+        self.error = self._meeting.failure_elsewhere(here)
+        return self.error is not None
+
+    def _look_elsewhere(self, worker_group: WorkerGroup) -> RunResult:
+        if self._saw_failure_elsewhere():
+            self._ranks.end(signal.SIGTERM, FAILED_GRACE_S)
+            return RunResult(state=WorkerState.UNHEALTHY)
+        if self._meeting is not None and self._ranks.live:
+            self._meeting.check()
+        return self._monitor_by_torch(worker_group)
+
+    def _monitor_by_torch(self, worker_group: WorkerGroup) -> RunResult:
+        result: RunResult = super()._monitor_workers(worker_group)
+        return result
+
+    def _end_by(self, death_sig: signal.Signals) -> None:
+        """Pass a signal on and give the ranks time; a second one kills them."""
+        who, grace_s = render_ranks(self._ranks.live), self._options.shutdown_timeout_s
+        if self.error is not None:
+            grace_s = FAILED_GRACE_S
+        else:
+            self._screen.note(f"{death_sig.name} to {who}; they have {grace_s:g} s (once more to kill them now)")
+        try:
+            self._ranks.end(death_sig, grace_s)
+        except SignalException:
+            self._screen.note(f"killing {render_ranks(self._ranks.live)}")
+            self._ranks.kill()
+
+    @property
+    def ends(self) -> str:
+        """How each rank of this node ended."""
+        return self._ranks.describe_ends()

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the nodes of a job tell each other, and how that reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from ddpilot.errors import DdpilotError, LaunchError, RankError, RendezvousError
+
+READY, DONE, ENDED = "ready", "done", "ended"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeState:
+    """One node as it presents itself, again and again; `beat` grows each time.
+
+    `attempt`: the restart that it is in, from 0; `phase`: "ready" to start or running, "done" (its ranks ended well),
+    "ended" (it leaves). `failure`: why it ended `attempt` or leaves, as `pack_error` made it.
+    """
+
+    node_rank: int
+    host: str
+    pid: int
+    nnodes: int
+    nproc_per_node: int
+    target: str
+    beat: int = 0
+    attempt: int = 0
+    phase: str = READY
+    failure: Mapping[str, Any] | None = None
+    failed_attempt: int = -1
+    """The last attempt that ended by a failure on this node."""
+
+    @property
+    def place(self) -> str:
+        """Node and host: "node 1 (myhost)"."""
+        return f"node {self.node_rank} ({self.host})"
+
+    def is_same_process(self, other: NodeState) -> bool:
+        """Whether both are the same agent."""
+        return (self.host, self.pid) == (other.host, other.pid)
+
+    def encode(self) -> str:
+        """As text for the store."""
+        return json.dumps(asdict(self))
+
+
+def decode_state(text: str | bytes) -> NodeState:
+    """A state from the store's text."""
+    return NodeState(**json.loads(text))
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """What this node knows of the others at one moment.
+
+    `states`: of every node that has come, itself included; `silent_s`: seconds since the last sign of each other node;
+    `link_error`: why the connection to node 0's store has ended, None while it has not.
+    """
+
+    states: Mapping[int, NodeState] = field(default_factory=dict)
+    silent_s: Mapping[int, float] = field(default_factory=dict)
+    link_error: Exception | None = None
+
+
+def render_nodes(nodes: Iterable[int], states: Mapping[int, NodeState]) -> str:
+    """Nodes with their hosts where they are known: "node 1 (myhost), node 2"."""
+    return ", ".join(states[node].place if node in states else f"node {node}" for node in sorted(nodes))
+
+
+def check_agreement(mine: NodeState, states: Mapping[int, NodeState]) -> None:
+    """Raise RendezvousError where another node was started with another `--nnodes`."""
+    for other in states.values():
+        if other.nnodes != mine.nnodes:
+            raise RendezvousError(
+                "comparing what the nodes were started with",
+                found=f"{mine.place} has --nnodes {mine.nnodes}, {other.place} has --nnodes {other.nnodes}",
+                fix="Start every node with the same --nnodes",
+            )
+
+
+def pack_error(error: DdpilotError) -> dict[str, Any]:
+    """What another node needs to show `error` as its own."""
+    if not isinstance(error, RankError):
+        return {"did": error.did, "found": error.found, "fix": error.fix}
+    names = ("did", "found", "fix", "rank", "host", "exitcode", "signal_name", "rank_traceback", "last_lines")
+    return {name: getattr(error, name) for name in names}
+
+
+def unpack_error(said: Mapping[str, Any], others: str) -> RankError | LaunchError:
+    """The error that another node packed; `others`: what became of this node's ranks."""
+    if "rank" not in said:
+        return LaunchError(said["did"], found=said["found"], fix=said["fix"])
+    return RankError(**{**said, "last_lines": tuple(said["last_lines"]), "others": others})
+
+
+def with_failure(state: NodeState, error: DdpilotError) -> NodeState:
+    """`state` of a node whose present attempt ended by `error`."""
+    return replace(state, failure=pack_error(error), failed_attempt=state.attempt)

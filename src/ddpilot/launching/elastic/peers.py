@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The thread that keeps this node and the others informed of each other, through node 0's store.
+
+A thread of its own with a connection of its own: a call on a connection that was cut does not come back, and the main
+thread of the agent must not be the one that waits for it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from torch._C._distributed_c10d import Store
+
+from ddpilot.launching.elastic.nodes import NodeState, View, decode_state
+
+PULSE_S = 0.5
+"""Seconds between two signs of life."""
+
+_NEWS_S = 0.05
+
+
+class Peers:
+    """`connect` opens the connection, in the thread; `me` is what the others are told first."""
+
+    def __init__(self, connect: Callable[[], Store], me: NodeState) -> None:
+        self._connect = connect
+        self._me = me
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._states: dict[int, NodeState] = {me.node_rank: me}
+        self._seen_s: dict[int, float] = {}
+        self._heard_s = time.monotonic()
+        self._told_beat = -1
+        self._link_error: Exception | None = None
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="ddpilot-peers", daemon=True)
+        self._thread.start()
+
+    @property
+    def me(self) -> NodeState:
+        """What this node tells the others."""
+        with self._lock:
+            return self._me
+
+    def tell(self, change: Callable[[NodeState], NodeState]) -> None:
+        """Change what this node tells, and tell it now."""
+        with self._lock:
+            self._me = change(self._me)
+        self._wake.set()
+
+    def view(self) -> View:
+        """What is known of the other nodes now."""
+        now = time.monotonic()
+        with self._lock:
+            link_s = now - self._heard_s
+            # Behind a dead connection nothing is known of anybody: that is node 0's silence, not the others'.
+            behind = 0.0 if self._me.node_rank == 0 else link_s
+            silent_s = {node: max(0.0, now - seen_s - behind) for node, seen_s in self._seen_s.items()}
+            if self._me.node_rank != 0 and 0 in self._seen_s:
+                silent_s[0] = max(link_s, silent_s[0])
+            return View(states=dict(self._states), silent_s=silent_s, link_error=self._link_error)
+
+    def flush(self, limit_s: float) -> None:
+        """Wait until what was told last has reached the store, at most `limit_s` seconds."""
+        deadline_s = time.monotonic() + limit_s
+        with self._lock:
+            before = self._told_beat
+        self._wake.set()
+        while time.monotonic() < deadline_s and self._link_error is None:
+            with self._lock:
+                if self._told_beat >= before + 2:  # the exchange that ran when this was called may have missed it
+                    return
+            self._wake.set()
+            time.sleep(_NEWS_S)
+
+    def stop(self, limit_s: float = 1.0) -> None:
+        """End the thread; one that is stuck on a dead connection is left to the end of the process."""
+        self._stopping = True
+        self._wake.set()
+        self._thread.join(limit_s)
+
+    def _run(self) -> None:
+        try:
+            store = self._connect()
+            while not self._stopping:
+                self._exchange(store)
+                self._wake.wait(PULSE_S)
+                self._wake.clear()
+        except (RuntimeError, OSError) as error:  # torch's DistError is a RuntimeError
+            with self._lock:
+                self._link_error = error
+
+    def _exchange(self, store: Store) -> None:
+        with self._lock:
+            self._me = replace(self._me, beat=self._me.beat + 1)
+            mine, known = self._me, set(self._states)
+        store.set(_key(mine.node_rank), mine.encode())
+        missing = [node for node in range(mine.nnodes) if node not in known]
+        came = {node for node in missing if store.check([_key(node)])}
+        asked = sorted((known | came) - {mine.node_rank})
+        found = [decode_state(text) for text in store.multi_get([_key(node) for node in asked])] if asked else []
+        now = time.monotonic()
+        with self._lock:
+            self._heard_s, self._told_beat = now, mine.beat
+            self._states[mine.node_rank] = mine
+            for state in found:
+                if state.node_rank not in self._states or state.beat != self._states[state.node_rank].beat:
+                    self._seen_s[state.node_rank] = now
+                self._states[state.node_rank] = state
+
+
+def _key(node_rank: int) -> str:
+    return f"node/{node_rank}"

@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank wrote down about its exception, read by the agent."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+
+from ddpilot.launching.elastic.worker_main import REPORT_KEY
+from ddpilot.launching.local.report import Raised
+
+
+def read_report(path: Path) -> Raised | None:
+    """The exception that a rank reported in `path`; None where it reported none, or only torch's `record` did."""
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))[REPORT_KEY]
+    except (OSError, ValueError, KeyError):
+        return None
+    return Raised(**{field.name: said[field.name] for field in fields(Raised)})

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run a script on ranks of this node, as part of a job on one node or several. Loads torch when it has to."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import tempfile
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddpilot.launching.contract import LAUNCH_VARIABLE, choose_num_threads
+from ddpilot.launching.elastic.network import Endpoint, open_endpoint, rank_network_variables
+from ddpilot.launching.elastic.nodes import NodeState
+from ddpilot.launching.elastic.options import RunOptions
+from ddpilot.launching.elastic.screen import Screen
+from ddpilot.launching.elastic.stopping import RunStoppedError, StopSignal, signals_raise
+from ddpilot.launching.elastic.target import check_target
+from ddpilot.launching.local.host import resolve_count
+from ddpilot.launching.options import LaunchOptions
+from ddpilot.launching.output.display import Display
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedRun:
+    """A run that nothing is known to be wrong with. `variables`: for the ranks' environment, on top of torch's."""
+
+    options: RunOptions
+    me: NodeState
+    run_id: str
+    endpoint: Endpoint | None
+    variables: Mapping[str, str]
+    display: Display
+
+
+def run_script(options: RunOptions) -> None:
+    """Run the script of `options` on this node's ranks, to the end of the whole job: `prepare_run`, `run_prepared`."""
+    run_prepared(prepare_run(options, os.environ))
+
+
+def prepare_run(options: RunOptions, environ: Mapping[str, str]) -> PreparedRun:
+    """Look at everything that can be wrong before anything starts, without torch; on node 0, open the port.
+
+    Raises, in under 3 s, LaunchError (no such script, a syntax error, no GPU, an interface that cannot work) and
+    RendezvousError (a name that does not resolve, a port in use).
+    """
+    check_target(options.kind, options.target)
+    display = Display("labelled", None)
+    count = resolve_count(LaunchOptions(nproc_per_node=options.nproc_per_node), environ, display)
+    one_node = options.is_static and options.nnodes[1] == 1
+    run_id = uuid.uuid4().hex if one_node else options.rdzv_id
+    variables = {LAUNCH_VARIABLE: run_id, "OMP_NUM_THREADS": str(choose_num_threads(environ, count))}
+    endpoint = open_endpoint(options) if options.is_static else None
+    if endpoint is not None:
+        try:
+            variables |= rank_network_variables(options, endpoint, environ, display.note)
+        except BaseException:
+            endpoint.close()
+            raise
+    me = NodeState(
+        node_rank=options.node_rank,
+        host=platform.node(),
+        pid=os.getpid(),
+        nnodes=options.nnodes[1],
+        nproc_per_node=count,
+        target=options.name,
+    )
+    return PreparedRun(options=options, me=me, run_id=run_id, endpoint=endpoint, variables=variables, display=display)
+
+
+def run_prepared(prepared: PreparedRun) -> None:
+    """Run the ranks of this node to the end of the whole job. Loads torch.
+
+    Raises RankError for the first failure in time on any node, RendezvousError for a node that never came or is gone,
+    RunStoppedError where a signal ended it, LaunchError for anything else. No process of this node's is left then.
+    To be called in the main thread, where signals come.
+    """
+    options = prepared.options
+    try:
+        _run(prepared)
+    except StopSignal as stop:
+        number = stop.number
+        found = f"{number.name} came before there were ranks"
+        raise RunStoppedError(f"running `{options.name}`", found=found, exitcode=128 + number) from None
+    finally:
+        if prepared.endpoint is not None:
+            prepared.endpoint.close()
+
+
+def _run(prepared: PreparedRun) -> None:
+    with (
+        Screen(prepared.display) as screen,
+        tempfile.TemporaryDirectory(prefix="ddpilot-run-") as folder,
+        _quiet_torch(),
+        signals_raise(prepared.options.signals),
+    ):
+        # Loads torch: what can be wrong without it has been looked at.
+        from ddpilot.launching.elastic.assembly import run_assembled
+
+        run_assembled(
+            prepared.options,
+            prepared.me,
+            prepared.run_id,
+            prepared.endpoint,
+            screen,
+            Path(folder),
+            prepared.variables,
+        )
+
+
+@contextmanager
+def _quiet_torch() -> Iterator[None]:
+    """Leave out what torch's agent logs about failures and signals, which is said here, unless LOGLEVEL is set."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    nothing, propagate = logging.NullHandler(), logger.propagate
+    if "LOGLEVEL" not in os.environ:
+        logger.addHandler(nothing)
+        logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(nothing)
+        logger.propagate = propagate

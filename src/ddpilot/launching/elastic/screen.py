@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The output of this node's ranks, shown by a thread of its own: the agent's main thread waits for other things."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import threading
+import time
+from collections.abc import Callable, Container, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+from ddpilot.launching.output.display import Display
+from ddpilot.launching.output.pump import OutputPump
+
+_IDLE_S = 0.2
+Pipe = tuple[int, str]
+"""A rank and one of its streams: (3, "stderr")."""
+
+
+class Screen:
+    """Pipes of the ranks of one attempt after another, and the lines of ddpilot's own between them."""
+
+    def __init__(self, display: Display) -> None:
+        self._display = display
+        self._lock = threading.RLock()
+        self._selector = selectors.DefaultSelector()
+        self._pump: OutputPump | None = None
+        self._readers: dict[Pipe, int] = {}
+        self._writers: dict[Pipe, int] = {}
+        self._copies: dict[Pipe, BinaryIO] = {}
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="ddpilot-output", daemon=True)
+        self.broken: OSError | None = None
+        """Why nothing can be shown any more: nobody reads it (`ddpilot run ... | head`), or the disk is full."""
+
+    def __enter__(self) -> Screen:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
+    ) -> None:
+        self.end_attempt()
+        self._stopping = True
+        self._thread.join()
+        self._selector.close()
+
+    def begin_attempt(
+        self,
+        ranks: Sequence[int],
+        piped: Sequence[Pipe],
+        copies: Mapping[Pipe, Path],
+        shown_ranks: Container[int] | None,
+    ) -> dict[Pipe, str]:
+        """Make a pipe for each of `piped` and return the paths that a rank's descriptors are opened from.
+
+        `copies`: files that get all of a pipe's bytes too; `shown_ranks`: whose output is shown, None: everybody's.
+        """
+        with self._lock:
+            self.end_attempt()
+            self._display.shown_ranks = shown_ranks
+            self._copies = {pipe: path.open("wb", buffering=0) for pipe, path in copies.items()}
+            self._pump = OutputPump(ranks, self._display, self._copies)
+            for pipe in piped:
+                reader, writer = os.pipe()
+                os.set_blocking(reader, False)
+                self._readers[pipe], self._writers[pipe] = reader, writer
+                self._selector.register(reader, selectors.EVENT_READ, pipe)
+            return {pipe: f"/dev/fd/{writer}" for pipe, writer in self._writers.items()}
+
+    def end_attempt(self) -> None:
+        """Show what is left in the pipes, and close them. To be called when the ranks are gone."""
+        with self._lock:
+            for pipe, reader in self._readers.items():
+                self._drain(pipe)
+                self._selector.unregister(reader)
+                os.close(reader)
+                os.close(self._writers[pipe])
+            if self._pump is not None:
+                self._show(self._pump.close)
+            for file in self._copies.values():
+                file.close()
+            self._pump = None
+            self._readers, self._writers, self._copies = {}, {}, {}
+
+    def last_lines(self, rank: int) -> tuple[str, ...]:
+        """The last lines that `rank` wrote to its pipes."""
+        with self._lock:
+            for pipe in self._readers:
+                if pipe[0] == rank:
+                    self._drain(pipe)
+            return () if self._pump is None else self._pump.last_lines(rank)
+
+    def note(self, text: str) -> None:
+        """Show one line of ddpilot's own, after what the ranks wrote before."""
+        with self._lock:
+            if self._pump is not None:
+                pump = self._pump
+                self._show(lambda: pump.show(time.monotonic()))
+            self._show(lambda: self._display.note(text))
+            self._show(self._display.flush)
+
+    def _run(self) -> None:
+        while not self._stopping:
+            with self._lock:
+                due_s = None if self._pump is None else self._pump.next_due_s()
+            wait_s = _IDLE_S if due_s is None else min(_IDLE_S, max(0.0, due_s - time.monotonic()))
+            for key, _ in self._selector.select(wait_s):
+                with self._lock:
+                    self._read(key.data)
+            with self._lock:
+                if self._pump is not None:
+                    pump = self._pump
+                    self._show(lambda pump=pump: pump.show(time.monotonic()))  # type: ignore[misc]
+                    self._show(self._display.flush)
+
+    def _read(self, pipe: Pipe) -> None:
+        if self._pump is None or pipe not in self._readers:  # the attempt has ended meanwhile
+            return
+        pump, reader = self._pump, self._readers[pipe]
+        self._show(lambda: pump.read(reader, *pipe, time.monotonic()))
+
+    def _drain(self, pipe: Pipe) -> None:
+        if self._pump is not None:
+            pump, reader = self._pump, self._readers[pipe]
+            self._show(lambda: pump.drain(reader, *pipe, time.monotonic()))
+
+    def _show(self, act: Callable[[], object]) -> None:
+        try:
+            act()
+        except BlockingIOError:  # another call has read it
+            return
+        except OSError as error:
+            self.broken = error

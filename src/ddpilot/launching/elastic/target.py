@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Is there a script to run, and can Python read it? Asked before anything starts, so that one answer comes, not N."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.machinery
+import importlib.util
+import os
+import shutil
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ddpilot.errors import LaunchError
+from ddpilot.launching.elastic.options import TargetKind
+
+_LAUNCHERS = ("torch.distributed.launch", "torch.distributed.run")
+
+
+def check_target(kind: TargetKind, target: str) -> None:
+    """Raise LaunchError where `target` is not there or is no Python that compiles. Runs and imports none of it."""
+    if kind == "module":
+        _check_module(target)
+    elif kind == "script":
+        _check_script(Path(target))
+    elif shutil.which(target) is None:
+        fix = "Give the path of a program, or its name where PATH has it; a file needs `chmod +x`"
+        raise LaunchError(f"starting `{target}`", found="there is no such program", fix=fix)
+
+
+def _check_script(path: Path) -> None:
+    did = f"starting `{path}`"
+    if path.is_dir():
+        has_main = (path / "__main__.py").is_file()
+        fix = f"Run `{path / '__main__.py'}`" if has_main else f"Name the script in it{_list_scripts(path)}"
+        raise LaunchError(did, found="it is a directory", fix=fix)
+    if not path.exists():
+        raise LaunchError(did, found=f"there is no such file in {Path.cwd()}", fix=_suggest(path))
+    try:
+        source = path.read_bytes()
+    except OSError as error:
+        raise LaunchError(did, found=f"it cannot be read ({error.strerror})", fix="Look at its permissions") from error
+    _check_syntax(did, path, source)
+
+
+def _check_syntax(did: str, path: Path, source: bytes) -> None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the ranks give them
+            compile(source, str(path), "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:
+        shown = "".join(traceback.format_exception_only(error)).rstrip()
+        raise LaunchError(did, found=f"Python cannot read it\n{shown}", fix="Correct that line") from error
+
+
+def _suggest(path: Path) -> str:
+    if path.name in ("python", "python3", "torchrun"):
+        return f"Leave out `{path}`: `ddpilot run -n 2 train.py` starts Python by itself"
+    folder = path.parent
+    names = [each.name for each in folder.iterdir()] if folder.is_dir() else []
+    close = difflib.get_close_matches(path.name, names, n=1)
+    if close:
+        return f"Did you mean `{folder / close[0]}`?"
+    if not folder.is_dir():
+        return f"There is no folder `{folder}` either; for a module write -m"
+    return f"Name a script{_list_scripts(folder)}; for a module write -m"
+
+
+def _list_scripts(folder: Path) -> str:
+    names = sorted(each.name for each in folder.glob("*.py"))
+    return f": `{folder}` has {', '.join(names[:5])}{', ...' * (len(names) > 5)}" if names else ""
+
+
+def _check_module(name: str) -> None:
+    did = f"starting -m {name}"
+    if name in _LAUNCHERS:
+        fix = "Leave it out: `ddpilot run -n 4 train.py` takes torchrun's options itself"
+        raise LaunchError(did, found="that is a launcher too", fix=fix)
+    if name.endswith(".py"):
+        raise LaunchError(did, found="that is a file, not a module", fix=f"Leave out -m, or write -m {name[:-3]}")
+    with _as_python_m():
+        spec = _find(did, name)
+        if spec.submodule_search_locations is not None:
+            spec = _find(did, f"{name}.__main__")
+    if spec.origin is not None and spec.origin.endswith(".py"):
+        path = Path(spec.origin)
+        _check_syntax(did, path, path.read_bytes())
+
+
+def _find(did: str, name: str) -> importlib.machinery.ModuleSpec:
+    """The module's spec, without importing the packages that it is in: that may take seconds, and touch a GPU."""
+    top, *rest = name.split(".")
+    try:
+        spec = importlib.util.find_spec(top)
+    except ValueError:  # this process has it loaded under another name
+        spec = None
+    here = top
+    for part in rest:
+        if spec is None:
+            break
+        here = f"{here}.{part}"
+        inside = spec.submodule_search_locations
+        spec = None if inside is None else importlib.machinery.PathFinder.find_spec(here, list(inside))
+    if spec is None:
+        what = (
+            "is a package without a `__main__` module" if here.endswith(".__main__") else "is no module that is found"
+        )
+        raise LaunchError(
+            did,
+            found=f"`{here.removesuffix('.__main__')}` {what} from {Path.cwd()} by {sys.executable}",
+            fix="Run from the folder that holds it, or install it; for a file leave out -m",
+        )
+    return spec
+
+
+@contextmanager
+def _as_python_m() -> Iterator[None]:
+    """Look in the working directory first, as `python -m` does."""
+    before = list(sys.path)
+    sys.path.insert(0, os.getcwd())
+    try:
+        yield
+    finally:
+        sys.path[:] = before

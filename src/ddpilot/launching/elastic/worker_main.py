@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The program of a rank of `ddpilot run`: run the user's script as ``__main__`` and write down what it raises.
+
+Run by path, so that nothing in the working directory can be taken for a part of ddpilot. It must not show: the script
+finds the arguments, the module path and the ``__main__`` that plain Python gives it, tracebacks begin at its own lines,
+and it ends as it would without this.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+import types
+from importlib.machinery import SourceFileLoader
+from types import TracebackType
+
+from ddpilot.launching.victims import is_victim
+
+REPORT_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+REPORT_KEY = "ddpilot"
+_MAX_TEXT_CHARS = 100_000
+_PR_SET_PDEATHSIG = 1
+_OWN_FILES = (__file__, runpy.__file__, "<frozen runpy>")
+
+
+def main(argv: list[str]) -> None:
+    """Run what `argv` says: the agent's pid, "script" or "module", the path or name, then the script's arguments."""
+    agent_pid, kind, target, *args = argv
+    _die_with(int(agent_pid))
+    faulthandler.enable(all_threads=False)
+    try:
+        if kind == "module":
+            _run_module(target, args)
+        else:
+            _run_script(target, args)
+    except BaseException as error:
+        _report(error)
+        if not isinstance(error, SystemExit):
+            _hide_own_frames(error)
+        raise
+
+
+def _die_with(agent_pid: int) -> None:
+    """A rank whose agent is killed would go on as an orphan, and hold its port and its GPU."""
+    if sys.platform != "linux":
+        return
+    import ctypes
+
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != agent_pid:
+        os._exit(1)
+
+
+def _fresh_main() -> types.ModuleType:
+    module = types.ModuleType("__main__")
+    sys.modules["__main__"] = module
+    return module
+
+
+def _run_script(path: str, args: list[str]) -> None:
+    sys.argv[:] = [path, *args]
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = os.path.dirname(os.path.realpath(path))
+    main = _fresh_main()
+    # As Python's own: multiprocessing finds the script by its file, since there is no spec.
+    vars(main).update(__file__=path, __loader__=SourceFileLoader("__main__", path), __spec__=None, __cached__=None)
+    with open(path, "rb") as file:
+        code = compile(file.read(), path, "exec", dont_inherit=True)
+    exec(code, vars(main))
+
+
+def _run_module(name: str, args: list[str]) -> None:
+    sys.argv[:] = ["-m", *args]
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = os.getcwd()
+    _fresh_main()
+    runpy._run_module_as_main(name)  # type: ignore[attr-defined]  # what `python -m` calls; run_module() is not the same
+
+
+def _user_frames(error: BaseException) -> TracebackType | None:
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename in _OWN_FILES:
+        frames = frames.tb_next
+    return frames
+
+
+def _hide_own_frames(error: BaseException) -> None:
+    """Let the interpreter deal with the exception as always, except for where its traceback begins."""
+    frames, theirs = _user_frames(error), sys.excepthook
+
+    def hook(kind: type[BaseException], value: BaseException, found: TracebackType | None) -> None:
+        if value is not error:
+            theirs(kind, value, found)
+            return
+        sys.last_traceback = frames
+        theirs(kind, value.with_traceback(frames), frames)
+
+    sys.excepthook = hook
+
+
+def _report(error: BaseException) -> None:
+    path = os.environ.get(REPORT_VARIABLE)
+    exitcode = _exitcode(error)
+    if not path or exitcode == 0:
+        return
+    try:
+        _write_report(path, error, exitcode, time.monotonic())
+    except Exception as failure:  # the user's exception matters more: its own `__str__` may raise, the disk be full
+        sys.stderr.write(f"ddpilot: this exception could not be reported to the agent: {failure!r}\n")
+
+
+def _write_report(path: str, error: BaseException, exitcode: int, time_s: float) -> None:
+    """Write the file that torch's agent asks for, with more in it; a whole file or none."""
+    text = "".join(traceback.TracebackException(type(error), error, _user_frames(error)).format())[-_MAX_TEXT_CHARS:]
+    message = str(error)[:_MAX_TEXT_CHARS]
+    what = {
+        "time_s": time_s,
+        "type_name": type(error).__qualname__,
+        "message": message,
+        "traceback": "" if isinstance(error, SystemExit) else text,
+        "is_victim": is_victim(error),
+        "interrupted": isinstance(error, KeyboardInterrupt),
+        "exitcode": exitcode,
+    }
+    extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+    torchs = {"message": f"{type(error).__name__}: {message}", "extraInfo": extra}
+    with open(f"{path}.writing", "w", encoding="utf-8", errors="backslashreplace") as file:
+        json.dump({"message": torchs, REPORT_KEY: what}, file)
+    os.replace(f"{path}.writing", path)
+
+
+def _exitcode(error: BaseException) -> int:
+    if not isinstance(error, SystemExit):
+        return 1
+    return error.code & 0xFF if isinstance(error.code, int) else int(error.code is not None)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
