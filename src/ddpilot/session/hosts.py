@@ -27,6 +27,9 @@ class RankHost(Protocol):
     def signal(self, ranks: Sequence[int], number: int) -> None:
         """Send a signal to the processes of ranks: to the whole process group where it is SIGKILL."""
 
+    def drain(self, rank: int) -> None:
+        """Tell the hub now of what the rank's process has written so far: a cell of it is over."""
+
     def pid(self, rank: int) -> int | None:
         """The process id, None where the rank has none now (or on another machine)."""
 

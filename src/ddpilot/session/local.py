@@ -37,6 +37,7 @@ PRELOAD = (
 )
 _SERVER_GONE = "ended with the rank server; `%ddp stop` and `%ddp start` (a new `Session`) begin anew"
 _CHUNK_BYTES = 1 << 16
+_MAX_CHUNKS = 32  # more than a pipe holds; something that the rank has started may write without end
 _RESTART_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
 
 
@@ -92,12 +93,21 @@ class LocalRanks:
             wire.close_all(parcel)
         self._hub.watch(handle.control.fileno(), functools.partial(self._on_control, handle))
         for stream, fd in handle.pipes.items():
+            os.set_blocking(fd, False)
             self._hub.watch(fd, functools.partial(self._on_pipe, handle, stream))
 
     def signal(self, ranks: Sequence[int], number: int) -> None:
         """Send a signal to the processes of `ranks`."""
         with contextlib.suppress(wire.Closed):  # the server's end is read next
             wire.send(self._job, Signal(tuple(ranks), number, group=number == 9))
+
+    def drain(self, rank: int) -> None:
+        """Tell the hub now of what the rank's process has written so far."""
+        handle = self._handles[rank]
+        for stream in list(handle.pipes):
+            for _ in range(_MAX_CHUNKS):
+                if stream not in handle.pipes or not self._on_pipe(handle, stream):
+                    break
 
     def pid(self, rank: int) -> int | None:
         """The process id of a rank that lives."""
@@ -145,10 +155,7 @@ class LocalRanks:
         return ""
 
     def _end(self, handle: RankHandle, exited: Exited | None, reason: str) -> None:
-        for stream, fd in list(handle.pipes.items()):
-            os.set_blocking(fd, False)
-            while stream in handle.pipes and self._on_pipe(handle, stream):
-                continue
+        self.drain(handle.rank)
         handle.exited = exited or Exited(rank=handle.rank, status=0, peak_memory_bytes=0, time_s=0.0)
         self._forget(handle)
         self._hub.emit(Ended(handle.rank, exited, reason))
@@ -175,7 +182,7 @@ class LocalRanks:
         fd = handle.pipes[stream]
         try:
             data = os.read(fd, _CHUNK_BYTES)
-        except BlockingIOError:  # it has ended, and something that it started holds the other end
+        except BlockingIOError:  # nothing now; of a process that has ended, something that it started may hold the end
             return False
         if data:
             self._hub.emit(Wrote(handle.rank, stream, data))

@@ -250,6 +250,8 @@ class Ranks:
 
     def _deliver(self, event: Event) -> None:
         with self._switch:
+            if isinstance(event, Said) and event.kind == "status" and event.content["execution_state"] == "idle":
+                self.host.drain(event.rank)  # what was written past Python comes another way, and belongs to this cell
             if isinstance(event, Wrote):
                 if self._stacks is not None and event.stream == "stderr" and event.rank in self._stacks:
                     self._stacks[event.rank] += event.data

@@ -246,3 +246,11 @@ def test_a_collective_in_a_cell_on_some_ranks_is_named_and_the_next_cell_works(s
     )
     assert sum("must call" in note for note in view.notes) == 1
     session.execute("dist.barrier()")
+
+
+def test_what_is_written_past_python_is_there_when_the_cell_is_over(start: Start, view: Kept) -> None:
+    """It comes another way than the kernel's word that the cell is over, and never in the next cell."""
+    session = start(2)
+    for number in range(30):
+        session.execute(f"import os; os.write(1, b'{number} ')")
+        assert view.raws == {rank: "".join(f"{each} " for each in range(number + 1)).encode() for rank in (0, 1)}
