@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ddpilot.errors import LaunchError
@@ -54,6 +54,7 @@ OPTIONS = (
     Option("signals-to-handle", "SIG,SIG", "signals that are passed on to the ranks (SIGTERM,SIGINT,SIGHUP,SIGQUIT)"),
 )
 
+_NEITHER = "`{}` after the script is neither an option nor an option's value"
 _REFUSED = {
     "start-method": "scripts always start as fresh interpreters, under torchrun too: leave it out",
     "run-path": "the script runs as plain Python runs it: leave it out",
@@ -91,11 +92,13 @@ def split_words(words: Sequence[str]) -> Words:
     if words and not _is_option(words[0]) and words[0] != "--":
         script, after = words[0], list(words[1:])
         ours, args = _cut(after)
-        options, rest = _read_options(ours)
+        options, rest = _read_options(ours, lambda at: _stray(script, ours, args, at))
         if rest:
-            raise _stray(script, ours, args, rest[0])
+            raise LaunchError(
+                _DID, found=_NEITHER.format(rest[0]), fix=_stray(script, ours, args, len(ours) - len(rest))
+            )
         return Words(options, script, tuple(args))
-    options, rest = _read_options(list(words))
+    options, rest = _read_options(list(words), lambda _: "`ddpilot run --help` lists the options")
     if rest and rest[0] == "--":
         rest = rest[1:]
     if not rest:
@@ -114,13 +117,18 @@ def _is_option(word: str) -> bool:
     return word.startswith("-") and word not in ("-", "--")
 
 
-def _read_options(words: list[str]) -> tuple[dict[str, str], list[str]]:
-    """The options that `words` begin with, and the words from the first that is none."""
+def _read_options(words: list[str], advise: Callable[[int], str]) -> tuple[dict[str, str], list[str]]:
+    """The options that `words` begin with, and the words from the first that is none.
+
+    `advise`: what to do about the word at an index that looks like an option and is none of ours.
+    """
     found: dict[str, str] = {}
     at = 0
     while at < len(words) and _is_option(words[at]):
         word = words[at]
-        option, value = _look_up(word, words)
+        option, value = _look_up(word)
+        if option is None:
+            raise _unknown(word, advise(at))
         if option.metavar and value is None:
             at += 1
             if at == len(words) or words[at] == "--":
@@ -135,7 +143,7 @@ def _read_options(words: list[str]) -> tuple[dict[str, str], list[str]]:
     return found, words[at:]
 
 
-def _look_up(word: str, words: Sequence[str]) -> tuple[Option, str | None]:
+def _look_up(word: str) -> tuple[Option | None, str | None]:
     """The option that `word` names, and the value that is in the same word."""
     if word.startswith("--"):
         text, equals, value = word[2:].partition("=")
@@ -143,38 +151,29 @@ def _look_up(word: str, words: Sequence[str]) -> tuple[Option, str | None]:
         for option in OPTIONS:
             if option.name == name:
                 return option, value if equals else None
-        raise _unknown(word, name, words)
+        return None, None
     for option in OPTIONS:
         if option.short and word.startswith(option.short):
             glued = word[2:].removeprefix("=")
             if option.metavar or not glued:
                 return option, glued or None
-    raise _unknown(word, word.lstrip("-"), words)
+    return None, None
 
 
-def _unknown(word: str, name: str, words: Sequence[str]) -> LaunchError:
+def _unknown(word: str, advice: str) -> LaunchError:
+    name = word.lstrip("-").partition("=")[0].replace("_", "-")
     if name in _REFUSED:
-        return LaunchError(_DID, found=f"{word} is not taken", fix=_sentence(_REFUSED[name]))
+        return LaunchError(_DID, found=f"{word} is not taken", fix=_REFUSED[name][0].upper() + _REFUSED[name][1:])
     names = [option.name for option in OPTIONS]
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.7) or [each for each in names if each.startswith(name)]
-    fix = f"Did you mean --{close[0]}?" if close else "`ddpilot run --help` lists the options"
-    script_first = "train.py" if not words else next((each for each in words if not each.startswith("-")), "train.py")
-    return LaunchError(
-        _DID,
-        found=f"{word} is no option of `ddpilot run`",
-        fix=f"{fix} An option of the script comes after `--`: ddpilot run {shlex.quote(script_first)} -- {word}",
-    )
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.8) or [each for each in names if each.startswith(name)]
+    guess = f"Did you mean --{close[0]}? " if close else ""
+    return LaunchError(_DID, found=f"{word} is no option of `ddpilot run`", fix=f"{guess}{advice}")
 
 
-def _sentence(text: str) -> str:
-    return text[0].upper() + text[1:]
-
-
-def _stray(script: str, ours: list[str], args: list[str], word: str) -> LaunchError:
-    at = ours.index(word)
+def _stray(script: str, ours: list[str], args: list[str], at: int) -> str:
+    """What to write instead, where the word of `ours` at `at` has to be the script's."""
+    if script in ("python", "python3", "torchrun"):
+        right = ["ddpilot", "run", *ours, *args]
+        return f"Leave out `{script}`: {shlex.join(right)}"
     right = ["ddpilot", "run", script, *ours[:at], "--", *ours[at:], *args]
-    return LaunchError(
-        _DID,
-        found=f"`{word}` after the script is neither an option nor an option's value",
-        fix=f"Arguments of the script come after `--`: {shlex.join(right)}",
-    )
+    return f"Arguments of the script come after `--`: {shlex.join(right)}"

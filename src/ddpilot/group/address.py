@@ -119,7 +119,8 @@ def _taken(error: OSError, holder: psutil.Process | None) -> str:
     if holder is None:
         return "the port is taken by a process that this user cannot see"
     try:
-        return f"the port is taken by pid {holder.pid}: {' '.join(holder.cmdline())[:200] or holder.name()}"
+        command = " ".join(" ".join(holder.cmdline()).split())[:200]  # `python -c` has lines in its arguments
+        return f"the port is taken by pid {holder.pid}: {command or holder.name()}"
     except psutil.Error:
         return f"the port is taken by pid {holder.pid}"
 

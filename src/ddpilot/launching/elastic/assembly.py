@@ -79,13 +79,14 @@ def run_assembled(
 
 def _run(agent: Agent, me: NodeState, options: RunOptions) -> None:
     did = f"running `{options.name}`"
+    who = f"`{options.name}`" if me.nnodes == 1 else me.place
     try:
         result = agent.run()
     except SignalException as stop:
-        found = f"{me.place} was stopped by {stop.sigval.name}: {agent.ends}"
+        found = f"{who} was stopped by {stop.sigval.name}: {agent.ends}"
         raise RunStoppedError(did, found=found, exitcode=1) from None
     except StopSignal as stop:
-        found = f"{me.place} was stopped by {stop.number.name} before there were ranks"
+        found = f"{who} was stopped by {stop.number.name} before there were ranks"
         raise RunStoppedError(did, found=found, exitcode=128 + stop.number) from None
     except TorchRendezvousError as error:
         found = f"{type(error).__name__}: {error}"

@@ -14,14 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddpilot.launching.contract import LAUNCH_VARIABLE, choose_num_threads
+from ddpilot.launching.elastic.counting import count_ranks
 from ddpilot.launching.elastic.network import Endpoint, open_endpoint, rank_network_variables
 from ddpilot.launching.elastic.nodes import NodeState
 from ddpilot.launching.elastic.options import RunOptions
 from ddpilot.launching.elastic.screen import Screen
 from ddpilot.launching.elastic.stopping import RunStoppedError, StopSignal, signals_raise
 from ddpilot.launching.elastic.target import check_target
-from ddpilot.launching.local.host import resolve_count
-from ddpilot.launching.options import LaunchOptions
 from ddpilot.launching.output.display import Display
 
 
@@ -50,7 +49,7 @@ def prepare_run(options: RunOptions, environ: Mapping[str, str]) -> PreparedRun:
     """
     check_target(options.kind, options.target)
     display = Display("labelled", None)
-    count = resolve_count(LaunchOptions(nproc_per_node=options.nproc_per_node), environ, display)
+    count = count_ranks(options.nproc_per_node, environ, display.note)
     one_node = options.is_static and options.nnodes[1] == 1
     run_id = uuid.uuid4().hex if one_node else options.rdzv_id
     variables = {LAUNCH_VARIABLE: run_id, "OMP_NUM_THREADS": str(choose_num_threads(environ, count))}
@@ -84,7 +83,7 @@ def run_prepared(prepared: PreparedRun) -> None:
         _run(prepared)
     except StopSignal as stop:
         number = stop.number
-        found = f"{number.name} came before there were ranks"
+        found = f"`{options.name}` was stopped by {number.name} before there were ranks"
         raise RunStoppedError(f"running `{options.name}`", found=found, exitcode=128 + number) from None
     finally:
         if prepared.endpoint is not None:

@@ -63,8 +63,9 @@ def _fresh_main() -> types.ModuleType:
     return module
 
 
-def _run_script(path: str, args: list[str]) -> None:
-    sys.argv[:] = [path, *args]
+def _run_script(given: str, args: list[str]) -> None:
+    sys.argv[:] = [given, *args]
+    path = os.path.abspath(given)
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.path.dirname(os.path.realpath(path))
     main = _fresh_main()
