@@ -17,7 +17,7 @@ from typing import Any
 
 from jupyter_client.session import new_id_bytes
 
-from ddpilot.errors import LaunchError
+from ddpilot.errors import LaunchError, LaunchInterrupted
 from ddpilot.launching.local import wire
 from ddpilot.launching.local.jobs import STORE
 from ddpilot.launching.local.process import STACKS_SIGNAL
@@ -122,7 +122,8 @@ class Ranks:
             with self.turn("starting the session") as (events, _):
                 self.start_processes(range(self.world_size), events)
         except BaseException:
-            self.close()
+            with Stops(queue.SimpleQueue()):  # who presses stop twice must not cut short what the first press began
+                self.close()
             raise
 
     def start_processes(self, ranks: Sequence[int], events: queue.SimpleQueue[Event]) -> None:
@@ -156,11 +157,15 @@ class Ranks:
 
     def end_process(self, rank: int, events: queue.SimpleQueue[Event]) -> None:
         """Kill the process of `rank`, if it lives, and prepare for another."""
+        stops: list[Event] = []
         if rank not in self.dead:
             self.hub.post(lambda: self.host.signal((rank,), signal.SIGKILL))
             while rank not in self.dead:
-                events.get(timeout=_END_LIMIT_S)
+                event = events.get(timeout=_END_LIMIT_S)
+                stops += [event] if isinstance(event, Interrupted) else []
         self._incarnations[rank] += 1
+        for stop in stops:
+            events.put(stop)  # for whoever waits next
 
     def close(self) -> None:
         """End every rank and give everything back; a second call, or one in a fork of this process, does nothing."""
@@ -195,7 +200,7 @@ class Ranks:
     def turn(self, did: str) -> Iterator[tuple[queue.SimpleQueue[Event], Stops]]:
         """Take the ranks' attention: what they say goes to the events that are yielded. LaunchError if another has it.
 
-        An interrupt that nobody took is delivered at the end.
+        An interrupt that nobody took is delivered at the end, unless what was done ends as stopped anyway.
         """
         if self.is_closed:
             raise LaunchError(did, found="the session was stopped", fix="Start a new one")
@@ -204,12 +209,15 @@ class Ranks:
                 did, found="the ranks are busy with another cell", fix="Wait for its end, or interrupt it"
             )
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        is_interrupted = False
+        is_interrupted = is_stopped = False
         try:
             with Stops(events) as stops:
                 with self._switch:
                     self._consumer = events
                 yield events, stops
+        except KeyboardInterrupt:
+            is_stopped = True
+            raise
         finally:
             with self._switch:
                 self._consumer = None
@@ -220,8 +228,8 @@ class Ranks:
                     is_interrupted = is_interrupted or isinstance(event, Interrupted)
                     self.show_idle(event)
             self._attention.release()
-        if is_interrupted:
-            signal.raise_signal(signal.SIGINT)
+        if is_interrupted and not is_stopped:
+            _interrupt_caller(did)
 
     def interrupt(self) -> bool:
         """Stop what runs, as the stop button does; False where nothing runs. For another thread than the cell's."""
@@ -305,3 +313,11 @@ class Ranks:
         """Hand a message of the notebook's widgets to a rank."""
         if rank not in self.dead and not self.is_closed:
             self.hub.send(rank, "shell", kind, content, metadata, buffers=buffers)
+
+
+def _interrupt_caller(did: str) -> None:
+    """Have SIGINT do now what it does in this program. Raises LaunchInterrupted where that is a KeyboardInterrupt."""
+    try:
+        signal.raise_signal(signal.SIGINT)
+    except KeyboardInterrupt:
+        raise LaunchInterrupted(f"{did} was over already when it was stopped") from None

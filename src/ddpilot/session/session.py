@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from ddpilot.errors import LaunchError
+from ddpilot.errors import LaunchError, LaunchInterrupted
 from ddpilot.launching.local.host import check_function
 from ddpilot.launching.results import RankResults
 from ddpilot.launching.shipping.blame import ship
@@ -39,7 +39,8 @@ class Session:
     torchrun job. When a cell fails on one rank, all of them are freed, the group is rebuilt and every variable stays.
 
     A context manager: `stop` at the end. Options are those of `SessionOptions`. `view`: where output goes; None:
-    labelled lines on stdout and stderr. Raises LaunchError where ranks cannot be started; nothing is left then.
+    labelled lines on stdout and stderr. Raises LaunchError where ranks cannot be started, and LaunchInterrupted, a
+    KeyboardInterrupt, after the stop button; nothing is left then.
     """
 
     def __init__(
@@ -83,9 +84,12 @@ class Session:
 
             view = TextView(output, output_limit_bytes)
         self._view = view
-        self._ranks = Ranks(self.options, self._view)
-        self._view.bind(self._ranks.send_comm)
-        self._ranks.start()
+        try:
+            self._ranks = Ranks(self.options, self._view)
+            self._view.bind(self._ranks.send_comm)
+            self._ranks.start()
+        except KeyboardInterrupt:
+            raise LaunchInterrupted("starting the ranks was stopped: none of them runs") from None
         self._work = Work(self._ranks)
         self._num_cells = 0
         self._finalizer = weakref.finalize(self, self._ranks.close)
@@ -199,7 +203,8 @@ class Session:
     def restart(self, rank: int | None = None) -> None:
         """Start `rank` anew under the same number, or with None all ranks. Variables of restarted ranks are lost.
 
-        The others keep theirs; where a process group was in use it is rebuilt with all ranks.
+        The others keep theirs; where a process group was in use it is rebuilt with all ranks. LaunchInterrupted after
+        the stop button: then the ranks that were to be restarted are dead.
         """
         chosen = tuple(range(self.world_size)) if rank is None else self._check([rank], "restarting")
         self._work.restart(chosen)

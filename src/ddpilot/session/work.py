@@ -7,7 +7,7 @@ import queue
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from ddpilot.errors import LaunchError, LaunchInterrupted
 from ddpilot.findings.words import render_ranks
@@ -169,12 +169,28 @@ class Work:
         self._ranks.view.note(f"{render_ranks(dead)} started anew (`respawn`), with no variables")
 
     def _restart(self, ranks: Sequence[int], events: queue.SimpleQueue[Event], stops: Stops) -> None:
-        for rank in ranks:
-            self._ranks.end_process(rank, events)
-        self._ranks.start_processes(ranks, events)
+        try:
+            for rank in ranks:
+                self._ranks.end_process(rank, events)
+            self._ranks.start_processes(ranks, events)
+        except KeyboardInterrupt:
+            self._give_up_restart(ranks, events, stops)
         self._fresh = frozenset(ranks)
         self._regroup(events, stops)
         self._fresh = frozenset()
+
+    def _give_up_restart(self, ranks: Sequence[int], events: queue.SimpleQueue[Event], stops: Stops) -> NoReturn:
+        """A rank that was started by half would be in no group with the others: end them all."""
+        for rank in ranks:
+            self._ranks.end_process(rank, events)
+            self._ranks.dead[rank] = "was to be started anew, and that was stopped"
+        self._regroup(events, stops)
+        verb, what = ("is", "it") if len(ranks) == 1 else ("are", "them")
+        kept = "; the others have kept their variables" if self._ranks.live else ""
+        raise LaunchInterrupted(
+            f"restarting {render_ranks(ranks)} was stopped: {render_ranks(ranks)} {verb} not running, "
+            f"`%ddp restart {' '.join(map(str, ranks))}` starts {what}{kept}"
+        ) from None
 
     def _recover(self, outcome: Outcome, events: queue.SimpleQueue[Event], stops: Stops) -> None:
         reports = [part.report for part in outcome.parts.values() if part.report is not None]

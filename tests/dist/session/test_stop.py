@@ -140,3 +140,28 @@ def test_a_stop_while_the_group_is_made_anew_lets_that_end(start: Start, view: K
         presses[0].join()
     assert not any("could not be made anew" in note for note in view.notes)
     session.execute("step(); assert kept == rank")
+
+
+def test_stop_during_the_start_leaves_nothing_and_says_so(start: Start) -> None:
+    """In one line; the next start is as if there had been none."""
+    start(1)  # so that the rank server is there
+    with pressing_stop(0.05), pytest.raises(LaunchInterrupted) as caught:
+        start(2)
+    assert caught.value._render_traceback_() == ["KeyboardInterrupt: starting the ranks was stopped: none of them runs"]
+    start(2).execute("group.barrier()")
+
+
+def test_stop_during_a_restart_says_who_runs(start: Start) -> None:
+    """The rank is dead until it is restarted, and the others keep what they have."""
+    session = start(2)
+    session.execute("kept = rank; group.barrier()")
+    with pressing_stop(0.05), pytest.raises(LaunchInterrupted) as caught:
+        session.restart(1)
+    assert str(caught.value) == (
+        "restarting rank 1 was stopped: rank 1 is not running, `%ddp restart 1` starts it; the others have kept their "
+        "variables"
+    )
+    with pytest.raises(RankError, match="rank 1 is dead; restart it"):
+        session.execute("group.barrier()")
+    session.restart(1)
+    session.execute("group.barrier(); assert rank == 1 or kept == rank")
