@@ -8,12 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 from ddpilot.api.launch import Launcher
-from ddpilot.errors import LaunchError, LaunchInterrupted
+from ddpilot.errors import LaunchError, LaunchInterrupted, ShipError
 from ddpilot.integrations.lightning.global_state import GlobalState
 from ddpilot.integrations.lightning.namespaces import namespace_of
 from ddpilot.integrations.lightning.on_rank import OnRank, run_fabric, run_trainer
 from ddpilot.integrations.lightning.outcome import apply_outcome
 from ddpilot.integrations.lightning.predictions import join_predictions
+from ddpilot.launching.local.wire import close_all
+from ddpilot.launching.shipping.blame import ship
 
 HEAVY = "ddpilot.integrations.lightning.heavy"
 
@@ -66,7 +68,11 @@ class RankServerLauncher:
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], trainer: Any
     ) -> Any:
         name = getattr(function, "__name__", "run").removeprefix("_").removesuffix("_impl")
-        outcomes = list(self._run(OnRank(run_trainer, f"Trainer.{name}"), trainer, function, args, kwargs))
+        try:
+            outcomes = list(self._run(OnRank(run_trainer, f"Trainer.{name}"), trainer, function, args, kwargs))
+        except ShipError as error:
+            _name_parts(trainer, args, kwargs, error)
+            raise
         apply_outcome(trainer, outcomes[0])
         predictions = join_predictions([outcome.predictions for outcome in outcomes])
         if predictions is None and outcomes[0].results and name == "predict" and len(outcomes) > 1:
@@ -88,3 +94,17 @@ class RankServerLauncher:
 
     def kill(self, signum: int) -> None:
         """For Lightning's signal handlers: `launch` itself passes a stop on, and no rank outlives it."""
+
+
+def _name_parts(trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: ShipError) -> None:
+    """Raise the ShipError again, with the path from what the user made: a trainer's own parts all know each other."""
+    parts = {
+        "model": trainer.lightning_module,
+        **{f"trainer.callbacks[{index}]": callback for index, callback in enumerate(trainer.callbacks)},
+        **{f"trainer.loggers[{index}]": logger for index, logger in enumerate(trainer.loggers)},
+        "args": args,
+        "kwargs": kwargs,
+    }
+    for name, part in parts.items():
+        parcel, _ = ship("ddpilot-part", {name: part}, part, did=error.did, known=None)
+        close_all(parcel)

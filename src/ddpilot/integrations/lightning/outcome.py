@@ -67,7 +67,6 @@ def apply_outcome(trainer: Any, outcome: Outcome) -> None:
     if outcome.weights is not None:
         _load_weights(trainer, outcome.weights)
     vars(model).update(outcome.module or {})
-    model.trainer = trainer
     for callback, (attributes, state) in zip(trainer.callbacks, outcome.callbacks, strict=True):
         vars(callback).update(attributes)
         if state:

@@ -42,6 +42,17 @@ class _OnRankServer:
         is_running = self.cluster_environment.creates_processes_externally
         self._launcher = None if is_running else RankServerLauncher(self, self._options)
 
+    def on_exception(self, exception: BaseException) -> None:
+        """Lightning's, which adds to torch's text about unused parameters, with our names in its advice."""
+        super().on_exception(exception)  # type: ignore[misc]
+        exception.args = tuple(_with_our_names(each) for each in exception.args)
+
+
+def _with_our_names(text: Any) -> Any:
+    if not isinstance(text, str) or "strategy='ddp_find_unused" not in text:
+        return text
+    return text.replace("strategy='ddp_find", "strategy='ddpilot_find").replace("=DDPStrategy(", "=DdpilotStrategy(")
+
 
 def _make(name: str, namespace: Namespace, *, for_fabric: bool) -> type:
     module = (namespace.of_fabric if for_fabric else namespace.of_trainer)("strategies.ddp")
