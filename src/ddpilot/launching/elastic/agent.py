@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException, SubprocessContext
 
-from ddpilot.errors import LaunchError, RankError
+from ddpilot.errors import DdpilotError, LaunchError
 from ddpilot.findings.words import render_ranks
 from ddpilot.launching.elastic.local_ranks import FAILED_GRACE_S, LocalRank, LocalRanks
 from ddpilot.launching.elastic.logs import PipedLogs
@@ -36,7 +37,7 @@ class Agent(LocalElasticAgent):
         self._screen = screen
         self._meeting = meeting
         self._ranks = LocalRanks([], screen.note)
-        self.error: RankError | LaunchError | None = None
+        self.error: DdpilotError | None = None
         """Why the last attempt ended; None while it has not, and where it ended well."""
 
     # torch's agent calls these
@@ -59,12 +60,49 @@ class Agent(LocalElasticAgent):
         self._ranks.look()
         if self._screen.broken is not None:
             raise LaunchError("showing what the ranks print", found=str(self._screen.broken), fix="")
-        chosen = self._choose()
-        if chosen is None and self._ranks.failures():
+        failures = self._ranks.failures()
+        if all(each.is_victim for each in failures) and self._saw_failure_elsewhere():
+            self._ranks.end(signal.SIGTERM, FAILED_GRACE_S)
+            return RunResult(state=WorkerState.UNHEALTHY)
+        if self._meeting is not None and (failures or self._ranks.live):
+            self._check_nodes(self._meeting)
+        chosen = self._choose(failures)
+        if chosen is not None:
+            self._end_by(chosen, worker_group)
+        elif failures:
             return RunResult(state=WorkerState.HEALTHY)  # a victim so far: its cause is about to come
-        if chosen is None:
-            return self._look_elsewhere(worker_group)
-        victims = [each.rank for each in self._ranks.failures() if each is not chosen and each.is_victim]
+        result: RunResult = super()._monitor_workers(worker_group)
+        return result
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        total = worker_group.spec.max_restarts
+        why = "the nodes have changed" if self.error is None else self.error.found
+        self._screen.note(f"restart {total - self._remaining_restarts} of {total}: {why}")
+        super()._restart_workers(worker_group)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **options: Any) -> None:
+        if self._ranks.live:
+            self._pass_on(death_sig)
+        super()._shutdown(death_sig, *args, **options)
+
+    def _exit_barrier(self) -> None:
+        if self._meeting is None:
+            super()._exit_barrier()  # type: ignore[no-untyped-call]
+            return
+        self._meeting.wait_until_all_are_done(self._saw_failure_elsewhere)
+
+    # what we do
+
+    def _choose(self, failures: Sequence[Failure]) -> Failure | None:
+        now = time.monotonic()
+        chosen = choose_failure(failures, now)
+        if chosen is None or not chosen.is_victim or self._meeting is None or self._options.nnodes[1] == 1:
+            return chosen
+        return chosen if now - min(each.since_s for each in failures) > _NEWS_GRACE_S else None
+
+    def _end_by(self, chosen: Failure, worker_group: WorkerGroup) -> None:
+        """End the other ranks because of one, and let the other nodes know."""
+        victims = [each.rank for each in self._ranks.failures() if each.rank != chosen.rank and each.is_victim]
         succeeded = self._ranks.succeeded
         self._ranks.end(signal.SIGTERM, FAILED_GRACE_S)
         self.error = build_error(
@@ -78,36 +116,6 @@ class Agent(LocalElasticAgent):
         )
         if self._meeting is not None:
             self._meeting.tell_failure(self.error)
-        return self._monitor_by_torch(worker_group)
-
-    def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        total = worker_group.spec.max_restarts
-        why = "the nodes have changed" if self.error is None else self.error.found
-        self._screen.note(f"restart {total - self._remaining_restarts} of {total}: {why}")
-        super()._restart_workers(worker_group)
-
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **options: Any) -> None:
-        if self._ranks.live:
-            self._end_by(death_sig)
-        super()._shutdown(death_sig, *args, **options)
-
-    def _exit_barrier(self) -> None:
-        if self._meeting is None:
-            super()._exit_barrier()  # type: ignore[no-untyped-call]
-            return
-        self._meeting.wait_until_all_are_done(self._saw_failure_elsewhere)
-
-    # what we do
-
-    def _choose(self) -> Failure | None:
-        now = time.monotonic()
-        failures = self._ranks.failures()
-        chosen = choose_failure(failures, now)
-        if chosen is None or not chosen.is_victim or self._meeting is None or self._options.nnodes[1] == 1:
-            return chosen
-        if self._saw_failure_elsewhere():
-            return None
-        return chosen if now - min(each.since_s for each in failures) > _NEWS_GRACE_S else None
 
     def _saw_failure_elsewhere(self) -> bool:
         if self._meeting is None:
@@ -119,25 +127,18 @@ class Agent(LocalElasticAgent):
         self.error = self._meeting.failure_elsewhere(here)
         return self.error is not None
 
-    def _look_elsewhere(self, worker_group: WorkerGroup) -> RunResult:
-        if self._saw_failure_elsewhere():
+    def _check_nodes(self, meeting: Meeting) -> None:
+        try:
+            meeting.check()
+        except DdpilotError as error:
+            self.error = error
             self._ranks.end(signal.SIGTERM, FAILED_GRACE_S)
-            return RunResult(state=WorkerState.UNHEALTHY)
-        if self._meeting is not None and self._ranks.live:
-            self._meeting.check()
-        return self._monitor_by_torch(worker_group)
+            raise
 
-    def _monitor_by_torch(self, worker_group: WorkerGroup) -> RunResult:
-        result: RunResult = super()._monitor_workers(worker_group)
-        return result
-
-    def _end_by(self, death_sig: signal.Signals) -> None:
+    def _pass_on(self, death_sig: signal.Signals) -> None:
         """Pass a signal on and give the ranks time; a second one kills them."""
         who, grace_s = render_ranks(self._ranks.live), self._options.shutdown_timeout_s
-        if self.error is not None:
-            grace_s = FAILED_GRACE_S
-        else:
-            self._screen.note(f"{death_sig.name} to {who}; they have {grace_s:g} s (once more to kill them now)")
+        self._screen.note(f"{death_sig.name} to {who}; they have {grace_s:g} s (once more to kill them now)")
         try:
             self._ranks.end(death_sig, grace_s)
         except SignalException:

@@ -20,6 +20,8 @@ PULSE_S = 0.5
 """Seconds between two signs of life."""
 
 _NEWS_S = 0.05
+_DEAD_S = 3.0
+"""Silence of the store after which there is nobody to say goodbye to."""
 
 
 class Peers:
@@ -69,12 +71,16 @@ class Peers:
         with self._lock:
             before = self._told_beat
         self._wake.set()
-        while time.monotonic() < deadline_s and self._link_error is None:
+        while time.monotonic() < deadline_s and not self._is_dead():
             with self._lock:
                 if self._told_beat >= before + 2:  # the exchange that ran when this was called may have missed it
                     return
             self._wake.set()
             time.sleep(_NEWS_S)
+
+    def _is_dead(self) -> bool:
+        with self._lock:
+            return self._link_error is not None or time.monotonic() - self._heard_s > _DEAD_S
 
     def stop(self, limit_s: float = 1.0) -> None:
         """End the thread; one that is stuck on a dead connection is left to the end of the process."""

@@ -23,6 +23,8 @@ from ddpilot.launching.elastic.stopping import RunStoppedError, StopSignal, sign
 from ddpilot.launching.elastic.target import check_target
 from ddpilot.launching.output.display import Display
 
+CPP_LEVEL_VARIABLE = "TORCH_CPP_LOG_LEVEL"
+
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedRun:
@@ -52,7 +54,11 @@ def prepare_run(options: RunOptions, environ: Mapping[str, str]) -> PreparedRun:
     count = count_ranks(options.nproc_per_node, environ, display.note)
     one_node = options.is_static and options.nnodes[1] == 1
     run_id = uuid.uuid4().hex if one_node else options.rdzv_id
-    variables = {LAUNCH_VARIABLE: run_id, "OMP_NUM_THREADS": str(choose_num_threads(environ, count))}
+    variables = {
+        LAUNCH_VARIABLE: run_id,
+        "OMP_NUM_THREADS": str(choose_num_threads(environ, count)),
+        CPP_LEVEL_VARIABLE: environ.get(CPP_LEVEL_VARIABLE, "WARNING"),  # torch's default, not this process's
+    }
     endpoint = open_endpoint(options) if options.is_static else None
     if endpoint is not None:
         try:
@@ -113,14 +119,21 @@ def _run(prepared: PreparedRun) -> None:
 
 @contextmanager
 def _quiet_torch() -> Iterator[None]:
-    """Leave out what torch's agent logs about failures and signals, which is said here, unless LOGLEVEL is set."""
+    """Leave out what torch's agent and store log about failures and signals, which is said here.
+
+    Unless LOGLEVEL or TORCH_CPP_LOG_LEVEL is set: who sets them wants to read that.
+    """
     logger = logging.getLogger("torch.distributed.elastic")
     nothing, propagate = logging.NullHandler(), logger.propagate
     if "LOGLEVEL" not in os.environ:
         logger.addHandler(nothing)
         logger.propagate = False
+    is_set = CPP_LEVEL_VARIABLE in os.environ
+    os.environ.setdefault(CPP_LEVEL_VARIABLE, "ERROR")
     try:
         yield
     finally:
+        if not is_set:
+            del os.environ[CPP_LEVEL_VARIABLE]
         logger.removeHandler(nothing)
         logger.propagate = propagate
