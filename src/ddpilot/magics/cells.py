@@ -30,7 +30,7 @@ def run_cell(desk: Desk, line: str, cell: str, verbs: Collection[str]) -> None:
     words = line.split()
     if words and not words[0].startswith("-"):
         raise MagicUsageError(f"reading `%%ddp {line}`", found=f"`{words[0]}`", fix=_right(words[0], verbs))
-    chosen = vars(make_cell_parser().parse_args(words))
+    chosen = make_cell_parser().read(words)
     is_local, is_everywhere = chosen.pop("local", False), chosen.pop("everywhere", False)
     if not cell.strip():
         raise MagicUsageError("running a cell on the ranks", found="nothing below `%%ddp`", fix="Write the code there")

@@ -35,7 +35,7 @@ class DdpMagics(Magics):
                 return self._verb(line)
             words = line.split()
             if words[:1] == [WHOLE]:
-                run_on_ranks(self._desk, cell, vars(make_cell_parser().parse_args(words[1:])))
+                run_on_ranks(self._desk, cell, make_cell_parser().read(words[1:]))
             else:
                 run_cell(self._desk, line.strip(), cell, VERBS)
         except Helped as helped:
@@ -58,7 +58,7 @@ class DdpMagics(Magics):
             words = VERBS[name].split(rest.strip())
         except ValueError as error:
             raise MagicUsageError(f"reading `%ddp {line}`", found=str(error), fix="Close the quotes") from error
-        return VERBS[name].run(self._desk, vars(VERBS[name].parser().parse_args(words)))
+        return VERBS[name].run(self._desk, VERBS[name].parser().read(words))
 
 
 def overview() -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 from ddpilot.errors import DdpilotError
@@ -24,11 +24,26 @@ class Helped(Exception):  # noqa: N818  # nothing is wrong
 
 
 class MagicParser(argparse.ArgumentParser):
-    """Raises MagicUsageError where argparse would end the process, and `Helped` for -h."""
+    """Raises MagicUsageError where argparse would end the process, and `Helped` for -h.
 
-    def __init__(self, prog: str, **kwargs: Any) -> None:
+    `hint`: what is right in place of a word that is not known, "" where that is for the usage to say.
+    """
+
+    def __init__(self, prog: str, *, hint: Callable[[str], str] | None = None, **kwargs: Any) -> None:
         super().__init__(prog=prog, allow_abbrev=False, argument_default=argparse.SUPPRESS, add_help=False, **kwargs)
+        self._hint = hint
         self.add_argument("-h", "--help", action=_Help, help="show this")
+
+    def read(self, words: Sequence[str]) -> dict[str, Any]:
+        """The options in `words`, by name. Raises MagicUsageError, or Helped."""
+        known, unknown = self.parse_known_args(words)
+        if unknown:
+            fix = self._hint(unknown[0]) if self._hint is not None else ""
+            fix = fix or suggest(unknown[0], (flag for action in self._actions for flag in action.option_strings))
+            if not fix:
+                self.error(f"unrecognized arguments: {' '.join(unknown)}")
+            raise MagicUsageError(f"reading `{self.prog}`", found=f"`{' '.join(unknown)}`", fix=fix)
+        return vars(known)
 
     def error(self, message: str) -> NoReturn:
         """Raise, with what is right."""

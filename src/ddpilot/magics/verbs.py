@@ -28,16 +28,31 @@ class Verb:
     add: Callable[[MagicParser], None] = lambda parser: None
     split: Callable[[str], list[str]] = shlex.split
     """Makes words of what follows the verb."""
+    hint: Callable[[str], str] | None = None
+    """What is right in place of a word that the verb does not know, or ""."""
 
     def parser(self) -> MagicParser:
         """Reads what follows the verb."""
-        parser = MagicParser(f"%ddp {self.name}", description=f"{self.does[0].upper()}{self.does[1:]}.")
+        parser = MagicParser(f"%ddp {self.name}", hint=self.hint, description=f"{self.does[0].upper()}{self.does[1:]}.")
         self.add(parser)
         return parser
 
 
 def _start(desk: Desk, given: Arguments) -> None:
     desk.start(to_arguments(given))
+
+
+def _hint_start(word: str) -> str:
+    number = word.removeprefix("n").removeprefix("=")
+    if number.isdecimal():
+        return f"Did you mean `%ddp start -n {number}`?"
+    if word in ("--rank", "--ranks"):
+        return "All ranks start, and `-n 2` says how many; `%%ddp --ranks 0` runs a cell on some of them"
+    return ""
+
+
+def _hint_numbers(word: str) -> str:
+    return "Numbers of ranks stand alone, as in `%ddp restart 0 1`" if word in ("--rank", "--ranks") else ""
 
 
 def _stop(desk: Desk, _given: Arguments) -> None:
@@ -104,9 +119,15 @@ def _add_run(parser: MagicParser) -> None:
 VERBS: dict[str, Verb] = {
     verb.name: verb
     for verb in (
-        Verb("start", "start the ranks; they stay until they are stopped", _start, add_options),
+        Verb("start", "start the ranks; they stay until they are stopped", _start, add_options, hint=_hint_start),
         Verb("stop", "stop the ranks; their variables are lost", _stop),
-        Verb("restart", "start ranks anew under the same numbers; their variables are lost", _restart, _add_some_ranks),
+        Verb(
+            "restart",
+            "start ranks anew under the same numbers; their variables are lost",
+            _restart,
+            _add_some_ranks,
+            hint=_hint_numbers,
+        ),
         Verb(
             "run",
             "call a function of the notebook on every rank; the results come back by rank",

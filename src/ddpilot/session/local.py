@@ -23,6 +23,7 @@ from ddpilot.launching.local.store import bind_listener
 from ddpilot.launching.options import LaunchOptions
 from ddpilot.launching.output.display import Display
 from ddpilot.launching.shipping.blame import ship
+from ddpilot.session.arguments import refuse_in_a_rank
 from ddpilot.session.events import Ended, Wrote
 from ddpilot.session.hub import Hub
 from ddpilot.session.local_entry import serve
@@ -217,6 +218,7 @@ def warm_up() -> None:
 
     Raises LaunchError as starting a session does.
     """
+    refuse_in_a_rank()
     options = LaunchOptions()
     ensure_server({**default_variables(), **os.environ, **options.env}, PRELOAD, may_fork(options))
 

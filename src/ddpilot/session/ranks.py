@@ -18,12 +18,14 @@ from typing import Any
 from jupyter_client.session import new_id_bytes
 
 from ddpilot.errors import LaunchError, LaunchInterrupted
+from ddpilot.group.devices_count import count_accelerators
 from ddpilot.launching.local import wire
 from ddpilot.launching.local.jobs import STORE
 from ddpilot.launching.local.process import STACKS_SIGNAL
 from ddpilot.launching.options import LaunchOptions
 from ddpilot.record.hook import HOOK, RING_DIR_VARIABLE
 from ddpilot.session.apps import find_app, present_modules
+from ddpilot.session.arguments import check_gpus
 from ddpilot.session.channels import Connection
 from ddpilot.session.endings import describe_end
 from ddpilot.session.events import Ended, Event, Interrupted, Said, Wrote
@@ -38,6 +40,7 @@ from ddpilot.session.stops import Stops
 from ddpilot.session.tails import Tails
 from ddpilot.session.view import RankMessage, View
 
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 _END_LIMIT_S = 30.0
 _STOP_GRACE_S = 2.0
 _SHOWN_IDLE = frozenset(
@@ -90,6 +93,9 @@ class Ranks:
 
     def _launch_options(self) -> LaunchOptions:
         given = self.options.launch_options()
+        # `gpus` takes the place of what the environment says.
+        num_gpus = count_accelerators({name: text for name, text in os.environ.items() if name != _VISIBLE})
+        check_gpus(self.options.gpus, num_gpus)
         preload = tuple(name for app in self.options.apps for name in present_modules(find_app(app)))
         return replace(
             given,

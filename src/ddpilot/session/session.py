@@ -15,6 +15,7 @@ from ddpilot.launching.local.host import check_function
 from ddpilot.launching.results import RankResults
 from ddpilot.launching.shipping.blame import ship
 from ddpilot.launching.shipping.pickling import map_parcel, open_parcel
+from ddpilot.session import arguments
 from ddpilot.session.local import check_installed
 from ddpilot.session.options import SessionOptions
 from ddpilot.session.refusals import make_refusal_error
@@ -43,6 +44,7 @@ class Session:
     KeyboardInterrupt, after the stop button; nothing is left then.
     """
 
+    @arguments.explain_unknown
     def __init__(
         self,
         nproc_per_node: int | str = "auto",
@@ -60,9 +62,10 @@ class Session:
         output_limit_bytes: int | None = None,
         view: View | None = None,
     ) -> None:
+        arguments.refuse_in_a_rank()
         self.options = SessionOptions(
             nproc_per_node=nproc_per_node,
-            gpus=tuple(gpus),
+            gpus=gpus if isinstance(gpus, int) else tuple(gpus),  # type: ignore[arg-type]  # so does it of these
             backend=backend,
             seed=seed,
             apps=apps if isinstance(apps, str) else tuple(apps),  # type: ignore[arg-type]  # it says how to write it
@@ -135,6 +138,7 @@ class Session:
         """
         from ddpilot.session.work import raise_outcome
 
+        arguments.check_code(code)
         chosen = self._choose(ranks, "running a cell")
         self._num_cells = cell if cell is not None else self._num_cells + 1
         began_s = time.monotonic()
@@ -172,9 +176,7 @@ class Session:
         """
         from ddpilot.session.work import raise_outcome
 
-        odd = [name for name in values if not str(name).isidentifier()]
-        if odd:
-            raise LaunchError("pushing", found=f"{odd[0]!r} is no name of a variable", fix='Give {"name": value}')
+        arguments.check_values(values)
         chosen = self._choose(ranks, "pushing")
         parcel, _ = ship("ddpilot-push", values, dict(values), did=f"pushing {', '.join(values)}", known=None)
         outcome, _ = self._with_parcel("push", {}, chosen, parcel, "push")
@@ -188,8 +190,9 @@ class Session:
         """
         from ddpilot.session.work import raise_outcome
 
+        expression = arguments.check_expression(expression)
         did = f"pulling `{expression}`"
-        chosen = self._choose(None if rank is None else [rank], did, all_live=rank is None)
+        chosen = self._choose_one(rank, did)
         outcome, answers = self._with_parcel("pull", {"expression": expression}, chosen, [], f"pull {expression}")
         try:
             raise_outcome(outcome, "pull")
@@ -206,8 +209,9 @@ class Session:
         The others keep theirs; where a process group was in use it is rebuilt with all ranks. LaunchInterrupted after
         the stop button: then the ranks that were to be restarted are dead.
         """
-        chosen = tuple(range(self.world_size)) if rank is None else self._check([rank], "restarting")
-        self._work.restart(chosen)
+        did, fix = "restarting", "Give the number of one rank, or nothing for all"
+        ranks = range(self.world_size) if rank is None else [arguments.check_rank(rank, self.world_size, did, fix)]
+        self._work.restart(tuple(ranks))
 
     def interrupt(self) -> bool:
         """Stop the cell that another thread has running, as the stop button does; False where none runs."""
@@ -243,11 +247,18 @@ class Session:
             finally:
                 self._finalizer()
 
+    def _choose_one(self, rank: int | None, did: str) -> tuple[int, ...]:
+        if rank is None:
+            return self._choose(None, did, all_live=True)
+        return self._choose(
+            [arguments.check_rank(rank, self.world_size, did, "Give the number of one rank, or None")], did
+        )
+
     def _choose(self, ranks: Iterable[int] | None, did: str, *, all_live: bool = False) -> tuple[int, ...]:
         if not self.is_running:
             raise LaunchError(did, found="the session was stopped", fix="Start a new one")
         dead = self._ranks.dead
-        asked = tuple(range(self.world_size)) if ranks is None else self._check(ranks, did)
+        asked = tuple(range(self.world_size)) if ranks is None else arguments.check_ranks(ranks, self.world_size, did)
         missing = [rank for rank in asked if rank in dead]
         if self.options.respawn or not missing or (ranks is None and not all_live and len(missing) < self.world_size):
             return asked if self.options.respawn else tuple(rank for rank in asked if rank not in dead)
@@ -258,17 +269,6 @@ class Session:
             "and so does `session.restart`",
             rank=missing[0],
         )
-
-    def _check(self, ranks: Iterable[int], did: str) -> tuple[int, ...]:
-        asked = tuple(sorted(set(ranks)))
-        wrong = [rank for rank in asked if rank not in range(self.world_size)]
-        if wrong or not asked:
-            raise LaunchError(
-                did,
-                found=f"rank {wrong[0]!r}, and the ranks are 0 to {self.world_size - 1}" if wrong else "no rank at all",
-                fix="Give numbers of ranks",
-            )
-        return asked
 
     def _with_parcel(
         self, verb: str, arguments: dict[str, Any], ranks: Sequence[int], parcel: list[int], name: str

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddpilot import LaunchError, Session
+from ddpilot import LaunchError, RankError, Session
 from tests.dist.launching.scripts import is_alive, run_script, running, wait_until
 from tests.dist.session.conftest import Kept
 
@@ -118,3 +118,13 @@ def test_many_ranks_start(start: Start) -> None:
     """16 on this machine, and they meet."""
     session = start(16)
     session.execute("import torch; total = torch.ones(1); group.all_reduce(total); assert total.item() == 16")
+
+
+def test_a_rank_starts_no_session_of_its_own(start: Start) -> None:
+    """Each would start as many ranks again."""
+    session = start(1)
+    with pytest.raises(RankError, match="this code runs on a rank of a session already"):
+        session.execute("from ddpilot import Session\nSession(2)")
+    session.execute("%load_ext ddpilot")
+    with pytest.raises(RankError, match=r"to start ranks, do it in the notebook \(`%%ddp --local`\)"):
+        session.execute("%ddp start -n 2")

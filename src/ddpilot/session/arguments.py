@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a session's methods are given, checked before anything happens; each check raises LaunchError."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from typing import ParamSpec
+
+from ddpilot.errors import LaunchError
+
+P = ParamSpec("P")
+
+_OTHER_NAMES = {
+    **dict.fromkeys(("ranks", "n", "nproc", "num_ranks", "world_size", "devices", "num_processes"), "nproc_per_node"),
+    "gpu": "gpus",
+    "app": "apps",
+}
+
+
+def explain_unknown(init: Callable[P, None]) -> Callable[P, None]:
+    """`init`, which answers a keyword that it does not have with the one that was meant."""
+    known = list(inspect.signature(init).parameters)[1:]
+
+    @functools.wraps(init)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
+        for name in kwargs:
+            if name not in known:
+                near = _OTHER_NAMES.get(name) or next(iter(difflib.get_close_matches(name, known, 1)), "")
+                fix = f"Did you mean `{near}`?" if near else f"Its options are {', '.join(known)}"
+                raise LaunchError("making a Session", found=f"`{name}` is none of its options", fix=fix)
+        init(*args, **kwargs)
+
+    return checked
+
+
+def check_ranks(ranks: object, world_size: int, did: str) -> tuple[int, ...]:
+    """The numbers in `ranks`, sorted, each once."""
+    fix = "Give numbers of ranks, such as `ranks=[0]`"
+    if isinstance(ranks, (int, str)):
+        raise LaunchError(did, found=f"`ranks={ranks!r}`", fix=fix)
+    try:
+        asked = list(ranks)  # type: ignore[call-overload]  # that is what is tried
+    except TypeError as error:
+        raise LaunchError(did, found=f"`ranks={ranks!r}`", fix=fix) from error
+    if not asked:
+        raise LaunchError(did, found="no rank at all", fix="Give numbers of ranks")
+    return tuple(sorted({check_rank(rank, world_size, did, "Give numbers of ranks") for rank in asked}))
+
+
+def check_rank(rank: object, world_size: int, did: str, fix: str) -> int:
+    """`rank`, where it is one of `world_size`."""
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank not in range(world_size):
+        raise LaunchError(did, found=f"rank {rank!r}, and the ranks are 0 to {world_size - 1}", fix=fix)
+    return rank
+
+
+def check_code(code: object) -> str:
+    """`code`, where it is text."""
+    if not isinstance(code, str):
+        raise LaunchError(
+            "running a cell",
+            found=f"{code!r} of type {type(code).__name__}",
+            fix="Give its code as text; `run` calls a function",
+        )
+    return code
+
+
+def check_expression(expression: object) -> str:
+    """`expression`, where it is the text of one."""
+    fix = "Give the name of a variable or an expression, as text"
+    if not isinstance(expression, str):
+        raise LaunchError("pulling", found=f"{expression!r} of type {type(expression).__name__}", fix=fix)
+    try:
+        ast.parse(expression.strip(), mode="eval")
+    except SyntaxError as error:
+        raise LaunchError(f"pulling `{expression}`", found=f"{error.msg}", fix=fix) from error
+    return expression.strip()
+
+
+def check_values(values: object) -> Mapping[str, object]:
+    """`values`, where they are variables by name."""
+    if not isinstance(values, Mapping):
+        raise LaunchError(
+            "pushing", found=f"{values!r:.100} of type {type(values).__name__}", fix='Give {"name": value}'
+        )
+    odd = [name for name in values if not (isinstance(name, str) and name.isidentifier())]
+    if odd:
+        raise LaunchError("pushing", found=f"{odd[0]!r} is no name of a variable", fix='Give {"name": value}')
+    return values
+
+
+def refuse_in_a_rank() -> None:
+    """Raise where this process is a rank of a session itself."""
+    kernels = sys.modules.get("ddpilot.session.rank.kernel")  # also in processes that could become a rank
+    if kernels is not None and kernels.RankKernel.initialized():
+        raise LaunchError(
+            "starting a session",
+            found="this code runs on a rank of a session already",
+            fix="Collectives and DDP work here as they are; to start ranks, do it in the notebook (`%%ddp --local`)",
+        )
+
+
+def check_gpus(gpus: tuple[int, ...], num_gpus: int) -> None:
+    """Raise where one of `gpus` is none of the `num_gpus` of this machine."""
+    wrong = [gpu for gpu in gpus if gpu >= num_gpus]
+    if wrong:
+        seen = {0: "no GPU is seen here", 1: "one GPU is seen here, number 0"}
+        raise LaunchError(
+            "reading `gpus`",
+            found=f"number {wrong[0]}, and {seen.get(num_gpus, f'{num_gpus} GPUs are seen here, 0 to {num_gpus - 1}')}",
+            fix="Check `nvidia-smi`, or leave `gpus` out" + ("" if num_gpus else ": the ranks then run on the CPU"),
+        )
