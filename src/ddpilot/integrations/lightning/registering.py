@@ -86,12 +86,14 @@ def use_for_notebooks(enabled: bool = True) -> None:
 def _map(namespace: Namespace, said: list[str], module: ModuleType) -> None:
     registry = _registry(module)
     names = {f"{base}{suffix}" for base in _MAPPED for suffix in _OPTIONS}
-    for name, kept in [(name, entry) for name, entry in registry.items() if name in names and _KEPT not in entry]:
+    replaced = {name: entry for name, entry in registry.items() if name in names and _KEPT not in entry}
+    for name, kept in replaced.items():
         options = {key: value for key, value in kept["init_params"].items() if key != "start_method"}
         about = f'"{name}", its ranks from ddpilot\'s rank server'
         registry.register(name, _strategy(namespace, module), description=about, override=True, **options)
         registry[name][_KEPT] = kept
-    _say_once(namespace, said)
+    if replaced:
+        _say_once(namespace, said)
     _take_over(_multiprocessing_launcher(module))
 
 
