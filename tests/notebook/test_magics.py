@@ -219,3 +219,14 @@ def test_threads_of_ranks_are_heard_between_cells(kernel: Kernel) -> None:
     )
     assert cell.by_rank == {0: ["done"], 1: ["done"]}
     kernel.wait_for(lambda: "late 0" in cell.stdout and "late 1" in cell.stdout, "both threads' lines")
+
+
+def test_capture_takes_what_the_ranks_print_show_and_raise(kernel: Kernel) -> None:
+    """`%%capture` above `%%ddp` is IPython's own, in the notebook."""
+    cell = "%%capture out\n%%ddp\nprint('x', rank)\nprint('e', file=sys.stderr)\ndisplay(HTML('<b>a</b>'))"
+    assert kernel.run(cell).outputs == []
+    assert kernel.run("sorted(out.stdout.split('\\n'))").shown == ["['', '[rank 0] x 0', '[rank 1] x 1']"]
+    assert kernel.run("'e' in out.stderr, out.outputs[-1].data['text/html']").shown == ["(True, '<b>a</b>')"]
+    failed = kernel.run("%%capture out\n%%ddp --ranks 1\nraise ValueError('x')")
+    assert failed.error == "RankError: rank 1 raised ValueError: x (the whole of it is in what was captured)"
+    assert kernel.run("'ValueError' in out.stderr").shown == ["True"]

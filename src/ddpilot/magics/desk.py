@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import sys
 import time
 from collections.abc import Iterator
@@ -135,7 +136,8 @@ def briefly() -> Iterator[None]:
     try:
         yield
     except RankError as error:
-        line = f"RankError: {error.found} (the whole of it is above)"
+        where = "is in what was captured" if isinstance(sys.stderr, io.StringIO) else "is above"
+        line = f"RankError: {error.found} (the whole of it {where})"
         vars(error)["_render_traceback_"] = functools.partial(list, (line,))
         raise
 
