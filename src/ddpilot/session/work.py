@@ -16,6 +16,7 @@ from ddpilot.session.events import Ended, Event, Said
 from ddpilot.session.outcome import Outcome, Part
 from ddpilot.session.parcels import ParcelCall
 from ddpilot.session.ranks import Ranks
+from ddpilot.session.rebuilt import describe_rebuilt
 from ddpilot.session.report import REPORT_KEY, REQUEST
 from ddpilot.session.round import Round
 from ddpilot.session.stops import Stops
@@ -236,26 +237,8 @@ class Work:
         if not outcome.is_ok or not values:
             note("the process group could not be made anew; variables are kept, and the next cell tries again")
             return
-        rebound = max(value["rebound"] for value in values)
-        models = f"; {rebound} DDP model{'s' * (rebound > 1)} bound to it" if rebound else ""
-        kept = ", variables are kept" if any(rank not in self._fresh for rank in self._ranks.live) else ""
-        note(f"the process group was freed and rebuilt in {duration_s:.1f} s{kept}{models}")
-        lost = sorted({text for value in values for text in value["lost"]})
-        if lost:
-            note(f"gone with the old group, make anew what you still need: {', '.join(lost)}")
-        for unbound in sorted({text for value in values for text in value["unbound"]}):
-            note(f"not bound to the new group: {unbound}")
-        disagreements = values[0]["disagreements"]
-        for text in disagreements[:5]:
+        for text in describe_rebuilt(values, duration_s, any(rank not in self._fresh for rank in self._ranks.live)):
             note(text)
-        if any("numbers of DDP models" in text or "different models" in text for text in disagreements):
-            note("run the cells that make the models again, on all ranks, before the next step")
-        elif disagreements:
-            note(
-                f"{len(disagreements)} parameter{'s' * (len(disagreements) > 1)} would stay apart: load a checkpoint "
-                "on all ranks, or take rank 0's (`for p in model.parameters(): group.broadcast(p.data)`) and make the "
-                "optimizer anew"
-            )
 
 
 def raise_outcome(outcome: Outcome, name: str) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -77,7 +78,7 @@ def test_ranks_that_compute_on_after_a_failure_are_interrupted(start: Start, vie
 
 
 def test_parameters_that_disagree_after_a_failure_are_named(start: Start, view: Kept) -> None:
-    """One rank had stepped before the failure: the next steps would train two models."""
+    """By variable and parameter, and how far: one rank had stepped before, the next steps would train two models."""
     session = start(2)
     session.execute(MODEL + "kept = rank * 10\nstep()")
     with pytest.raises(RankError, match="boom"):
@@ -86,7 +87,10 @@ def test_parameters_that_disagree_after_a_failure_are_named(start: Start, view: 
             "if rank == 1: raise ValueError('boom')\noptimizer.step()"
         )
     said = "\n".join(view.notes)
-    assert "of Sequential differs: ranks 0 against ranks 1" in said
+    named = re.search(r"`model` \(Sequential\) differs in \d of 6 parameters, first in `\d.\w+`: (.*)", said)
+    assert named is not None, said
+    assert re.fullmatch(r"rank 0 against rank 1, by up to [\d.e-]+", named[1])
+    assert "`for p in model.parameters(): group.broadcast(p.data)`" in said
     assert "would stay apart" in said
     session.execute("for p in model.parameters(): group.broadcast(p.data)")
 

@@ -22,6 +22,7 @@ from ddpilot.launching.local.rank import user_traceback
 from ddpilot.launching.shipping.blame import ship
 from ddpilot.launching.shipping.pickling import importable_from_main, map_parcel, open_parcel, pack_parcel
 from ddpilot.session.parcels import ParcelPort
+from ddpilot.session.rank.divergence import describe_divergence
 from ddpilot.session.rank.kernel import RankKernel, report_error
 from ddpilot.session.rank.lost import find_lost
 from ddpilot.session.rank.namespace import Space
@@ -49,9 +50,15 @@ class Requests:
 
     def serve(self, content: dict[str, Any]) -> Report:
         """Do what `content` asks; whatever is raised is in the report."""
+        stop_handler = self._kernel.stop_handler
         try:
-            value = self._verbs[content["verb"]](**content["arguments"])
+            try:
+                stop_handler.arm()
+                value = self._verbs[content["verb"]](**content["arguments"])
+            finally:
+                stop_handler.disarm()
         except BaseException as error:  # noqa: BLE001  # the user's function may raise anything, and the parent is told
+            stop_handler.disarm()
             report = report_error(error, user_traceback(error), time.monotonic(), self.space.counter.count())
             forget_error(self._kernel.shell)
             return report
@@ -108,6 +115,7 @@ class Requests:
             "rebound": rebuilt.rebound,
             "unbound": list(rebuilt.unbound),
             "disagreements": list(rebuilt.disagreements),
+            "named": describe_divergence(self.space.namespace, rebuilt.group) if rebuilt.disagreements else {},
             "lost": lost,
         }
 
