@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ddpilot.api.launch import Launcher, launch
+    from ddpilot.api.placement import ensure_on_device
     from ddpilot.api.topology import topology
     from ddpilot.environments.topology import Topology
     from ddpilot.errors import (
@@ -53,6 +54,7 @@ _HOMES = {
     "ShipError": "ddpilot.errors",
     "Topology": "ddpilot.environments.topology",
     "TopologyError": "ddpilot.errors",
+    "ensure_on_device": "ddpilot.api.placement",
     "init_group": "ddpilot.group.enter",
     "launch": "ddpilot.api.launch",
     "on_ranks": "ddpilot.group.decorators",
@@ -85,6 +87,7 @@ __all__ = [
     "ShipError",
     "Topology",
     "TopologyError",
+    "ensure_on_device",
     "init_group",
     "launch",
     "on_ranks",

@@ -79,3 +79,12 @@ def test_fabric_uses_all_ranks(session: Session) -> None:
     """Without arguments, as in a notebook for one process."""
     session.execute("from lightning.fabric import Fabric\nfabric = Fabric(accelerator='cpu'); fabric.launch()")
     assert session.pull("fabric.world_size, fabric.global_rank") == [(2, 0), (2, 1)]
+
+
+def test_the_strategy_starts_nothing_in_a_session(session: Session) -> None:
+    """A notebook that says strategy="ddpilot" runs on the session's ranks as well."""
+    session.execute("net = make(lightning); trainer = lightning.Trainer(max_epochs=1, strategy='ddpilot', **quiet)")
+    session.execute("trainer.fit(net, loader())")
+    assert (
+        session.pull("trainer.strategy.launcher is None, trainer.world_size, trainer.global_step") == [(True, 2, 4)] * 2
+    )
