@@ -59,7 +59,9 @@ class Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._ranks.look()
         if self._screen.broken is not None:
-            raise LaunchError("showing what the ranks print", found=str(self._screen.broken), fix="")
+            self._ranks.end(signal.SIGTERM, FAILED_GRACE_S)
+            fix = "Whoever reads it went away, as `| head` does, or the disk is full"
+            raise LaunchError("showing what the ranks print", found=str(self._screen.broken), fix=fix)
         failures = self._ranks.failures()
         if all(each.is_victim for each in failures) and self._saw_failure_elsewhere():
             self._ranks.end(signal.SIGTERM, FAILED_GRACE_S)
@@ -67,10 +69,11 @@ class Agent(LocalElasticAgent):
         if self._meeting is not None and (failures or self._ranks.live):
             self._check_nodes(self._meeting)
         chosen = self._choose(failures)
-        if chosen is not None:
+        if chosen is not None and not self._ranks.is_leaving(chosen.rank):
             self._end_by(chosen, worker_group)
         elif failures:
-            return RunResult(state=WorkerState.HEALTHY)  # a victim so far: its cause is about to come
+            # A victim, whose cause is about to come, or a rank that runs its exit handlers.
+            return RunResult(state=WorkerState.HEALTHY)
         result: RunResult = super()._monitor_workers(worker_group)
         return result
 
@@ -120,7 +123,8 @@ class Agent(LocalElasticAgent):
     def _saw_failure_elsewhere(self) -> bool:
         if self._meeting is None:
             return False
-        live, failed = self._ranks.live, [each.rank for each in self._ranks.failures()]
+        failed = [each.rank for each in self._ranks.failures()]
+        live = [rank for rank in self._ranks.live if rank not in failed]
         states = [f"{render_ranks(failed)} failed because of it"] * bool(failed)
         states += [f"{render_ranks(live)} had to end"] * bool(live)
         here = f"On this node, {' and '.join(states)}." if states else "The ranks on this node had ended well."

@@ -83,14 +83,21 @@ class LocalRanks:
 
     def look(self) -> None:
         """Take note of every process that has ended and of every exception that was reported."""
-        now = time.monotonic()
         for each in self._ranks:
             each.look()
-            if each.is_live and each.raised_seen_s is not None and now - each.raised_seen_s > STUCK_EXIT_S:
-                self._say(
-                    f"rank {each.rank} {each.describe_end()} and did not end: a thread or an exit handler; killing it"
-                )
-                self._signal([each], signal.SIGKILL)
+
+    def is_leaving(self, rank: int) -> bool:
+        """Whether `rank` has raised and may still take its time to end; says so when that time is over."""
+        each = next(each for each in self._ranks if each.rank == rank)
+        if not each.is_live or each.raised_seen_s is None:
+            return False
+        if time.monotonic() - each.raised_seen_s <= STUCK_EXIT_S:
+            return True
+        self._say(
+            f"rank {rank} {each.describe_end()} and has not ended for {STUCK_EXIT_S:g} s: a thread or an exit handler "
+            "keeps it; ending all ranks"
+        )
+        return False
 
     @property
     def live(self) -> tuple[int, ...]:

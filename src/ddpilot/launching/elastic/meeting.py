@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from ddpilot.errors import DdpilotError, LaunchError, RankError, RendezvousError
+from ddpilot.group.address import listen
 from ddpilot.group.store import host_on
 from ddpilot.launching.elastic.network import Endpoint
 from ddpilot.launching.elastic.nodes import (
@@ -62,6 +63,7 @@ class Meeting(RendezvousHandler):
         self._say = say
         self._vigil = Vigil(node_timeout_s, say)
         self._server: TCPStore | None = None
+        self._ranks_server: TCPStore | None = None
         self._store: Store | None = None
         self._peers: Peers | None = None
         self._attempt = -1
@@ -98,14 +100,16 @@ class Meeting(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for all nodes to be ready for the next attempt. Raises RendezvousError with who is missing."""
         self._attempt += 1
+        attempt, port = self._attempt, self._endpoint.port
         if self._store is None:
             self._store = self._open()
+        elif self._server is not None:
+            port = self._open_for_ranks()
         if self._peers is not None:
-            attempt = self._attempt
-            self._peers.tell(lambda me: replace(me, attempt=attempt, phase=READY))
-            self._wait_for_all(self._peers)
-        store = PrefixStore(f"attempt{self._attempt}", self._store)
-        where = RendezvousStoreInfo(self._endpoint.addr, self._endpoint.port)
+            self._peers.tell(lambda me: replace(me, attempt=attempt, phase=READY, ranks_port=port))
+            port = self._wait_for_all(self._peers).states[0].ranks_port
+        store = PrefixStore(f"attempt{attempt}", self._store)
+        where = RendezvousStoreInfo(self._endpoint.addr, port)
         return RendezvousInfo(store, self._me.node_rank, self._me.nnodes, where)
 
     def failure_elsewhere(self, how_here: str) -> RankError | LaunchError | None:
@@ -169,20 +173,30 @@ class Meeting(RendezvousHandler):
         """Host the store or connect to it, and start to exchange signs of life."""
         listener = self._endpoint.listener
         if listener is not None:
-            make = functools.partial(self._client, is_master=True)
-            self._server = host_on(listener.detach(), make)
+            self._server = self._host(listener, self._endpoint.port)
         else:
             self._wait_for_node_zero()
-        base = self._server if self._server is not None else self._client()
+        base = self._server if self._server is not None else self._connect(self._endpoint.port)
         if self._me.nnodes > 1:
             self._peers = Peers(self._join, self._me)
         return PrefixStore(f"ddpilot-run/{self._run_id}", base)
 
-    def _client(self, *, is_master: bool = False, **more: object) -> TCPStore:
+    def _open_for_ranks(self) -> int:
+        """A fresh store for ranks that start again, and its port: in the old one are the addresses of ranks that died."""
+        listener = listen(self._endpoint.addr, 0)
+        assert listener is not None
+        port: int = listener.getsockname()[1]
+        self._ranks_server = self._host(listener, port)
+        return port
+
+    def _host(self, listener: socket.socket, port: int) -> TCPStore:
+        return host_on(listener.detach(), functools.partial(self._connect, port, is_master=True))
+
+    def _connect(self, port: int, *, is_master: bool = False, **more: object) -> TCPStore:
         host = self._endpoint.addr if self._me.node_rank else "127.0.0.1"
         return TCPStore(
             host,
-            self._endpoint.port,
+            port,
             is_master=is_master,
             timeout=timedelta(seconds=_STORE_TIMEOUT_S),
             wait_for_workers=False,
@@ -191,7 +205,7 @@ class Meeting(RendezvousHandler):
 
     def _join(self) -> Store:
         """A connection for the signs of life; RendezvousError where another agent has this node's number."""
-        store = PrefixStore(f"ddpilot-run/{self._run_id}", self._client())
+        store = PrefixStore(f"ddpilot-run/{self._run_id}", self._connect(self._endpoint.port))
         number = self._me.node_rank
         if store.add(f"taken/{number}", 1) > 1:
             key = f"node/{number}"
@@ -236,7 +250,7 @@ class Meeting(RendezvousHandler):
                 )
             time.sleep(min(0.5, 0.05 + waited_s / 10))
 
-    def _wait_for_all(self, peers: Peers) -> None:
+    def _wait_for_all(self, peers: Peers) -> View:
         start, said_s = time.monotonic(), _FIRST_WORD_S
         while True:
             view = peers.view()
@@ -244,7 +258,7 @@ class Meeting(RendezvousHandler):
             missing = set(range(self._me.nnodes)) - here
             self._refuse(view)
             if not missing:
-                return
+                return view
             waited_s = time.monotonic() - start
             if waited_s >= self._timeout_s:
                 raise RendezvousError(

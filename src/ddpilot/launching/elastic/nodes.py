@@ -18,7 +18,7 @@ class NodeState:
     """One node as it presents itself, again and again; `beat` grows each time.
 
     `attempt`: the restart that it is in, from 0; `phase`: "ready" to start or running, "done" (its ranks ended well),
-    "ended" (it leaves). `failure`: why it ended `attempt` or leaves, as `pack_error` made it.
+    "ended" (it leaves). `ranks_port`: of node 0, where the ranks of this attempt find their store. `failure`: why it ended `attempt` or leaves, as `pack_error` made it.
     """
 
     node_rank: int
@@ -30,6 +30,7 @@ class NodeState:
     beat: int = 0
     attempt: int = 0
     phase: str = READY
+    ranks_port: int = 0
     failure: Mapping[str, Any] | None = None
     failed_attempt: int = -1
     """The last attempt that ended by a failure on this node."""

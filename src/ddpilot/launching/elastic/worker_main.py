@@ -8,6 +8,7 @@ and it ends as it would without this.
 
 from __future__ import annotations
 
+import builtins
 import faulthandler
 import json
 import os
@@ -59,6 +60,9 @@ def _die_with(agent_pid: int) -> None:
 
 def _fresh_main() -> types.ModuleType:
     module = types.ModuleType("__main__")
+    vars(module)["__builtins__"] = builtins
+    if sys.version_info < (3, 14):
+        vars(module)["__annotations__"] = {}
     sys.modules["__main__"] = module
     return module
 

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a run ends when a rank fails: the first failure in time, its exit status, restarts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.dist.run.commands import TORCHRUN, finish, run, started, write
+
+ENDS = {
+    "raises": ("raise ValueError('bad sample')", "rank 1 raised ValueError: bad sample"),
+    "exits": ("sys.exit(3)", "rank 1 called sys.exit with code 3"),
+    "leaves": ("os._exit(4)", "rank 1 exited with code 4"),
+    "is killed": ("os.kill(os.getpid(), 9)", "rank 1 was killed by SIGKILL"),
+    "crashes": ("import faulthandler; faulthandler._sigsegv()", "rank 1 crashed with SIGSEGV at "),
+    "succeeds": ("sys.exit(0)", ""),
+}
+WAIT = "import os, sys, time\nif os.environ['RANK'] == '1':\n    {}\nif {}:\n    time.sleep(60)\n"
+REDUCE = """
+import os, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+if dist.get_rank() == 1:
+    raise ValueError("bad sample")
+dist.all_reduce(torch.ones(1))
+"""
+ONCE = """
+import os
+print("attempt", os.environ["TORCHELASTIC_RESTART_COUNT"], "of", os.environ["TORCHELASTIC_MAX_RESTARTS"])
+if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    raise RuntimeError("only the first time")
+"""
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("end", ENDS)
+def test_run_exits_as_torchrun_does_and_names_the_rank(tmp_path: Path, end: str) -> None:
+    """The other rank would sleep for a minute: it is ended, and the exit status is torchrun's, 1 for any failure."""
+    line, said = ENDS[end]
+    write(tmp_path, "train.py", WAIT.format(line, end != "succeeds"))
+    done = run(tmp_path, "-n", 2, "train.py")
+    assert done.status == (0 if end == "succeeds" else 1)
+    if end in ("exits", "succeeds"):
+        with started([*TORCHRUN, "--standalone", "--nproc-per-node", 2, "train.py"], tmp_path) as theirs:
+            assert done.status == finish(theirs).status
+    assert done.notes() == [] if not said else done.notes()[-1].startswith(f"ddpilot: {said}")
+    if end == "crashes":
+        assert f"{tmp_path / 'train.py'}:3 in <module>" in done.notes()[-1]
+
+
+@pytest.mark.timeout(120)
+def test_run_names_the_cause_when_another_rank_fails_because_of_it(tmp_path: Path) -> None:
+    """Rank 0 sits in an all_reduce when rank 1 raises: its broken connection is a consequence, and is called so."""
+    write(tmp_path, "train.py", REDUCE)
+    done = run(tmp_path, "-n", 2, "train.py")
+    assert done.status == 1
+    assert done.notes()[-1].startswith(
+        "ddpilot: rank 1 raised ValueError: bad sample (running `train.py` on 2 ranks on "
+    )
+    final = done.err[done.err.rindex("ddpilot: ") :]
+    assert f'File "{tmp_path / "train.py"}", line 6, in <module>' in final
+    if "Connection" in done.err:  # rank 0 noticed before it was ended
+        assert "Rank 0 failed because of it (a connection to a rank went away)." in final
+
+
+@pytest.mark.timeout(120)
+def test_run_restarts_all_ranks_and_says_why(tmp_path: Path) -> None:
+    """One line per restart with the rank and its error; the second attempt succeeds, and so does the run."""
+    write(tmp_path, "train.py", ONCE)
+    done = run(tmp_path, "-n", 2, "--max_restarts=2", "train.py")
+    assert done.status == 0
+    assert done.notes() == ["ddpilot: restart 1 of 2: rank 1 raised RuntimeError: only the first time"]
+    assert done.out.count("attempt 1 of 2") + done.out.count("[ranks 0,1] attempt 1 of 2") == 2
+
+
+@pytest.mark.timeout(120)
+def test_run_waits_for_exit_handlers_and_then_ends_a_rank_that_a_thread_keeps(tmp_path: Path) -> None:
+    """What a script does at exit is done; a thread that never ends does not hang the job, as it does under torchrun."""
+    write(
+        tmp_path,
+        "train.py",
+        "import atexit, threading, time\natexit.register(print, 'said at exit')\n"
+        "threading.Thread(target=time.sleep, args=(60,)).start()\nraise ValueError('bad sample')",
+    )
+    done = run(tmp_path, "train.py")
+    assert done.status == 1
+    assert done.notes()[-2] == (
+        "ddpilot: rank 0 raised ValueError and has not ended for 5 s: a thread or an exit handler keeps it; "
+        "ending all ranks"
+    )
+
+
+@pytest.mark.timeout(120)
+def test_run_without_python_starts_any_program(tmp_path: Path) -> None:
+    """Its last output is in the error, since it can report nothing else."""
+    done = run(tmp_path, "--no-python", "-n", 2, "sh", "-c", "echo this is $RANK; exit $((RANK * 7))")
+    assert done.status == 1
+    assert "[rank 0] this is 0" in done.out
+    assert done.notes()[-1].startswith("ddpilot: rank 1 exited with code 7 (running `sh` on 2 ranks on ")
+    assert done.err.endswith("Last output of rank 1:\n  this is 1\n")

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Signals to `ddpilot run`, and its own end."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.dist.run.commands import RUN, finish, started, wait_for_line, write
+
+SAVES = """
+import os, signal, sys, time
+def save(number, frame):
+    print("saved", flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+print("ready", os.getpid(), flush=True)
+time.sleep(60)
+"""
+STUBBORN = """
+import os, signal, time
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+print("ready", os.getpid(), flush=True)
+time.sleep(60)
+"""
+
+
+def ready(process: subprocess.Popen[str], num_ranks: int) -> list[int]:
+    """The pids of the ranks, once all are there."""
+    return [int(wait_for_line(process, "ready").split()[-1]) for _ in range(num_ranks)]
+
+
+@pytest.mark.timeout(120)
+def test_run_passes_a_signal_on_and_gives_ranks_time_to_save(tmp_path: Path) -> None:
+    """SIGTERM from a scheduler reaches the script's own handler; the status is torchrun's, and the end is said."""
+    write(tmp_path, "train.py", SAVES)
+    with started([*RUN, "-n", 2, "train.py"], tmp_path) as process:
+        ready(process, 2)
+        process.send_signal(signal.SIGTERM)
+        done = finish(process, 30)
+    assert done.status == 1
+    assert "saved" in done.out
+    assert done.notes() == [
+        "ddpilot: SIGTERM to ranks 0,1; they have 30 s (once more to kill them now)",
+        "ddpilot: `train.py` was stopped by SIGTERM: rank 0 exited with code 0; rank 1 exited with code 0",
+    ]
+
+
+@pytest.mark.timeout(120)
+def test_run_kills_the_ranks_when_it_is_interrupted_twice(tmp_path: Path) -> None:
+    """Ranks that ignore Ctrl-C are gone at the second one; torchrun leaves them behind then."""
+    write(tmp_path, "train.py", STUBBORN)
+    with started([*RUN, "-n", 2, "train.py"], tmp_path) as process:
+        pids = ready(process, 2)
+        process.send_signal(signal.SIGINT)
+        assert process.stderr is not None
+        assert "SIGINT to ranks 0,1" in process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        done = finish(process, 30)
+    assert done.status == 1
+    assert not any(map(psutil.pid_exists, pids))
+    assert done.notes()[-1].endswith("rank 0 was ended by SIGKILL; rank 1 was ended by SIGKILL")
+
+
+@pytest.mark.timeout(120)
+def test_run_takes_its_ranks_along_when_it_is_killed(tmp_path: Path) -> None:
+    """`kill -9` of torchrun leaves its ranks, with port and GPU; these go within two seconds."""
+    write(tmp_path, "train.py", STUBBORN)
+    # Nobody is left to remove its folder for the ranks' reports.
+    with started([*RUN, "-n", 2, "train.py"], tmp_path, TMPDIR=str(tmp_path)) as process:
+        pids = ready(process, 2)
+        process.kill()
+        process.wait(10)
+        deadline_s = time.monotonic() + 10
+        while any(map(psutil.pid_exists, pids)) and time.monotonic() < deadline_s:
+            time.sleep(0.02)
+        assert not any(map(psutil.pid_exists, pids))
+
+
+@pytest.mark.timeout(120)
+def test_run_ends_when_nobody_reads_its_output(tmp_path: Path) -> None:
+    """As in `ddpilot run ... | head`: the ranks do not go on printing into nothing."""
+    write(tmp_path, "train.py", "import time\nfor i in range(600):\n    print(i, flush=True)\n    time.sleep(0.1)\n")
+    with started([*RUN, "-n", 2, "train.py"], tmp_path) as process:
+        wait_for_line(process, "3")
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.stderr is not None
+        said = process.stderr.read()
+        assert process.wait(30) == 1
+    assert "Broken pipe" in said
