@@ -3,21 +3,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import queue
 import signal
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from jupyter_client.session import new_id_bytes
 
-from ddpilot.errors import LaunchError, LaunchInterrupted
+from ddpilot.errors import LaunchError
 from ddpilot.group.devices_count import count_accelerators
 from ddpilot.launching.local import wire
 from ddpilot.launching.local.jobs import STORE
@@ -26,6 +25,7 @@ from ddpilot.launching.options import LaunchOptions
 from ddpilot.record.hook import HOOK, RING_DIR_VARIABLE
 from ddpilot.session.apps import find_app, present_modules
 from ddpilot.session.arguments import check_gpus
+from ddpilot.session.attention import Attention
 from ddpilot.session.channels import Connection
 from ddpilot.session.endings import describe_end
 from ddpilot.session.events import Ended, Event, Interrupted, Said, Wrote
@@ -36,6 +36,7 @@ from ddpilot.session.local import LocalRanks
 from ddpilot.session.options import SessionOptions
 from ddpilot.session.rank.start import KernelStart
 from ddpilot.session.readiness import await_ready
+from ddpilot.session.stacks import StackTexts
 from ddpilot.session.stops import Stops
 from ddpilot.session.tails import Tails
 from ddpilot.session.view import RankMessage, View
@@ -68,10 +69,8 @@ class Ranks:
         self.since_s: dict[int, float] = {}
         """By rank: since when it is idle, or dead."""
         self._owner_pid = os.getpid()
-        self._consumer: queue.SimpleQueue[Event] | None = None
-        self._stacks: dict[int, bytearray] | None = None
-        self._switch = threading.RLock()
-        self._attention = threading.Lock()
+        self._stacks: StackTexts | None = None
+        self._attention = Attention(self.show_idle, self._release)
         self.folder = make_folder()
         try:
             self.host: RankHost = LocalRanks(self._launch_options(), self._kernel_start, (HOOK,))
@@ -202,81 +201,45 @@ class Ranks:
 
     # who listens
 
-    @contextlib.contextmanager
-    def turn(self, did: str) -> Iterator[tuple[queue.SimpleQueue[Event], Stops]]:
-        """Take the ranks' attention: what they say goes to the events that are yielded. LaunchError if another has it.
-
-        An interrupt that nobody took is delivered at the end, unless what was done ends as stopped anyway.
-        """
+    def turn(self, did: str) -> AbstractContextManager[tuple[queue.SimpleQueue[Event], Stops]]:
+        """Take the ranks' attention, as `Attention.turn` does. LaunchError also where the session was stopped."""
         if self.is_closed:
             raise LaunchError(did, found="the session was stopped", fix="Start a new one")
-        if not self._attention.acquire(blocking=False):
-            raise LaunchError(
-                did, found="the ranks are busy with another cell", fix="Wait for its end, or interrupt it"
-            )
-        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        is_interrupted = is_stopped = False
-        try:
-            with Stops(events) as stops:
-                with self._switch:
-                    self._consumer = events
-                yield events, stops
-        except KeyboardInterrupt:
-            is_stopped = True
-            raise
-        finally:
-            with self._switch:
-                self._consumer = None
-                self.since_s.update(dict.fromkeys(self.busy, time.monotonic()))
-                self.busy.clear()
-                while not events.empty():
-                    event = events.get_nowait()
-                    is_interrupted = is_interrupted or isinstance(event, Interrupted)
-                    self.show_idle(event)
-            self._attention.release()
-        if is_interrupted and not is_stopped:
-            _interrupt_caller(did)
+        return self._attention.turn(did)
+
+    def _release(self) -> None:
+        self.since_s.update(dict.fromkeys(self.busy, time.monotonic()))
+        self.busy.clear()
 
     def interrupt(self) -> bool:
         """Stop what runs, as the stop button does; False where nothing runs. For another thread than the cell's."""
-        with self._switch:
-            if self._consumer is None or not self.busy:
+        with self._attention.switch:
+            if not self._attention.is_taken or not self.busy:
                 return False
-            self._consumer.put(Interrupted())
+            self._attention.put(Interrupted())
             return True
 
-    def read_stacks(self, ranks: Sequence[int], limit_s: float = 1.0) -> dict[int, str]:
+    def read_stacks(self, ranks: Sequence[int]) -> dict[int, str]:
         """What the fault handler of each rank writes of its main thread, also while that is stuck in C++."""
-        with self._switch:
-            stacks = self._stacks = {rank: bytearray() for rank in ranks}
+        with self._attention.switch:
+            stacks = self._stacks = StackTexts(ranks)
         self.hub.post(lambda: self.host.signal(ranks, STACKS_SIGNAL))
-        deadline_s = time.monotonic() + limit_s
-        seen = -1
-        while time.monotonic() < deadline_s:
-            time.sleep(0.05)
-            size = sum(map(len, stacks.values()))
-            if size == seen and all(stacks.values()):
-                break
-            seen = size
-        with self._switch:
+        stacks.await_all()
+        with self._attention.switch:
             self._stacks = None
-        return {rank: text.decode(errors="replace") for rank, text in stacks.items()}
+        return stacks.texts()
 
     def _deliver(self, event: Event) -> None:
-        with self._switch:
+        with self._attention.switch:
             if isinstance(event, Said) and event.kind == "status" and event.content["execution_state"] == "idle":
                 self.host.drain(event.rank)  # what was written past Python comes another way, and belongs to this cell
             if isinstance(event, Wrote):
-                if self._stacks is not None and event.stream == "stderr" and event.rank in self._stacks:
-                    self._stacks[event.rank] += event.data
+                if self._stacks is not None and self._stacks.take(event):
                     return
                 self.tails.feed(event.rank, event.stream, event.data)
             if isinstance(event, Ended):
                 self._on_ended(event)
-            if self._consumer is not None:
-                self._consumer.put(event)
-            else:
-                self.show_idle(event)
+            self._attention.put(event)
 
     def _on_ended(self, ended: Ended) -> None:
         if ended.rank == STORE:
@@ -304,8 +267,8 @@ class Ranks:
         return f"rank {ended.rank} {self.dead[ended.rank]}; its variables are lost, {again}"
 
     def _tick(self, now: float) -> float | None:
-        with self._switch:
-            if self._consumer is not None:
+        with self._attention.switch:
+            if self._attention.is_taken:
                 return None
             self.view.show(now)
             return self.view.next_due_s()
@@ -319,11 +282,3 @@ class Ranks:
         """Hand a message of the notebook's widgets to a rank."""
         if rank not in self.dead and not self.is_closed:
             self.hub.send(rank, "shell", kind, content, metadata, buffers=buffers)
-
-
-def _interrupt_caller(did: str) -> None:
-    """Have SIGINT do now what it does in this program. Raises LaunchInterrupted where that is a KeyboardInterrupt."""
-    try:
-        signal.raise_signal(signal.SIGINT)
-    except KeyboardInterrupt:
-        raise LaunchInterrupted(f"{did} was over already when it was stopped") from None
