@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The toy library of examples/library: its notebook, its numbers under torchrun, and no CUDA before its first use."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.dist.launching.scripts import run_script
+from tests.notebook.executed import execute, stream
+
+LIBRARY = Path(__file__).parents[3] / "examples" / "library"
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+
+SCRIPT = """
+import json, torch
+
+class Asked(Exception): pass
+def refuse(*_): raise Asked
+if POISON:  # whatever starts CUDA, or asks it for devices
+    for owner, name in ((torch.cuda, "_lazy_init"), (torch.cuda, "is_available"), (torch.cuda, "device_count"),
+                        (torch.cuda, "init"), (torch.accelerator, "is_available"), (torch.accelerator, "device_count")):
+        setattr(owner, name, refuse)
+
+import ddpilot
+from tinydigits import Classifier, Settings
+torch.manual_seed(0)
+rows = torch.randn(256, 8)
+labels = (rows[:, 0] > 0).long()
+model = Classifier(num_features=8, num_classes=2)
+ddpilot.ensure_on_device(model.net, "cpu")
+history = model.train(rows, labels, devices=2, settings=Settings(epochs=3))
+try:
+    asked = bool((model.predict(rows) == labels).double().mean() < 0.8)
+except Asked:
+    asked = True
+if ddpilot.topology().is_rank_zero:
+    print(json.dumps({"losses": history.losses, "size": history.world_size, "asked": asked}))
+"""
+
+
+def test_library_starts_no_cuda_before_its_first_use_and_trains_as_under_torchrun(tmp_path: Path) -> None:
+    """Import, a model and a training on two ranks leave CUDA alone in this process; predicting is what asks for it."""
+    env = {"PYTHONPATH": os.pathsep.join(filter(None, (str(LIBRARY), os.environ.get("PYTHONPATH"))))}
+    launched = run_script(SCRIPT.replace("POISON", "True"), tmp_path, env=env)
+    under_torchrun = run_script(SCRIPT.replace("POISON", "False"), tmp_path, env=env, module=TORCHRUN)
+    here, there = (json.loads(outcome.out.splitlines()[-1]) for outcome in (launched, under_torchrun))
+    assert here["losses"] == pytest.approx(there["losses"], rel=1e-5)
+    assert here["losses"][-1] < here["losses"][0]
+    assert (here["size"], there["size"]) == (2, 2)
+    assert here["asked"]
+    assert not there["asked"]
+
+
+@pytest.mark.timeout(200)
+def test_library_notebook_trains_predicts_exports_and_trains_again(tmp_path: Path) -> None:
+    """After torch was used in it, on two devices and on one; a rank's error is named."""
+    shutil.copytree(LIBRARY / "tinydigits", tmp_path / "tinydigits")
+    cells = execute(LIBRARY / "train.ipynb", tmp_path, limit_s=180)
+    printed = {name: stream(cell) for name, cell in cells.items()}
+    assert "accuracy before training: 0." in printed["used"]
+    assert printed["train"].startswith("2 devices, loss ")
+    assert float(printed["predict"].split()[-1]) > 0.8
+    assert "predicts the same: True" in printed["export"]
+    assert printed["again"].startswith("1 device, loss goes on from 0.")
+    assert "is out of bounds." in printed["wrong"]
