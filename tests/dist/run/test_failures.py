@@ -27,7 +27,9 @@ if dist.get_rank() == 1:
 dist.all_reduce(torch.ones(1))
 """
 ONCE = """
-import os
+import os, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
 print("attempt", os.environ["TORCHELASTIC_RESTART_COUNT"], "of", os.environ["TORCHELASTIC_MAX_RESTARTS"])
 if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     raise RuntimeError("only the first time")

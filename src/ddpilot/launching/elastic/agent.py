@@ -71,8 +71,9 @@ class Agent(LocalElasticAgent):
         chosen = self._choose(failures)
         if chosen is not None and not self._ranks.is_leaving(chosen.rank):
             self._end_by(chosen, worker_group)
-        elif failures:
-            # A victim, whose cause is about to come, or a rank that runs its exit handlers.
+        if self._ranks.live or (failures and self.error is None):
+            # A failure may be a victim whose cause is about to come. torch is not asked before the end: it would reap
+            # a rank between two looks of ours, and end the others by rules of its own.
             return RunResult(state=WorkerState.HEALTHY)
         result: RunResult = super()._monitor_workers(worker_group)
         return result

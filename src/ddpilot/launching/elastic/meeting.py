@@ -182,7 +182,7 @@ class Meeting(RendezvousHandler):
         return PrefixStore(f"ddpilot-run/{self._run_id}", base)
 
     def _open_for_ranks(self) -> int:
-        """A fresh store for ranks that start again, and its port: in the old one are the addresses of ranks that died."""
+        """The port of a fresh store for ranks that start again: the old one has the addresses of those that died."""
         listener = listen(self._endpoint.addr, 0)
         assert listener is not None
         port: int = listener.getsockname()[1]

@@ -18,7 +18,8 @@ class NodeState:
     """One node as it presents itself, again and again; `beat` grows each time.
 
     `attempt`: the restart that it is in, from 0; `phase`: "ready" to start or running, "done" (its ranks ended well),
-    "ended" (it leaves). `ranks_port`: of node 0, where the ranks of this attempt find their store. `failure`: why it ended `attempt` or leaves, as `pack_error` made it.
+    "ended" (it leaves). `ranks_port`: of node 0, where the ranks of this attempt find their store. `failure`: why it
+    ended `attempt` or leaves, as `pack_error` made it.
     """
 
     node_rank: int

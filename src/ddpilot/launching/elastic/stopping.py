@@ -39,13 +39,15 @@ class RunStoppedError(LaunchError):
 @contextmanager
 def signals_raise(names: Sequence[str]) -> Iterator[None]:
     """Let the signals `names` raise `StopSignal` until torch's agent takes them over; everything as before after it."""
-    before = {number: signal.getsignal(number) for number in (signal.Signals[name] for name in names)}
+    numbers = [signal.Signals[name] for name in names]
+    # Where a parent ignored it, which is inherited, nobody could tell how a rank ended.
+    before = {number: signal.getsignal(number) for number in (*numbers, signal.SIGCHLD)}
     variable = os.environ.get(_VARIABLE)
     os.environ[_VARIABLE] = ",".join(names)
     is_main = threading.current_thread() is threading.main_thread()
     try:
         for number in before if is_main else ():
-            signal.signal(number, _raise)
+            signal.signal(number, signal.SIG_DFL if number == signal.SIGCHLD else _raise)
         yield
     finally:
         for number, handler in before.items() if is_main else ():

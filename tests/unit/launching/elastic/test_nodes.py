@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What nodes tell each other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ddpilot.errors import LaunchError, RankError, RendezvousError
+from ddpilot.launching.elastic.nodes import (
+    NodeState,
+    check_agreement,
+    decode_state,
+    pack_error,
+    render_nodes,
+    unpack_error,
+    with_failure,
+)
+
+ZERO = NodeState(node_rank=0, host="here", pid=7, nnodes=2, nproc_per_node=1, target="train.py", attempt=3)
+FAILED = RankError(
+    "running `train.py` on 2 ranks",
+    found="rank 1 raised ValueError: bad",
+    rank=1,
+    host="there",
+    rank_traceback="Traceback ...",
+    last_lines=("a", "b"),
+    others="Rank 0 failed because of it.",
+)
+
+
+def test_node_state_survives_the_store() -> None:
+    """With the failure that it carries, of the attempt that it is in."""
+    state = with_failure(ZERO, FAILED)
+    assert decode_state(state.encode()) == decode_state(decode_state(state.encode()).encode())
+    assert decode_state(state.encode()).failed_attempt == 3
+
+
+def test_unpack_error_is_the_other_nodes_error_with_what_became_of_this_one() -> None:
+    """Rank, host and traceback are the other node's."""
+    error = unpack_error(with_failure(ZERO, FAILED).failure or {}, "On this node, rank 0 had to end.")
+    assert isinstance(error, RankError)
+    assert (error.rank, error.host, error.last_lines) == (1, "there", ("a", "b"))
+    assert str(error).endswith("On this node, rank 0 had to end.")
+    plain = unpack_error(pack_error(LaunchError("doing", found="that", fix="This")), "")
+    assert str(plain) == "doing: that. This"
+
+
+def test_render_nodes_has_hosts_where_they_are_known() -> None:
+    """In order of their numbers."""
+    assert render_nodes({2, 0}, {0: ZERO}) == "node 0 (here), node 2"
+
+
+def test_check_agreement_names_both_when_they_were_started_differently() -> None:
+    """A node that believes in another number of nodes would wait for ever."""
+    other = replace(ZERO, node_rank=1, host="there", nnodes=3)
+    check_agreement(ZERO, {0: ZERO})
+    with pytest.raises(RendezvousError, match="node 0 .here. has --nnodes 2, node 1 .there. has --nnodes 3"):
+        check_agreement(ZERO, {0: ZERO, 1: other})

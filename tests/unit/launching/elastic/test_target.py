@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether there is something to run."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from ddpilot.errors import LaunchError
+from ddpilot.launching.elastic.options import TargetKind
+from ddpilot.launching.elastic.target import check_target
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a script, a package and broken files."""
+    monkeypatch.chdir(tmp_path)
+    for name, text in {
+        "train.py": "x = 1\n",
+        "broken.py": "def f(:\n    pass\n",
+        "nul.py": "x = 1\0",
+        "latin.py": "x = 'é'\n",
+        "train_pkg/__init__.py": "raise RuntimeError('must not be imported')\n",
+        "train_pkg/fit.py": "x = 1\n",
+        "train_pkg/broken.py": "x = (\n",
+        "train_pkg/sub/__init__.py": "",
+        "train_pkg/sub/__main__.py": "",
+    }.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text.encode("latin-1"))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("kind", "target"),
+    [
+        ("script", "train.py"),
+        ("module", "train"),
+        ("module", "train_pkg.fit"),
+        ("module", "train_pkg.sub"),
+        ("module", "timeit"),
+        ("program", "sh"),
+    ],
+)
+def test_check_target_is_content_and_imports_nothing(here: Path, kind: TargetKind, target: str) -> None:
+    """What Python would run is let through; the package's own code has not run, and the path is as before."""
+    before = list(sys.path)
+    check_target(kind, target)
+    assert sys.path == before
+    assert "train_pkg" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("kind", "target", "said"),
+    [
+        ("script", "trian.py", "there is no such file in {here}. Did you mean `train.py`?"),
+        ("script", "nowhere/x.py", "There is no folder `nowhere` either"),
+        ("script", "zzz", "Name a script: `.` has broken.py, latin.py, nul.py, train.py; for a module write -m"),
+        ("script", "python3", "Leave out `python3`"),
+        ("script", "train_pkg", "it is a directory. Name the script in it: `train_pkg` has __init__.py"),
+        ("script", "train_pkg/sub", "it is a directory. Run `train_pkg/sub/__main__.py`"),
+        ("script", "broken.py", '  File "broken.py", line 1\n    def f(:\n          ^\nSyntaxError: invalid syntax'),
+        ("script", "nul.py", "null bytes"),
+        ("script", "latin.py", "(unicode error) 'utf-8' codec can't decode"),
+        ("module", "train_pkg", "`train_pkg` is a package without a `__main__` module"),
+        ("module", "train_pkg.nope.x", "`train_pkg.nope` is no module that is found from {here}"),
+        ("module", "no_such_module", "`no_such_module` is no module that is found"),
+        ("module", "train_pkg.broken", "SyntaxError: '(' was never closed"),
+        ("module", "train.py", "Leave out -m, or write -m train"),
+        ("module", "torch.distributed.launch", "that is a launcher too. Leave it out"),
+        ("program", "no-such-program", "there is no such program"),
+    ],
+)
+def test_check_target_says_what_is_wrong(here: Path, kind: TargetKind, target: str, said: str) -> None:
+    """What was found there, with file, line and caret where Python stumbles, and what to do."""
+    with pytest.raises(LaunchError) as caught:
+        check_target(kind, target)
+    assert said.format(here=here) in str(caught.value)
