@@ -14,8 +14,8 @@ import pytest
 
 SOURCES = Path(__file__).parents[1] / "src"
 
-# These run in a rank, in the server that forks ranks, or in the agent of a running job. Everything else is free of torch: it also runs in a shell or
-# on a login node, where `import torch` would cost seconds and hundreds of megabytes.
+# These run in a rank, in the server that forks ranks, or in the agent of a running job. Everything else is free of
+# torch: it also runs in a shell or on a login node, where `import torch` would cost seconds and hundreds of megabytes.
 MAY_IMPORT_TORCH = (
     *("ddpilot.group", "ddpilot.launching.local.rank", "ddpilot.launching.local.store"),
     *("ddpilot.launching.elastic.agent", "ddpilot.launching.elastic.assembly", "ddpilot.launching.elastic.logs"),

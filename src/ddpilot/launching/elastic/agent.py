@@ -37,6 +37,7 @@ class Agent(LocalElasticAgent):
         self._screen = screen
         self._meeting = meeting
         self._ranks = LocalRanks([], screen.note)
+        self._has_passed_on = False
         self.error: DdpilotError | None = None
         """Why the last attempt ended; None while it has not, and where it ended well."""
 
@@ -141,14 +142,21 @@ class Agent(LocalElasticAgent):
             raise
 
     def _pass_on(self, death_sig: signal.Signals) -> None:
-        """Pass a signal on and give the ranks time; a second one kills them."""
+        """Pass a signal on and give the ranks time; a second one, whenever it comes, kills them.
+
+        What it interrupts raises through torch's agent, which comes here once more then.
+        """
         who, grace_s = render_ranks(self._ranks.live), self._options.shutdown_timeout_s
-        self._screen.note(f"{death_sig.name} to {who}; they have {grace_s:g} s (once more to kill them now)")
+        is_first, self._has_passed_on = not self._has_passed_on, True
         try:
-            self._ranks.end(death_sig, grace_s)
+            if is_first:
+                self._screen.note(f"{death_sig.name} to {who}; they have {grace_s:g} s (once more to kill them now)")
+                self._ranks.end(death_sig, grace_s)
+                return
         except SignalException:
-            self._screen.note(f"killing {render_ranks(self._ranks.live)}")
-            self._ranks.kill()
+            who = render_ranks(self._ranks.live)
+        self._screen.note(f"killing {who}")
+        self._ranks.kill()
 
     @property
     def ends(self) -> str:
