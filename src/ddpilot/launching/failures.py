@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ddpilot.errors import RankError
 from ddpilot.findings.words import render_ranks
 from ddpilot.launching.crash import find_crash_line, tidy_lines
 from ddpilot.launching.local.report import Exited, Raised
+from ddpilot.launching.processes import is_ending
 from ddpilot.launching.shipping.sources import name_cells
 
 SETTLE_S = 0.05
@@ -18,6 +19,9 @@ SETTLE_S = 0.05
 
 VICTIM_GRACE_S = 0.3
 """How long a victim waits for a cause."""
+
+ENDING_LIMIT_S = 3.0
+"""How long, while a rank that has not been heard of is on its way out: it is the cause, and its end will be told."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,15 +48,20 @@ class Failure:
         return self.raised is not None and self.raised.is_victim
 
 
-def choose_failure(failures: Sequence[Failure], now_s: float) -> Failure | None:
-    """The first cause in time, or the first victim where no cause has come; None while more may come."""
+def choose_failure(
+    failures: Sequence[Failure], now_s: float, unheard: Callable[[], Iterable[int]] = tuple
+) -> Failure | None:
+    """The first cause in time, or the first victim where no cause has come; None while more may come.
+
+    `unheard` gives the process ids of the ranks that have neither ended, as far as is known, nor reported.
+    """
     if not failures:
         return None
     waited_s = now_s - min(failure.since_s for failure in failures)
     causes = [failure for failure in failures if not failure.is_victim]
     if causes and waited_s >= SETTLE_S:
         return min(causes, key=lambda failure: failure.time_s)
-    if waited_s >= VICTIM_GRACE_S:
+    if waited_s >= ENDING_LIMIT_S or (waited_s >= VICTIM_GRACE_S and not any(map(is_ending, unheard()))):
         return min(failures, key=lambda failure: failure.time_s)
     return None
 

@@ -91,6 +91,10 @@ class Ladder:
         """The rank has died, and answers no more."""
         self._free_ids = {sent: other for sent, other in self._free_ids.items() if other != rank}
 
+    def interrupt_late(self, rank: int) -> None:
+        """Interrupt a rank that has begun only now, when it is over for all."""
+        self._signal((rank,), signal.SIGINT)
+
     def _is_group_untouched(self) -> bool:
         reports = [part.report for part in self._outcome.parts.values()]
         return not self._ranks.dead and all(
@@ -112,13 +116,13 @@ class Ladder:
             self._free()
 
     def _interrupt(self) -> None:
-        self._signal(self._outcome.busy, signal.SIGINT)
+        self._signal(self._outcome.interruptible, signal.SIGINT)
 
     def _interrupt_others(self) -> None:
         busy = self._outcome.busy
         if busy:
             self._ranks.view.note(f"interrupting {render_ranks(busy)}, still busy with the cell that failed")
-            self._signal(busy, signal.SIGINT)
+            self._interrupt()
 
     def _kill_silent(self) -> None:
         """Kill those of which no thread has answered since: C code holds the interpreter lock there."""

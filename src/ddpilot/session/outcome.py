@@ -17,6 +17,9 @@ class Part:
 
     rank: int
     message_id: str
+    has_begun: bool = False
+    """Whether the rank is at it, so that a stop reaches it."""
+
     report: Report | None = None
     is_idle: bool = False
     """Whether the kernel has said that all output of this part was sent."""
@@ -58,6 +61,11 @@ class Outcome:
     def busy(self) -> tuple[int, ...]:
         """The ranks whose part is not over."""
         return tuple(part.rank for part in self.parts.values() if not part.is_over)
+
+    @property
+    def interruptible(self) -> tuple[int, ...]:
+        """The ranks that are at their part now."""
+        return tuple(part.rank for part in self.parts.values() if part.has_begun and not part.is_over)
 
     @property
     def values(self) -> dict[int, Any]:

@@ -16,6 +16,9 @@ REQUEST = "ddpilot_request"
 FREE = "ddpilot_free"
 """The type of the control channel's message that frees a rank which is stuck in a collective."""
 
+BEGUN = "ddpilot_begun"
+"""The type of the iopub message that says that a rank has begun with a cell or request, and takes a stop."""
+
 REPLY = "ddpilot_reply"
 """The type of the answers to both: content {REPORT_KEY: the report}."""
 

@@ -15,7 +15,7 @@ from ddpilot.session.events import Ended, Event, Interrupted, Said, Wrote
 from ddpilot.session.ladder import Ladder
 from ddpilot.session.outcome import Outcome, Part
 from ddpilot.session.ranks import Ranks
-from ddpilot.session.report import Report
+from ddpilot.session.report import BEGUN, Report
 from ddpilot.session.stops import Stops
 from ddpilot.session.view import RankMessage
 
@@ -102,6 +102,8 @@ class Round:
                 part.is_idle = part.is_idle or said.content["execution_state"] == "idle"
                 if part.is_over:
                     self._ranks.set_idle(part.rank)
+            elif said.kind == BEGUN:
+                self._on_begun(part)
             elif said.kind not in _INTERNAL_KINDS and not self._quiet:
                 message = RankMessage(said.rank, said.kind, said.content, said.metadata, said.buffers)
                 self._ranks.view.message(message, now)
@@ -114,6 +116,12 @@ class Round:
             self._ladder.take_answer(said.parent_id, Report.from_content(said.content))
         elif said.channel == "stdin" and said.kind == "input_request":
             self._answer(said, stops)
+
+    def _on_begun(self, part: Part | None) -> None:
+        if part is not None:
+            part.has_begun = True
+            if self._outcome.was_cut:
+                self._ladder.interrupt_late(part.rank)
 
     def _answer(self, said: Said, stops: Stops) -> None:
         try:
@@ -180,10 +188,14 @@ class Round:
 
     # what is done about it
 
+    def _unheard(self) -> list[int]:
+        silent = [part.rank for part in self._outcome.parts.values() if part.report is None]
+        return [pid for pid in map(self._ranks.host.pid, silent) if pid is not None]
+
     def _judge(self, now: float) -> None:
         if self._outcome.was_cut:
             return
-        chosen = choose_failure(self._failures, now)
+        chosen = choose_failure(self._failures, now, self._unheard)
         if chosen is None:
             return
         others = [failure.rank for failure in self._failures if failure is not chosen and failure.is_victim]

@@ -90,6 +90,20 @@ def test_stop_while_data_loader_workers_run_leaves_none_behind(start: Start, req
     session.execute("batch = next(iter(loader)); assert batch.shape == (2, 1)")
 
 
+def test_a_stop_as_a_cell_begins_is_not_lost(start: Start, view: Kept) -> None:
+    """Before the cell's first line, while workers are started, in the midst of a queue's locks: none needs a second."""
+    session = start(2)
+    session.execute(
+        "import time\nfrom torch.utils.data import DataLoader\n"
+        "class Slow:\n    def __len__(self): return 400\n    def __getitem__(self, at): time.sleep(0.05); return at"
+    )
+    for number in range(20):
+        # Where this process is slower than the timer, it is stopped before it has sent the cell.
+        with pytest.raises((LaunchInterrupted, KeyboardInterrupt)), pressing_stop(0.005 + 0.002 * number):
+            session.execute("for _ in DataLoader(Slow(), num_workers=2): pass")
+    assert set(view.notes) <= {"interrupting ranks 0,1", "interrupting rank 0", "interrupting rank 1"}
+
+
 def test_interrupt_from_another_thread_is_the_stop_button(start: Start) -> None:
     """And says whether there was anything to stop."""
     session = start(2)

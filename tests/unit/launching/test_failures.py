@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 
 from ddpilot.errors import RankError
-from ddpilot.launching.failures import SETTLE_S, VICTIM_GRACE_S, Failure, build_error, choose_failure
+from ddpilot.launching.failures import ENDING_LIMIT_S, SETTLE_S, VICTIM_GRACE_S, Failure, build_error, choose_failure
 from ddpilot.launching.local.report import Exited, Raised
 
 
@@ -52,6 +55,16 @@ def test_choose_failure_lets_a_victim_wait_for_its_cause() -> None:
     assert choose_failure([victim], now_s=VICTIM_GRACE_S * 0.9) is None
     assert choose_failure([victim, cause], now_s=VICTIM_GRACE_S * 0.9) is cause
     assert choose_failure([victim], now_s=VICTIM_GRACE_S) is victim
+
+
+def test_choose_failure_lets_a_victim_wait_while_an_unheard_rank_is_ending() -> None:
+    """On a busy machine the news of a death comes late; the connection that it closed was noticed at once."""
+    victim = raising(0, 1.0, is_victim=True)
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+        assert choose_failure([victim], VICTIM_GRACE_S, lambda: [os.getpid(), ended.pid]) is None
+        assert choose_failure([victim], ENDING_LIMIT_S, lambda: [ended.pid]) is victim
+    assert choose_failure([victim], VICTIM_GRACE_S, lambda: [os.getpid()]) is victim
 
 
 def test_build_error_chains_the_original_and_names_rank_type_and_message() -> None:

@@ -220,10 +220,15 @@ class Supervisor:
 
     # what is done about it
 
+    def _unheard(self) -> list[int]:
+        failed = {failure.rank for failure in self._failures}
+        silent = [handle for handle in self._handles if handle.rank not in failed and handle.returned is None]
+        return [handle.pid for handle in silent if handle.is_live and handle.pid is not None]
+
     def _judge(self, now: float) -> None:
         if self._ending is not None:
             return
-        chosen = choose_failure(self._failures, now)
+        chosen = choose_failure(self._failures, now, self._unheard)
         if chosen is not None:
             others = [failure.rank for failure in self._failures if failure is not chosen and failure.is_victim]
             returned = [handle.rank for handle in self._handles if handle.returned is not None]

@@ -22,7 +22,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from ddpilot.launching.victims import is_victim
 from ddpilot.session.rank.tidy import forget_error, tidy
-from ddpilot.session.report import FREE, REPLY, REPORT_KEY, REQUEST, Report, writable
+from ddpilot.session.report import BEGUN, FREE, REPLY, REPORT_KEY, REQUEST, Report, writable
 
 if TYPE_CHECKING:
     from ddpilot.session.rank.requests import Requests
@@ -132,9 +132,14 @@ class RankKernel(IPythonKernel):
             time.sleep(_CONNECT_S)
 
     def pre_handler_hook(self) -> None:
-        """Before a cell or a request: SIGINT stops it."""
+        """Before a cell or a request: SIGINT is to stop it."""
         super().pre_handler_hook()
-        signal.signal(signal.SIGINT, self.stop_handler)
+        self.stop_handler.take_over()
+
+    def _say_begun(self) -> None:
+        # From here on a stop is not lost; the session holds it back until it hears this.
+        assert self.session is not None
+        self.session.send(self.iopub_socket, BEGUN, {}, self.get_parent("shell"))
 
     async def do_execute(self, code: str, silent: bool, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Run a cell; the reply says how it ended."""
@@ -144,9 +149,15 @@ class RankKernel(IPythonKernel):
         shell.failure = None
         shell.is_freed = False
         self.requests.space.begin(tuple(about.get("ranks", ())), about.get("blocked", ""))
+        self._say_begun()
         try:
-            reply: dict[str, Any] = await super().do_execute(code, silent, *args, **kwargs)
-        except Exception as error:  # noqa: BLE001  # without a reply the session would wait for ever
+            try:
+                self.stop_handler.arm()
+                reply: dict[str, Any] = await super().do_execute(code, silent, *args, **kwargs)
+            finally:
+                self.stop_handler.disarm()
+        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  # without a reply the session would wait on
+            self.stop_handler.disarm()
             shell.failure = (error, time.monotonic())
             reply = {"status": "error", "ename": type(error).__name__, "evalue": str(error), "traceback": []}
         finally:
@@ -159,7 +170,6 @@ class RankKernel(IPythonKernel):
         reply["traceback"] = [writable(line) for line in reply.get("traceback", ())]
         reply[REPORT_KEY] = self._report(reply).to_content()
         shell.failure = None
-        forget_error(shell)
         return reply
 
     def _report(self, reply: dict[str, Any]) -> Report:
@@ -182,10 +192,15 @@ class RankKernel(IPythonKernel):
         )
 
     async def execute_request(self, stream: Any, ident: Any, parent: Any) -> None:
-        """Run a cell; collect garbage once the session knows how it ended."""
+        """Run a cell; let go of its error and collect garbage once the session knows how it ended."""
         await super().execute_request(stream, ident, parent)
         self._let_apps_tidy()
-        asyncio.get_running_loop().call_soon(tidy, self._keeps_cache(parent))
+        asyncio.get_running_loop().call_soon(self._tidy, self._keeps_cache(parent))
+
+    def _tidy(self, keeps_cache: bool) -> None:
+        # Once the session has its answer: the workers of a loader that an error has kept alive end in a second.
+        forget_error(self._rank_shell)
+        tidy(keeps_cache)
 
     def _let_apps_tidy(self) -> None:
         try:
@@ -201,12 +216,13 @@ class RankKernel(IPythonKernel):
         """Serve one of the session's own requests in the main thread, like a cell."""
         content = parent["content"]
         self.requests.space.begin(tuple(content.get("ranks", ())), content.get("blocked", ""))
+        self._say_begun()
         try:
             report = self.requests.serve(content)
         finally:
             self.requests.space.end()
         self._reply(stream, REPLY, report, parent, ident)
-        asyncio.get_running_loop().call_soon(tidy, self.requests.space.start.keep_cache)
+        asyncio.get_running_loop().call_soon(self._tidy, self.requests.space.start.keep_cache)
         if content["verb"] == "finish":
             self.io_loop.add_callback(self.io_loop.stop)
 

@@ -27,7 +27,6 @@ from ddpilot.session.rank.kernel import RankKernel, report_error
 from ddpilot.session.rank.lost import find_lost
 from ddpilot.session.rank.namespace import Space
 from ddpilot.session.rank.pulling import pack_pulled
-from ddpilot.session.rank.tidy import forget_error
 from ddpilot.session.report import Report
 
 _RENDEZVOUS_S = 30.0
@@ -59,9 +58,7 @@ class Requests:
                 stop_handler.disarm()
         except BaseException as error:  # noqa: BLE001  # the user's function may raise anything, and the parent is told
             stop_handler.disarm()
-            report = report_error(error, user_traceback(error), time.monotonic(), self.space.counter.count())
-            forget_error(self._kernel.shell)
-            return report
+            return report_error(error, user_traceback(error), time.monotonic(), self.space.counter.count())
         return Report(status="ok", time_s=time.monotonic(), has_group=dist.is_initialized(), value=value)
 
     def _call(self, token: str) -> None:
