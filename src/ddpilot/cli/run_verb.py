@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -41,6 +42,8 @@ def run_words(words: Sequence[str], show: Callable[[DdpilotError], str], environ
     if not words or words[0] in ("-h", "--help"):
         print(render_help())
         return 0 if words else 2
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a rank may print what this screen cannot show
     prepared = prepare_run(read_options(split_words(words), environ), environ)
     try:
         run_prepared(prepared)

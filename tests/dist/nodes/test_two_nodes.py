@@ -106,13 +106,12 @@ def test_run_names_the_node_that_does_not_come(nodes: TwoNodes) -> None:
     for agent in (alone, closed, nobody, wrong):
         agent.wait_for("fix:", 5)
     host = os.uname().nodename
-    assert f"waiting for node 1 of 2 nodes at 10.78.0.1:29500, for 5 s of 7 s; here: node 0 ({host})" in alone.text
-    assert f"found: node 1 never came in 7 s; here: node 0 ({host})" in alone.text
-    assert (
-        "waiting for node 0 of 2 nodes: nobody answers at 10.78.0.1:29501 ([Errno 111] Connection refused)"
-        in closed.text
-    )
-    assert "found: nobody answered at 10.78.0.1:29501 for 7 s ([Errno 111] Connection refused)" in closed.text
+    here = rf"here: node 0 \({host}\)"
+    assert re.search(rf"waiting for node 1 of 2 nodes at 10.78.0.1:29500, for \d+ s of 7 s; {here}", alone.text)
+    assert re.search(rf"found: node 1 never came in \d+ s; {here}", alone.text)
+    refused = r"\(\[Errno 111\] Connection refused\)"
+    assert re.search(rf"waiting for node 0 of 2 nodes: nobody answers at 10.78.0.1:29501 {refused}", closed.text)
+    assert re.search(rf"found: nobody answered at 10.78.0.1:29501 for \d+ s {refused}", closed.text)
     assert "found: nobody answered at 10.78.0.9:29500" in nobody.text
     assert "--master-addr 10.78.0.9 is no address of this machine (127.0.0.1 on lo" in wrong.text
 
@@ -120,8 +119,8 @@ def test_run_names_the_node_that_does_not_come(nodes: TwoNodes) -> None:
 @pytest.mark.timeout(120)
 def test_run_refuses_a_node_that_is_there_already(nodes: TwoNodes) -> None:
     """Two nodes with one number: the second is told who has it. Another --nnodes is named on both."""
-    a = nodes.start("a", [*DDPILOT, *words(nodes, "a", "--nnodes", 3, "--rdzv-timeout", 40, example())])
-    b = nodes.start("b", [*DDPILOT, *words(nodes, "b", "--nnodes", 3, "--rdzv-timeout", 40, example())])
+    a = nodes.start("a", [*DDPILOT, *words(nodes, "a", "--nnodes", 3, "--rdzv-timeout", 90, example())])
+    b = nodes.start("b", [*DDPILOT, *words(nodes, "b", "--nnodes", 3, "--rdzv-timeout", 90, example())])
     a.wait_for("waiting for node 2 of 3 nodes", LIMIT_S)
     twin = nodes.start("b", [*DDPILOT, *words(nodes, "b", "--nnodes", 3, example())])
     assert twin.wait(LIMIT_S) == 1
@@ -149,7 +148,7 @@ def test_run_ends_both_nodes_when_the_link_is_cut(nodes: TwoNodes, tmp_path: Pat
     for agent, other in ((a, 1), (b, 0)):
         agent.wait_for("fix:", 5)
         assert re.search(
-            rf"error: watching node {other} \(.*\)\n  found: no sign of it for 8 s: the network", agent.text
+            rf"error: watching node {other} \(.*\)\n  found: no sign of it for \d+ s: the network", agent.text
         )
 
 

@@ -96,9 +96,11 @@ def test_run_waits_for_exit_handlers_and_then_ends_a_rank_that_a_thread_keeps(tm
 
 @pytest.mark.timeout(120)
 def test_run_without_python_starts_any_program(tmp_path: Path) -> None:
-    """Its last output is in the error, since it can report nothing else."""
-    done = run(tmp_path, "--no-python", "-n", 2, "sh", "-c", "echo this is $RANK; exit $((RANK * 7))")
+    """Its last output is in the error, since it can report nothing else. A screen without UTF-8 hinders nobody."""
+    line = "printf 'caf\\303\\251\\n'; echo this is $RANK; exit $((RANK * 7))"
+    done = run(tmp_path, "--no-python", "-n", 2, "sh", "-c", line, PYTHONIOENCODING="ascii")
     assert done.status == 1
+    assert "caf\\xe9" in done.out
     assert "[rank 0] this is 0" in done.out
     assert done.notes()[-1].startswith("ddpilot: rank 1 exited with code 7 (running `sh` on 2 ranks on ")
-    assert done.err.endswith("Last output of rank 1:\n  this is 1\n")
+    assert done.err.endswith("Last output of rank 1:\n  caf\\xe9\n  this is 1\n")

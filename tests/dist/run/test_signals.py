@@ -53,7 +53,7 @@ def test_run_passes_a_signal_on_and_gives_ranks_time_to_save(tmp_path: Path) -> 
 
 @pytest.mark.timeout(120)
 def test_run_kills_the_ranks_when_it_is_interrupted_twice(tmp_path: Path) -> None:
-    """Ranks that ignore Ctrl-C are gone at the second one; torchrun leaves them behind then."""
+    """Ranks that ignore Ctrl-C are gone at the second one."""
     write(tmp_path, "train.py", STUBBORN)
     with started([*RUN, "-n", 2, "train.py"], tmp_path) as process:
         pids = ready(process, 2)
