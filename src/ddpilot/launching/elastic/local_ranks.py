@@ -133,10 +133,11 @@ class LocalRanks:
         self.kill()
 
     def kill(self) -> None:
-        """SIGKILL what is left of every rank's process group, and wait for it, at most 5 s."""
+        """SIGKILL what is left of every rank's process group, and wait for the ranks, at most 5 s."""
         self._signal(self._ranks, signal.SIGKILL)
         deadline_s = time.monotonic() + _GONE_LIMIT_S
-        while self._are_there() and time.monotonic() < deadline_s:
+        # Not for their groups: in a container nobody may reap what a rank left, and a group of zombies stays.
+        while self._are_there() and self.live and time.monotonic() < deadline_s:
             time.sleep(_PAUSE_S)
 
     def describe_ends(self) -> str:

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from ddpilot.launching.elastic import local_ranks
@@ -42,16 +45,32 @@ def start(tmp_path: Path) -> Iterator[Start]:
         process.wait()
 
 
+def running_in(group: int) -> list[int]:
+    """Pids of a process group, without those that have ended and that nobody has reaped."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            continue
+    return found
+
+
 def test_local_ranks_end_what_is_left_of_every_group(start: Start) -> None:
     """Also what a rank started that has ended by itself."""
     one, other = start(0, "sleep 60 & exit 3"), start(1, "sleep 60")
     ranks = LocalRanks([one, other], print)
     while 0 in ranks.live:
         ranks.look()
-    ranks.end(signal.SIGTERM, 5.0)
+    assert running_in(one.process.pid)
+    ranks.end(signal.SIGTERM, 0.2)
     assert not ranks.live
     assert ranks.describe_ends().endswith("rank 1 was ended by SIGTERM")
-    assert not one.has_group
+    deadline_s = time.monotonic() + 10
+    while running_in(one.process.pid) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert not running_in(one.process.pid)
 
 
 def test_local_ranks_kill_what_ignores_the_signal(start: Start) -> None:
