@@ -39,14 +39,15 @@ def run_trainer(
     strategy = trainer.strategy
     _become_rank(strategy, state)
     trainer._accelerator_connector.cluster_environment = strategy.cluster_environment
+    what = trainer.state.fn.value  # afterwards it may be "test": callbacks call that at the end of a fit
     callbacks = list(trainer.callbacks)  # the model may bring more of them, and change their order
     try:
         results = function(*args, **kwargs)
     except BaseException as error:
         strategy.on_exception(error)  # it knows what to add to torch's text about unused parameters
         raise
-    predictions = collect_predictions(trainer, results)
-    return collect_outcome(trainer, callbacks, results, predictions)
+    predictions = collect_predictions(trainer, results) if what == "predict" else None
+    return collect_outcome(trainer, callbacks, results, predictions, with_weights=what == "fit")
 
 
 def _become_rank(strategy: Any, state: GlobalState) -> None:

@@ -41,7 +41,9 @@ class Outcome:
     """Their attributes: a logger that was made anew for each launch would begin its file or run from the start."""
 
 
-def collect_outcome(trainer: Any, callbacks: Sequence[Any], results: Any, predictions: Any) -> Outcome:
+def collect_outcome(
+    trainer: Any, callbacks: Sequence[Any], results: Any, predictions: Any, *, with_weights: bool
+) -> Outcome:
     """What this rank has to return. Collective: the state of a module's metrics is gathered."""
     model = trainer.lightning_module
     weights = model.state_dict()
@@ -50,7 +52,7 @@ def collect_outcome(trainer: Any, callbacks: Sequence[Any], results: Any, predic
     return Outcome(
         results=results,
         predictions=predictions,
-        weights=weights if trainer.state.fn == "fit" else None,
+        weights=weights if with_weights else None,
         state=trainer.state,
         should_stop=trainer.should_stop,
         metrics=tuple(dict(getattr(trainer, name)) for name in _METRICS),

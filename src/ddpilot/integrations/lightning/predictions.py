@@ -22,7 +22,7 @@ Loaders = list[list[Batch]]
 
 def collect_predictions(trainer: Any, results: Any) -> Loaders | None:
     """This rank's part of what `trainer.predict` returned; None where nothing was, or where samples have no place."""
-    if trainer.state.fn != "predict" or not results:
+    if not results:
         return None
     loop = trainer.predict_loop
     found = []
