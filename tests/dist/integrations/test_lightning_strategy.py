@@ -217,9 +217,12 @@ attempt("nodes", LaunchError, lambda: trainer(num_nodes=2).fit(net, loader()))
 attempt("method", TypeError, lambda: ours.DdpilotStrategy(start_method="fork"))
 from lightning.fabric import Fabric
 attempt("fabric", TypeError, Fabric(accelerator="cpu", devices=2, strategy="ddpilot").launch)
+def note(self): self.deterministic = torch.is_deterministic_algorithms_warn_only_enabled()
+Net.on_train_start = note
+torch.use_deterministic_algorithms(True, warn_only=True)
 silent = ours.DdpilotStrategy(find_unused_parameters=True, launcher=Launcher(output="silent"))
 trainer(strategy=silent).fit(net, loader())
-found["trained"] = len(net.losses)
+found["trained"] = [len(net.losses), net.deterministic]
 tell(**found)
 """
 
@@ -234,7 +237,7 @@ def test_errors_say_what_to_do(tmp_path: Path) -> None:
     assert "Start the script on each node with `ddpilot run`" in facts["nodes"]
     assert "takes no `start_method`" in facts["method"]
     assert "give `Fabric.launch` the function" in facts["fabric"]
-    assert facts["trained"] == 3
+    assert facts["trained"] == [3, True]
 
 
 STOPPED = """

@@ -38,7 +38,9 @@ class GlobalState:
 
     def restore(self) -> None:
         """Make them those of this process."""
-        torch.use_deterministic_algorithms(self.deterministic, warn_only=self.deterministic_warn_only)
+        now = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        if now != (self.deterministic, self.deterministic_warn_only):  # saying it loads the compiler: a second
+            torch.use_deterministic_algorithms(self.deterministic, warn_only=self.deterministic_warn_only)
         torch.backends.cudnn.benchmark = self.cudnn_benchmark
         torch.backends.cudnn.deterministic = self.cudnn_deterministic
         torch.set_float32_matmul_precision(self.matmul_precision)
