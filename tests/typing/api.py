@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from typing_extensions import assert_type
 
 import ddpilot
@@ -60,6 +61,12 @@ def check_session() -> None:
         for status in session.status():
             assert_type(status.rank, int)
     ddpilot.Session(2, output="labelled", nonsense=1)  # type: ignore[call-arg]
+
+
+def check_ensure_on_device() -> None:
+    """What it returns is of the type that it was given."""
+    assert_type(ddpilot.ensure_on_device(torch.nn.Linear(1, 1), "cpu"), torch.nn.Linear)
+    ddpilot.ensure_on_device(torch.ones(1), "cpu")  # type: ignore[type-var]
 
 
 def check_errors() -> None:

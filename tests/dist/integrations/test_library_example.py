@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import ddpilot
 from tests.dist.launching.scripts import run_script
 from tests.notebook.executed import execute, stream
 
@@ -54,6 +55,28 @@ def test_library_starts_no_cuda_before_its_first_use_and_trains_as_under_torchru
     assert (here["size"], there["size"]) == (2, 2)
     assert here["asked"]
     assert not there["asked"]
+
+
+def move_wrapped() -> str:
+    """What `ensure_on_device` says of a DDP module that is elsewhere."""
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    with ddpilot.init_group():
+        module = DistributedDataParallel(torch.nn.Linear(1, 1))
+        assert ddpilot.ensure_on_device(module, "cpu") is module
+        with pytest.raises(ddpilot.DdpilotError) as caught:
+            ddpilot.ensure_on_device(module, "cuda:0")
+        return str(caught.value)
+
+
+def test_ensure_on_device_refuses_to_move_a_ddp_module() -> None:
+    """Its buckets would stay behind; where it is already, it may be."""
+    said = ddpilot.Launcher(nproc_per_node=1, backend="gloo").run(move_wrapped)[0]
+    assert said == (
+        "moving DistributedDataParallel to cuda:0: it is a DistributedDataParallel module on cpu, where its gradient "
+        "buckets would stay. Move the plain module, then wrap it"
+    )
 
 
 @pytest.mark.timeout(200)

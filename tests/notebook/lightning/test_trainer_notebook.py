@@ -47,7 +47,7 @@ def test_every_cell_of_a_trainers_notebook_works_after_torch_was_used(tmp_path: 
     for folder in folders.values():
         folder.mkdir()
     ours = run_notebook("ddpilot", folders["ddpilot"], limit_s=100)
-    theirs = run_notebook("ddp_notebook", folders["ddp_notebook"], limit_s=20)
+    theirs = run_notebook("ddp_notebook", folders["ddp_notebook"], limit_s=12)
     text = render_beside({"ddpilot": ours, "ddp_notebook": theirs})
     print(text)
     assert not [name for name, cell in ours.items() if cell.failed], text
