@@ -113,7 +113,7 @@ def test_strategy_trains_as_torchrun_does(under_torchrun: dict[str, Any], librar
 
 
 AGAIN = """
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint, Timer
 from lightning.pytorch.loggers import CSVLogger
 class Count(library.Callback):
     def __init__(self): self.epochs, self.hidden = [], object()
@@ -129,7 +129,7 @@ def fit_twice(strategy, folder):
     library.seed_everything(1, verbose=False)
     net, count, keep = Net(), Count(), Keep()
     saving = ModelCheckpoint(monitor="valid", save_last=True)
-    callbacks = [count, keep, saving, EarlyStopping("valid", patience=9)]
+    callbacks = [count, keep, saving, EarlyStopping("valid", patience=9), Timer(), EMAWeightAveraging(decay=0.5)]
     kept = {"logger": CSVLogger(folder), "enable_checkpointing": True, "log_every_n_steps": 1}
     trainer = library.Trainer(devices=1, max_epochs=2, callbacks=callbacks, strategy=strategy, **{**quiet, **kept})
     trainer.fit(net, loader(), loader())
@@ -143,7 +143,7 @@ def fit_twice(strategy, folder):
         numbers(net.layer.weight), net.losses, count.epochs, keep.queue.items, len(rows),
         sorted(os.listdir(folder + "/lightning_logs")),
         numbers(saving.best_model_score), os.path.basename(saving.best_model_path), numbers(stop.best_score),
-        stop.wait_count, trainer.state.status.value, trainer.logger.version, os.path.exists(saving.last_model_path)]
+        stop.wait_count, stop.stopping_reason.name, trainer.state.status.value, trainer.logger.version, os.path.exists(saving.last_model_path)]
 with_ours = fit_twice("ddpilot", "ours")
 plain = fit_twice("ddp", "plain")  # with one device it starts no process; its samples come in the same order
 tell(plain=plain, ours=with_ours)

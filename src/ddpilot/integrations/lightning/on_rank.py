@@ -34,7 +34,7 @@ def run_fabric(
 
 def run_trainer(
     trainer: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], state: GlobalState
-) -> Outcome | None:
+) -> Outcome:
     """What a rank does for `Trainer.fit` and its sisters. Collective."""
     strategy = trainer.strategy
     _become_rank(strategy, state)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What comes back from rank 0, so that the notebook's trainer, model and callbacks go on from there.
 
-Weights as a state dict; plain attributes (numbers, texts, tensors and containers of them) of the user's module, the
-callbacks and the loggers; what callbacks and loops save in checkpoints. Everything else stays on the rank.
+Weights as a state dict; plain attributes (numbers, texts, tensors and containers of them) of the user's module and the
+callbacks; what the user's callbacks save in checkpoints; what loops have counted; loggers. Everything else stays there.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def collect_outcome(
         metrics=tuple(dict(getattr(trainer, name)) for name in _METRICS),
         progress=tuple(_read_progress(getattr(trainer, name)) for name in _LOOPS),
         module=_module_attributes(model),
-        callbacks=tuple((plain_attributes(each), each.state_dict()) for each in callbacks),
+        callbacks=tuple((plain_attributes(each), _saved_state(each)) for each in callbacks),
         loggers=tuple(_logger_attributes(each) for each in trainer.loggers),
     )
 
@@ -95,6 +95,12 @@ def _load_weights(trainer: Any, weights: dict[str, Any]) -> None:
             f"{type(model).__name__} has other parameters on the ranks than here: {unexpected} exist only there and "
             f"were left, {missing} exist only here and were not trained. Make all of them in `__init__`."
         )
+
+
+def _saved_state(callback: Any) -> dict[str, Any]:
+    # Lightning's own keep theirs in plain attributes, and some take a `load_state_dict` as the start of a resumed fit.
+    is_lightnings = type(callback).__module__.startswith(("lightning.", "pytorch_lightning."))
+    return {} if is_lightnings else callback.state_dict()
 
 
 def _module_attributes(model: Any) -> dict[str, Any]:

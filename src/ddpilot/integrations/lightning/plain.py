@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 from collections import deque
+from enum import Enum
 from pathlib import PurePath
 from typing import Any
 
 import numpy
 import torch
 
-_VALUES = (type(None), bool, int, float, complex, str, bytes, PurePath, numpy.generic, numpy.ndarray, torch.dtype)
+_NUMBERS = (bool, int, float, complex, numpy.generic, numpy.ndarray)
+_VALUES = (type(None), *_NUMBERS, str, bytes, PurePath, Enum, torch.dtype)
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections import deque
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from ddpilot.integrations.lightning.plain import is_plain, plain_attributes
     [
         *(None, True, 1, 1.5, "text", b"bytes", Path("file")),
         *([1, [2.0, "three"]], (1,), {1, 2}, {"a": {"b": torch.ones(2)}}, deque([1])),
-        *(numpy.float64(1), numpy.ones(2), torch.ones(2), torch.float16),
+        *(numpy.float64(1), numpy.ones(2), torch.ones(2), torch.float16, HTTPStatus.OK),
     ],
     ids=repr,
 )
