@@ -104,6 +104,10 @@ class LaunchInterrupted(KeyboardInterrupt):
         return [f"KeyboardInterrupt: {self}"]
 
 
+class DataError(DdpilotError, ValueError):
+    """Samples cannot be divided exactly as asked, or a dataset or loader is not what it has to be for that."""
+
+
 class RecordError(DdpilotError, RuntimeError):
     """Collectives cannot be recorded as asked, or a file is not a recording that this version can read."""
 

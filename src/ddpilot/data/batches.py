@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a loader hands to the loop for each global batch, and what a batch of no samples looks like."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LocalBatch:
+    """This rank's piece of one global batch."""
+
+    data: Any
+    """The piece, collated. Where `count` is 0: the same structure, dtypes and shapes, with zero rows."""
+
+    index: int
+    """Number of the global batch in its epoch, from 0."""
+
+    count: int
+    """Samples of this rank; 0 where a last batch has fewer samples than there are ranks."""
+
+    global_count: int | None
+    """Samples of all ranks together. None for an iterable dataset without a length: the ranks have to add up theirs."""
+
+    sample_ids: NDArray[np.int64]
+    """Numbers of the samples in the dataset, shape (`count`,), in the order of `data`."""
+
+
+def without_rows(one: Any, two: Any) -> Any:
+    """A batch of no samples, made of a batch of one sample (`one`) and of that sample twice (`two`).
+
+    What is twice as long in `two` holds rows and loses them: dimensions of tensors and arrays, lists, tuples. What is
+    the same in both (a number, a shape) stays, and so does an object of a class that is none of these or a dataclass.
+    """
+    if isinstance(one, torch.Tensor | np.ndarray):
+        if one.ndim != two.ndim:
+            return one[:0]
+        return one[tuple(slice(None if a == b else 0) for a, b in zip(one.shape, two.shape, strict=True))]
+    if isinstance(one, Mapping):
+        return _with_items(one, {key: without_rows(value, two[key]) for key, value in one.items()})
+    if isinstance(one, tuple) and hasattr(one, "_fields"):
+        return type(one)(*(without_rows(a, b) for a, b in zip(one, two, strict=True)))
+    if isinstance(one, list | tuple):
+        parts = [without_rows(a, b) for a, b in zip(one, two, strict=True)] if len(one) == len(two) else []
+        return type(one)(parts)
+    if dataclasses.is_dataclass(one) and not isinstance(one, type):
+        names = [field.name for field in dataclasses.fields(one)]
+        return _with_attributes(one, {name: without_rows(getattr(one, name), getattr(two, name)) for name in names})
+    return one
+
+
+def _with_items(data: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """A mapping of the class of `data` (an OrderedDict, a tokenizer's encoding) with these items."""
+    if type(data) is dict:
+        return items
+    result: Any = copy.copy(data)
+    for key, value in items.items():
+        result[key] = value
+    return result
+
+
+def _with_attributes(data: Any, values: dict[str, Any]) -> Any:
+    """A copy of the dataclass `data`, frozen ones too, without a call of its `__init__`."""
+    result = copy.copy(data)
+    for name, value in values.items():
+        object.__setattr__(result, name, value)
+    return result

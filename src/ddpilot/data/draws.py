@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The order of an epoch's samples: a function of a seed and an epoch, never of a rank or a world size.
+
+Only numpy's bit generators and seed sequences are used, whose streams numpy promises to keep for ever; those of
+`Generator.permutation` and `choice` may change between versions, and a checkpoint has to resume under a newer one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddpilot.errors import DataError
+
+_ORDER = 0x0D0E
+
+
+def draw_permutation(num_samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """A permutation of 0 to `num_samples` - 1, the same for the same `seed` and `epoch` on every machine."""
+    return np.argsort(_bits(num_samples, seed, epoch), kind="stable").astype(np.int64, copy=False)
+
+
+def draw_weighted(
+    weights: NDArray[np.float64], num_draws: int, replacement: bool, seed: int, epoch: int
+) -> NDArray[np.int64]:
+    """`num_draws` sample numbers, each drawn with a probability in proportion to its entry of `weights`.
+
+    Without `replacement` no number comes twice, and the order of the draws is that of successive draws from what is
+    left.
+    """
+    if replacement:
+        edges = np.cumsum(weights)
+        # A point may round up to the last edge itself, and an entry of weight 0 has no room of its own to be hit in.
+        points = np.minimum(_points(num_draws, seed, epoch) * edges[-1], np.nextafter(edges[-1], 0.0))
+        return np.asarray(np.searchsorted(edges, points, side="right"), dtype=np.int64)
+    # Exponential waiting times with these rates end in the order of successive draws (Efraimidis and Spirakis, 2006).
+    waits = np.full(len(weights), np.inf)
+    drawable = weights > 0
+    waits[drawable] = -np.log1p(-_points(len(weights), seed, epoch)[drawable]) / weights[drawable]
+    return np.argsort(waits, kind="stable")[:num_draws].astype(np.int64, copy=False)
+
+
+def check_weights(
+    weights: Sequence[float] | NDArray[np.float64], num_samples: int, num_draws: int, replacement: bool
+) -> NDArray[np.float64]:
+    """`weights` as a read-only array of its own. `DataError` where they are not one finite number >= 0 per sample."""
+    did = f"drawing {num_draws} of {num_samples} samples by weight"
+    array = np.array(weights, dtype=np.float64)
+    if array.shape != (num_samples,):
+        raise DataError(did, found=f"`weights` has the shape {array.shape}", fix="Give one weight for each sample.")
+    if bad := np.flatnonzero(~(np.isfinite(array) & (array >= 0)))[:1].tolist():
+        raise DataError(did, found=f"weights[{bad[0]}] is {array[bad[0]]}", fix="A weight is finite and not negative.")
+    num_drawable = int(np.count_nonzero(array))
+    if num_drawable == 0 or (not replacement and num_draws > num_drawable):
+        raise DataError(
+            did,
+            found=f"{num_drawable} samples have a weight above 0, and a sample comes "
+            + ("any number of times (`replacement=True`)" if replacement else "only once (`replacement=False`)"),
+            fix="Raise the weights that are 0, or draw fewer (`num_draws`).",
+        )
+    array.flags.writeable = False
+    return array
+
+
+def _bits(num: int, seed: int, epoch: int) -> NDArray[np.uint64]:
+    entropy = (seed % 2**64, epoch, _ORDER)
+    return np.asarray(np.random.Philox(np.random.SeedSequence(entropy)).random_raw(num), dtype=np.uint64)
+
+
+def _points(num: int, seed: int, epoch: int) -> NDArray[np.float64]:
+    """`num` numbers in [0, 1), each a multiple of 2**-53."""
+    return np.asarray((_bits(num, seed, epoch) >> np.uint64(11)) * 2.0**-53, dtype=np.float64)

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which samples a rank takes: the global batch is the unit, and a rank takes a contiguous piece of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from fractions import Fraction
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddpilot.data.draws import check_weights, draw_permutation, draw_weighted
+from ddpilot.errors import DataError
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """How an epoch's samples are divided into global batches, and those among the ranks. No sample is added or lost.
+
+    The order of an epoch is a function of `seed` and the epoch alone; global batch k is `order[k * B:(k + 1) * B]`
+    with B = `global_batch_size`, and every rank takes a contiguous piece of it. So an epoch is the same at any world
+    size, and a position in it is one number. Raises `DataError` where that cannot be done.
+    """
+
+    num_samples: int
+    """Length of the dataset; 0 is an epoch of no batches (refused with `shuffle`, `weights` or `drop_last`)."""
+
+    global_batch_size: int
+    """Samples in a batch of all ranks together, at least one for each rank; the last batch may be smaller."""
+
+    _: KW_ONLY
+
+    world_size: int
+    """Number of ranks."""
+
+    seed: int = 0
+    """Seed of the order."""
+
+    shuffle: bool = False
+    """Whether each epoch has another order; False: 0, 1, 2, ... Makes no difference with `weights`."""
+
+    drop_last: bool = False
+    """Whether a last batch that is smaller than `global_batch_size` is left out, for all ranks alike."""
+
+    shares: Sequence[float] | None = None
+    """What part of each batch a rank takes, one number above 0 for each: [2, 1] is twice as much for rank 0."""
+
+    weights: Sequence[float] | NDArray[np.float64] | None = None
+    """A weight for each sample: an epoch is then `num_draws` draws, each in proportion to its weight."""
+
+    num_draws: int | None = None
+    """Samples in an epoch with `weights`; None: `num_samples`."""
+
+    replacement: bool = True
+    """Whether a sample can be drawn several times in an epoch; only with `weights`."""
+
+    def __post_init__(self) -> None:
+        self._check_sizes()
+        if self.weights is not None:
+            weights = check_weights(self.weights, self.num_samples, self.epoch_size, self.replacement)
+            object.__setattr__(self, "weights", weights)
+        if self.shares is not None:
+            object.__setattr__(self, "shares", tuple(float(share) for share in self.shares))
+        object.__setattr__(self, "_edges", self._compute_edges())
+        self._check_pieces()
+        self._check_not_empty()
+
+    @property
+    def epoch_size(self) -> int:
+        """Samples in the order of an epoch: `num_samples`, or `num_draws`."""
+        return self.num_samples if self.num_draws is None else self.num_draws
+
+    @property
+    def num_batches(self) -> int:
+        """Global batches in an epoch."""
+        rounding = 0 if self.drop_last else self.global_batch_size - 1
+        return (self.epoch_size + rounding) // self.global_batch_size
+
+    def order(self, epoch: int) -> NDArray[np.int64]:
+        """Sample numbers in the order of `epoch` (0, 1, ...), shape (`epoch_size`,); the same at any world size."""
+        if self.weights is not None:
+            weights = np.asarray(self.weights)
+            return draw_weighted(weights, self.epoch_size, self.replacement, self.seed, epoch)
+        if self.shuffle:
+            return draw_permutation(self.num_samples, self.seed, epoch)
+        return np.arange(self.num_samples, dtype=np.int64)
+
+    def batch_size(self, batch: int) -> int:
+        """Samples of all ranks together in global batch `batch`: `global_batch_size`, or fewer in a last one."""
+        if not 0 <= batch < self.num_batches:
+            raise IndexError(f"batch {batch} of an epoch of {self.num_batches} batches")
+        return min(self.global_batch_size, self.epoch_size - batch * self.global_batch_size)
+
+    def piece(self, batch: int, rank: int) -> tuple[int, int]:
+        """Positions (start, stop) in the order that `rank` takes of global batch `batch`; equal where it has none."""
+        if not 0 <= rank < self.world_size:
+            raise IndexError(f"rank {rank} of {self.world_size} ranks")
+        start, stop = self._divide(self.batch_size(batch), rank)
+        first = batch * self.global_batch_size
+        return first + start, first + stop
+
+    def _divide(self, num: int, rank: int) -> tuple[int, int]:
+        # Rounded up, so that a last batch of one sample is rank 0's.
+        edges: tuple[Fraction, ...] = self.__dict__["_edges"]
+        return -int(-num * edges[rank] // 1), -int(-num * edges[rank + 1] // 1)
+
+    def _compute_edges(self) -> tuple[Fraction, ...]:
+        # Fractions, so that the ranks of one job cannot round differently.
+        parts = [Fraction(1)] * self.world_size if self.shares is None else [Fraction(one) for one in self.shares]
+        total = sum(parts)
+        return tuple(edge / total for edge in accumulate(parts, initial=Fraction(0)))
+
+    def _check_sizes(self) -> None:
+        did = f"dividing {self.num_samples} samples among {self.world_size} ranks"
+        least = {"num_samples": 0, "global_batch_size": 1, "world_size": 1, "num_draws": 1}
+        for name, at_least in least.items():
+            value = getattr(self, name)
+            if value is not None and value < at_least:
+                raise DataError(did, found=f"`{name}` is {value}", fix=f"It has to be at least {at_least}.")
+        if self.num_draws is not None and self.weights is None:
+            raise DataError(
+                did,
+                found=f"`num_draws` is {self.num_draws}, without `weights`",
+                fix="Give `weights`, all 1 for evenly.",
+            )
+        if self.shares is not None and (
+            len(self.shares) != self.world_size or not all(0 < share < float("inf") for share in self.shares)
+        ):
+            raise DataError(did, found=f"`shares` is {list(self.shares)}", fix="Give one number above 0 for each rank.")
+
+    def _check_pieces(self) -> None:
+        did = f"dividing a global batch of {self.global_batch_size} samples among {self.world_size} ranks"
+        if self.global_batch_size < self.world_size:
+            raise DataError(
+                did,
+                found="some rank would never have a sample",
+                fix=f"Take a `global_batch_size` of at least {self.world_size}, or say `batch_size_per_rank`; "
+                "or use fewer ranks.",
+            )
+        for rank in range(self.world_size):
+            start, stop = self._divide(self.global_batch_size, rank)
+            if start == stop:
+                raise DataError(
+                    did,
+                    found=f"with `shares={list(self.shares or ())}` rank {rank} would never have a sample",
+                    fix="Make its share or the `global_batch_size` larger.",
+                )
+
+    def _check_not_empty(self) -> None:
+        name = "shuffle" if self.shuffle else "weights" if self.weights is not None else ""
+        if name and not self.num_samples:
+            raise DataError(
+                f"planning an epoch with `{name}`",
+                found="the dataset is empty",
+                fix="Look at where its samples come from.",
+            )
+        if self.drop_last and not self.num_batches:
+            raise DataError(
+                f"planning an epoch of global batches of {self.global_batch_size} with `drop_last`",
+                found=f"{self.epoch_size} samples are less than one batch, so that every one of them would be dropped",
+                fix="Take a smaller `global_batch_size`, or `drop_last=False`.",
+            )

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random state for one sample: what augments it draws the same in any worker of any rank."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+_MASK = (1 << 64) - 1
+
+
+def mix_seed(*parts: int) -> int:
+    """One number of 64 bits made of `parts`; any other parts, or another order of them, give an unrelated one."""
+    state = 0
+    for part in parts:
+        # The finaliser of splitmix64: every bit of the input changes about half of those of the output.
+        state = (state + 0x9E3779B97F4A7C15 + (part & _MASK)) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state
+
+
+def seed_random(seed: int) -> None:
+    """Seed Python's `random`, numpy's global state and torch's CPU generator with 64 bits."""
+    random.seed(seed)
+    np.random.seed((seed & 0xFFFFFFFF, seed >> 32))
+    torch.default_generator.manual_seed(seed)
+
+
+@contextmanager
+def random_kept() -> Iterator[None]:
+    """Give Python's, numpy's and torch's CPU random state back afterwards: the model draws from the same ones."""
+    python, numpy, of_torch = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.default_generator.set_state(of_torch)
