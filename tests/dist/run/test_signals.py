@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import re
 import signal
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -94,3 +96,19 @@ def test_run_ends_when_nobody_reads_its_output(tmp_path: Path) -> None:
         said = process.stderr.read()
         assert process.wait(30) == 1
     assert "Broken pipe" in said
+
+
+@pytest.mark.timeout(120)
+def test_run_can_be_interrupted_while_it_waits_for_a_node(tmp_path: Path) -> None:
+    """torchrun's wait is one C++ call; this one says whom it waits for, and ends at once with a shell's status."""
+    write(tmp_path, "train.py", "")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    words = ["--nnodes", 2, "-n", 1, "--master-addr", "127.0.0.1", "--master-port", port, "train.py"]
+    with started([*RUN, *words], tmp_path) as process:
+        assert process.stderr is not None
+        assert f"waiting for node 1 of 2 nodes at 127.0.0.1:{port}" in process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        done = finish(process, 30)
+    assert done.status == 128 + signal.SIGINT
+    assert re.fullmatch(r"ddpilot: node 0 \(.+\) was stopped by SIGINT before there were ranks\n", done.err)

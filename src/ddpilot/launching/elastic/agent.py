@@ -81,7 +81,7 @@ class Agent(LocalElasticAgent):
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         total = worker_group.spec.max_restarts
-        why = "the nodes have changed" if self.error is None else self.error.found
+        why = "the nodes have changed" if self.error is None else self.error.found.splitlines()[0]
         self._screen.note(f"restart {total - self._remaining_restarts} of {total}: {why}")
         super()._restart_workers(worker_group)
 
