@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
 
-from tests.dist.run.commands import TORCHRUN, finish, run, started, write
+from tests.dist.run.commands import RUN, TORCHRUN, finish, run, started, write
 
 ENDS = {
     "raises": ("raise ValueError('bad sample')", "rank 1 raised ValueError: bad sample"),
@@ -104,3 +105,24 @@ def test_run_without_python_starts_any_program(tmp_path: Path) -> None:
     assert "[rank 0] this is 0" in done.out
     assert done.notes()[-1].startswith("ddpilot: rank 1 exited with code 7 (running `sh` on 2 ranks on ")
     assert done.err.endswith("Last output of rank 1:\n  caf\\xe9\n  this is 1\n")
+
+
+@pytest.mark.timeout(120)
+def test_run_tells_another_agent_which_rank_failed(tmp_path: Path) -> None:
+    """Two agents on this machine as two nodes: the one whose rank would sleep ends too, with the other one's error."""
+    write(tmp_path, "train.py", WAIT.format("raise ValueError('bad sample')", "True"))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    words = ["--nnodes=2", "-n", 1, "--master-addr=127.0.0.1", "--master-port", port]
+    with (
+        started([*RUN, *words, "--node-rank=0", "train.py"], tmp_path) as zero,
+        started([*RUN, *words, "--node-rank=1", "train.py"], tmp_path) as one,
+    ):
+        ends = [finish(zero), finish(one)]
+    assert [done.status for done in ends] == [1, 1]
+    for done in ends:
+        assert done.notes()[-1].startswith(
+            "ddpilot: rank 1 raised ValueError: bad sample (running `train.py` on 2 ranks on "
+        )
+        assert f'File "{tmp_path / "train.py"}", line 3, in <module>' in done.err
+    assert ends[0].err.endswith("On this node, rank 0 had to end.\n")
