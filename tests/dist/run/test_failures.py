@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from pathlib import Path
 
@@ -31,6 +32,7 @@ ONCE = """
 import os, torch, torch.distributed as dist
 dist.init_process_group("gloo")
 dist.all_reduce(torch.ones(1))
+dist.destroy_process_group()  # or gloo may abort at exit
 print("attempt", os.environ["TORCHELASTIC_RESTART_COUNT"], "of", os.environ["TORCHELASTIC_MAX_RESTARTS"])
 if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     raise RuntimeError("only the first time")
@@ -43,8 +45,10 @@ def test_run_exits_as_torchrun_does_and_names_the_rank(tmp_path: Path, end: str)
     """The other rank would sleep for a minute: it is ended, and the exit status is torchrun's, 1 for any failure."""
     line, said = ENDS[end]
     write(tmp_path, "train.py", WAIT.format(line, end != "succeeds"))
-    done = run(tmp_path, "-n", 2, "train.py")
+    done = run(tmp_path, "-n", 2, "train.py", TORCHELASTIC_ERROR_FILE=str(tmp_path / "error.json"))
     assert done.status == (0 if end == "succeeds" else 1)
+    if end == "raises":  # for the scheduler, in torch's words
+        assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == "ValueError: bad sample"
     if end in ("exits", "succeeds"):
         with started([*TORCHRUN, "--standalone", "--nproc-per-node", 2, "train.py"], tmp_path) as theirs:
             assert done.status == finish(theirs).status

@@ -6,6 +6,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
@@ -38,6 +39,8 @@ class Agent(LocalElasticAgent):
         self._meeting = meeting
         self._ranks = LocalRanks([], screen.note)
         self._has_passed_on = False
+        self.report: Path | None = None
+        """What the rank that failed first wrote down, where it is one of this node and raised."""
         self.error: DdpilotError | None = None
         """Why the last attempt ended; None while it has not, and where it ended well."""
 
@@ -119,6 +122,7 @@ class Agent(LocalElasticAgent):
             returned=succeeded,
             is_script=True,
         )
+        self.report = self._ranks.report(chosen.rank)
         if self._meeting is not None:
             self._meeting.tell_failure(self.error)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -93,10 +94,18 @@ def _run(agent: Agent, me: NodeState, options: RunOptions) -> None:
         fix = "Look at --rdzv-endpoint, and whether every node was started with the same --rdzv-id and --nnodes"
         raise RendezvousError(f"meeting by {options.rdzv_backend}", found=found, fix=fix) from error
     if agent.error is not None:
+        _hand_up(agent.report)
         raise agent.error
     if result.state != WorkerState.SUCCEEDED:
         fix = "LOGLEVEL=INFO shows what torch's agent says"
         raise LaunchError(did, found=f"torch's agent ended with {result.state.name}", fix=fix)
+
+
+def _hand_up(report: Path | None) -> None:
+    """Give the first failure to who started this agent and asks for it, as torchrun does: schedulers read it."""
+    wanted = os.environ.get(worker_main.REPORT_VARIABLE)
+    if wanted and report is not None:
+        shutil.copyfile(report, wanted)
 
 
 def _command(options: RunOptions) -> tuple[str, tuple[str, ...]]:

@@ -109,6 +109,11 @@ class LocalRanks:
         """The ranks that ended with code 0."""
         return tuple(each.rank for each in self._ranks if each.exited is not None and each.exited.exitcode == 0)
 
+    def report(self, rank: int) -> Path | None:
+        """The file in which `rank` has written what it raised; None where it has not."""
+        path = next(each.report for each in self._ranks if each.rank == rank)
+        return path if path.exists() else None
+
     def failures(self) -> list[Failure]:
         """One for each rank that raised, exited with another code than 0, or was killed."""
         found = []
