@@ -27,7 +27,7 @@ from ddpilot.errors import LaunchError
     ],
 )
 def test_split_words_tells_ours_from_the_scripts(line: str, options: dict[str, str], args: str) -> None:
-    """The issue's order and torchrun's, dashes and underscores, a blank or an equals sign."""
+    """The guide's order and torchrun's, dashes and underscores, a blank or an equals sign."""
     found = split_words(line.split())
     assert (found.options, found.script, " ".join(found.args)) == (options, "train.py", args)
 
