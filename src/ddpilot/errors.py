@@ -112,6 +112,14 @@ class RecordError(DdpilotError, RuntimeError):
     """Collectives cannot be recorded as asked, or a file is not a recording that this version can read."""
 
 
+class LoopError(DdpilotError, RuntimeError):
+    """A training loop was asked for what cannot be done, or not exactly: counts, batches, wrapped models."""
+
+
+class NonFiniteError(LoopError, ArithmeticError):
+    """A loss or a gradient is NaN or infinite. Raised on all ranks; `rank` is the first where it was."""
+
+
 class RankError(DdpilotError, RuntimeError):
     """A rank failed: it raised, exited or was killed. Of several, the first in time that is not a consequence.
 

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches and predictions as people write them: tensors in tuples, lists and dicts, and other objects."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ddpilot.errors import LoopError
+
+
+def map_tensors(data: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """`data` with `change` applied to every tensor in its tuples, lists, mappings and dataclasses.
+
+    An object that has a `to` method of its own and is none of these is left alone, like any other object.
+    """
+    if isinstance(data, torch.Tensor):
+        return change(data)
+    if isinstance(data, Mapping):
+        changed = {key: map_tensors(value, change) for key, value in data.items()}
+        return changed if type(data) is dict else _rebuild_mapping(data, changed)
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        return type(data)(*(map_tensors(value, change) for value in data))
+    if isinstance(data, list | tuple):
+        return type(data)(map_tensors(value, change) for value in data)
+    if dataclasses.is_dataclass(data) and not isinstance(data, type):
+        fields = {f.name: map_tensors(getattr(data, f.name), change) for f in dataclasses.fields(data) if f.init}
+        return dataclasses.replace(data, **fields)
+    return data
+
+
+def to_device(data: Any, device: torch.device) -> Any:
+    """`data` with its tensors on `device`; from pinned memory the copy does not wait."""
+    return map_tensors(data, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def to_host(data: Any) -> Any:
+    """`data` with its tensors on the CPU, detached, and each in memory of its own: a view would take all of it along."""
+    return map_tensors(data, lambda tensor: tensor.detach().cpu().clone())
+
+
+def check_rows(output: Any, count: int, did: str) -> None:
+    """Raise LoopError unless `output` has a row for each of `count` samples, so that rows of ranks can be joined.
+
+    Tensors: `count` rows; tuples and mappings: each field so; a list: one object per sample.
+    """
+    if isinstance(output, Mapping):
+        for value in output.values():
+            check_rows(value, count, did)
+    elif isinstance(output, tuple):
+        for value in output:
+            check_rows(value, count, did)
+    elif not isinstance(output, torch.Tensor | list):
+        raise _refuse(did, f"a {type(output).__name__}, which has no rows")
+    elif isinstance(output, torch.Tensor) and (output.ndim == 0 or len(output) != count):
+        raise _refuse(did, f"a tensor of shape {tuple(output.shape)} for {count} samples")
+    elif len(output) != count:
+        raise _refuse(did, f"a list of {len(output)} objects for {count} samples")
+
+
+def join_rows(parts: Sequence[Any]) -> Any:
+    """Outputs of the same structure, one after the other: tensors along their first dimension, lists by their items."""
+    first = parts[0]
+    if isinstance(first, torch.Tensor):
+        return torch.cat(list(parts))
+    if isinstance(first, Mapping):
+        joined = {key: join_rows([part[key] for part in parts]) for key in first}
+        return joined if type(first) is dict else _rebuild_mapping(first, joined)
+    if isinstance(first, tuple):
+        fields = [join_rows(column) for column in zip(*parts, strict=True)]
+        return type(first)(*fields) if hasattr(first, "_fields") else tuple(fields)
+    return [item for part in parts for item in part]
+
+
+def take_rows(output: Any, rows: Sequence[int]) -> Any:
+    """The `rows` of an output of one structure, in that order."""
+    if isinstance(output, torch.Tensor):
+        return output[torch.as_tensor(rows, dtype=torch.long)]
+    if isinstance(output, Mapping):
+        taken = {key: take_rows(value, rows) for key, value in output.items()}
+        return taken if type(output) is dict else _rebuild_mapping(output, taken)
+    if isinstance(output, tuple):
+        fields = [take_rows(value, rows) for value in output]
+        return type(output)(*fields) if hasattr(output, "_fields") else tuple(fields)
+    return [output[row] for row in rows]
+
+
+def _rebuild_mapping(data: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    try:
+        return type(data)(items)  # type: ignore[call-arg]
+    except TypeError:  # a class of its own, with other arguments: its items are what matters
+        return items
+
+
+def _refuse(did: str, found: str) -> LoopError:
+    return LoopError(
+        did,
+        found=f"the model returned {found}",
+        fix="Return tensors with one row per sample, tuples or dicts of them, or a list with one object per sample; "
+        "pass `forward=` to choose what of the output is kept.",
+    )
