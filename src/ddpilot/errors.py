@@ -120,6 +120,18 @@ class NonFiniteError(LoopError, ArithmeticError):
     """A loss or a gradient is NaN or infinite. Raised on all ranks; `rank` is the first where it was."""
 
 
+class CheckpointError(DdpilotError, RuntimeError):
+    """A checkpoint or a file of weights could not be written or read."""
+
+
+class CorruptCheckpointError(CheckpointError):
+    """A checkpoint is torn, half written or changed, or holds what only code could rebuild: nothing of it was used."""
+
+
+class MismatchedCheckpointError(CheckpointError, ValueError):
+    """A sound checkpoint belongs to another model, dataset or run. Nothing was changed."""
+
+
 class RankError(DdpilotError, RuntimeError):
     """A rank failed: it raised, exited or was killed. Of several, the first in time that is not a consequence.
 
