@@ -27,10 +27,14 @@ class LocalBatch:
     """Samples of this rank; 0 where a last batch has fewer samples than there are ranks."""
 
     global_count: int | None
-    """Samples of all ranks together. None for an iterable dataset without a length: the ranks have to add up theirs."""
+    """Samples of all ranks together. None where the loader `is_joint`: the ranks have to add up their counts."""
 
     sample_ids: NDArray[np.int64]
-    """Numbers of the samples in the dataset, shape (`count`,), in the order of `data`."""
+    """Numbers of the samples in the dataset, shape (`count`,), in the order of `data`; -1 where an iterable dataset
+    divides itself and nobody numbers them."""
+
+    stream_state: Any = None
+    """For an iterable dataset with `state_dict`: its state after this batch, the same on every rank. Else None."""
 
 
 def without_rows(one: Any, two: Any) -> Any:

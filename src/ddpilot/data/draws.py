@@ -19,7 +19,11 @@ _ORDER = 0x0D0E
 
 def draw_permutation(num_samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
     """A permutation of 0 to `num_samples` - 1, the same for the same `seed` and `epoch` on every machine."""
-    return np.argsort(_bits(num_samples, seed, epoch), kind="stable").astype(np.int64, copy=False)
+    # Numbers in the low bits below random ones: to sort these is several times as fast as `argsort`.
+    low = np.uint64(max(num_samples - 1, 0).bit_length())
+    keys = (_bits(num_samples, seed, epoch) >> low << low) | np.arange(num_samples, dtype=np.uint64)
+    keys.sort()
+    return np.asarray(keys & ((np.uint64(1) << low) - np.uint64(1)), dtype=np.int64)
 
 
 def draw_weighted(

@@ -1,17 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs where the samples are read, in a worker or in the rank: samples, seeded one by one, to a collated piece."""
+"""What runs where samples are read, in a worker or in the rank: samples, seeded one by one, to a collated piece."""
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torch.utils.data import Dataset
+import numpy as np
+import torch
+from torch._utils import ExceptionWrapper
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate, get_worker_info
 
 from ddpilot.data.batches import without_rows
 from ddpilot.data.seeding import mix_seed, random_kept, seed_random
+from ddpilot.errors import DataError
+
+Collate = Callable[[list[Any]], Any]
 
 
 class Order(NamedTuple):
@@ -29,38 +36,94 @@ class Order(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Failure:
+    """What the dataset or the collate function raised, on its way from a worker to its rank."""
+
+    doing: str
+    advice: str
+    error: BaseException | ExceptionWrapper
+
+    def throw(self, rank: int) -> None:
+        """Raise `DataError` with the original exception as its cause."""
+        try:
+            if isinstance(self.error, BaseException):
+                raise self.error
+            self.error.reraise()  # type: ignore[no-untyped-call]
+        except Exception as error:
+            found = f"{type(error).__name__}: {error}"
+            raise DataError(self.doing, found=found, fix=self.advice, rank=rank) from error
+
+
+def catch_failure(doing: str, advice: str, error: Exception) -> Failure:
+    """The `Failure` of an exception that is being handled, such that it can be pickled where it has to travel."""
+    if get_worker_info() is None:
+        return Failure(doing, advice, error)
+    wrapped = ExceptionWrapper(where="in a worker of the loader")  # type: ignore[no-untyped-call]
+    try:
+        pickle.loads(pickle.dumps(wrapped))
+    except Exception:  # noqa: BLE001 - a class of exceptions that is local to a function, and whatever else
+        wrapped.exc_type = RuntimeError
+    return Failure(doing, advice, wrapped)
+
+
+def draws_randomly(dataset: Any, collate: Collate) -> bool:
+    """Whether reading may use random state: all that is not known to be tensors handed out as they are."""
+    if isinstance(dataset, Subset):
+        return draws_randomly(dataset.dataset, collate)
+    if isinstance(dataset, ConcatDataset):
+        return any(draws_randomly(part, collate) for part in dataset.datasets)
+    plain = (TensorDataset, torch.Tensor, np.ndarray, list, tuple, range)
+    return type(dataset) not in plain or collate is not default_collate
+
+
+def random_apart(seeded: bool) -> AbstractContextManager[None]:
+    """Around reading: the rank's own random state comes back. A worker's serves nothing else."""
+    return random_kept() if seeded and get_worker_info() is None else nullcontext()
+
+
+@dataclass(frozen=True)
 class PieceReader(Dataset[Any]):
-    """A dataset of whole pieces: `reader.__getitems__([order])` is the collated piece.
+    """A dataset of whole pieces: `reader.__getitems__([order])` is the collated piece, or a `Failure`.
 
     With `seeded`, random state is a function of (seed, epoch, sample number) while a sample is read, and of (seed,
     epoch, batch) while the piece is collated, whatever rank and worker that is in; afterwards it is as it was before.
     """
 
     dataset: Any
-    collate: Callable[[list[Any]], Any]
+    collate: Collate
     seed: int
     seeded: bool
 
-    def __getitem__(self, order: Order) -> Any:
-        with random_kept() if self.seeded else nullcontext():
+    def __getitems__(self, orders: Sequence[Order]) -> Any:
+        (order,) = orders
+        with random_apart(self.seeded):
             samples = self._read(order)
-            if self.seeded:
-                seed_random(mix_seed(self.seed, order.epoch, order.batch, 1))
+            return samples if isinstance(samples, Failure) else self._collate(order, samples)
+
+    def _collate(self, order: Order, samples: list[Any]) -> Any:
+        if self.seeded:
+            seed_random(mix_seed(self.seed, order.epoch, order.batch, 1))
+        try:
             if order.is_empty:
                 return without_rows(self.collate(samples), self.collate([*samples, *samples]))
             return self.collate(samples)
+        except Exception as error:  # noqa: BLE001 - the rank raises it, with its number
+            doing = f"collating samples {order.sample_ids} (batch {order.batch} of epoch {order.epoch})"
+            return catch_failure(doing, "Call `collate_fn` with these samples, without workers.", error)
 
-    def __getitems__(self, orders: Sequence[Order]) -> Any:
-        (order,) = orders
-        return self[order]
-
-    def _read(self, order: Order) -> list[Any]:
-        if not self.seeded:
-            many = getattr(self.dataset, "__getitems__", None)
-            return list(many(order.sample_ids)) if many else [self.dataset[number] for number in order.sample_ids]
-        samples = []
-        for place, number in enumerate(order.sample_ids):
-            draw = 0 if order.draws is None else order.draws[place] + 1
-            seed_random(mix_seed(self.seed, order.epoch, number, draw, 0))
-            samples.append(self.dataset[number])
+    def _read(self, order: Order) -> list[Any] | Failure:
+        place = 0
+        try:
+            if not self.seeded and (many := getattr(self.dataset, "__getitems__", None)):
+                return list(many(order.sample_ids))
+            samples = []
+            for place, number in enumerate(order.sample_ids):
+                if self.seeded:
+                    draw = 0 if order.draws is None else order.draws[place] + 1
+                    seed_random(mix_seed(self.seed, order.epoch, number, draw, 0))
+                samples.append(self.dataset[number])
+        except Exception as error:  # noqa: BLE001 - the rank raises it, with its number
+            number = order.sample_ids[place]
+            doing = f"reading sample {number} (batch {order.batch} of epoch {order.epoch})"
+            return catch_failure(doing, f"Look at `dataset[{number}]`.", error)
         return samples

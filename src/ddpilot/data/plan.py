@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from fractions import Fraction
-from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ddpilot.data.division import Division, Epoch
 from ddpilot.data.draws import check_weights, draw_permutation, draw_weighted
 from ddpilot.errors import DataError
 
@@ -51,10 +50,17 @@ class Plan:
     """A weight for each sample: an epoch is then `num_draws` draws, each in proportion to its weight."""
 
     num_draws: int | None = None
-    """Samples in an epoch with `weights`; None: `num_samples`."""
+    """Samples in an epoch with `weights` or `sampler`; None: `num_samples`."""
 
     replacement: bool = True
     """Whether a sample can be drawn several times in an epoch; only with `weights`."""
+
+    sampler: Callable[[int], NDArray[np.int64]] | None = None
+    """The order itself, as a function of the epoch, the same on every rank; each has `num_draws` sample numbers."""
+
+    keep_batches: bool = False
+    """With `shuffle`: whether the samples of a batch stay together, so that a rank has the same ones in every epoch.
+    Batches are drawn once, and each later epoch has them in another order, a smaller last one at the end."""
 
     def __post_init__(self) -> None:
         self._check_sizes()
@@ -63,7 +69,7 @@ class Plan:
             object.__setattr__(self, "weights", weights)
         if self.shares is not None:
             object.__setattr__(self, "shares", tuple(float(share) for share in self.shares))
-        object.__setattr__(self, "_edges", self._compute_edges())
+        object.__setattr__(self, "_divided", Division.of(self.world_size, self.shares))
         self._check_pieces()
         self._check_not_empty()
 
@@ -78,14 +84,42 @@ class Plan:
         rounding = 0 if self.drop_last else self.global_batch_size - 1
         return (self.epoch_size + rounding) // self.global_batch_size
 
+    @property
+    def has_repeats(self) -> bool:
+        """Whether a sample can come several times in an epoch."""
+        return (self.weights is not None and self.replacement) or bool(getattr(self.sampler, "has_repeats", False))
+
     def order(self, epoch: int) -> NDArray[np.int64]:
         """Sample numbers in the order of `epoch` (0, 1, ...), shape (`epoch_size`,); the same at any world size."""
+        if self.sampler is not None:
+            return self._check_order(self.sampler(epoch), epoch)
         if self.weights is not None:
             weights = np.asarray(self.weights)
             return draw_weighted(weights, self.epoch_size, self.replacement, self.seed, epoch)
-        if self.shuffle:
+        if not self.shuffle:
+            return np.arange(self.num_samples, dtype=np.int64)
+        if not self.keep_batches:
             return draw_permutation(self.num_samples, self.seed, epoch)
-        return np.arange(self.num_samples, dtype=np.int64)
+        drawn = draw_permutation(self.num_samples, self.seed, 0)
+        size = self.global_batch_size
+        kept = [drawn[key * size : (key + 1) * size] for key in self._keys(epoch)]
+        return np.concatenate([*kept, drawn[len(kept) * size :]])
+
+    def epoch(self, epoch: int) -> Epoch:
+        """`order(epoch)` with its batches, computed once for all of them."""
+        order = self.order(epoch)
+        order.flags.writeable = False
+        starts = range(0, (self.num_batches + 1) * self.global_batch_size, self.global_batch_size)
+        ends = np.minimum(np.asarray(starts, dtype=np.int64), self.epoch_size)
+        are_drawn = self.weights is not None or self.sampler is not None
+        are_kept = not are_drawn and (self.keep_batches or not self.shuffle)
+        return Epoch(order, ends, self._division, self._keys(epoch) if are_kept else None)
+
+    def _keys(self, epoch: int) -> NDArray[np.int64]:
+        num_full = self.epoch_size // self.global_batch_size
+        is_other = self.shuffle and epoch > 0
+        full = draw_permutation(num_full, self.seed, epoch) if is_other else np.arange(num_full, dtype=np.int64)
+        return np.concatenate([full, np.arange(num_full, self.num_batches, dtype=np.int64)])
 
     def batch_size(self, batch: int) -> int:
         """Samples of all ranks together in global batch `batch`: `global_batch_size`, or fewer in a last one."""
@@ -97,20 +131,24 @@ class Plan:
         """Positions (start, stop) in the order that `rank` takes of global batch `batch`; equal where it has none."""
         if not 0 <= rank < self.world_size:
             raise IndexError(f"rank {rank} of {self.world_size} ranks")
-        start, stop = self._divide(self.batch_size(batch), rank)
+        start, stop = self._division.piece(self.batch_size(batch), rank)
         first = batch * self.global_batch_size
         return first + start, first + stop
 
-    def _divide(self, num: int, rank: int) -> tuple[int, int]:
-        # Rounded up, so that a last batch of one sample is rank 0's.
-        edges: tuple[Fraction, ...] = self.__dict__["_edges"]
-        return -int(-num * edges[rank] // 1), -int(-num * edges[rank + 1] // 1)
+    @property
+    def _division(self) -> Division:
+        division: Division = self.__dict__["_divided"]
+        return division
 
-    def _compute_edges(self) -> tuple[Fraction, ...]:
-        # Fractions, so that the ranks of one job cannot round differently.
-        parts = [Fraction(1)] * self.world_size if self.shares is None else [Fraction(one) for one in self.shares]
-        total = sum(parts)
-        return tuple(edge / total for edge in accumulate(parts, initial=Fraction(0)))
+    def _check_order(self, order: NDArray[np.int64], epoch: int) -> NDArray[np.int64]:
+        bad = order[(order < 0) | (order >= self.num_samples)][:1].tolist()
+        if bad or len(order) != self.epoch_size:
+            raise DataError(
+                f"taking the order of epoch {epoch} from a sampler",
+                found=f"sample {bad[0]} of {self.num_samples}" if bad else f"{len(order)} samples of {self.epoch_size}",
+                fix="Let the sampler give `num_draws` numbers of samples of this dataset.",
+            )
+        return order
 
     def _check_sizes(self) -> None:
         did = f"dividing {self.num_samples} samples among {self.world_size} ranks"
@@ -119,7 +157,7 @@ class Plan:
             value = getattr(self, name)
             if value is not None and value < at_least:
                 raise DataError(did, found=f"`{name}` is {value}", fix=f"It has to be at least {at_least}.")
-        if self.num_draws is not None and self.weights is None:
+        if self.num_draws is not None and self.weights is None and self.sampler is None:
             raise DataError(
                 did,
                 found=f"`num_draws` is {self.num_draws}, without `weights`",
@@ -140,7 +178,7 @@ class Plan:
                 "or use fewer ranks.",
             )
         for rank in range(self.world_size):
-            start, stop = self._divide(self.global_batch_size, rank)
+            start, stop = self._division.piece(self.global_batch_size, rank)
             if start == stop:
                 raise DataError(
                     did,

@@ -26,9 +26,9 @@ def mix_seed(*parts: int) -> int:
 
 
 def seed_random(seed: int) -> None:
-    """Seed Python's `random`, numpy's global state and torch's CPU generator with 64 bits."""
+    """Seed Python's `random`, numpy's global state (with the lower half) and torch's CPU generator with 64 bits."""
     random.seed(seed)
-    np.random.seed((seed & 0xFFFFFFFF, seed >> 32))
+    np.random.seed(seed & 0xFFFFFFFF)  # several times as fast as an array of both halves
     torch.default_generator.manual_seed(seed)
 
 

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Moves a batch to a device, whatever it is made of."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+
+def to_device(batch: Any, device: torch.device | str, *, non_blocking: bool = True) -> Any:
+    """`batch` with every tensor of it on `device`. Not collective.
+
+    Goes into tuples, named tuples, lists, mappings and dataclasses, which keep their class, and calls `.to(device)` of
+    objects that have one; anything else stays as it is, and so does what is on `device` already. `non_blocking`
+    (default True): a copy from pinned memory goes on while the host does; from other memory it waits, as torch does.
+    """
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=non_blocking)
+    if isinstance(batch, str | bytes | int | float | bool | complex | None):
+        return batch
+    if callable(getattr(batch, "to", None)):
+        return _call_to(batch, device, non_blocking)
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(part, device, non_blocking=non_blocking) for part in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(to_device(part, device, non_blocking=non_blocking) for part in batch)
+    if isinstance(batch, Mapping):
+        return _move_mapping(batch, device, non_blocking)
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        result = copy.copy(batch)
+        for field in dataclasses.fields(batch):
+            value = to_device(getattr(batch, field.name), device, non_blocking=non_blocking)
+            object.__setattr__(result, field.name, value)  # frozen ones too, and without a call of `__init__`
+        return result
+    return batch
+
+
+def _call_to(batch: Any, device: torch.device | str, non_blocking: bool) -> Any:
+    try:
+        return batch.to(device, non_blocking=non_blocking)
+    except TypeError:
+        return batch.to(device)  # many classes take the device alone
+
+
+def _move_mapping(batch: Mapping[Any, Any], device: torch.device | str, non_blocking: bool) -> Any:
+    moved = {key: to_device(value, device, non_blocking=non_blocking) for key, value in batch.items()}
+    if type(batch) is dict:
+        return moved
+    result: Any = copy.copy(batch)
+    for key, value in moved.items():
+        result[key] = value
+    return result

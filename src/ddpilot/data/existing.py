@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a torch DataLoader of the user's would do, read off it: its order, its batches, the options of its workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from ddpilot.data.draws import draw_permutation
+from ddpilot.data.given import SamplerOrder
+from ddpilot.errors import DataError
+
+_DID = "sharding a DataLoader"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How an existing loader is to be read: arguments of `Plan`, or batches of its own."""
+
+    seed: int
+    plan: dict[str, Any] = field(default_factory=dict)
+    """shuffle, weights, num_draws, replacement, sampler."""
+
+    batches: Any = None
+    """Its own batch sampler, where it has one."""
+
+    are_divided: bool = False
+    """Whether those batches, or the batch size, are of one rank."""
+
+
+def read_loader(loader: Any, seed: int) -> Reading:
+    """How the map-style `loader` makes its batches. `seed` is for what its own generator says nothing about.
+
+    `DataError` where that cannot be divided exactly.
+    """
+    refuse_whole_batches(loader)
+    batch_sampler = loader.batch_sampler
+    seed = read_seed(loader, seed)
+    if type(batch_sampler) is not BatchSampler:
+        return Reading(seed, batches=batch_sampler, are_divided=_is_divided(batch_sampler))
+    sampler = loader.sampler
+    if isinstance(sampler, DistributedSampler):
+        return Reading(sampler.seed, {"shuffle": sampler.shuffle}, are_divided=True)
+    if _is_divided(sampler):
+        return Reading(seed, batches=batch_sampler, are_divided=True)
+    return Reading(seed, _read_sampler(sampler, seed))
+
+
+def read_seed(loader: DataLoader[Any], seed: int) -> int:
+    """The initial seed of the generator that `loader` draws its order from; `seed` where it has none."""
+    generators = (getattr(loader.sampler, "generator", None), loader.generator)
+    return next((one.initial_seed() for one in generators if isinstance(one, torch.Generator)), seed)
+
+
+def read_options(loader: DataLoader[Any]) -> dict[str, Any]:
+    """The options of its workers, as arguments of another DataLoader."""
+    names = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
+    options = {name: getattr(loader, name) for name in names}
+    if loader.num_workers:
+        options |= {name: getattr(loader, name) for name in ("prefetch_factor", "persistent_workers")}
+    return options
+
+
+def refuse_other_loaders(loader: Any) -> None:
+    """`DataError` unless `loader` is a torch DataLoader that makes its batches as torch's does."""
+    if not isinstance(loader, DataLoader):
+        raise DataError(
+            _DID, found=f"a {type(loader).__name__}", fix="Give a torch DataLoader, or make one with `make_loader`."
+        )
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        raise DataError(
+            _DID,
+            found=f"{type(loader).__name__} has an `__iter__` of its own, which may do anything with the samples",
+            fix="Do that in the dataset or in `collate_fn`, and give a plain DataLoader.",
+        )
+
+
+def refuse_whole_batches(loader: Any) -> None:
+    """`DataError` where the dataset hands out whole batches, which nobody can divide."""
+    if loader.batch_size is None and loader.batch_sampler is None:
+        raise DataError(
+            _DID,
+            found="its `batch_size` is None, so that its dataset hands out whole batches",
+            fix="Let the dataset hand out single samples, and give a `batch_size`.",
+        )
+
+
+def _read_sampler(sampler: Any, seed: int) -> dict[str, Any]:
+    kind = type(sampler)
+    if kind is SequentialSampler:
+        return {}
+    if kind is RandomSampler:
+        return _read_random(sampler)
+    if kind is WeightedRandomSampler:
+        draws = {"num_draws": sampler.num_samples, "replacement": sampler.replacement}
+        return {"weights": sampler.weights.numpy(), **draws}
+    if kind is SubsetRandomSampler:
+        return {"sampler": _subset_order(sampler.indices, seed), "num_draws": len(sampler.indices)}
+    order = SamplerOrder(sampler, seed)
+    return {"sampler": order, "num_draws": len(order)}
+
+
+def _read_random(sampler: RandomSampler) -> dict[str, Any]:
+    num_samples, num_draws = len(sampler.data_source), sampler.num_samples
+    if not sampler.replacement and num_draws == num_samples:
+        return {"shuffle": True}
+    if not sampler.replacement and num_draws > num_samples:
+        raise DataError(
+            _DID,
+            found=f"its RandomSampler draws {num_draws} of {num_samples} samples without replacement",
+            fix="Let an epoch have each sample once, and train for more epochs.",
+        )
+    return {"weights": np.ones(num_samples), "num_draws": num_draws, "replacement": sampler.replacement}
+
+
+def _subset_order(indices: Any, seed: int) -> Callable[[int], NDArray[np.int64]]:
+    numbers = np.asarray(list(indices), dtype=np.int64)
+    return lambda epoch: numbers[draw_permutation(len(numbers), seed, epoch)]
+
+
+def _is_divided(sampler: Any) -> bool:
+    """Whether `sampler` knows of ranks: torch's own and those written after it have these attributes."""
+    for one in (sampler, getattr(sampler, "sampler", None)):
+        sizes = [name for name in ("num_replicas", "world_size") if isinstance(getattr(one, name, None), int)]
+        if sizes and isinstance(getattr(one, "rank", None), int):
+            return True
+    return False

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes the loader of a rank out of a torch DataLoader that the user has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from ddpilot.data.division import Division
+from ddpilot.data.existing import (
+    Reading,
+    read_loader,
+    read_options,
+    read_seed,
+    refuse_other_loaders,
+    refuse_whole_batches,
+)
+from ddpilot.data.given import GivenBatches
+from ddpilot.data.loader import make_stream_loader, resolve_global_size
+from ddpilot.data.plan import Plan
+from ddpilot.data.sharded import ShardedLoader
+from ddpilot.data.streaming import StreamLoader
+from ddpilot.errors import DataError
+
+
+def shard_loader(
+    loader: DataLoader[Any],
+    *,
+    rank: int,
+    world_size: int,
+    batch_size_per_rank: bool = False,
+    seed: int = 0,
+    shares: Sequence[float] | None = None,
+    divides_itself: bool = False,
+    seed_samples: bool = True,
+    say: Callable[[str], None] | None = None,
+) -> ShardedLoader | StreamLoader:
+    """The loader of `rank` that does what the existing torch `loader` does in one process. Not collective.
+
+    Its batch size is the global one, of all ranks together; with `batch_size_per_rank` that of each rank. Kept are
+    `drop_last`, `collate_fn` and the options of its workers. With a sampler of torch's, the order is drawn anew from
+    the seed (the initial seed of the loader's generator, where it has one, else `seed`); a sampler of another kind is
+    taken as the order if it gives the same one each time it is asked about an epoch, and a `batch_sampler` likewise as
+    the global batches. A DistributedSampler is replaced, its loader's batch size being that of a rank. Any other
+    sampler that knows of ranks is used as given: then `is_joint` is True.
+
+    `say` gets one sentence, on rank 0, with the batch size of all ranks and of each. `divides_itself` and
+    `seed_samples` are those of `make_stream_loader`. Raises `DataError` where a loader cannot be divided exactly.
+    """
+    refuse_other_loaders(loader)
+    refuse_whole_batches(loader)
+    job = _Job(rank, world_size, shares, batch_size_per_rank, seed_samples, say if say and rank == 0 else _say_nothing)
+    if isinstance(loader.dataset, IterableDataset):
+        return _shard_stream(loader, job, read_seed(loader, seed), divides_itself)
+    reading = read_loader(loader, seed)
+    return _shard_samples(loader, job, reading) if reading.batches is None else _shard_batches(loader, job, reading)
+
+
+class _Job(NamedTuple):
+    """The arguments that every kind of loader takes."""
+
+    rank: int
+    world_size: int
+    shares: Sequence[float] | None
+    is_per_rank: bool
+    seed_samples: bool
+    say: Callable[[str], None]
+
+
+def _shard_stream(loader: DataLoader[Any], job: _Job, seed: int, divides_itself: bool) -> StreamLoader:
+    return make_stream_loader(
+        loader.dataset,
+        rank=job.rank,
+        world_size=job.world_size,
+        global_batch_size=_size(loader, job, job.is_per_rank),
+        seed=seed,
+        drop_last=loader.drop_last,
+        shares=job.shares,
+        divides_itself=divides_itself,
+        collate_fn=loader.collate_fn,
+        seed_samples=job.seed_samples,
+        **read_options(loader),
+    )
+
+
+def _shard_samples(loader: DataLoader[Any], job: _Job, reading: Reading) -> ShardedLoader:
+    dataset: Any = loader.dataset
+    plan = Plan(
+        len(dataset),
+        _size(loader, job, job.is_per_rank or reading.are_divided),
+        world_size=job.world_size,
+        seed=reading.seed,
+        drop_last=loader.drop_last,
+        shares=job.shares,
+        **reading.plan,
+    )
+    return _made(loader, job, plan, is_joint=False)
+
+
+def _shard_batches(loader: DataLoader[Any], job: _Job, reading: Reading) -> ShardedLoader:
+    if job.shares is not None:
+        found = f"`shares={list(job.shares)}` with batches of its own sampler"
+        raise DataError("sharding a DataLoader", found=found, fix="Leave `shares` out.", rank=job.rank)
+    whose = f"each taken as one of all {job.world_size} ranks together"
+    if reading.are_divided:
+        whose = "which knows of ranks: each rank takes its own as they are"
+    job.say(f"The loader's batches are those of its {type(reading.batches).__name__}, {whose}.")
+    plan = GivenBatches(reading.batches, world_size=job.world_size, seed=reading.seed, are_divided=reading.are_divided)
+    return _made(loader, job, plan, is_joint=reading.are_divided)
+
+
+def _made(loader: DataLoader[Any], job: _Job, plan: Plan | GivenBatches, *, is_joint: bool) -> ShardedLoader:
+    return ShardedLoader(
+        loader.dataset,
+        plan,
+        rank=job.rank,
+        collate=loader.collate_fn,
+        seed_samples=job.seed_samples,
+        is_joint=is_joint,
+        options=read_options(loader),
+    )
+
+
+def _size(loader: DataLoader[Any], job: _Job, is_per_rank: bool) -> int:
+    """The global batch size, once both readings of the loader's were said."""
+    given, other = (None, loader.batch_size) if is_per_rank else (loader.batch_size, None)
+    size = resolve_global_size(given, other, job.world_size, job.shares, job.rank)
+    pieces = [Division.of(job.world_size, job.shares).piece(size, rank) for rank in range(job.world_size)]
+    counts = sorted({stop - start for start, stop in pieces})
+    each = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    whose = "each rank's" if is_per_rank else "that of all ranks together"
+    job.say(
+        f"The loader's batch size of {loader.batch_size} is taken as {whose}: a global batch has {size} samples, "
+        f"{each} for each of {job.world_size} ranks."
+    )
+    return size
+
+
+def _say_nothing(sentence: str) -> None:
+    del sentence

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads a rank's pieces of the global batches of a map-style dataset, with torch's own workers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Sampler
+
+from ddpilot.data.batches import LocalBatch
+from ddpilot.data.division import Epoch
+from ddpilot.data.fetching import Collate, Failure, Order, PieceReader, draws_randomly
+from ddpilot.data.seeding import mix_seed
+from ddpilot.data.workers import start_reading
+from ddpilot.errors import DataError
+
+
+class Batches(Protocol):
+    """Where the batches of an epoch come from: a `Plan`, or a sampler that the user brought."""
+
+    @property
+    def seed(self) -> int:
+        """Seed of everything random."""
+
+    @property
+    def num_batches(self) -> int:
+        """Batches in an epoch."""
+
+    @property
+    def has_repeats(self) -> bool:
+        """Whether a sample can come several times in an epoch."""
+
+    def epoch(self, epoch: int) -> Epoch:
+        """The batches of one epoch."""
+
+
+class ShardedLoader:
+    """One rank's pieces of the global batches of a dataset; made by `make_loader` or `shard_loader`.
+
+    Nothing in it is collective: which samples a rank takes follows from its number alone. `len()` is the number of
+    batches in an epoch. `plan`: a `Plan`, or the user's own batches; `is_joint`: False where every rank has the same
+    number of batches and knows how many samples each has. Where it is True (batches that a sampler of the user's has
+    already divided), `iterate` ends for no rank: see there.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        plan: Batches,
+        *,
+        rank: int,
+        collate: Collate,
+        seed_samples: bool = True,
+        cache: bool = False,
+        is_joint: bool = False,
+        options: Mapping[str, Any],
+    ) -> None:
+        self.dataset = dataset
+        self.plan = plan
+        self.rank = rank
+        self.is_joint = is_joint
+        self._place = 0 if is_joint else rank
+        self._cache: dict[int, Any] | None = {} if cache else None
+        self._pieces = _Pieces()
+        # A generator of its own: to start workers must not draw from the random state that the model uses.
+        self._generator = torch.Generator()
+        self._reader = PieceReader(dataset, collate, plan.seed, seed_samples and draws_randomly(dataset, collate))
+        self._loader: DataLoader[Any] = DataLoader(
+            self._reader, batch_sampler=self._pieces, collate_fn=as_it_is, generator=self._generator, **options
+        )
+        self._epoch: tuple[int, Epoch] | None = None
+
+    def __len__(self) -> int:
+        return self.plan.num_batches
+
+    def iterate(self, epoch: int, first_batch: int = 0) -> Iterator[LocalBatch]:
+        """This rank's piece of every global batch of `epoch` (0, 1, ...), from number `first_batch` on. Not collective.
+
+        The samples before are not read. Where `is_joint`, ranks may have unequal numbers of batches: one that has no
+        more yields batches of `count` 0 until it is closed, and the ranks stop together when none of them has a sample.
+        Raises `DataError`, with the original exception as its cause, where the dataset or `collate_fn` raises.
+        """
+        division = self._divide(epoch)
+        if not 0 <= first_batch <= division.num_batches:
+            found = f"an epoch of {division.num_batches} batches"
+            raise DataError(
+                f"starting at batch {first_batch}", found=found, fix="Batches count from 0.", rank=self.rank
+            )
+        for index, data in self._read(epoch, division, first_batch):
+            start, stop = division.piece(index, self._place)
+            ids = division.order[start:stop]
+            yield LocalBatch(data, index, stop - start, None if self.is_joint else division.batch_size(index), ids)
+        if self.is_joint:
+            yield from self._go_on_empty(epoch, division)
+
+    def _divide(self, epoch: int) -> Epoch:
+        if epoch < 0:
+            raise DataError(
+                "reading an epoch", found=f"its number is {epoch}", fix="Epochs count from 0.", rank=self.rank
+            )
+        if self._epoch is None or self._epoch[0] != epoch:
+            self._epoch = epoch, self.plan.epoch(epoch)
+        return self._epoch[1]
+
+    def _read(self, epoch: int, division: Epoch, first_batch: int) -> Iterator[tuple[int, Any]]:
+        """Each batch from `first_batch` on, with its number; what is kept from an earlier epoch is not read again."""
+        batches = range(first_batch, division.num_batches)
+        cache, keys = self._cache, division.keys
+        if cache is None or keys is None:
+            return zip(batches, self._load(epoch, division, batches), strict=True)
+        return self._read_through(cache, epoch, division, batches)
+
+    def _read_through(
+        self, cache: dict[int, Any], epoch: int, division: Epoch, batches: range
+    ) -> Iterator[tuple[int, Any]]:
+        keys = np.arange(division.num_batches) if division.keys is None else division.keys
+        loaded = self._load(epoch, division, [batch for batch in batches if int(keys[batch]) not in cache])
+        for batch in batches:
+            key = int(keys[batch])
+            if key not in cache:
+                cache[key] = next(loaded)
+            # A loop may change its batch in place.
+            yield batch, copy.deepcopy(cache[key])
+
+    def _load(self, epoch: int, division: Epoch, batches: range | list[int]) -> Iterator[Any]:
+        if not batches:
+            return
+        self._pieces.orders = (self._order(epoch, division, batch) for batch in batches)
+        self._generator.manual_seed(mix_seed(self.plan.seed, epoch, self.rank))
+        for data in start_reading(self._loader, self.rank):
+            if isinstance(data, Failure):
+                data.throw(self.rank)
+            yield data
+
+    def _order(self, epoch: int, division: Epoch, batch: int) -> list[Order]:
+        start, stop = division.piece(batch, self._place)
+        is_empty = start == stop
+        if is_empty:
+            # Any sample of the batch shows what one looks like.
+            start = int(division.starts[batch])
+            stop = start + 1
+        draws = list(range(start, stop)) if self.plan.has_repeats else None
+        return [Order(epoch, batch, division.order[start:stop].tolist(), draws, is_empty)]
+
+    def _go_on_empty(self, epoch: int, division: Epoch) -> Iterator[LocalBatch]:
+        data = None
+        if len(division.order):
+            data = self._reader.__getitems__([Order(epoch, 0, division.order[:1].tolist(), None, True)])
+            if isinstance(data, Failure):
+                data.throw(self.rank)
+        index = division.num_batches
+        while True:
+            yield LocalBatch(copy.deepcopy(data), index, 0, None, division.order[:0])
+            index += 1
+
+
+class _Pieces(Sampler[list[Order]]):
+    """torch's loader asks it, when reading begins, what to read."""
+
+    def __init__(self) -> None:
+        self.orders: Iterator[list[Order]] = iter(())
+
+    def __iter__(self) -> Iterator[list[Order]]:
+        return self.orders
+
+
+def as_it_is(data: Any) -> Any:
+    """What is collated already stays as it is."""
+    return data

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads a rank's pieces of the global batches of an iterable dataset, with torch's own workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import count
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Sampler
+
+from ddpilot.data.batches import LocalBatch
+from ddpilot.data.fetching import Collate, Failure, draws_randomly
+from ddpilot.data.seeding import mix_seed
+from ddpilot.data.sharded import as_it_is
+from ddpilot.data.streams import StreamOrder, StreamPiece, StreamPlan, StreamReader
+from ddpilot.data.workers import start_reading
+from ddpilot.errors import DataError
+
+
+class StreamLoader:
+    """One rank's pieces of the global batches of an iterable dataset; made by `make_loader` or `shard_loader`.
+
+    Nothing in it is collective. `is_joint`: False where every worker of every rank goes over the same stream; then the
+    batches are those of one process at any world size, and all ranks see its end. True where the dataset divides
+    itself: then `iterate` ends for no rank, see there. `len()` is the number of global batches where the dataset has a
+    length and does not divide itself; else it raises `TypeError`.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        plan: StreamPlan,
+        *,
+        rank: int,
+        collate: Collate,
+        seed_samples: bool = True,
+        options: Mapping[str, Any],
+    ) -> None:
+        self.dataset = dataset
+        self.plan = plan
+        self.rank = rank
+        self.is_joint = plan.divides_itself
+        self._orders = _StreamOrders()
+        # A generator of its own: to start workers must not draw from the random state that the model uses.
+        self._generator = torch.Generator()
+        seeded = seed_samples and draws_randomly(dataset, collate)
+        reader = StreamReader(dataset, plan, rank=rank, collate=collate, seeded=seeded)
+        self._loader: DataLoader[Any] = DataLoader(
+            reader, batch_sampler=self._orders, collate_fn=as_it_is, generator=self._generator, **options
+        )
+
+    def __len__(self) -> int:
+        if self.plan.divides_itself or not hasattr(self.dataset, "__len__"):
+            raise TypeError(f"how many batches {type(self.dataset).__name__} has is known when they have been read")
+        num_samples, size = len(self.dataset), self.plan.global_batch_size
+        return num_samples // size if self.plan.drop_last else -(-num_samples // size)
+
+    def iterate(self, epoch: int, first_batch: int = 0, state: Any = None) -> Iterator[LocalBatch]:
+        """This rank's piece of every batch of `epoch` (0, 1, ...), from number `first_batch` on. Not collective.
+
+        `state`: the `stream_state` of batch `first_batch` - 1; without it the stream is read from its start, and what
+        lies before is passed over. Where `is_joint`, ranks have unequal numbers of batches: one that has no more yields
+        batches of `count` 0 until it is closed, and the ranks stop together when none of them has a sample; with
+        `data` None on a rank that never had one. Raises `DataError`, with the original exception as its cause, where
+        the dataset or `collate_fn` raises.
+        """
+        if epoch < 0 or first_batch < 0:
+            found = f"epoch {epoch}, batch {first_batch}"
+            raise DataError("reading a stream", found=found, fix="Both count from 0.", rank=self.rank)
+        if self.is_joint:
+            yield from self._read_parts(epoch, first_batch)
+            return
+        for index, piece in enumerate(self._load(epoch, first_batch, state), start=first_batch):
+            if not piece.global_count:
+                return
+            yield _as_batch(piece, index, piece.global_count, piece.start)
+
+    def _read_parts(self, epoch: int, first_batch: int) -> Iterator[LocalBatch]:
+        """The parts of this rank's workers in turns, then empty batches for ever."""
+        num_parts = max(1, self._loader.num_workers)
+        index = 0
+        ended: dict[int, Any] = {}
+        for piece in self._load(epoch, 0, None):
+            if not piece.num_samples:
+                ended[piece.part] = piece.data
+                if len(ended) == num_parts:
+                    break
+                continue
+            if index >= first_batch:
+                yield _as_batch(piece, index, None, -1)
+            index += 1
+        data = next((data for data in ended.values() if data is not None), None)
+        for number in count(max(index, first_batch)):
+            yield LocalBatch(data, number, 0, None, np.empty(0, dtype=np.int64))
+
+    def _load(self, epoch: int, first_batch: int, state: Any) -> Iterator[StreamPiece]:
+        self._orders.begin_pass(epoch, first_batch, state)
+        self._generator.manual_seed(mix_seed(self.plan.seed, epoch, self.rank))
+        for piece in start_reading(self._loader, self.rank):
+            if isinstance(piece, Failure):
+                piece.throw(self.rank)
+            yield piece
+
+
+class _StreamOrders(Sampler[list[StreamOrder]]):
+    """torch's loader asks it, when reading begins, what to read: batches without end, since the stream has its own."""
+
+    def __init__(self) -> None:
+        self._pass_number = 0
+        self._first: tuple[int, int, Any] = (0, 0, None)
+
+    def begin_pass(self, epoch: int, first_batch: int, state: Any) -> None:
+        """The next `iter` is about these."""
+        self._pass_number += 1
+        self._first = (epoch, first_batch, state)
+
+    def __iter__(self) -> Iterator[list[StreamOrder]]:
+        number, (epoch, first_batch, state) = self._pass_number, self._first
+        return ([StreamOrder(number, epoch, batch, first_batch, state)] for batch in count(first_batch))
+
+
+def _as_batch(piece: StreamPiece, index: int, global_count: int | None, start: int) -> LocalBatch:
+    ids = np.arange(piece.num_samples, dtype=np.int64) + start if start >= 0 else np.full(piece.num_samples, -1)
+    return LocalBatch(piece.data, index, piece.num_samples, global_count, ids, piece.state)

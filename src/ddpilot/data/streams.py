@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What runs where an iterable dataset is read: batches of its samples, seeded one by one, to a collated piece."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, NamedTuple
+
+from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
+
+from ddpilot.data.batches import without_rows
+from ddpilot.data.division import Division
+from ddpilot.data.fetching import Collate, Failure, catch_failure, random_apart
+from ddpilot.data.seeding import mix_seed, seed_random
+
+
+class StreamOrder(NamedTuple):
+    """One batch to be read. Every pass over an epoch begins with its first batch and, where there is one, its state."""
+
+    pass_number: int
+    epoch: int
+    batch: int
+    first_batch: int
+    state: Any
+
+
+class StreamPiece(NamedTuple):
+    """A piece that was read; `global_count` is 0 where the stream has ended, then `data` is a batch of no samples."""
+
+    data: Any
+    num_samples: int
+    global_count: int
+    start: int
+    """Position in the stream of its first sample."""
+
+    state: Any
+    """`dataset.state_dict()` after this batch, None where it has none."""
+
+    part: int
+    """Number of the worker among those of all ranks where the dataset divides itself, else 0."""
+
+
+@dataclass(frozen=True)
+class StreamPlan:
+    """How the samples of an iterable dataset are divided."""
+
+    global_batch_size: int
+    world_size: int
+    seed: int
+    drop_last: bool
+    divides_itself: bool
+    division: Division
+
+
+class StreamReader(Dataset[Any]):
+    """A dataset of whole pieces: `reader.__getitems__([order])` is a `StreamPiece` or a `Failure`.
+
+    It keeps its place in the stream between calls. Without `divides_itself` it goes over the whole stream, takes the
+    batches that it is asked for and cuts this rank's piece out of them: every worker of every rank sees the same
+    stream. With it, the stream is this worker's own.
+    """
+
+    def __init__(self, dataset: Any, plan: StreamPlan, *, rank: int, collate: Collate, seeded: bool) -> None:
+        self._dataset = dataset
+        self._plan = plan
+        self._rank = rank
+        self._collate = collate
+        self._seeded = seeded
+        self._pass_number = -1
+        self._stream: Iterator[Any] = iter(())
+        self._position = 0
+        self._part = 0
+        self._shown: list[Any] = []
+
+    def __getitems__(self, orders: Sequence[StreamOrder]) -> StreamPiece | Failure:
+        (order,) = orders
+        try:
+            with random_apart(self._seeded), self._seen_as_whole_or_part():
+                self._start(order)
+                return self._read(order)
+        except Exception as error:  # noqa: BLE001 - the rank raises it, with its number
+            doing = f"reading sample {self._position} of the stream (batch {order.batch} of epoch {order.epoch})"
+            return catch_failure(doing, "Go over the dataset without a loader, or look at `collate_fn`.", error)
+
+    def _start(self, order: StreamOrder) -> None:
+        if order.pass_number == self._pass_number:
+            return
+        self._pass_number = order.pass_number
+        if hasattr(self._dataset, "set_epoch"):
+            self._dataset.set_epoch(order.epoch)
+        self._position = 0
+        if order.state is not None:
+            self._dataset.load_state_dict(order.state)
+            self._position = order.first_batch * self._plan.global_batch_size
+        self._seed(order.epoch)
+        self._stream = iter(self._dataset)
+
+    def _read(self, order: StreamOrder) -> StreamPiece:
+        size = self._plan.global_batch_size
+        if self._plan.divides_itself:
+            start, stop = self._plan.division.piece(size, self._rank)
+            samples = list(islice(self._samples(order.epoch), stop - start))
+            self._shown = samples[:1] or self._shown
+            return self._piece(order, samples, len(samples), self._position - len(samples))
+        behind = order.batch * size - self._position
+        skipped = sum(1 for _ in islice(self._samples(order.epoch), behind))
+        samples = list(islice(self._samples(order.epoch), size)) if skipped == behind else []
+        if self._plan.drop_last and len(samples) < size:
+            samples = []
+        self._shown = samples[:1] or self._shown
+        start, stop = self._plan.division.piece(len(samples), self._rank)
+        return self._piece(order, samples[start:stop], len(samples), order.batch * size + start)
+
+    def _piece(self, order: StreamOrder, samples: list[Any], global_count: int, start: int) -> StreamPiece:
+        if self._seeded:
+            seed_random(mix_seed(self._plan.seed, order.epoch, order.batch, 1))
+        if samples:
+            data = self._collate(samples)
+        elif self._shown:
+            data = without_rows(self._collate(self._shown), self._collate(self._shown * 2))
+        else:
+            data = None
+        can_resume = hasattr(self._dataset, "state_dict") and hasattr(self._dataset, "load_state_dict")
+        state = self._dataset.state_dict() if can_resume and not self._plan.divides_itself else None
+        return StreamPiece(data, len(samples), global_count, start, state, self._part)
+
+    def _samples(self, epoch: int) -> Iterator[Any]:
+        while True:
+            self._seed(epoch)
+            try:
+                sample = next(self._stream)
+            except StopIteration:
+                return
+            self._position += 1
+            yield sample
+
+    def _seed(self, epoch: int) -> None:
+        if self._seeded:
+            seed_random(mix_seed(self._plan.seed, epoch, self._position, self._part, 2))
+
+    @contextmanager
+    def _seen_as_whole_or_part(self) -> Iterator[None]:
+        """What `get_worker_info()` says while the dataset is read: nothing, or rank x worker if it divides itself."""
+        info = get_worker_info()
+        shown = None
+        if self._plan.divides_itself:
+            number, num_workers = (info.id, info.num_workers) if info else (0, 1)
+            self._part = self._rank * num_workers + number
+            shown = torch_worker.WorkerInfo(
+                id=self._part,
+                num_workers=self._plan.world_size * num_workers,
+                seed=info.seed if info else self._plan.seed,
+                dataset=self._dataset,
+            )
+        torch_worker._worker_info = shown
+        try:
+            yield
+        finally:
+            torch_worker._worker_info = info
