@@ -38,7 +38,7 @@ def to_device(data: Any, device: torch.device) -> Any:
 
 
 def to_host(data: Any) -> Any:
-    """`data` with its tensors on the CPU, detached, and each in memory of its own: a view would take all of it along."""
+    """`data` with its tensors on the CPU, detached, and each in memory of its own, since a view would travel whole."""
     return map_tensors(data, lambda tensor: tensor.detach().cpu().clone())
 
 

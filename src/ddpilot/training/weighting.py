@@ -4,54 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-
-from ddpilot.data.batches import LocalBatch
-from ddpilot.data.plan import Plan
-
-
-@dataclass(frozen=True, eq=False)
-class CurrentBatch:
-    """The batch that the loop is at, and the accumulation group it belongs to: batches that make one update."""
-
-    epoch: int
-    index: int
-    """Number of the global batch in its epoch, from 0."""
-    count: int
-    """Samples of this rank."""
-    global_count: int
-    """Samples of all ranks together."""
-    sample_ids: NDArray[np.int64]
-    """Numbers of this rank's samples in the dataset, shape (`count`,)."""
-    group_count: int
-    """Samples of all ranks in all batches of the accumulation group."""
-    group_size: int
-    """Batches in the accumulation group; fewer in the last one of an epoch."""
-    is_first: bool
-    """Is this the first batch of its accumulation group?"""
-    is_last: bool
-    """Is this the last batch of its accumulation group, after which the weights are updated?"""
-
-
-def place_batch(batch: LocalBatch, plan: Plan, epoch: int, accumulation: int) -> CurrentBatch:
-    """Where `batch` stands among the accumulation groups of `accumulation` batches each, counted from the epoch's 0."""
-    start = batch.index - batch.index % accumulation
-    stop = min(start + accumulation, plan.num_batches)
-    return CurrentBatch(
-        epoch=epoch,
-        index=batch.index,
-        count=batch.count,
-        global_count=plan.batch_size(batch.index),
-        sample_ids=batch.sample_ids,
-        group_count=sum(plan.batch_size(index) for index in range(start, stop)),
-        group_size=stop - start,
-        is_first=batch.index == start,
-        is_last=batch.index == stop - 1,
-    )
 
 
 def backward_weighted(
@@ -66,7 +20,8 @@ def backward_weighted(
         (loss * weight).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         return
     # Leaf hooks run before a gradient is accumulated and before DDP sees it.
-    hooks = [p.register_hook(torch.zeros_like) for p in parameters if p.requires_grad and p.is_leaf]
+    trained = (parameter for parameter in parameters if parameter.requires_grad)
+    hooks = [parameter.register_hook(torch.zeros_like) for parameter in trained]  # type: ignore[no-untyped-call]
     try:
         (loss * 0).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
     finally:

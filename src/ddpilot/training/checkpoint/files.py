@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writing so that a crash leaves the old or the new, never a half: checksums, fsync, rename, and a lock on what is new."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+CHUNK_BYTES = 1 << 24
+"""How much is hashed and written at a time."""
+_LOCK = ".lock"
+
+
+@dataclass(frozen=True)
+class FileFacts:
+    """What a file has to be: its size in bytes and the SHA-256 of its contents, in hexadecimal."""
+
+    num_bytes: int
+    sha256: str
+
+
+class Sink:
+    """A new binary file that counts and hashes what is written; on the disk once the `with` block has ended well."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "xb", buffering=0)
+        self._hash = hashlib.sha256()
+        self._num_bytes = 0
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Write all of `data` and return its size in bytes; OSError where that fails."""
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), CHUNK_BYTES):
+            self._write_chunk(view[start : start + CHUNK_BYTES])
+        return len(view)
+
+    def _write_chunk(self, chunk: memoryview) -> None:
+        self._hash.update(chunk)
+        self._num_bytes += len(chunk)
+        while chunk:
+            chunk = chunk[self._file.write(chunk) or 0 :]
+
+    def flush(self) -> None:
+        """Nothing is held back; `torch.save` asks for the method."""
+
+    @property
+    def facts(self) -> FileFacts:
+        """Size and checksum of what was written so far."""
+        return FileFacts(self._num_bytes, self._hash.hexdigest())
+
+    def __enter__(self) -> Sink:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._file:
+            if kind is None:
+                os.fsync(self._file.fileno())
+
+
+def read_facts(path: Path) -> FileFacts:
+    """Size and checksum of the file at `path` as it is now; OSError where it cannot be read."""
+    summed, num_bytes = hashlib.sha256(), 0
+    with open(path, "rb", buffering=0) as file:
+        while chunk := file.read(CHUNK_BYTES):
+            summed.update(chunk)
+            num_bytes += len(chunk)
+    return FileFacts(num_bytes, summed.hexdigest())
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the names in `folder` to the disk: a rename is durable only after this."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Make `text` the contents of `path` in one step: a reader finds the old or the new, also after a crash."""
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    try:
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+    sync_folder(path.parent)
+
+
+def probe(folder: Path) -> None:
+    """Make `folder` where it is missing, write a file in it and take it away again; OSError where that fails."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(prefix=".probe-", dir=folder) as file:
+        file.write(b"can this be written?")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def staging(folder: Path, prefix: str) -> Iterator[Path]:
+    """A new directory in `folder`, named `prefix` and more, that `remove_stale` leaves alone; gone if the body raises.
+
+    The lock is the kernel's, so that it ends with the process however that ends.
+    """
+    made = Path(tempfile.mkdtemp(prefix=prefix, dir=folder))
+    try:
+        with open(made / _LOCK, "wb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield made
+    except BaseException:
+        shutil.rmtree(made, ignore_errors=True)
+        raise
+
+
+def publish(staged: Path, name: str) -> Path:
+    """Give a finished staging directory its `name`, in one step; returns the new path. OSError where `name` is taken."""
+    (staged / _LOCK).unlink()
+    staged.chmod(0o777 & ~_umask())
+    sync_folder(staged)
+    target = staged.parent / name
+    os.rename(staged, target)
+    sync_folder(target.parent)
+    return target
+
+
+def _umask() -> int:
+    # The only way to ask in Python; mkdtemp's 0700 would hide checkpoints from a group that shares the folder.
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+def remove_stale(folder: Path, prefixes: tuple[str, ...]) -> None:
+    """Delete directories in `folder` that begin with one of `prefixes` and that no live process is writing."""
+    for path in folder.iterdir():
+        if path.name.startswith(prefixes) and path.is_dir() and not _is_locked(path):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_locked(staged: Path) -> bool:
+    try:
+        with open(staged / _LOCK, "r+b") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of weights without what DistributedDataParallel and torch.compile put in front of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ddpilot.errors import CheckpointError
+
+_COMPILED = "_orig_mod"
+_WRAPPED = "module."
+
+
+def plain_names(names: Iterable[str]) -> dict[str, str]:
+    """Each of `names`, mapped to its plain name.
+
+    `_orig_mod.` goes wherever it stands, since torch.compile wraps inner modules too; a leading `module.` goes only
+    where every name has it, since a model may call a part of itself so. Raises CheckpointError where two become one.
+    """
+    plain = {name: _without_compiled(name) for name in names}
+    while plain and all(name.startswith(_WRAPPED) for name in plain.values()):
+        plain = {name: short.removeprefix(_WRAPPED) for name, short in plain.items()}
+    if len(set(plain.values())) < len(plain):
+        firsts: dict[str, str] = {}
+        both = next((firsts[short], name) for name, short in plain.items() if firsts.setdefault(short, name) != name)
+        raise CheckpointError(
+            "removing prefixes from the names of weights",
+            found=f"{both[0]!r} and {both[1]!r} would both be {plain[both[0]]!r}",
+            fix="Save the unwrapped model's state_dict().",
+        )
+    return plain
+
+
+def _without_compiled(name: str) -> str:
+    *path, last = name.split(".")
+    return ".".join([*(part for part in path if part != _COMPILED), last])

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random states of this process, of Python, numpy, torch on the CPU and on its CUDA device, as plain values."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
+    """The states now, as numbers and tensors that load without running code.
+
+    `device`: this rank's; its generator is included where it is a CUDA device.
+    """
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    states: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": (name, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached),
+        "torch": torch.get_rng_state(),
+    }
+    if device is not None and device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def restore_rng(states: Mapping[str, Any], device: torch.device | None = None) -> None:
+    """Set the random states to what `capture_rng` gave; `device`: this rank's.
+
+    A state of CUDA is left out on a rank without it, where nothing draws from it.
+    """
+    random.setstate(states["python"])
+    name, keys, position, has_gauss, cached = states["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and device is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], device)

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A copy in CPU memory of what is to be saved: training waits for this alone.
+
+Only what `torch.load(weights_only=True)` gives back is let through, so that no checkpoint is written that cannot be read.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from ddpilot.errors import CheckpointError
+
+_LEAVES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_MAPPINGS = (dict, OrderedDict, Counter)
+
+
+class Snapshots:
+    """Makes copies, one at a time; the memory of the last one is used again, since fresh memory costs twice the time.
+
+    Pinned where the tensors are on CUDA. The next `take` overwrites what the last one returned.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def take(self, tree: Mapping[str, Any]) -> dict[str, Any]:
+        """A copy of `tree`: dicts, lists, tuples, sets, numbers, strings and dense tensors, nested, detached, on the CPU.
+
+        Tensors that are the same stay the same. Raises CheckpointError with the path of what cannot be saved.
+        """
+        copying = _Copying(self._buffers)
+        copied: dict[str, Any] = copying.copy(dict(tree), "")
+        if copying.from_cuda:
+            torch.cuda.synchronize()
+        self._buffers = copying.used
+        return copied
+
+
+class _Copying:
+    def __init__(self, buffers: dict[str, torch.Tensor]) -> None:
+        self.buffers = buffers
+        self.used: dict[str, torch.Tensor] = {}
+        self.same: dict[tuple[Any, ...], torch.Tensor] = {}
+        self.from_cuda = False
+
+    def copy(self, value: Any, path: str) -> Any:
+        kind = type(value)
+        if isinstance(value, torch.Tensor):
+            return self.copy_tensor(value, path)
+        if isinstance(value, np.generic):  # schedulers compute their rates with numpy
+            return self.copy(value.item(), path)
+        if kind in _LEAVES:
+            return value
+        if kind in _MAPPINGS:
+            return kind({self.key(key, path): self.copy(item, f"{path}[{key!r}]") for key, item in value.items()})
+        if kind in (list, tuple):
+            return kind([self.copy(item, f"{path}[{index}]") for index, item in enumerate(value)])
+        if kind is set:
+            return {self.copy(item, f"{path}{{{item!r}}}") for item in value}
+        raise _refuse(path, f"a {kind.__module__}.{kind.__qualname__}")
+
+    def key(self, key: Any, path: str) -> Any:
+        if type(key) in _LEAVES or (type(key) is tuple and all(type(part) in _LEAVES for part in key)):
+            return key
+        raise _refuse(path, f"a dict with a key of type {type(key).__module__}.{type(key).__qualname__}")
+
+    def copy_tensor(self, tensor: torch.Tensor, path: str) -> torch.Tensor:
+        is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
+        if not is_plain or tensor.is_meta or tensor.is_quantized or tensor.is_nested:
+            raise _refuse(path, f"a {type(tensor).__name__} of layout {tensor.layout} on {tensor.device}")
+        tensor = tensor.detach()
+        identity = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        if tensor.numel() and identity in self.same:
+            return self.same[identity]
+        buffer = self.buffer(tensor, path)
+        buffer.copy_(tensor, non_blocking=tensor.is_cuda)
+        self.from_cuda |= tensor.is_cuda
+        self.same[identity] = self.used[path] = buffer
+        return buffer
+
+    def buffer(self, tensor: torch.Tensor, path: str) -> torch.Tensor:
+        kept = self.buffers.get(path)
+        empty = torch.empty_like(tensor, device="meta")
+        wanted = (tensor.dtype, empty.shape, empty.stride(), tensor.is_cuda)
+        if kept is not None and (kept.dtype, kept.shape, kept.stride(), kept.is_pinned()) == wanted:
+            return kept
+        return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+
+
+def _refuse(path: str, what: str) -> CheckpointError:
+    return CheckpointError(
+        "copying what is to be saved",
+        found=f"{path} is {what}, which could not be loaded without running code",
+        fix="Save numbers, strings, dense tensors, and dicts, lists, tuples or sets of them, as state_dict() gives.",
+    )

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics and predictions of a whole dataset: each sample once, on the unwrapped model, at any world size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddpilot.errors import LoopError
+from ddpilot.group.protocol import GroupLike
+from ddpilot.training.grouping import CurrentBatch, Loader, iterate_groups
+from ddpilot.training.metrics import make_meters
+from ddpilot.training.structure import to_device
+from ddpilot.training.wrapping import sync_buffers, unwrap
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module, group: GroupLike) -> Iterator[nn.Module]:
+    """The unwrapped model with equal buffers on all ranks, in `eval()` and without gradients. Collective.
+
+    Afterwards every layer is in the mode it was in, those that the user had frozen too.
+    """
+    inner = unwrap(model)
+    sync_buffers(inner, group)
+    modes = [(layer, layer.training) for layer in inner.modules()]
+    inner.eval()
+    try:
+        with torch.no_grad():
+            yield inner
+    finally:
+        for layer, was_training in modes:
+            layer.training = was_training
+
+
+def evaluate(
+    model: nn.Module,
+    loader: Loader,
+    metrics: Mapping[str, Any],
+    group: GroupLike,
+    forward: Callable[[nn.Module, Any], tuple[Any, ...]] | None = None,
+) -> dict[str, Any]:
+    """The value of each metric over all samples of `loader`; see `Loop.evaluate`. Collective."""
+    meters = make_meters(metrics, group.device)
+    with evaluation_mode(model, group) as inner:
+        for batch in iterate_groups(loader, group, epoch=0):
+            if batch.count:
+                arguments = (forward or _output_and_target)(inner, to_device(batch.data, group.device))
+                for meter in meters.values():
+                    meter.update(arguments, batch.count)
+            for meter in meters.values():
+                meter.end_batch(group)
+    return {name: meter.compute(group) for name, meter in meters.items()}
+
+
+def local_outputs(
+    model: nn.Module,
+    loader: Loader,
+    group: GroupLike,
+    forward: Callable[[nn.Module, Any], Any] | None = None,
+) -> Iterator[tuple[CurrentBatch, Any]]:
+    """This rank's piece of every global batch with what the model says to it; None where it has no sample."""
+    for batch in iterate_groups(loader, group, epoch=0):
+        output = (forward or _output)(model, to_device(batch.data, group.device)) if batch.count else None
+        yield batch, output
+
+
+def _output(model: nn.Module, data: Any) -> Any:
+    return model(data[0] if isinstance(data, list | tuple) else data)
+
+
+def _output_and_target(model: nn.Module, data: Any) -> tuple[Any, ...]:
+    if isinstance(data, list | tuple) and len(data) == 2:
+        return model(data[0]), data[1]
+    raise LoopError(
+        "evaluating a batch",
+        found=f"it is a {type(data).__name__}" + (f" of {len(data)}" if isinstance(data, list | tuple) else ""),
+        fix="Pass `forward=lambda model, batch: (output, target)`: what the metrics are called with.",
+    )

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches in accumulation groups: how many samples all ranks have in each is known before the first is used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ddpilot.data.batches import LocalBatch
+from ddpilot.group.protocol import GroupLike
+
+
+class Loader(Protocol):
+    """What `ddpilot.data` makes: one rank's piece of every global batch of an epoch."""
+
+    def iterate(self, epoch: int, first_batch: int = 0) -> Iterator[LocalBatch]:
+        """The pieces from batch `first_batch` on. Those of which `global_count` is None come without end."""
+
+
+@dataclass(frozen=True, eq=False)
+class CurrentBatch:
+    """The batch that the loop is at, and the accumulation group it belongs to: batches that make one update."""
+
+    data: Any
+    """This rank's samples, collated; zero rows where it has none."""
+    epoch: int
+    index: int
+    """Number of the global batch in its epoch, from 0."""
+    count: int
+    """Samples of this rank."""
+    global_count: int
+    """Samples of all ranks together."""
+    sample_ids: NDArray[np.int64]
+    """Numbers of this rank's samples in the dataset, shape (`count`,)."""
+    group_count: int
+    """Samples of all ranks in all batches of the accumulation group."""
+    group_size: int
+    """Batches in the accumulation group; fewer in the last one of an epoch."""
+    is_first: bool
+    """Is this the first batch of its accumulation group?"""
+    is_last: bool
+    """Is this the last batch of its accumulation group, after which the weights are updated?"""
+
+
+def iterate_groups(
+    loader: Loader, group: GroupLike, *, epoch: int, first_batch: int = 0, accumulation: int = 1
+) -> Iterator[CurrentBatch]:
+    """The batches of an epoch with their place in accumulation groups of `accumulation` batches each.
+
+    A group's batches are read before the first of them is given out. Where ranks may have unequal numbers of samples
+    and do not know each other's, they add them up, in one small collective per group; the epoch ends for all of them
+    when none has a sample. Collective in that case.
+    """
+    batches = loader.iterate(epoch, first_batch)
+    while members := list(islice(batches, accumulation)):
+        counts = _global_counts(members, group)
+        size = len(counts)
+        for place, (batch, count) in enumerate(zip(members, counts, strict=False)):
+            yield CurrentBatch(
+                data=batch.data,
+                epoch=epoch,
+                index=batch.index,
+                count=batch.count,
+                global_count=count,
+                sample_ids=batch.sample_ids,
+                group_count=sum(counts),
+                group_size=size,
+                is_first=place == 0,
+                is_last=place == size - 1,
+            )
+        if size < len(members):
+            return
+
+
+def _global_counts(members: list[LocalBatch], group: GroupLike) -> list[int]:
+    """Samples of all ranks in each batch; only those up to the first that has none, which is the end of the data."""
+    known = [batch.global_count for batch in members]
+    if None not in known:
+        return [count for count in known if count is not None]
+    counts = torch.tensor([float(batch.count) for batch in members], dtype=torch.float64)
+    if group.world_size > 1:
+        counts = group.all_reduce(counts.to(group.device)).cpu()
+    summed = [round(count) for count in counts.tolist()]
+    return summed[: summed.index(0)] if 0 in summed else summed

@@ -1,0 +1,332 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Loop`: what a training loop of one's own needs to give the same numbers at any world size."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ddpilot.data.loader import ShardedLoader, make_loader
+from ddpilot.errors import LoopError
+from ddpilot.findings.as_text import render_text
+from ddpilot.findings.finding import Finding
+from ddpilot.group.enter import init_group, seed_all
+from ddpilot.group.protocol import GroupLike
+from ddpilot.training.batch_norm import check_batch_norms
+from ddpilot.training.deciding import Decider
+from ddpilot.training.evaluating import evaluate
+from ddpilot.training.grouping import Loader, iterate_groups
+from ddpilot.training.nonfinite import LossWatch
+from ddpilot.training.precision import Kind, Precision, clip
+from ddpilot.training.predicting import predict
+from ddpilot.training.printing import rank_zero_first
+from ddpilot.training.reducing import gather_rows, reduce_value
+from ddpilot.training.seeding import seed_epoch
+from ddpilot.training.signals import StopSignals
+from ddpilot.training.structure import to_device
+from ddpilot.training.updating import Updates
+from ddpilot.training.wrapping import wrap
+
+
+class Loop:
+    """Primitives for a training loop of one's own, the same at 1 rank and at many. Making one is collective.
+
+    `seed`: of weights made after this line (the same on every rank), of the data's order, and, with the rank, of
+    dropout in each epoch. `accumulate`: batches that make one update. `precision`: "fp32" (leaves dtypes alone),
+    "bf16" or "fp16". `max_time_s`: seconds after which all ranks leave the loop together; None: no limit.
+    `check_finite`: raise NonFiniteError on all ranks where a loss is NaN or infinite (with fp16 overflowing updates are
+    skipped instead). `backend`, `timeout_s`: of `init_group`, which enters or adopts the process group, also of a rank
+    that is alone. `group`: use this one instead.
+
+    Raises what `init_group` raises, and LoopError for arguments that make no sense.
+    """
+
+    def __init__(
+        self,
+        seed: int = 0,
+        *,
+        accumulate: int = 1,
+        precision: Kind = "fp32",
+        max_time_s: float | None = None,
+        check_finite: bool = True,
+        backend: str | None = None,
+        timeout_s: float | None = None,
+        group: GroupLike | None = None,
+    ) -> None:
+        if accumulate < 1:
+            raise LoopError("making a Loop", found=f"`accumulate` is {accumulate}", fix="Pass 1 or more batches.")
+        self.group: GroupLike = init_group(backend, timeout_s) if group is None else group
+        self.seed = seed
+        self.epoch = 0
+        """The epoch that `epochs` is at, or will begin with."""
+        self.next_batch = 0
+        """The batch that the next `batches` begins with: 0, unless all ranks left in the middle of an epoch."""
+        self.num_updates = 0
+        """Updates made by `step`, skipped ones not counted; of the first optimizer where there are several."""
+        self.findings: tuple[Finding, ...] = ()
+        """What was found to be unwise, each said once."""
+        self._accumulate = accumulate
+        self._precision = Precision(precision, self.group.device)
+        self._check_finite = check_finite
+        self._decider = Decider(self.group, max_time_s)
+        watch = LossWatch(self.group.device) if check_finite and precision != "fp16" else None
+        self._updates = Updates(self.group, self._decider, watch)
+        self._signals = StopSignals(self._decider.ask)
+        self._optimizers: list[Optimizer] = []
+        seed_all(seed)
+
+    @property
+    def rank(self) -> int:
+        """This rank's number, 0 to `world_size` - 1."""
+        return self.group.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.group.world_size
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's models and batches are."""
+        return self.group.device
+
+    @property
+    def is_update(self) -> bool:
+        """Is this the last batch of an accumulation group, after which the weights change?"""
+        return self._updates.is_update
+
+    @property
+    def should_stop(self) -> bool:
+        """Have all ranks decided to stop? The same on every rank; not collective."""
+        return bool(self._decider.reasons)
+
+    @property
+    def stop_reasons(self) -> tuple[str, ...]:
+        """Why: of "asked", "time", "SIGINT", "SIGTERM", "SIGUSR1"."""
+        return self._decider.reasons
+
+    def prepare(self, *things: Any, sync_batch_norm: bool = False, **options: Any) -> Any:
+        """Put models on the device and, with several ranks, into DDP; return all in the order given. Collective.
+
+        `things`: models and optimizers; one comes back by itself, several as a tuple. Weights and buffers become those
+        of rank 0. `sync_batch_norm`: BatchNorm over all ranks, on GPUs only. `options` go to DistributedDataParallel
+        and win over what is chosen: no buffers in forward passes (they are made equal before an evaluation),
+        `gradient_as_bucket_view`, the group and the device. Raises LoopError for anything else, for a DDP model, and
+        for `sync_batch_norm` on the CPU.
+        """
+        prepared: list[Any] = []
+        for thing in things:
+            if isinstance(thing, nn.Module):
+                model = wrap(thing, self.group, sync_batch_norm=sync_batch_norm, **options)
+                self._updates.models.append(model)
+                prepared.append(model)
+            elif isinstance(thing, Optimizer):
+                self._optimizers.append(thing)
+                prepared.append(thing)
+            else:
+                raise LoopError(
+                    "preparing",
+                    found=f"a {type(thing).__name__}",
+                    fix="Pass models and optimizers; datasets go to loop.loader(), schedulers to loop.step().",
+                    rank=self.rank,
+                )
+        return prepared[0] if len(prepared) == 1 else tuple(prepared)
+
+    def loader(self, dataset: Any, **options: Any) -> ShardedLoader:
+        """A loader of this rank's samples of a map-style `dataset`; not collective.
+
+        `options`: `global_batch_size` (samples of all ranks together) or `batch_size_per_rank`, `shuffle`, `drop_last`,
+        `shares`, `weights`, `num_workers` and the others of `ddpilot.data.loader.make_loader`. Raises DataError.
+        """
+        return make_loader(dataset, **{"rank": self.rank, "world_size": self.world_size, "seed": self.seed, **options})
+
+    def epochs(self, num: int) -> Iterator[int]:
+        """The numbers of the epochs up to `num` - 1, from `epoch` on, until all ranks decide to stop. Collective."""
+        with self._signals:
+            while self.epoch < num:
+                self._updates.settle_outside()
+                if self.should_stop:
+                    return
+                yield self.epoch
+                if self.next_batch:  # left in the middle: a later run goes on there
+                    return
+                self.epoch += 1
+
+    def batches(self, loader: Loader) -> Iterator[Any]:
+        """This rank's piece of every batch of the epoch, on the device; all ranks leave together, after an update.
+
+        A rank for which a batch has no sample gets one of zero rows, and takes part. Collective: every rank iterates
+        to the end or to the joint stop. SIGINT, SIGTERM and SIGUSR1 end it after the current update on all ranks; a
+        second SIGINT at once. Raises NonFiniteError on all ranks, and LoopError before the first batch where
+        BatchNorm would see a part of one sample.
+        """
+        self._find(check_batch_norms(self._updates.models, getattr(loader, "plan", None), self.rank))
+        if not self.next_batch:
+            seed_epoch(self.seed, self.epoch, self.rank)
+        groups = iterate_groups(
+            loader, self.group, epoch=self.epoch, first_batch=self.next_batch, accumulation=self._accumulate
+        )
+        with self._signals:
+            for batch in groups:
+                self._updates.enter(batch)
+                try:
+                    yield to_device(batch.data, self.device)
+                except GeneratorExit:
+                    self._left_early()
+                    raise
+                if batch.is_last:
+                    self._updates.settle()
+                if batch.is_last and self.should_stop:
+                    self.next_batch = batch.index + 1
+                    break
+            else:
+                self.next_batch = 0
+            self._updates.batch = None
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Forward passes in the loop's precision, where that is not fp32. `accumulate` does it by itself."""
+        return self._precision.autocast()
+
+    @contextmanager
+    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+        """Forward and backward of one batch: gradients cross between ranks only with the last batch of a group.
+
+        Pass the models that `prepare` returned and whose gradients the backward inside adds up.
+        """
+        with self._updates.accumulate(models), self.autocast():
+            yield
+
+    def backward(self, loss: torch.Tensor, count: float | None = None, *, retain_graph: bool = False) -> None:
+        """Add the gradient of this rank's mean `loss`, weighted so that the update is that of all samples' mean.
+
+        `loss`: a scalar, the mean over this rank's samples of the batch; a rank without samples adds exact zeros, NaN
+        or not. `count`: what the mean is over where that is not samples (tokens, boxes); it costs a small collective.
+        Collective with the last batch of an accumulation group, and with `count`. Raises LoopError.
+        """
+        self._updates.backward(loss, count, self._precision.scaler, retain_graph)
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float
+    ) -> torch.Tensor | None:
+        """Scale the gradients of all samples to a norm of `max_norm` at most; their norm before. Not collective.
+
+        None, and nothing done, while gradients are still accumulated. NonFiniteError, on all ranks alike, where the
+        norm is not finite (on the CPU, and not with fp16, which skips the update).
+        """
+        if not self.is_update:
+            return None
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        self._updates.settle()
+        self._precision.unscale(given, self._optimizers)
+        check = self._check_finite and self._precision.scaler is None
+        return clip(given, max_norm, check=check, rank=self.rank)
+
+    def step(self, optimizer: Optimizer, scheduler: Any = None) -> bool:
+        """Update the weights, clear the gradients, step the `scheduler`; whether it did. Collective.
+
+        False, and nothing done, while gradients are still accumulated; False too where fp16 skips the update, on all
+        ranks alike. Raises NonFiniteError on all ranks, before anything is updated.
+        """
+        if not self.is_update:
+            return False
+        self._updates.settle()
+        done = self._precision.step(optimizer)
+        optimizer.zero_grad(set_to_none=True)
+        if done and scheduler is not None:
+            scheduler.step()
+        self.num_updates += done and (not self._optimizers or optimizer is self._optimizers[0])
+        return done
+
+    def reduce(
+        self, value: Any, op: Literal["mean", "sum", "min", "max"] = "mean", *, count: float | None = None
+    ) -> torch.Tensor:
+        """`value` (a number or a tensor of the same shape on all ranks) over all ranks. Collective.
+
+        "mean" weights each rank by `count`, by default its samples in the current batch (1 outside of `batches`), so
+        the mean of the batch's local losses is that of all its samples.
+        """
+        batch = self._updates.batch
+        weight = count if count is not None else 1.0 if batch is None else float(batch.count)
+        return reduce_value(value, op, weight, self.group)
+
+    def gather(self, data: Any) -> Any:
+        """The rows of all ranks in the order of ranks, on every rank, on the CPU. Collective.
+
+        `data`: tensors with any number of rows on each rank, tuples and dicts of them, or lists.
+        """
+        return gather_rows(data, self.group)
+
+    def evaluate(
+        self,
+        model: nn.Module,
+        loader: Loader,
+        metrics: Mapping[str, Any],
+        *,
+        forward: Callable[[nn.Module, Any], tuple[Any, ...]] | None = None,
+    ) -> dict[str, Any]:
+        """The value of each metric over all samples of `loader`, each counted once; the same on every rank. Collective.
+
+        `metrics`: name -> torchmetrics object (left as it is), or function of (output, target) that returns a value
+        per sample or the batch's mean. NaN for a function where there are no samples. The model runs unwrapped, in
+        eval mode, with rank 0's buffers, and not at all where a rank has no sample. `forward(model, batch)` returns
+        what metrics are called with; default: `(model(batch[0]), batch[1])`.
+        """
+        with self.autocast():
+            return evaluate(model, loader, metrics, self.group, forward)
+
+    def predict(
+        self,
+        model: nn.Module,
+        loader: Loader,
+        *,
+        to: str | os.PathLike[str] | None = None,
+        on_all_ranks: bool = False,
+        forward: Callable[[nn.Module, Any], Any] | None = None,
+    ) -> Any:
+        """The model's outputs for all samples of `loader`, in the order of the dataset, on rank 0. Collective.
+
+        Outputs: tensors with a row per sample, tuples and dicts of them, or a list with an object per sample; on the
+        CPU. None on the other ranks, unless `on_all_ranks`, and where there are no samples. `to`: a folder that rank 0
+        writes batch by batch, so that memory holds one batch only; `read_predictions` reads it; the path is returned
+        on every rank. `forward(model, batch)`; default: `model(batch[0])`, or `model(batch)` where that is no tuple.
+        """
+        with self.autocast():
+            return predict(model, loader, self.group, to=to, on_all_ranks=on_all_ranks, forward=forward)
+
+    def stop(self) -> None:
+        """Ask all ranks to stop, from any of them: they leave after the same update, or before the next epoch."""
+        self._decider.ask("asked")
+
+    def print(self, *values: object, **options: Any) -> None:
+        """`print` on rank 0; nothing on the others."""
+        if self.group.is_rank_zero:
+            print(*values, **options)  # noqa: T201  (that is what it is for)
+
+    def rank_zero_first(self) -> AbstractContextManager[None]:
+        """`with loop.rank_zero_first():` runs its body on rank 0, then on the others at once. Collective.
+
+        Where rank 0 raises, the others raise RemoteRankError. For what is downloaded or prepared once.
+        """
+        return rank_zero_first(self.group)
+
+    def _find(self, findings: tuple[Finding, ...]) -> None:
+        new = tuple(finding for finding in findings if finding not in self.findings)
+        self.findings += new
+        if new and self.group.is_rank_zero:
+            warnings.warn(render_text(new), stacklevel=3)
+
+    def _left_early(self) -> None:
+        """The user's `break`: gradients of an unfinished accumulation group differ over ranks."""
+        if self._updates.drop_unfinished() and self.group.is_rank_zero:
+            warnings.warn(
+                "a loop over batches() was left in the middle of an accumulation group: the gradients of that group "
+                "are dropped, since they were not synchronised. Leave it where loop.is_update is True.",
+                stacklevel=3,
+            )

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics that count every sample once: callables, and torchmetrics objects where that library is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from ddpilot.errors import LoopError
+from ddpilot.group.protocol import GroupLike
+from ddpilot.training.structure import join_rows, to_device, to_host
+
+
+class Meter(Protocol):
+    """Adds up one metric over the batches of an evaluation."""
+
+    def update(self, arguments: tuple[Any, ...], count: int, /) -> None:
+        """Take this rank's `count` samples of a batch; not called where it has none."""
+
+    def end_batch(self, group: GroupLike) -> None:
+        """After each global batch, on every rank. May be collective."""
+
+    def compute(self, group: GroupLike, /) -> Any:
+        """The value over all samples of all ranks, the same on every rank. Collective."""
+
+
+def make_meters(metrics: Mapping[str, Any], device: torch.device) -> dict[str, Meter]:
+    """A meter for each metric. LoopError for what is neither a callable nor has torchmetrics' methods."""
+    return {name: _make(name, metric, device) for name, metric in metrics.items()}
+
+
+def _make(name: str, metric: Any, device: torch.device) -> Meter:
+    if all(callable(getattr(metric, method, None)) for method in ("update", "compute", "reset", "clone")):
+        own = metric.clone().to(device)
+        own.reset()
+        own.sync_on_compute = False
+        return MergedMetric(own) if _can_merge(own) else GatheredMetric(own, device)
+    if callable(metric):
+        return MeanOf(name, metric)
+    raise LoopError(
+        f"evaluating the metric {name!r}",
+        found=f"it is a {type(metric).__name__}",
+        fix="Give a torchmetrics metric, or a function of (output, target) that returns a value per sample or a mean.",
+    )
+
+
+def _can_merge(metric: Any) -> bool:
+    """Whether states of ranks can be joined exactly, by torchmetrics' own `merge_state`.
+
+    Not those that are means: it takes the number of updates for the number of samples.
+    """
+    joins = {"dim_zero_sum", "dim_zero_cat", "dim_zero_max", "dim_zero_min"}
+    reductions = [getattr(one, "__name__", "") for one in getattr(metric, "_reductions", {"": None}).values()]
+    return metric.full_state_update is False and not metric.dist_sync_on_step and set(reductions) <= joins
+
+
+class MeanOf:
+    """The mean of a function over samples: its values per sample, or its means of batches, weighted by their counts."""
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        self._name = name
+        self._function = function
+        self._sum = torch.zeros(2, dtype=torch.float64)
+
+    def update(self, arguments: tuple[Any, ...], count: int) -> None:
+        value = torch.as_tensor(self._function(*arguments)).detach().to(device="cpu", dtype=torch.float64)
+        if value.ndim and len(value) != count:
+            raise LoopError(
+                f"evaluating the metric {self._name!r}",
+                found=f"a tensor of shape {tuple(value.shape)} for {count} samples",
+                fix="Return one value per sample, or their mean as a scalar.",
+            )
+        per_sample = value.reshape(count, -1).mean(dim=1) if value.ndim else value.expand(count)
+        self._sum += torch.stack([per_sample.sum(), torch.tensor(float(count), dtype=torch.float64)])
+
+    def end_batch(self, group: GroupLike) -> None:
+        """Nothing to do."""
+
+    def compute(self, group: GroupLike) -> float:
+        if group.world_size > 1:
+            said = group.all_gather_object(self._sum.tolist())
+            self._sum = torch.tensor(said, dtype=torch.float64).sum(dim=0)
+        total, count = self._sum.tolist()
+        return total / count if count else float("nan")
+
+
+class MergedMetric:
+    """A torchmetrics metric whose states can be joined at the end: each rank updates it with its own samples."""
+
+    def __init__(self, metric: Any) -> None:
+        self._metric = metric
+
+    def update(self, arguments: tuple[Any, ...], _count: int, /) -> None:
+        self._metric.update(*arguments)
+
+    def end_batch(self, group: GroupLike) -> None:
+        """Nothing to do."""
+
+    def compute(self, group: GroupLike) -> Any:
+        if group.world_size > 1:
+            mine = to_host(self._metric.metric_state) if self._metric.update_called else None
+            device = self._metric.device
+            self._metric.reset()
+            for state in group.all_gather_object(mine):
+                if state is not None:
+                    self._metric.merge_state(to_device(state, device))
+                    self._metric._update_count += 1  # else compute() warns that there was nothing
+        return plain(self._metric.compute())
+
+
+class GatheredMetric:
+    """Any other torchmetrics metric: every rank updates it with all samples of a batch, in the order of the dataset."""
+
+    def __init__(self, metric: Any, device: torch.device) -> None:
+        self._metric = metric
+        self._device = device
+        self._waiting: tuple[Any, ...] | None = None
+
+    def update(self, arguments: tuple[Any, ...], _count: int, /) -> None:
+        self._waiting = arguments
+
+    def end_batch(self, group: GroupLike) -> None:
+        """Gather the batch's arguments. Collective."""
+        parts = [self._waiting]
+        if group.world_size > 1:
+            parts = group.all_gather_object(None if self._waiting is None else to_host(self._waiting))
+        present = [part for part in parts if part is not None]
+        self._waiting = None
+        if present:
+            self._metric.update(*to_device(join_rows(present), self._device))
+
+    def compute(self, _group: GroupLike, /) -> Any:
+        return plain(self._metric.compute())
+
+
+def plain(value: Any) -> Any:
+    """A metric's value with one-element tensors as numbers, and the others on the CPU."""
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.ndim == 0 else value.detach().cpu()
+    return {key: plain(part) for key, part in value.items()} if isinstance(value, dict) else value

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixed precision: autocast, the gradient scaler that fp16 needs, and clipping and stepping that know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal
+
+import torch
+from torch.optim import Optimizer
+
+from ddpilot.errors import LoopError, NonFiniteError
+
+Kind = Literal["fp32", "bf16", "fp16"]
+"""fp32 leaves every dtype as it is."""
+
+
+class Precision:
+    """Forward passes in `kind`; "fp16" scales losses, and skips an update whose gradients overflowed.
+
+    Gradients are the same on all ranks when they are looked at, so all ranks skip alike. Raises LoopError for another
+    `kind`.
+    """
+
+    def __init__(self, kind: Kind, device: torch.device) -> None:
+        if kind not in ("fp32", "bf16", "fp16"):
+            raise LoopError("making a Loop", found=f"`precision` is {kind!r}", fix="Use 'fp32', 'bf16' or 'fp16'.")
+        self._dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[kind]
+        self._device = device
+        self.scaler = torch.amp.GradScaler(device.type) if kind == "fp16" else None
+        """None where nothing is scaled."""
+        self._unscaled: set[int] = set()
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Forward passes and losses belong in here, backward passes do not."""
+        return nullcontext() if self._dtype is None else torch.autocast(self._device.type, self._dtype)
+
+    def unscale(self, parameters: Iterable[torch.Tensor], optimizers: Iterable[Optimizer]) -> None:
+        """Give the gradients of `parameters` their true size, those of the rest of their optimizers too. Once."""
+        if self.scaler is None:
+            return
+        clipped = {id(parameter) for parameter in parameters}
+        for optimizer in optimizers:
+            owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            if owned & clipped and id(optimizer) not in self._unscaled:
+                self.scaler.unscale_(optimizer)
+                self._unscaled.add(id(optimizer))
+
+    def step(self, optimizer: Optimizer) -> bool:
+        """Update the weights; False where fp16's gradients overflowed and nothing was updated."""
+        if self.scaler is None:
+            optimizer.step()
+            return True
+        before = self.scaler.get_scale()
+        self.scaler.step(optimizer)
+        self.scaler.update()
+        self._unscaled.discard(id(optimizer))
+        return self.scaler.get_scale() >= before
+
+
+def clip(parameters: list[torch.Tensor], max_norm: float, *, check: bool, rank: int) -> torch.Tensor:
+    """Scale gradients down to a total norm of `max_norm`; what it was. NonFiniteError where it is not finite.
+
+    The gradients are the same on all ranks, and so is the error.
+    """
+    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+    if check and norm.device.type == "cpu" and not bool(torch.isfinite(norm)):
+        raise NonFiniteError(
+            "clipping gradients",
+            found=f"their norm is {norm.item()} on all ranks, though every rank's loss was finite",
+            fix="Look for a square root, a logarithm or a division by zero in the loss or the model; "
+            "torch.autograd.set_detect_anomaly(True) finds the line.",
+            rank=rank,
+        )
+    return norm

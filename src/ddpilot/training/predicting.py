@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predictions of all ranks in the order of the dataset, in memory or streamed into a folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddpilot.errors import LoopError
+from ddpilot.group.process_group import Group
+from ddpilot.group.protocol import GroupLike
+from ddpilot.training.evaluating import evaluation_mode, local_outputs
+from ddpilot.training.grouping import Loader
+from ddpilot.training.structure import check_rows, join_rows, take_rows, to_host
+
+_DID = "predicting"
+
+
+class _Sink(Protocol):
+    def add(self, output: Any, sample_ids: list[int]) -> None: ...
+    def finish(self) -> Any: ...
+
+
+def predict(
+    model: nn.Module,
+    loader: Loader,
+    group: GroupLike,
+    *,
+    to: str | os.PathLike[str] | None = None,
+    on_all_ranks: bool = False,
+    forward: Callable[[nn.Module, Any], Any] | None = None,
+) -> Any:
+    """See `Loop.predict`. Collective. An error of rank 0's disk is raised on all ranks, at the end."""
+    sink: _Sink | None = None
+    failure: Exception | None = None
+    if group.is_rank_zero or (on_all_ranks and to is None):
+        sink, failure = _open(to)
+    with evaluation_mode(model, group) as inner:
+        for batch, output in local_outputs(inner, loader, group, forward):
+            if batch.count:
+                check_rows(output, batch.count, f"{_DID} batch {batch.index}")
+            piece = (to_host(output), batch.sample_ids.tolist()) if batch.count else None
+            pieces = [part for part in _exchange(piece, group, on_all_ranks and to is None) if part is not None]
+            if sink is None or not pieces:
+                continue
+            try:
+                sink.add(join_rows([rows for rows, _ in pieces]), [number for _, ids in pieces for number in ids])
+            except (
+                OSError,
+                LoopError,
+            ) as error:  # the others go on: so does this rank
+                sink, failure = None, error
+    return _finish(sink, failure, group, to)
+
+
+def _open(to: str | os.PathLike[str] | None) -> tuple[_Sink | None, Exception | None]:
+    if to is None:
+        return _InMemory(), None
+    try:
+        return _InFolder(Path(to)), None
+    except (OSError, LoopError) as error:
+        return None, error
+
+
+def _exchange(piece: Any, group: GroupLike, on_all_ranks: bool) -> list[Any]:
+    if group.world_size == 1:
+        return [piece]
+    if on_all_ranks or not isinstance(group, Group):
+        return group.all_gather_object(piece)
+    pieces: list[Any] | None = [None] * group.world_size if group.is_rank_zero else None
+    dist.gather_object(piece, pieces, dst=0, group=group.process_group)
+    return pieces or []
+
+
+def _finish(sink: _Sink | None, failure: Exception | None, group: GroupLike, to: Any) -> Any:
+    value = None
+    if sink is not None and failure is None:
+        try:
+            value = sink.finish()
+        except OSError as error:
+            failure = error
+    if to is None:
+        return value
+    text = "" if failure is None else f"{type(failure).__name__}: {failure}"
+    said = group.broadcast_object(text) if group.world_size > 1 else text
+    if said:
+        raise LoopError(
+            f"{_DID} into {Path(to)}",
+            found=f"rank 0 said: {said}",
+            fix="Give a folder that does not exist yet, where rank 0 can write and where there is room.",
+            rank=0,
+        ) from failure
+    return Path(to)
+
+
+class _InMemory:
+    """Keeps all of them."""
+
+    def __init__(self) -> None:
+        self._outputs: list[Any] = []
+        self._sample_ids: list[int] = []
+
+    def add(self, output: Any, sample_ids: list[int]) -> None:
+        self._outputs.append(output)
+        self._sample_ids += sample_ids
+
+    def finish(self) -> Any:
+        """All rows, in the order of the dataset; None where there were no samples."""
+        if not self._outputs:
+            return None
+        joined = join_rows(self._outputs)
+        rows = sorted(range(len(self._sample_ids)), key=self._sample_ids.__getitem__)
+        return joined if rows == list(range(len(rows))) else take_rows(joined, rows)
+
+
+class _InFolder:
+    """Writes each global batch into a file; the folder takes its name when it is complete."""
+
+    def __init__(self, folder: Path) -> None:
+        if folder.exists():
+            raise LoopError(_DID, found=f"{folder} is there already", fix="Remove it or choose another name.")
+        self._folder = folder
+        self._unfinished = folder.with_name(f".{folder.name}.unfinished-{os.getpid()}")
+        self._unfinished.mkdir(parents=True)
+        self._last_id = -1
+        self._sizes: list[int] = []
+
+    def add(self, output: Any, sample_ids: list[int]) -> None:
+        if any(number <= before for before, number in pairwise([self._last_id, *sample_ids])):
+            shutil.rmtree(self._unfinished)
+            raise LoopError(
+                f"{_DID} into a folder",
+                found="samples that are not in the order of the dataset, and what is streamed stays as it comes",
+                fix="Use a loader with shuffle=False and without weights.",
+            )
+        torch.save({"output": output, "sample_ids": sample_ids}, self._unfinished / _part(len(self._sizes)))
+        self._last_id = sample_ids[-1]
+        self._sizes.append(len(sample_ids))
+
+    def finish(self) -> Path:
+        """Give the folder its name."""
+        (self._unfinished / "sizes.json").write_text(json.dumps(self._sizes))
+        self._unfinished.rename(self._folder)
+        return self._folder
+
+
+def read_predictions(folder: str | os.PathLike[str]) -> Iterator[Any]:
+    """What `Loop.predict(..., to=folder)` wrote: the output for one global batch after the other, in order.
+
+    Tensors come back with their dtypes. Python objects other than plain ones are refused by torch's safe loader.
+    """
+    sizes = json.loads((Path(folder) / "sizes.json").read_text())
+    for number in range(len(sizes)):
+        yield cast(dict[str, Any], torch.load(Path(folder) / _part(number), weights_only=True))["output"]
+
+
+def _part(number: int) -> str:
+    return f"batch-{number:08d}.pt"

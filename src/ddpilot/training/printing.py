@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What rank 0 does first while the others wait."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ddpilot.errors import RemoteRankError
+from ddpilot.group.protocol import GroupLike
+
+
+@contextmanager
+def rank_zero_first(group: GroupLike) -> Iterator[None]:
+    """Run the body on rank 0, and then on the others at the same time: see `Loop.rank_zero_first`. Collective."""
+    if group.world_size == 1:
+        yield
+        return
+    if not group.is_rank_zero:
+        failure = group.broadcast_object(None)
+        if failure:
+            raise RemoteRankError(
+                "waiting for rank 0 to go first",
+                found=f"rank 0 raised {failure}",
+                fix="Look at rank 0's traceback; this rank stops with it.",
+                rank=group.rank,
+            )
+        yield
+        return
+    failure = "an exit"
+    try:
+        yield
+        failure = ""
+    except Exception as error:
+        failure = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        group.broadcast_object(failure)

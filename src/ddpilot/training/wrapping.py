@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Put a model on its device and into DDP with options that are chosen here, and take it out again."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+
+from ddpilot.errors import LoopError
+from ddpilot.group.process_group import Group
+from ddpilot.group.protocol import GroupLike
+
+_HAS_FORWARD_SYNC = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+
+
+def wrap(model: nn.Module, group: GroupLike, *, sync_batch_norm: bool = False, **options: Any) -> nn.Module:
+    """`model` on the group's device, in DDP where there are several ranks and anything to train. Collective then.
+
+    `options` go to DDP and win over what is chosen here. Raises LoopError for a model that is in DDP already.
+    """
+    if isinstance(model, DistributedDataParallel):
+        raise LoopError(
+            "preparing a model",
+            found="it is a DistributedDataParallel already",
+            fix="Pass the model itself: prepare() wraps it.",
+            rank=group.rank,
+        )
+    if sync_batch_norm:
+        model = _with_synced_batch_norm(model, group)
+    model.to(group.device)
+    trains = any(parameter.requires_grad for parameter in model.parameters())
+    if group.world_size == 1 or not trains or not isinstance(group, Group):
+        return model
+    wrapped = DistributedDataParallel(model, **{**_chosen(group), **options})
+    if not _HAS_FORWARD_SYNC:  # without it, older versions of torch do not make buffers equal here
+        sync_buffers(model, group)
+    return wrapped
+
+
+def _chosen(group: Group) -> dict[str, Any]:
+    # No collective in a forward: a rank that runs one more, to look at something, would wait for the others for ever.
+    buffers = "forward_sync_buffers" if _HAS_FORWARD_SYNC else "broadcast_buffers"
+    on_device = group.device.type != "cpu" and group.device.index is not None
+    return {
+        buffers: False,
+        "device_ids": [group.device.index] if on_device else None,
+        "gradient_as_bucket_view": True,
+        "process_group": group.process_group,
+    }
+
+
+def _with_synced_batch_norm(model: nn.Module, group: GroupLike) -> nn.Module:
+    if group.device.type == "cpu":
+        raise LoopError(
+            "preparing a model with `sync_batch_norm=True`",
+            found="torch's SyncBatchNorm runs on GPUs only, and this rank's device is the CPU",
+            fix="Use GroupNorm or LayerNorm, which need no statistics of a batch, or leave it out on the CPU.",
+            rank=group.rank,
+        )
+    return nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model inside DDP, also inside `torch.compile(ddp)` and an `AveragedModel(ddp)`; else `model` itself."""
+    if isinstance(model, DistributedDataParallel):
+        return unwrap(model.module)
+    inner = getattr(model, "_orig_mod", None) or (model.module if isinstance(model, AveragedModel) else None)
+    return unwrap(inner) if isinstance(inner, DistributedDataParallel) else model
+
+
+def sync_buffers(model: nn.Module, group: GroupLike) -> None:
+    """Make every buffer of `model` on all ranks what it is on rank 0, in one broadcast per device. Collective."""
+    buffers = [buffer for buffer in unwrap(model).buffers() if buffer.numel()]
+    if group.world_size == 1 or not buffers:
+        return
+    flat = torch.cat([buffer.detach().reshape(-1).contiguous().view(torch.uint8) for buffer in buffers])
+    group.broadcast(flat)
+    sizes = [buffer.numel() * buffer.element_size() for buffer in buffers]
+    with torch.no_grad():
+        for buffer, part in zip(buffers, torch.split(flat, sizes), strict=True):
+            # A part may begin at an address that its dtype cannot be read from.
+            buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
