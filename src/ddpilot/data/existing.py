@@ -32,6 +32,8 @@ class Reading:
     """How an existing loader is to be read: arguments of `Plan`, or batches of its own."""
 
     seed: int
+    batch_size: int
+    drop_last: bool
     plan: dict[str, Any] = field(default_factory=dict)
     """shuffle, weights, num_draws, replacement, sampler."""
 
@@ -51,18 +53,19 @@ def read_loader(loader: Any, seed: int) -> Reading:
     batch_sampler = loader.batch_sampler
     seed = read_seed(loader, seed)
     if type(batch_sampler) is not BatchSampler:
-        return Reading(seed, batches=batch_sampler, are_divided=_is_divided(batch_sampler))
-    sampler = loader.sampler
-    if isinstance(sampler, DistributedSampler):
-        return Reading(sampler.seed, {"shuffle": sampler.shuffle}, are_divided=True)
+        return Reading(seed, 0, False, batches=batch_sampler, are_divided=_is_divided(batch_sampler))
+    sampler: Any = batch_sampler.sampler
+    size, drop_last = batch_sampler.batch_size, batch_sampler.drop_last
+    if type(sampler) is DistributedSampler:
+        return Reading(sampler.seed, size, drop_last, {"shuffle": sampler.shuffle}, are_divided=True)
     if _is_divided(sampler):
-        return Reading(seed, batches=batch_sampler, are_divided=True)
-    return Reading(seed, _read_sampler(sampler, seed))
+        return Reading(seed, size, drop_last, batches=batch_sampler, are_divided=True)
+    return Reading(seed, size, drop_last, _read_sampler(sampler, seed))
 
 
 def read_seed(loader: DataLoader[Any], seed: int) -> int:
     """The initial seed of the generator that `loader` draws its order from; `seed` where it has none."""
-    generators = (getattr(loader.sampler, "generator", None), loader.generator)
+    generators = (getattr(_sampler_of(loader), "generator", None), loader.generator)
     return next((one.initial_seed() for one in generators if isinstance(one, torch.Generator)), seed)
 
 
@@ -130,6 +133,10 @@ def _read_random(sampler: RandomSampler) -> dict[str, Any]:
 def _subset_order(indices: Any, seed: int) -> Callable[[int], NDArray[np.int64]]:
     numbers = np.asarray(list(indices), dtype=np.int64)
     return lambda epoch: numbers[draw_permutation(len(numbers), seed, epoch)]
+
+
+def _sampler_of(loader: DataLoader[Any]) -> Any:
+    return getattr(loader.batch_sampler, "sampler", loader.sampler)
 
 
 def _is_divided(sampler: Any) -> bool:

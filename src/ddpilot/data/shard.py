@@ -74,7 +74,7 @@ def _shard_stream(loader: DataLoader[Any], job: _Job, seed: int, divides_itself:
         loader.dataset,
         rank=job.rank,
         world_size=job.world_size,
-        global_batch_size=_size(loader, job, job.is_per_rank),
+        global_batch_size=_size(loader.batch_size or 0, job, job.is_per_rank),
         seed=seed,
         drop_last=loader.drop_last,
         shares=job.shares,
@@ -89,10 +89,10 @@ def _shard_samples(loader: DataLoader[Any], job: _Job, reading: Reading) -> Shar
     dataset: Any = loader.dataset
     plan = Plan(
         len(dataset),
-        _size(loader, job, job.is_per_rank or reading.are_divided),
+        _size(reading.batch_size, job, job.is_per_rank or reading.are_divided),
         world_size=job.world_size,
         seed=reading.seed,
-        drop_last=loader.drop_last,
+        drop_last=reading.drop_last,
         shares=job.shares,
         **reading.plan,
     )
@@ -123,16 +123,16 @@ def _made(loader: DataLoader[Any], job: _Job, plan: Plan | GivenBatches, *, is_j
     )
 
 
-def _size(loader: DataLoader[Any], job: _Job, is_per_rank: bool) -> int:
+def _size(batch_size: int, job: _Job, is_per_rank: bool) -> int:
     """The global batch size, once both readings of the loader's were said."""
-    given, other = (None, loader.batch_size) if is_per_rank else (loader.batch_size, None)
+    given, other = (None, batch_size) if is_per_rank else (batch_size, None)
     size = resolve_global_size(given, other, job.world_size, job.shares, job.rank)
     pieces = [Division.of(job.world_size, job.shares).piece(size, rank) for rank in range(job.world_size)]
     counts = sorted({stop - start for start, stop in pieces})
     each = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     whose = "each rank's" if is_per_rank else "that of all ranks together"
     job.say(
-        f"The loader's batch size of {loader.batch_size} is taken as {whose}: a global batch has {size} samples, "
+        f"The loader's batch size of {batch_size} is taken as {whose}: a global batch has {size} samples, "
         f"{each} for each of {job.world_size} ranks."
     )
     return size
