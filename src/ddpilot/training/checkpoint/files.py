@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writing so that a crash leaves the old or the new, never a half: checksums, fsync, rename, and a lock on what is new."""
+"""Writing so that a crash leaves the old or the new, never a half: checksums, fsync, rename, a lock on what is new."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -34,12 +35,18 @@ class Sink:
         self._file = open(path, "xb", buffering=0)
         self._hash = hashlib.sha256()
         self._num_bytes = 0
+        self.error: OSError | None = None
+        """The first failure: `torch.save` shows its own consequence of it instead."""
 
     def write(self, data: bytes | memoryview) -> int:
         """Write all of `data` and return its size in bytes; OSError where that fails."""
         view = memoryview(data).cast("B")
-        for start in range(0, len(view), CHUNK_BYTES):
-            self._write_chunk(view[start : start + CHUNK_BYTES])
+        try:
+            for start in range(0, len(view), CHUNK_BYTES):
+                self._write_chunk(view[start : start + CHUNK_BYTES])
+        except OSError as error:
+            self.error = self.error or error
+            raise
         return len(view)
 
     def _write_chunk(self, chunk: memoryview) -> None:
@@ -88,15 +95,15 @@ def sync_folder(folder: Path) -> None:
 
 def replace_text(path: Path, text: str) -> None:
     """Make `text` the contents of `path` in one step: a reader finds the old or the new, also after a crash."""
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    new = path.parent / f".{path.name}.new"
     try:
-        with open(descriptor, "w", encoding="utf-8") as file:
+        with open(new, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(name, path)
+        os.replace(new, path)
     except BaseException:
-        os.unlink(name)
+        new.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
 
@@ -116,7 +123,8 @@ def staging(folder: Path, prefix: str) -> Iterator[Path]:
 
     The lock is the kernel's, so that it ends with the process however that ends.
     """
-    made = Path(tempfile.mkdtemp(prefix=prefix, dir=folder))
+    made = folder / f"{prefix}{secrets.token_hex(4)}"
+    made.mkdir()
     try:
         with open(made / _LOCK, "wb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -127,21 +135,13 @@ def staging(folder: Path, prefix: str) -> Iterator[Path]:
 
 
 def publish(staged: Path, name: str) -> Path:
-    """Give a finished staging directory its `name`, in one step; returns the new path. OSError where `name` is taken."""
-    (staged / _LOCK).unlink()
-    staged.chmod(0o777 & ~_umask())
+    """Give a finished staging directory its `name`, in one step; returns the new path. OSError where that is taken."""
     sync_folder(staged)
     target = staged.parent / name
     os.rename(staged, target)
+    (target / _LOCK).unlink()  # not earlier: who cleans up would take the directory for an abandoned one
     sync_folder(target.parent)
     return target
-
-
-def _umask() -> int:
-    # The only way to ask in Python; mkdtemp's 0700 would hide checkpoints from a group that shares the folder.
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
 
 
 def remove_stale(folder: Path, prefixes: tuple[str, ...]) -> None:

@@ -59,11 +59,10 @@ class Progress:
         before = {name: getattr(self, name) for name in now}
         differing = [name for name, value in now.items() if None not in (value, before[name]) and value != before[name]]
         if differing:
+            changes = [f"`{name}` was {before[name]}, is {now[name]} ({_MEANINGS[name]})" for name in differing]
             raise MismatchedCheckpointError(
                 f"resuming at step {self.step}",
-                found="; ".join(
-                    f"`{name}` was {before[name]}, is {now[name]} ({_MEANINGS[name]})" for name in differing
-                ),
+                found="; ".join(changes),
                 fix="Resume with the old values, or begin a new run from the weights alone (`load_weights`).",
             )
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A copy in CPU memory of what is to be saved: training waits for this alone.
 
-Only what `torch.load(weights_only=True)` gives back is let through, so that no checkpoint is written that cannot be read.
+Only what `torch.load(weights_only=True)` gives back is let through: no checkpoint is written that cannot be read.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ class Snapshots:
         self._buffers: dict[str, torch.Tensor] = {}
 
     def take(self, tree: Mapping[str, Any]) -> dict[str, Any]:
-        """A copy of `tree`: dicts, lists, tuples, sets, numbers, strings and dense tensors, nested, detached, on the CPU.
+        """A copy of `tree` on the CPU, detached.
 
-        Tensors that are the same stay the same. Raises CheckpointError with the path of what cannot be saved.
+        `tree`: dicts, lists, tuples and sets of each other, of numbers, strings and dense tensors. Tensors that are the
+        same stay the same. Raises CheckpointError with the path of what cannot be saved.
         """
         copying = _Copying(self._buffers)
         copied: dict[str, Any] = copying.copy(dict(tree), "")

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`CheckpointDir`: the checkpoints of a run, written by one process in the background, and found again."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from ddpilot.errors import CheckpointError, CorruptCheckpointError
+from ddpilot.training.checkpoint.background import Background
+from ddpilot.training.checkpoint.choosing import Best, better, checked_best
+from ddpilot.training.checkpoint.files import probe, remove_stale, replace_text
+from ddpilot.training.checkpoint.manifest import Progress
+from ddpilot.training.checkpoint.names import plain_names
+from ddpilot.training.checkpoint.reading import Checkpoint, read_checkpoint
+from ddpilot.training.checkpoint.safetensors_file import check_dtypes
+from ddpilot.training.checkpoint.snapshot import Snapshots
+from ddpilot.training.checkpoint.writing import STAGING_PREFIX, Contents, write_checkpoint
+
+LATEST = "latest"
+BEST = "best"
+_NAME = re.compile(r"save-(\d{6,})-step-(\d+)")
+_DELETING_PREFIX = ".deleting-"
+
+
+def tell_stderr(text: str) -> None:
+    """Say `text` on stderr, as ddpilot."""
+    sys.stderr.write(f"ddpilot: {text}\n")
+
+
+class CheckpointDir:
+    """The checkpoints of one run, in the directory `path`. One process writes; any process reads.
+
+    `keep`: how many of the newest stay, 3 by default, at least 1; None keeps all. `best`: a metric and "max" or "min";
+    the checkpoint that is best by it stays too. `tell`: is called with every sentence that the user has to read, on the
+    thread that called the method; stderr by default.
+
+    A save whose writing fails for the disk's sake (no space, no permission, an error of the device) is told and ends
+    nothing: the last good one stays. A context manager: the end waits for what is being written.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        keep: int | None = 3,
+        best: Best | None = None,
+        tell: Callable[[str], None] = tell_stderr,
+    ) -> None:
+        if keep is not None and keep < 1:
+            raise CheckpointError(f"keeping checkpoints in {path}", found=f"`keep` is {keep}", fix="Keep at least 1.")
+        self.path = Path(path).expanduser()
+        self._keep = keep
+        self._best = checked_best(best)
+        self._tell = tell
+        self._snapshots = Snapshots()
+        self._background = Background()
+
+    def check_writable(self) -> None:
+        """Make the directory and write a probe in it, before training starts. CheckpointError where that fails."""
+        try:
+            probe(self.path)
+        except OSError as error:
+            raise CheckpointError(
+                f"trying to write in {self.path}",
+                found=f"{error.strerror} ({type(error).__name__})",
+                fix="Training has not started. Choose a `checkpoint_dir` that this user may write to.",
+            ) from error
+
+    def save(
+        self,
+        progress: Progress,
+        *,
+        weights: Mapping[str, Mapping[str, torch.Tensor]],
+        state: Mapping[str, Any] | None = None,
+        parts: Sequence[Mapping[str, Any]] = (),
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        """Copy everything to CPU memory, and write the copy in the background; waits for an earlier save first.
+
+        `weights`: state dicts by the name of the model, `{"model": model.state_dict()}`, also of wrapped models.
+        `state`: further state dicts by name, equal on all ranks. `parts`: what each rank has for itself, one for each
+        rank of `progress.world_size`, or none. `metrics`: numbers to choose the best by. It becomes `latest` once all
+        of it is on the disk. Raises CheckpointError where something cannot be saved by its kind.
+        """
+        self.wait()
+        if len(parts) not in (0, progress.world_size):
+            raise CheckpointError(
+                f"saving step {progress.step}",
+                found=f"{len(parts)} parts for {progress.world_size} ranks",
+                fix="Hand over the part of every rank, in rank order.",
+            )
+        plain = {name: _plain(name, tensors) for name, tensors in weights.items()}
+        copied = self._snapshots.take({"weights": plain, "state": dict(state or {}), "parts": list(parts)})
+        contents = Contents(progress=progress, metrics={n: float(v) for n, v in (metrics or {}).items()}, **copied)
+        self._background.start(lambda: self._write(contents))
+
+    def wait(self) -> bool:
+        """Wait until nothing is being written, and tell what failed. Returns whether the last save is on the disk.
+
+        Raises what the writer raised where that was not the disk's fault.
+        """
+        failure = self._background.finish()
+        if isinstance(failure, OSError):
+            self._tell(self._render_failure(failure))
+        elif failure is not None:
+            raise CheckpointError("saving a checkpoint", found=f"{type(failure).__name__}: {failure}") from failure
+        for told in self._background.take_notes():
+            self._tell(told)
+        return self._background.is_good
+
+    def poll(self) -> None:
+        """Tell, without waiting, what has failed so far: cheap enough for every step."""
+        if self._background.is_done:
+            self.wait()
+
+    def close(self) -> bool:
+        """The same as `wait`; another `save` may follow."""
+        return self.wait()
+
+    def names(self) -> list[str]:
+        """The names of all finished checkpoints here, the one written last first. Not checked."""
+        if not self.path.is_dir():
+            return []
+        found = [(int(match[1]), path.name) for path in self.path.iterdir() if (match := _NAME.fullmatch(path.name))]
+        return [name for _, name in sorted(found, reverse=True)]
+
+    def open(self, name: str, *, verify: bool = True) -> Checkpoint:
+        """The checkpoint called `name`. Raises CorruptCheckpointError; `verify=False` compares only sizes."""
+        return read_checkpoint(self.path / name, verify=verify)
+
+    def latest(self) -> Checkpoint | None:
+        """The newest checkpoint that is whole, from `latest` backwards; None where there is none at all.
+
+        Each one that had to be passed over is told, with what is wrong. CorruptCheckpointError where none is whole.
+        """
+        pointed, candidates = self._pointed(LATEST), self.names()
+        if pointed in candidates:
+            candidates = candidates[candidates.index(pointed) :]
+        elif pointed is not None:
+            self._tell(f"`latest` in {self.path} names {pointed!r}, which is not there")
+        wrong = []
+        for name in candidates:
+            try:
+                checkpoint = self.open(name)
+            except CorruptCheckpointError as error:
+                wrong.append(error)
+                continue
+            for passed_over in wrong:
+                self._tell(f"{passed_over}. It is not used, the one before it is: {name}")
+            return checkpoint
+        if wrong or pointed is not None:
+            raise CorruptCheckpointError(
+                f"looking for a checkpoint in {self.path}",
+                found="; ".join(error.render() for error in wrong) or "the one that `latest` names is gone",
+                fix="Restore one from a copy, or begin anew in an empty directory.",
+            )
+        return None
+
+    def best(self) -> Checkpoint | None:
+        """The best by the metric, checked; None where none was chosen yet. Raises CorruptCheckpointError."""
+        name = self._pointed(BEST)
+        return None if name is None else self.open(name)
+
+    def __enter__(self) -> CheckpointDir:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _write(self, contents: Contents) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        remove_stale(self.path, (STAGING_PREFIX, _DELETING_PREFIX))
+        names = self.names()
+        number = 1 + int(names[0].split("-")[1]) if names else 1
+        name = f"save-{number:06}-step-{contents.progress.step}"
+        written = write_checkpoint(self.path, name, contents)
+        try:
+            replace_text(self.path / LATEST, f"{name}\n")
+        except OSError:
+            shutil.rmtree(written, ignore_errors=True)
+            raise
+        self._point_at_best(name, contents.metrics)
+        self._prune()
+
+    def _point_at_best(self, name: str, metrics: Mapping[str, float]) -> None:
+        if self._best is None or not better(self._best, metrics, self._best_so_far()):
+            return
+        try:
+            replace_text(self.path / BEST, f"{name}\n")
+        except OSError as error:  # the checkpoint itself is written
+            self._background.note(f"{name} in {self.path} is the best so far, but `{BEST}` cannot name it: {error}")
+
+    def _best_so_far(self) -> Mapping[str, float]:
+        name = self._pointed(BEST)
+        if name is None:
+            return {}
+        try:
+            return self.open(name, verify=False).manifest.metrics
+        except CorruptCheckpointError as error:
+            self._background.note(f"{error}. The best is chosen anew")
+            return {}
+
+    def _prune(self) -> None:
+        if self._keep is None:
+            return
+        spared = {self._pointed(LATEST), self._pointed(BEST)}
+        for name in self.names()[self._keep :]:
+            if name in spared:
+                continue
+            try:
+                # A crash in the middle of deleting must not leave something that looks like a torn checkpoint.
+                going = (self.path / name).rename(self.path / f"{_DELETING_PREFIX}{name}")
+                shutil.rmtree(going)
+            except OSError as error:
+                self._background.note(f"deleting the old checkpoint {name} in {self.path}: {error}. Delete it by hand")
+
+    def _pointed(self, pointer: str) -> str | None:
+        try:
+            return (self.path / pointer).read_text(encoding="utf-8", errors="replace").strip()
+        except FileNotFoundError:
+            return None
+
+    def _render_failure(self, failure: OSError) -> str:
+        last = self._pointed(LATEST)
+        stays = f"the last good one stays: {last}" if last else "there is none yet"
+        return (
+            f"no checkpoint was written in {self.path}: {failure}. Training goes on; {stays}. "
+            f"{_free(self.path)} Make room, or keep fewer (`keep`)."
+        )
+
+
+def _free(path: Path) -> str:
+    try:
+        return f"{shutil.disk_usage(path).free / 1e6:.1f} MB are free there."
+    except OSError as error:
+        return f"The directory cannot be looked at ({error.strerror})."
+
+
+def _plain(name: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    if not re.fullmatch(r"[A-Za-z0-9_]+", name):
+        raise CheckpointError(
+            f"saving the weights {name!r}", found="the name becomes a file's", fix="Use letters, digits and `_`."
+        )
+    check_dtypes(tensors, where=f"the weights {name!r}")
+    return {short: tensors[full] for full, short in plain_names(tensors).items()}

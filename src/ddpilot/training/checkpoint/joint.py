@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All ranks save and load together: rank 0 writes, and nobody goes on where one of them could not.
+
+The ranks' parts come to rank 0 through the group, before anything is written. A checkpoint so has all of them from the
+start, on any file system, and no file has to be waited for that a dead rank will never write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast
+
+import torch
+
+from ddpilot.errors import CheckpointError, CorruptCheckpointError
+from ddpilot.group.protocol import GroupLike
+from ddpilot.training.checkpoint.directory import CheckpointDir
+from ddpilot.training.checkpoint.manifest import Progress
+from ddpilot.training.checkpoint.reading import Checkpoint
+from ddpilot.training.checkpoint.rng import capture_rng
+from ddpilot.training.checkpoint.snapshot import Snapshots
+
+Value = TypeVar("Value")
+
+RNG = "rng"
+"""Under this name each rank's part has its random states."""
+
+
+class JointCheckpoints:
+    """The checkpoints of a run, for all ranks of `group`; `folder` is used to write on rank 0 alone."""
+
+    def __init__(self, group: GroupLike, folder: CheckpointDir) -> None:
+        self.folder = folder
+        self._group = group
+        self._snapshots = Snapshots()
+
+    def check_writable(self) -> None:
+        """Raise CheckpointError on every rank where rank 0 cannot write in the directory. Collective."""
+        self._on_rank_zero(self.folder.check_writable)
+
+    def save(
+        self,
+        progress: Progress,
+        *,
+        weights: Mapping[str, Mapping[str, torch.Tensor]],
+        state: Mapping[str, Any] | None = None,
+        part: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        """Save what `CheckpointDir.save` saves, with every rank's random states. Collective.
+
+        Rank 0's `weights`, `state` and `metrics` count; `part` is each rank's own. Returns on all ranks once rank 0 has
+        its copy in CPU memory. Raises CheckpointError on every rank where one of them holds what cannot be saved; what
+        goes wrong on the disk is told by rank 0 and ends nothing.
+        """
+        own: CheckpointError | dict[str, Any]
+        try:
+            own = self._snapshots.take({RNG: capture_rng(self._group.device), **(part or {})})
+        except CheckpointError as error:
+            error.rank = self._group.rank
+            own = error
+        parts = self._group.all_gather_object(own)
+        _raise_first(parts)
+        self._on_rank_zero(
+            lambda: self.folder.save(progress, weights=weights, state=state, parts=parts, metrics=metrics)
+        )
+
+    def wait(self) -> bool:
+        """Wait until rank 0 has written. Collective: returns on every rank whether the last save is on the disk."""
+        return self._on_rank_zero(self.folder.wait)
+
+    def latest(self) -> Checkpoint | None:
+        """The newest checkpoint that is whole, the same on every rank; None where there is none. Collective.
+
+        Rank 0 checks it; the others see that theirs is the same one. Raises CheckpointError on every rank where one of
+        them cannot read it.
+        """
+        chosen = self._on_rank_zero(self.folder.latest)
+        if chosen is None:
+            return None
+        own, failure = self._open_same(chosen)
+        _raise_first(self._group.all_gather_object(failure))
+        return own
+
+    def _open_same(self, chosen: Checkpoint) -> tuple[Checkpoint | None, CheckpointError | None]:
+        if self._group.is_rank_zero:
+            return chosen, None
+        try:
+            own = self.folder.open(chosen.path.name, verify=False)
+        except CorruptCheckpointError as error:
+            found = f"this rank cannot read it: {error.found}"
+        else:
+            if own.manifest == chosen.manifest:
+                return own, None
+            found = "this rank sees another one under that name"
+        return None, CheckpointError(
+            f"opening the checkpoint that rank 0 found, {self.folder.path / chosen.path.name}",
+            found=found,
+            fix="Every rank has to see the same directory: put it on a file system that all machines share.",
+            rank=self._group.rank,
+        )
+
+    def _on_rank_zero(self, call: Callable[[], Value]) -> Value:
+        # A failure of rank 0 alone would leave the others waiting in the next collective.
+        outcome: list[Any] = [None, None]
+        if self._group.is_rank_zero:
+            try:
+                outcome[0] = call()
+            except CheckpointError as error:
+                outcome[1] = error
+            except OSError as error:
+                outcome[1] = CheckpointError(f"using {self.folder.path}", found=str(error), rank=0)
+                outcome[1].__cause__ = error
+        own_failure = outcome[1]
+        value, failure = self._group.broadcast_object(outcome)
+        _raise_first([own_failure or failure])  # its own has the cause
+        return cast(Value, value)
+
+
+def _raise_first(outcomes: Sequence[object]) -> None:
+    for outcome in outcomes:
+        if isinstance(outcome, CheckpointError):
+            raise outcome

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads weights into a model: all of them or none, onto the device where the model is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ddpilot.errors import CheckpointError, MismatchedCheckpointError
+from ddpilot.training.checkpoint.directory import LATEST, CheckpointDir
+from ddpilot.training.checkpoint.manifest import FILE_NAME
+from ddpilot.training.checkpoint.names import plain_names
+from ddpilot.training.checkpoint.reading import read_checkpoint, read_safetensors, read_torch
+
+_NESTED = ("state_dict", "model_state_dict", "model")
+_NUM_SHOWN = 10
+
+
+def load_weights(model: torch.nn.Module, path: str | Path, *, name: str = "model") -> None:
+    """Load weights from `path` into `model`, in place, on the devices where its tensors are. Every rank calls it.
+
+    `path`: a `.safetensors` file, a file of `torch.save` that holds a state_dict (also under the key "state_dict",
+    "model_state_dict" or "model"), a checkpoint, or a directory of checkpoints (then its latest). Prefixes of
+    DistributedDataParallel and torch.compile on either side make no difference. `name`: which model's weights, where a
+    checkpoint holds several. No code of a file is run.
+
+    Raises MismatchedCheckpointError that lists missing, unexpected and mis-shaped names, CorruptCheckpointError, or
+    CheckpointError where there is no file; the model is then unchanged.
+    """
+    load_into(model, _read_weights(Path(path).expanduser(), name), source=str(path))
+
+
+def load_into(model: torch.nn.Module, weights: Mapping[str, torch.Tensor], *, source: str) -> None:
+    """Load `weights` into `model`, in place, whatever prefixes either has; `source` names them in errors.
+
+    Raises MismatchedCheckpointError that lists missing, unexpected and mis-shaped names; the model is then unchanged.
+    """
+    own = model.state_dict()
+    if set(own) == set(weights):
+        matched = dict(weights)
+        missing, unexpected = [], []
+    else:
+        own_names = plain_names(own)
+        given = {short: weights[full] for full, short in plain_names(weights).items()}
+        missing = [short for short in own_names.values() if short not in given]
+        unexpected = sorted(set(given) - set(own_names.values()))
+        matched = {full: given[short] for full, short in own_names.items() if short in given}
+    misshaped = [
+        f"{name} {tuple(value.shape)} where the model has {tuple(own[name].shape)}"
+        for name, value in matched.items()
+        if isinstance(own[name], torch.Tensor) and own[name].shape != value.shape
+    ]
+    found = [
+        f"{len(names)} {kind}: {', '.join(names[:_NUM_SHOWN])}{', ...' if len(names) > _NUM_SHOWN else ''}"
+        for kind, names in (("missing", missing), ("unexpected", unexpected), ("mis-shaped", misshaped))
+        if names
+    ]
+    if found:
+        raise MismatchedCheckpointError(
+            f"loading {source} into a {type(model).__name__}",
+            found="it is of another architecture; " + "; ".join(found),
+            fix="Build the model as it was when this was saved.",
+        )
+    model.load_state_dict(matched)
+
+
+def _read_weights(path: Path, name: str) -> Mapping[str, torch.Tensor]:
+    if (path / FILE_NAME).exists():
+        return read_checkpoint(path).weights(name)
+    if (path / LATEST).exists():
+        latest = CheckpointDir(path).latest()
+        if latest is not None:
+            return latest.weights(name)
+    if not path.is_file():
+        raise CheckpointError(
+            f"loading weights from {path}",
+            found="there is neither a file nor a checkpoint",
+            fix="Give a .safetensors or .pt file, a checkpoint, or the directory that holds `latest`.",
+        )
+    if path.suffix == ".safetensors":
+        return read_safetensors(path)
+    return _find_state_dict(read_torch(path), path)
+
+
+def _find_state_dict(loaded: Mapping[str, Any], path: Path) -> Mapping[str, torch.Tensor]:
+    if loaded and all(isinstance(value, torch.Tensor) for value in loaded.values()):
+        return loaded
+    for key in _NESTED:
+        if isinstance(loaded.get(key), Mapping):
+            return _find_state_dict(loaded[key], path)
+    held = ", ".join(f"{key!r}: {type(value).__name__}" for key, value in list(loaded.items())[:_NUM_SHOWN])
+    raise CheckpointError(
+        f"loading weights from {path}",
+        found=f"it holds no state_dict, but {held or 'nothing'}",
+        fix=f"Save model.state_dict(), alone or under one of {', '.join(map(repr, _NESTED))}.",
+    )

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads one checkpoint: every file against its size and checksum, before anything of it is used."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from ddpilot.errors import CheckpointError, CorruptCheckpointError
+from ddpilot.training.checkpoint.files import FileFacts, read_facts
+from ddpilot.training.checkpoint.manifest import FILE_NAME, Manifest, parse_manifest
+from ddpilot.training.checkpoint.writing import STATE_FILE, part_file, weights_file
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose files were checked. Nothing of it is in memory before it is asked for."""
+
+    path: Path
+    """Its directory."""
+    manifest: Manifest
+    """Where the run stood, metrics, versions."""
+
+    def weights(self, name: str = "model") -> dict[str, torch.Tensor]:
+        """The weights saved under `name`, by plain name, on the CPU. CheckpointError where there are none."""
+        if weights_file(name) not in self.manifest.files:
+            there = [file.removesuffix(".safetensors") for file in self.manifest.files if file.endswith(".safetensors")]
+            raise CheckpointError(
+                f"reading the weights {name!r} of {self.path}",
+                found=f"it has weights for {', '.join(map(repr, there)) or 'no model'}",
+                fix="Ask for one of these.",
+            )
+        return read_safetensors(self.path / weights_file(name))
+
+    def state(self) -> dict[str, Any]:
+        """The state dicts saved with it, by name, with tensors on the CPU. Runs no code of the file."""
+        return dict(read_torch(self.path / STATE_FILE))
+
+    def part(self, rank: int) -> dict[str, Any] | None:
+        """What rank `rank` had for itself; None where the run had no such rank. Runs no code of the file."""
+        if part_file(rank) not in self.manifest.files:
+            return None
+        return dict(read_torch(self.path / part_file(rank)))
+
+
+def read_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
+    """The checkpoint in the directory `path`.
+
+    `verify`: read every file and compare its checksum (about a second for each gigabyte); otherwise only sizes are
+    compared. Raises CorruptCheckpointError with everything that is wrong.
+    """
+    try:
+        text = (path / FILE_NAME).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CorruptCheckpointError(
+            f"reading {path}", found=f"{FILE_NAME} cannot be read ({error}): it is half written, or no checkpoint"
+        ) from error
+    manifest = parse_manifest(text, where=str(path))
+    wrong = [said for name, facts in manifest.files.items() if (said := _compare(path, name, facts, verify))]
+    if wrong:
+        raise CorruptCheckpointError(f"reading {path}", found="; ".join(wrong))
+    return Checkpoint(path, manifest)
+
+
+def _compare(path: Path, name: str, facts: FileFacts, verify: bool) -> str:
+    if Path(name).name != name:
+        return f"{name!r} lies outside of it"
+    try:
+        num_bytes = (path / name).stat().st_size
+        if num_bytes != facts.num_bytes:
+            return f"{name} has {num_bytes} bytes, not {facts.num_bytes}"
+        if verify and read_facts(path / name) != facts:
+            return f"{name} was changed: its checksum does not fit"
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except OSError as error:
+        return f"{name} cannot be read ({error})"
+    return ""
+
+
+def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors file, on the CPU. Raises CorruptCheckpointError."""
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise CorruptCheckpointError(f"reading {path}", found=f"it is no whole safetensors file ({error})") from error
+
+
+def read_torch(path: Path) -> Mapping[str, Any]:
+    """The dict in a file of `torch.save`, with tensors on the CPU, read without running code of the file.
+
+    Raises CorruptCheckpointError where it holds anything else, naming what would have had to be called.
+    """
+    try:
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        calls = re.search(r"GLOBAL ([\w.]+)", str(error))
+        raise CorruptCheckpointError(
+            f"reading {path}",
+            found=f"it holds more than tensors and plain values: reading it would run {calls[1]}"
+            if calls
+            else f"it cannot be read as tensors and plain values ({str(error).splitlines()[0]})",
+            fix="If you trust it, load it with torch.load(weights_only=False) and save its state_dict() again.",
+        ) from error
+    except (RuntimeError, OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise CorruptCheckpointError(
+            f"reading {path}", found=f"it is no whole file of torch.save ({str(error).splitlines()[0]})"
+        ) from error
+    if not isinstance(loaded, Mapping):
+        raise CorruptCheckpointError(f"reading {path}", found=f"it holds a {type(loaded).__name__}, not a dict")
+    return loaded
