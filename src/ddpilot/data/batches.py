@@ -34,7 +34,8 @@ class LocalBatch:
     divides itself and nobody numbers them."""
 
     stream_state: Any = None
-    """For an iterable dataset with `state_dict`: its state after this batch, the same on every rank. Else None."""
+    """For an iterable dataset with `state_dict`: its state after this batch, the same on every rank. Else None, and
+    after a last batch that is smaller."""
 
 
 def without_rows(one: Any, two: Any) -> Any:

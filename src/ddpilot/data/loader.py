@@ -141,8 +141,11 @@ def resolve_global_size(
     shares: Sequence[float] | None,
     rank: int,
 ) -> int:
-    """Samples of all ranks together in a batch, of the two ways to say it. `DataError` unless exactly one is used."""
+    """Samples of all ranks together in a batch, of the two ways to say it. `DataError` unless just one is used."""
     did = "making a loader"
+    if not 0 <= rank < world_size:
+        found = f"rank {rank} of {world_size} ranks"
+        raise DataError(did, found=found, fix="Ranks count from 0 to `world_size` - 1.")
     if (global_batch_size is None) == (batch_size_per_rank is None):
         raise DataError(
             did,

@@ -38,7 +38,7 @@ class StreamPiece(NamedTuple):
     """Position in the stream of its first sample."""
 
     state: Any
-    """`dataset.state_dict()` after this batch, None where it has none."""
+    """`dataset.state_dict()` after this batch; None where it has none, and after a last batch that is smaller."""
 
     part: int
     """Number of the worker among those of all ranks where the dataset divides itself, else 0."""
@@ -125,7 +125,9 @@ class StreamReader(Dataset[Any]):
         else:
             data = None
         can_resume = hasattr(self._dataset, "state_dict") and hasattr(self._dataset, "load_state_dict")
-        state = self._dataset.state_dict() if can_resume and not self._plan.divides_itself else None
+        # A state from behind the end would begin the stream anew.
+        is_inside = global_count == self._plan.global_batch_size and not self._plan.divides_itself
+        state = self._dataset.state_dict() if can_resume and is_inside else None
         return StreamPiece(data, len(samples), global_count, start, state, self._part)
 
     def _samples(self, epoch: int) -> Iterator[Any]:
