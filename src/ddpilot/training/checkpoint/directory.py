@@ -74,6 +74,14 @@ class CheckpointDir:
                 fix="Training has not started. Choose a `checkpoint_dir` that this user may write to.",
             ) from error
 
+    def reserve(self, num_bytes: int) -> None:
+        """Have memory for the copy of `num_bytes` ready, in the background, so that also the first save is fast.
+
+        For tensors on the CPU; those on CUDA are copied to pinned memory, which torch keeps.
+        """
+        self.wait()
+        self._background.start(lambda: self._snapshots.reserve(num_bytes))
+
     def save(
         self,
         progress: Progress,

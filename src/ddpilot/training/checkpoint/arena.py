@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CPU memory for copies, in huge pages, taken once and used again; and copying into it by several threads.
+
+Fresh memory in small pages takes several times as long as the copy, and torch's own threads spin when cores are busy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+_HUGE_PAGE_BYTES = 1 << 21
+_LARGEST_STEP_BYTES = 1 << 26
+_ALIGNMENT_BYTES = 64
+_PIECE_BYTES = 1 << 22
+_MAX_THREADS = 4
+
+
+class Arena:
+    """Memory that is handed out in order, and all of it again after `reset`."""
+
+    def __init__(self) -> None:
+        self._blocks: list[mmap.mmap] = []
+        self._current = 0
+        self._used_bytes = 0
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """`num_bytes` (1 or more) of memory, uninitialised: uint8 of shape (num_bytes,), with a storage of its own."""
+        while True:
+            if self._current == len(self._blocks):
+                self._blocks.append(self._make_block(num_bytes))
+            if self._used_bytes + num_bytes <= len(self._blocks[self._current]):
+                break
+            self._current, self._used_bytes = self._current + 1, 0
+        start = self._used_bytes
+        self._used_bytes += -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        return torch.frombuffer(self._blocks[self._current], dtype=torch.uint8, count=num_bytes, offset=start)
+
+    def reset(self) -> None:
+        """Hand out the same memory again: what was handed out before is overwritten."""
+        self._current = self._used_bytes = 0
+
+    def reserve(self, num_bytes: int) -> None:
+        """Have `num_bytes` ready, so that `allocate` does not wait for the system. Only before the first `allocate`."""
+        if num_bytes:
+            self.allocate(num_bytes)[:: mmap.PAGESIZE] = 0
+            self.reset()
+
+    def _make_block(self, num_bytes: int) -> mmap.mmap:
+        step = min(_LARGEST_STEP_BYTES, _HUGE_PAGE_BYTES << len(self._blocks))
+        block = mmap.mmap(-1, max(step, -(-num_bytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES))
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            block.madvise(mmap.MADV_HUGEPAGE)
+        return block
+
+
+def copy_bytes(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy the memory of each second tensor to the first; both dense, on the CPU, of as many bytes."""
+    pieces = [
+        (into.data_ptr() + start, out_of.data_ptr() + start, min(_PIECE_BYTES, into.nbytes - start))
+        for into, out_of in pairs
+        for start in range(0, into.nbytes, _PIECE_BYTES)
+    ]
+    num_threads = min(_MAX_THREADS, os.cpu_count() or 1, len(pieces) // 4)
+    if num_threads < 2 or sum(piece[2] for piece in pieces) < 4 * _PIECE_BYTES:
+        for piece in pieces:
+            ctypes.memmove(*piece)
+        return
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="ddpilot-copy") as threads:
+        for done in [threads.submit(_move_all, pieces[i::num_threads]) for i in range(num_threads)]:
+            done.result()
+
+
+def _move_all(pieces: Sequence[tuple[int, int, int]]) -> None:
+    for piece in pieces:
+        ctypes.memmove(*piece)
