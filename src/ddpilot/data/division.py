@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
-from math import lcm
+from math import gcd, lcm
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +26,8 @@ class Division:
         # Whole numbers throughout, so that the ranks of one job cannot round differently.
         parts = [Fraction(1)] * world_size if shares is None else [Fraction(share) for share in shares]
         scale = lcm(*(part.denominator for part in parts))
-        return cls(tuple(accumulate((int(part * scale) for part in parts), initial=0)))
+        sizes = [int(part * scale) for part in parts]
+        return cls(tuple(accumulate((size // gcd(*sizes) for size in sizes), initial=0)))
 
     def piece(self, num: int, rank: int) -> tuple[int, int]:
         """Positions (start, stop) that `rank` takes of `num` samples. Pieces are in the order of the ranks."""
@@ -64,3 +66,12 @@ class Epoch:
         first = int(self.starts[batch])
         start, stop = self.division.piece(self.batch_size(batch), rank)
         return first + start, first + stop
+
+
+def digest(*parts: object) -> str:
+    """A short text that is another one where any of `parts` (numbers, texts, None, arrays) is."""
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(part.tobytes() if isinstance(part, np.ndarray) else repr(part).encode())
+        found.update(b";")
+    return found.hexdigest()[:16]

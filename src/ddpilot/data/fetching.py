@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate, get_worker_info
 
 from ddpilot.data.batches import without_rows
-from ddpilot.data.seeding import mix_seed, random_kept, seed_random
+from ddpilot.data.seeding import RandomState, mix_seed, seed_random
 from ddpilot.errors import DataError
 
 Collate = Callable[[list[Any]], Any]
@@ -76,33 +75,52 @@ def draws_randomly(dataset: Any, collate: Collate) -> bool:
     return type(dataset) not in plain or collate is not default_collate
 
 
-def random_apart(seeded: bool) -> AbstractContextManager[None]:
-    """Around reading: the rank's own random state comes back. A worker's serves nothing else."""
-    return random_kept() if seeded and get_worker_info() is None else nullcontext()
+class Piece(NamedTuple):
+    """What was read for one order."""
+
+    data: Any
+    """Collated, or a `Failure`."""
+
+    has_drawn: bool
+    """Whether random state was used for it."""
 
 
-@dataclass(frozen=True)
 class PieceReader(Dataset[Any]):
-    """A dataset of whole pieces: `reader.__getitems__([order])` is the collated piece, or a `Failure`.
+    """A dataset of whole pieces: `reader.__getitems__([order])` is the collated piece.
 
     With `seeded`, random state is a function of (seed, epoch, sample number) while a sample is read, and of (seed,
     epoch, batch) while the piece is collated, whatever rank and worker that is in; afterwards it is as it was before.
+    To seed for each sample costs more than to read a plain one: until a first piece has drawn anything, it is only
+    looked afterwards whether one did, and then that piece is read again.
     """
 
-    dataset: Any
-    collate: Collate
-    seed: int
-    seeded: bool
+    def __init__(self, dataset: Any, collate: Collate, seed: int, seeded: bool) -> None:
+        self.dataset = dataset
+        self.collate = collate
+        self.seeded = seeded
+        self.has_drawn = False
+        self._seed = seed
 
-    def __getitems__(self, orders: Sequence[Order]) -> Any:
+    def __getitems__(self, orders: Sequence[Order]) -> Piece:
         (order,) = orders
-        with random_apart(self.seeded):
-            samples = self._read(order)
-            return samples if isinstance(samples, Failure) else self._collate(order, samples)
+        if not self.seeded:
+            return Piece(self._make(order, seeded=False), False)
+        before = RandomState()
+        if not self.has_drawn:
+            data = self._make(order, seeded=False)
+            if before.is_current():
+                return Piece(data, False)
+        self.has_drawn = True
+        data = self._make(order, seeded=True)
+        before.restore()
+        return Piece(data, True)
 
-    def _collate(self, order: Order, samples: list[Any]) -> Any:
-        if self.seeded:
-            seed_random(mix_seed(self.seed, order.epoch, order.batch, 1))
+    def _make(self, order: Order, *, seeded: bool) -> Any:
+        samples = self._read(order, seeded)
+        if isinstance(samples, Failure):
+            return samples
+        if seeded:
+            seed_random(mix_seed(self._seed, order.epoch, order.batch, 1))
         try:
             if order.is_empty:
                 return without_rows(self.collate(samples), self.collate([*samples, *samples]))
@@ -111,16 +129,16 @@ class PieceReader(Dataset[Any]):
             doing = f"collating samples {order.sample_ids} (batch {order.batch} of epoch {order.epoch})"
             return catch_failure(doing, "Call `collate_fn` with these samples, without workers.", error)
 
-    def _read(self, order: Order) -> list[Any] | Failure:
+    def _read(self, order: Order, seeded: bool) -> list[Any] | Failure:
         place = 0
         try:
             if not self.seeded and (many := getattr(self.dataset, "__getitems__", None)):
                 return list(many(order.sample_ids))
             samples = []
             for place, number in enumerate(order.sample_ids):
-                if self.seeded:
+                if seeded:
                     draw = 0 if order.draws is None else order.draws[place] + 1
-                    seed_random(mix_seed(self.seed, order.epoch, number, draw, 0))
+                    seed_random(mix_seed(self._seed, order.epoch, number, draw, 0))
                 samples.append(self.dataset[number])
         except Exception as error:  # noqa: BLE001 - the rank raises it, with its number
             number = order.sample_ids[place]

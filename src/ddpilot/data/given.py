@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpilot.data.division import Division, Epoch
+from ddpilot.data.division import Division, Epoch, digest
 from ddpilot.data.seeding import mix_seed, random_kept, seed_random
 from ddpilot.errors import DataError
 
@@ -58,6 +58,7 @@ class GivenBatches:
         first, second = list_sampler(sampler, seed, 0), list_sampler(sampler, seed, 0)
         refuse_other(sampler, [[*batch] for batch in first] == [[*batch] for batch in second])
         self.num_batches = len(first)
+        self._are_divided = are_divided
 
     def epoch(self, epoch: int) -> Epoch:
         """The batches of `epoch`; their number may be another one in each."""
@@ -65,6 +66,13 @@ class GivenBatches:
         order = np.concatenate(batches) if batches else np.empty(0, dtype=np.int64)
         order.flags.writeable = False
         return Epoch(order, [*accumulate((len(batch) for batch in batches), initial=0)], self._division)
+
+    def fingerprint(self) -> str:
+        """What has to be the same on all ranks, as a text: the first epoch, unless each rank has batches of its own."""
+        if self._are_divided:
+            return digest(self.seed)
+        epoch = self.epoch(0)
+        return digest(self.seed, epoch.order, np.asarray(epoch.starts), *self._division.edges)
 
 
 def list_sampler(sampler: Iterable[Any], seed: int, epoch: int) -> list[Any]:

@@ -9,7 +9,7 @@ from dataclasses import KW_ONLY, dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpilot.data.division import Division, Epoch
+from ddpilot.data.division import Division, Epoch, digest
 from ddpilot.data.draws import check_weights, draw_permutation, draw_weighted
 from ddpilot.errors import DataError
 
@@ -114,6 +114,12 @@ class Plan:
         are_drawn = self.weights is not None or self.sampler is not None
         are_kept = not are_drawn and (self.keep_batches or not self.shuffle)
         return Epoch(order, ends, self._division, self._keys(epoch) if are_kept else None)
+
+    def fingerprint(self) -> str:
+        """What has to be the same on all ranks, as a text: they would train on other batches, and nobody would see."""
+        sizes = (self.num_samples, self.global_batch_size, self.world_size, self.num_draws, *self._division.edges)
+        flags = (self.seed, self.shuffle, self.drop_last, self.replacement, self.keep_batches)
+        return digest(*sizes, *flags, self.weights, None if self.sampler is None else self.order(0))
 
     def _keys(self, epoch: int) -> NDArray[np.int64]:
         num_full = self.epoch_size // self.global_batch_size

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,13 +33,38 @@ def seed_random(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
 
 
+class RandomState:
+    """Python's, numpy's and torch's CPU random state, as it was when this was made."""
+
+    def __init__(self) -> None:
+        self._python = random.getstate()
+        self._numpy = np.random.get_state(legacy=False)
+        self._torch = torch.default_generator.get_state()
+
+    def is_current(self) -> bool:
+        """Whether nothing was drawn or seeded since."""
+        numpy: Any = np.random.get_state(legacy=False)
+        before: Any = self._numpy
+        return (
+            torch.equal(self._torch, torch.default_generator.get_state())
+            and numpy["state"]["pos"] == before["state"]["pos"]
+            and numpy["has_gauss"] == before["has_gauss"]
+            and np.array_equal(numpy["state"]["key"], before["state"]["key"])
+            and self._python == random.getstate()
+        )
+
+    def restore(self) -> None:
+        """Make it the state again."""
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        torch.default_generator.set_state(self._torch)
+
+
 @contextmanager
 def random_kept() -> Iterator[None]:
     """Give Python's, numpy's and torch's CPU random state back afterwards: the model draws from the same ones."""
-    python, numpy, of_torch = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+    before = RandomState()
     try:
         yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.default_generator.set_state(of_torch)
+        before.restore()

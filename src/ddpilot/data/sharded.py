@@ -8,14 +8,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import numpy as np
-import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import Sampler
 
 from ddpilot.data.batches import LocalBatch
 from ddpilot.data.division import Epoch
 from ddpilot.data.fetching import Collate, Failure, Order, PieceReader, draws_randomly
 from ddpilot.data.seeding import mix_seed
-from ddpilot.data.workers import start_reading
+from ddpilot.data.workers import Workers
 from ddpilot.errors import DataError
 
 
@@ -36,6 +35,9 @@ class Batches(Protocol):
 
     def epoch(self, epoch: int) -> Epoch:
         """The batches of one epoch."""
+
+    def fingerprint(self) -> str:
+        """What has to be the same on all ranks."""
 
 
 class ShardedLoader:
@@ -66,12 +68,8 @@ class ShardedLoader:
         self._place = 0 if is_joint else rank
         self._cache: dict[int, Any] | None = {} if cache else None
         self._pieces = _Pieces()
-        # A generator of its own: to start workers must not draw from the random state that the model uses.
-        self._generator = torch.Generator()
         self._reader = PieceReader(dataset, collate, plan.seed, seed_samples and draws_randomly(dataset, collate))
-        self._loader: DataLoader[Any] = DataLoader(
-            self._reader, batch_sampler=self._pieces, collate_fn=as_it_is, generator=self._generator, **options
-        )
+        self._workers = Workers(self._reader, self._pieces, rank, options)
         self._epoch: tuple[int, Epoch] | None = None
 
     def __len__(self) -> int:
@@ -130,8 +128,9 @@ class ShardedLoader:
         if not batches:
             return
         self._pieces.orders = (self._order(epoch, division, batch) for batch in batches)
-        self._generator.manual_seed(mix_seed(self.plan.seed, epoch, self.rank))
-        for data in start_reading(self._loader, self.rank):
+        for data, has_drawn in self._workers.read(mix_seed(self.plan.seed, epoch, self.rank)):
+            # Workers of the next epoch begin with what this one has shown.
+            self._reader.has_drawn |= has_drawn
             if isinstance(data, Failure):
                 data.throw(self.rank)
             yield data
@@ -149,7 +148,7 @@ class ShardedLoader:
     def _go_on_empty(self, epoch: int, division: Epoch) -> Iterator[LocalBatch]:
         data = None
         if len(division.order):
-            data = self._reader.__getitems__([Order(epoch, 0, division.order[:1].tolist(), None, True)])
+            data, _ = self._reader.__getitems__([Order(epoch, 0, division.order[:1].tolist(), None, True)])
             if isinstance(data, Failure):
                 data.throw(self.rank)
         index = division.num_batches
@@ -166,8 +165,3 @@ class _Pieces(Sampler[list[Order]]):
 
     def __iter__(self) -> Iterator[list[Order]]:
         return self.orders
-
-
-def as_it_is(data: Any) -> Any:
-    """What is collated already stays as it is."""
-    return data

@@ -8,15 +8,13 @@ from itertools import count
 from typing import Any
 
 import numpy as np
-import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import Sampler
 
 from ddpilot.data.batches import LocalBatch
 from ddpilot.data.fetching import Collate, Failure, draws_randomly
 from ddpilot.data.seeding import mix_seed
-from ddpilot.data.sharded import as_it_is
 from ddpilot.data.streams import StreamOrder, StreamPiece, StreamPlan, StreamReader
-from ddpilot.data.workers import start_reading
+from ddpilot.data.workers import Workers
 from ddpilot.errors import DataError
 
 
@@ -44,13 +42,9 @@ class StreamLoader:
         self.rank = rank
         self.is_joint = plan.divides_itself
         self._orders = _StreamOrders()
-        # A generator of its own: to start workers must not draw from the random state that the model uses.
-        self._generator = torch.Generator()
         seeded = seed_samples and draws_randomly(dataset, collate)
         reader = StreamReader(dataset, plan, rank=rank, collate=collate, seeded=seeded)
-        self._loader: DataLoader[Any] = DataLoader(
-            reader, batch_sampler=self._orders, collate_fn=as_it_is, generator=self._generator, **options
-        )
+        self._workers = Workers(reader, self._orders, rank, options)
 
     def __len__(self) -> int:
         if self.plan.divides_itself or not hasattr(self.dataset, "__len__"):
@@ -80,7 +74,7 @@ class StreamLoader:
 
     def _read_parts(self, epoch: int, first_batch: int) -> Iterator[LocalBatch]:
         """The parts of this rank's workers in turns, then empty batches for ever."""
-        num_parts = max(1, self._loader.num_workers)
+        num_parts = max(1, self._workers.loader.num_workers)
         index = 0
         ended: dict[int, Any] = {}
         for piece in self._load(epoch, 0, None):
@@ -98,8 +92,7 @@ class StreamLoader:
 
     def _load(self, epoch: int, first_batch: int, state: Any) -> Iterator[StreamPiece]:
         self._orders.begin_pass(epoch, first_batch, state)
-        self._generator.manual_seed(mix_seed(self.plan.seed, epoch, self.rank))
-        for piece in start_reading(self._loader, self.rank):
+        for piece in self._workers.read(mix_seed(self.plan.seed, epoch, self.rank)):
             if isinstance(piece, Failure):
                 piece.throw(self.rank)
             yield piece

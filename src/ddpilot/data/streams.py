@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
@@ -13,9 +13,9 @@ from torch.utils.data import Dataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from ddpilot.data.batches import without_rows
-from ddpilot.data.division import Division
-from ddpilot.data.fetching import Collate, Failure, catch_failure, random_apart
-from ddpilot.data.seeding import mix_seed, seed_random
+from ddpilot.data.division import Division, digest
+from ddpilot.data.fetching import Collate, Failure, catch_failure
+from ddpilot.data.seeding import mix_seed, random_kept, seed_random
 
 
 class StreamOrder(NamedTuple):
@@ -55,6 +55,10 @@ class StreamPlan:
     divides_itself: bool
     division: Division
 
+    def fingerprint(self) -> str:
+        """What has to be the same on all ranks, as a text."""
+        return digest(self.global_batch_size, self.world_size, self.seed, self.drop_last, *self.division.edges)
+
 
 class StreamReader(Dataset[Any]):
     """A dataset of whole pieces: `reader.__getitems__([order])` is a `StreamPiece` or a `Failure`.
@@ -79,7 +83,7 @@ class StreamReader(Dataset[Any]):
     def __getitems__(self, orders: Sequence[StreamOrder]) -> StreamPiece | Failure:
         (order,) = orders
         try:
-            with random_apart(self._seeded), self._seen_as_whole_or_part():
+            with _random_apart(self._seeded), self._seen_as_whole_or_part():
                 self._start(order)
                 return self._read(order)
         except Exception as error:  # noqa: BLE001 - the rank raises it, with its number
@@ -163,3 +167,8 @@ class StreamReader(Dataset[Any]):
             yield
         finally:
             torch_worker._worker_info = info
+
+
+def _random_apart(seeded: bool) -> AbstractContextManager[None]:
+    """Around reading: the rank's own random state comes back. A worker's serves nothing else."""
+    return random_kept() if seeded and get_worker_info() is None else nullcontext()

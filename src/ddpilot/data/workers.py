@@ -1,35 +1,76 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts the workers of torch's loader, and says what to do where they cannot be."""
+"""Reads with torch's loader and its workers, and says what to do where they cannot be started or shared."""
 
 from __future__ import annotations
 
 import multiprocessing
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch.utils.data import DataLoader
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ddpilot.errors import DataError
 
 
-def start_reading(loader: DataLoader[Any], rank: int) -> Iterator[Any]:
-    """`iter(loader)`. `DataError` where the dataset would have to be pickled for its workers and cannot be."""
-    try:
-        return iter(loader)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        method = _start_method(loader)
-        if not loader.num_workers or method == "fork":
-            raise
-        raise DataError(
-            f"starting {loader.num_workers} workers by `{method}`, which pickles the dataset and its functions",
-            found=f"{type(error).__name__}: {error}",
-            fix="Define them at the top of a module, without lambdas, or use `multiprocessing_context='fork'` or "
-            "`num_workers=0`.",
-            rank=rank,
-        ) from error
+class Workers:
+    """A torch DataLoader that reads what `orders` says with `reader`, in that order. `options`: its own."""
+
+    def __init__(self, reader: Dataset[Any], orders: Sampler[Any], rank: int, options: Mapping[str, Any]) -> None:
+        # A generator of its own: to start workers must not draw from the random state that the model uses.
+        self._generator = torch.Generator()
+        self._loader: DataLoader[Any] = DataLoader(
+            reader, batch_sampler=orders, collate_fn=_as_it_is, generator=self._generator, **options
+        )
+        self._rank = rank
+        self._number = 0
+
+    @property
+    def loader(self) -> DataLoader[Any]:
+        """torch's."""
+        return self._loader
+
+    def read(self, seed: int) -> Iterator[Any]:
+        """What the reader makes of each order. `seed`: of the workers' own random state, before anything is read.
+
+        `DataError` where the dataset would have to be pickled for its workers and cannot be, or where persistent
+        workers were given another epoch since.
+        """
+        self._number += 1
+        number = self._number
+        self._generator.manual_seed(seed)
+        results = self._start()
+        while True:
+            if self._loader.persistent_workers and number != self._number:
+                raise DataError(
+                    "reading on in an epoch",
+                    found="another one was begun since, and `persistent_workers` read one at a time",
+                    fix="Make a second loader, or leave `persistent_workers` out.",
+                    rank=self._rank,
+                )
+            try:
+                result = next(results)
+            except StopIteration:
+                return
+            yield result
+
+    def _start(self) -> Iterator[Any]:
+        try:
+            return iter(self._loader)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            context = self._loader.multiprocessing_context
+            method = multiprocessing.get_start_method() if context is None else str(context.get_start_method())
+            if not self._loader.num_workers or method == "fork":
+                raise
+            raise DataError(
+                f"starting {self._loader.num_workers} workers by `{method}`, which pickles dataset and functions",
+                found=f"{type(error).__name__}: {error}",
+                fix="Define them at the top of a module, without lambdas, or use `multiprocessing_context='fork'` or "
+                "`num_workers=0`.",
+                rank=self._rank,
+            ) from error
 
 
-def _start_method(loader: DataLoader[Any]) -> str:
-    context = loader.multiprocessing_context
-    return multiprocessing.get_start_method() if context is None else str(context.get_start_method())
+def _as_it_is(data: Any) -> Any:
+    return data

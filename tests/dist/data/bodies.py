@@ -99,6 +99,7 @@ def use_workers() -> dict[str, Any]:
         "persistent": read_twice(persistent=True),
         "fresh": read_twice(persistent=False),
         "early": leave_early(),
+        "two at once": read_two_at_once(),
         "state": resume_with_workers(),
     }
 
@@ -152,6 +153,23 @@ def leave_early() -> list[Any]:
         next(left)
         left.close()  # type: ignore[attr-defined]
         seen.append([row[0] for batch in made.iterate(0) for row in rows(batch.data)])
+    return seen
+
+
+def read_two_at_once() -> list[Any]:
+    """An epoch that goes on after another was begun: with workers of its own, and with persistent ones."""
+    seen: list[Any] = []
+    for persistent in (False, True):
+        loader = make_loader(
+            Augmented(4), rank=0, world_size=1, global_batch_size=2, num_workers=1, persistent_workers=persistent
+        )
+        first = loader.iterate(0)
+        next(first)
+        list(loader.iterate(1))
+        try:
+            seen.append([row[0] for row in rows(next(first).data)])
+        except DataError as error:
+            seen.append(str(error))
     return seen
 
 

@@ -53,12 +53,14 @@ def test_workers_end_and_go_on_as_torchs_do() -> None:
     assert "Look at `dataset[3]`" in message
     assert cause == "RuntimeError"
     message, cause = seen["spawned"]
-    assert message.startswith("[rank 0] starting 1 workers by `spawn`, which pickles the dataset and its functions: ")
+    assert message.startswith("[rank 0] starting 1 workers by `spawn`, which pickles dataset and functions: ")
     assert "Define them at the top of a module" in message
     assert "Local" in message
     assert seen["persistent"] == [[(0, 1), (1, 1), (0, 2), (1, 2)], [(0, 3), (1, 3), (0, 4), (1, 4)]]
     assert seen["fresh"] == [[(0, 1), (1, 1), (0, 2), (1, 2)]] * 2
     assert seen["early"] == [list(range(12))] * 2
+    assert seen["two at once"][0] == [2, 3]
+    assert "`persistent_workers` read one at a time. Make a second loader" in seen["two at once"][1]
     states, end, rest = seen["state"]
     assert [state["position"] for state in states[:5]] == [2, 4, 6, 8, 10]
     assert (states[5], end) == (None, [])

@@ -14,8 +14,8 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from ddpilot.data.batches import LocalBatch
 
 
-class Augmented(Dataset[Any]):
-    """Sample n is n and three random numbers."""
+class Counted(Dataset[Any]):
+    """Sample n is n; it counts what was read."""
 
     def __init__(self, num: int) -> None:
         self.num = num
@@ -23,6 +23,14 @@ class Augmented(Dataset[Any]):
 
     def __len__(self) -> int:
         return self.num
+
+    def __getitem__(self, number: int) -> Any:
+        self.num_read += 1
+        return (number,)
+
+
+class Augmented(Counted):
+    """Sample n is n and three random numbers."""
 
     def __getitem__(self, number: int) -> tuple[int, float, float, float]:
         self.num_read += 1

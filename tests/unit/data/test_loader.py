@@ -13,7 +13,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from ddpilot.data.loader import ShardedLoader, make_loader, make_stream_loader
 from ddpilot.errors import DataError
-from tests.unit.data.samples import Augmented, Resumable, SizedStream, Stream, read_world, rows
+from tests.unit.data.samples import Augmented, Counted, Resumable, SizedStream, Stream, read_world, rows
 
 
 def world(dataset: Any, world_size: int, size: int = 4, **options: Any) -> list[ShardedLoader]:
@@ -69,8 +69,9 @@ def test_loader_augments_each_draw_of_a_sample_anew() -> None:
 def test_loader_goes_on_at_a_batch_as_if_it_had_read_the_ones_before() -> None:
     """The rest of an epoch is the same from any batch on and at another world size; nothing before it is read."""
     expected = read_world(world(Augmented(23), 2, shuffle=True), epoch=3)
-    dataset = Augmented(23)
-    assert read_world(world(dataset, 3, shuffle=True), epoch=3, first_batch=4) == expected[4:]
+    assert read_world(world(Augmented(23), 3, shuffle=True), epoch=3, first_batch=4) == expected[4:]
+    dataset = Counted(23)
+    read_world(world(dataset, 3, shuffle=True), epoch=3, first_batch=4)
     assert dataset.num_read == 23 - 16
     assert read_world(world(dataset, 3, shuffle=True), first_batch=6) == []
     with pytest.raises(DataError, match=r"\[rank 1\] starting at batch 7: an epoch of 6 batches"):
@@ -113,6 +114,25 @@ def test_loader_seeds_nothing_when_told_or_where_nothing_can_draw() -> None:
     assert read_world(world(nested, 2, shuffle=True)) == read_world(world(nested, 1, shuffle=True))
 
 
+def test_loader_notices_when_a_dataset_first_draws() -> None:
+    """Up to then it seeds nothing, which costs more than to read a plain sample; from then on all is as if it had."""
+
+    class Late(Counted):
+        def __getitem__(self, number: int) -> Any:
+            self.num_read += 1
+            return number, random.random() if number >= 6 else 0.0
+
+    expected = [row[1] for batch in read_world(world(Augmented(12), 1)) for row in batch]
+    for world_size in (1, 2):
+        dataset = Late(12)
+        loaders = world(dataset, world_size)
+        batches = read_world(loaders)
+        assert [row[1] for batch in batches for row in batch][6:] == expected[6:]
+        assert dataset.num_read == 12 + 4  # one piece of each rank is read a second time
+        assert read_world(loaders) == batches
+        assert all(loader._reader.has_drawn for loader in loaders)
+
+
 def test_loader_names_the_sample_that_cannot_be_read() -> None:
     """With its rank, batch and epoch, and the original exception as the cause."""
 
@@ -134,7 +154,7 @@ def test_loader_names_the_sample_that_cannot_be_read() -> None:
 
 def test_loader_keeps_its_shard_and_nothing_else_in_memory() -> None:
     """With `cache` each rank reads its samples once, whatever the epoch; the batches come in another order."""
-    datasets = [Augmented(26), Augmented(26)]
+    datasets = [Counted(26), Counted(26)]
     loaders = [
         make_loader(dataset, rank=rank, world_size=2, global_batch_size=4, shuffle=True, cache=True)
         for rank, dataset in enumerate(datasets)
@@ -145,7 +165,7 @@ def test_loader_keeps_its_shard_and_nothing_else_in_memory() -> None:
     assert epochs[0][3:] == rest
     assert epochs[0] != epochs[1] != epochs[2]
     assert sorted(map(sorted, epochs[1])) == sorted(map(sorted, epochs[0]))
-    alone = make_loader(Augmented(26), rank=0, world_size=1, global_batch_size=4, shuffle=True, cache=True)
+    alone = make_loader(Counted(26), rank=0, world_size=1, global_batch_size=4, shuffle=True, cache=True)
     assert [[row[0] for row in batch] for batch in read_world([alone], 2)] == [[row[0] for row in b] for b in epochs[2]]
 
 

@@ -172,3 +172,22 @@ def test_plan_has_no_batch_and_no_rank_that_is_not_there() -> None:
         plan.piece(0, 2)
     with pytest.raises(DataError, match="sample 10 of 10"):
         Plan(10, 5, world_size=2, sampler=lambda epoch: np.arange(1, 11)).order(0)
+
+
+def test_plan_fingerprint_differs_when_ranks_would_train_on_other_batches() -> None:
+    """Each argument counts; the same ones give the same text in every process."""
+    same: dict[str, Any] = {"num_samples": 10, "global_batch_size": 5, "world_size": 2}
+    others: list[dict[str, Any]] = [
+        {"num_samples": 11},
+        {"global_batch_size": 4},
+        {"seed": 1},
+        {"shuffle": True},
+        {"drop_last": True},
+        {"shares": [2, 3]},
+        {"weights": [1.0] * 10},
+        {"weights": [1.0] * 9 + [2.0]},
+        {"sampler": lambda epoch: np.arange(10)[::-1]},
+    ]
+    found = [Plan(**{**same, **other}).fingerprint() for other in ({}, *others)]
+    assert len({*found}) == 10
+    assert found[0] == Plan(**same, shares=[3, 3]).fingerprint() == Plan(**same).fingerprint()

@@ -185,7 +185,7 @@ def test_shard_loader_keeps_the_options_of_the_workers() -> None:
     options: dict[str, Any] = {"num_workers": 2, "prefetch_factor": 5, "persistent_workers": True, "timeout": 9.0}
     options |= {"worker_init_fn": print, "multiprocessing_context": context}
     made = shard_loader(DataLoader(NUMBERS, 4, collate_fn=len, **options), rank=0, world_size=2)
-    assert {name: getattr(made._loader, name) for name in options} == options
+    assert {name: getattr(made._workers.loader, name) for name in options} == options
     assert isinstance(made.dataset, TensorDataset)
     assert made._reader.collate is len  # type: ignore[union-attr]
 
