@@ -20,6 +20,8 @@ _AGAIN_AFTER_FAILURE_S = 1.6
 _KILL_SILENT_AFTER_S = 2.0
 _KILL_AFTER_S = 2.5
 _FREE_LIMIT_S = 3.0
+_FREE_GRACE_S = 1.0
+"""How long ranks have to come back after they were freed, however often the stop button is pressed."""
 
 
 class Ladder:
@@ -30,7 +32,8 @@ class Ladder:
         self._outcome = outcome
         self._steps: list[tuple[float, Callable[[], None]]] = []
         self._free_ids: dict[str, int] = {}
-        self._free_until_s = 0.0
+        self._freed_s = 0.0
+        self._killed: set[int] = set()
         self._is_settled = False
         """Whether the group was freed, or found to need no freeing."""
 
@@ -42,7 +45,7 @@ class Ladder:
     @property
     def is_done(self) -> bool:
         """Whether all is said of the group, and every rank that was freed has answered or is not waited for."""
-        return self._is_settled and not (self._free_ids and time.monotonic() < self._free_until_s)
+        return self._is_settled and not (self._free_ids and time.monotonic() < self._freed_s + _FREE_LIMIT_S)
 
     def begin_after_stop(self, now: float) -> None:
         """The person wants the cell to end."""
@@ -65,10 +68,12 @@ class Ladder:
         ]
 
     def hurry(self, now: float) -> None:
-        """Take the next step now, and those after it in their time."""
+        """Take the next step now, and those after it in their time; killing waits for what freeing does."""
         if self._steps:
-            early_s = self._steps[0][0] - now
-            self._steps = [(due_s - early_s, step) for due_s, step in self._steps]
+            due_s, step = self._steps[0]
+            is_kill = step in (self._kill_silent, self._kill)
+            early_s = due_s - (max(now, self._freed_s + _FREE_GRACE_S) if is_kill else now)
+            self._steps = [(due_s - max(0.0, early_s), step) for due_s, step in self._steps]
 
     def climb(self, now: float) -> None:
         """Take the steps that are due; where no rank is busy any more, settle what becomes of the group."""
@@ -106,7 +111,7 @@ class Ladder:
         live = [rank for rank in range(host.world_size) if host.is_live(rank)]
         sent = {self._ranks.hub.send(rank, "control", FREE, {}): rank for rank in live}
         self._free_ids = {message_id: rank for message_id, rank in sent.items() if message_id}
-        self._free_until_s = time.monotonic() + _FREE_LIMIT_S
+        self._freed_s = time.monotonic()
         self._is_settled = True
 
     def _free_stuck(self) -> None:
@@ -133,6 +138,8 @@ class Ladder:
         self._kill_ranks(self._outcome.busy)
 
     def _kill_ranks(self, ranks: Sequence[int]) -> None:
+        ranks = [rank for rank in ranks if rank not in self._killed]
+        self._killed.update(ranks)
         if ranks:
             self._ranks.view.note(
                 f"killing {render_ranks(ranks)}, which nothing else stops; the variables there are lost"

@@ -11,7 +11,7 @@ from ddpilot.errors import RankError
 from ddpilot.findings.words import render_ranks
 from ddpilot.launching.failures import Failure, build_error, choose_failure
 from ddpilot.launching.local.report import Raised
-from ddpilot.session.events import Ended, Event, Interrupted, Said, Wrote
+from ddpilot.session.events import Ended, Event, Said, Wrote
 from ddpilot.session.ladder import Ladder
 from ddpilot.session.outcome import Outcome, Part
 from ddpilot.session.ranks import Ranks
@@ -124,11 +124,13 @@ class Round:
                 self._ladder.interrupt_late(part.rank)
 
     def _answer(self, said: Said, stops: Stops) -> None:
+        if self._outcome.was_cut:
+            return  # the rank is interrupted where it waits
         try:
             with stops.raised():
                 text = self._ranks.view.ask(said.rank, said.content["prompt"], said.content["password"])
         except KeyboardInterrupt:
-            self._events.put(Interrupted())
+            self._on_stop(time.monotonic())  # at once: another rank's question may be the next event
             return
         except EOFError:
             text = "\x04"  # as ipykernel spells the end of input

@@ -58,7 +58,7 @@ class Work:
     def call(self, verb: str, arguments: dict[str, Any], ranks: Sequence[int], parcel: list[int], name: str) -> Any:
         """Have `ranks` serve a request that brings a parcel and is answered by one; outcome and answers by rank.
 
-        Recovers where it fails and is a function of the user's (verb "call").
+        Recovers where it fails.
         """
         answers: dict[int, list[int]] = {}
         calls: dict[int, ParcelCall] = {}
@@ -77,8 +77,7 @@ class Work:
             finally:
                 for each in calls.values():
                     each.close()
-            if verb == "call":
-                self._recover(outcome, events, stops)
+            self._recover(outcome, events, stops)
         return outcome, answers
 
     def restart(self, ranks: Sequence[int]) -> None:
@@ -177,6 +176,8 @@ class Work:
         except KeyboardInterrupt:
             self._give_up_restart(ranks, events, stops)
         self._fresh = frozenset(ranks)
+        if len(self._fresh) == self._ranks.world_size:
+            self._wants_group, self._backend = False, None  # as after a start: entered at first use, or by the user
         self._regroup(events, stops)
         self._fresh = frozenset()
 

@@ -79,6 +79,17 @@ def test_restart_of_all_ranks_starts_over(start: Start) -> None:
     session.execute("group.barrier()")
 
 
+def test_after_a_restart_of_all_ranks_the_user_enters_the_group_again(start: Start) -> None:
+    """Restart and run from the top: fresh ranks are as after the start, in no group."""
+    session = start(2)
+    enter = "import torch, torch.distributed as dist\ndist.init_process_group('gloo')\ndist.all_reduce(torch.ones(1))"
+    session.execute(enter)
+    session.restart()
+    session.execute(enter)
+    session.restart()
+    session.execute("group.barrier()")
+
+
 def test_a_model_is_missing_on_a_restarted_rank_and_that_is_said(start: Start, view: Kept) -> None:
     """The other ranks still have theirs: the next step would hang."""
     session = start(2)

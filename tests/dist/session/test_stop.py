@@ -140,6 +140,44 @@ def test_a_double_click_kills_no_rank_that_freeing_would_have_freed(start: Start
     session.execute("group.barrier(); assert kept == rank")
 
 
+def test_however_often_stop_is_pressed_freeing_has_its_time(start: Start, view: Kept) -> None:
+    """An impatient person loses no variable that one press would have kept."""
+    session = start(2)
+    session.execute(MODEL + "kept = rank; step()")
+    before = session.pids()
+    with pressing_stop(0.4, 0.45, 0.5, 0.55, 0.6), pytest.raises(LaunchInterrupted):
+        session.execute("import time\ngroup.barrier() if rank == 0 else time.sleep(20)")
+    assert session.pids() == before, view.notes
+    session.execute("for p in model.parameters(): group.broadcast(p.data)\nstep(); assert kept == rank")
+
+
+def test_one_stop_ends_the_questions_of_all_ranks(start: Start, view: Kept) -> None:
+    """The second rank's question waits behind the first one's; it is not asked any more."""
+    session = start(2)
+    asked = []
+
+    def ask(rank: int, prompt: str, password: bool) -> str:
+        asked.append(rank)
+        time.sleep(0.2)  # so that the other rank's question has come
+        raise KeyboardInterrupt
+
+    view.ask = ask  # type: ignore[method-assign]
+    with pytest.raises(LaunchInterrupted):
+        session.execute("input('name? ')")
+    assert len(asked) == 1
+    session.execute("group.barrier()")
+
+
+def test_stop_of_a_pull_leaves_a_group_that_works(start: Start, view: Kept) -> None:
+    """Whatever of the way to the notebook the value was on."""
+    session = start(2)
+    session.execute(MODEL + "step(); big = torch.zeros(60_000_000)")
+    for after_s in (0.05, 0.1, 0.15):
+        with contextlib.suppress(LaunchInterrupted, KeyboardInterrupt), pressing_stop(after_s):
+            session.pull("big")
+        session.execute("step()")
+
+
 @pytest.mark.parametrize("after_s", [0.12, 0.2, 0.3])
 def test_a_stop_while_the_group_is_made_anew_lets_that_end(start: Start, view: Kept, after_s: float) -> None:
     """Cut short it would leave ranks in different groups; the next cell works, and everything is kept."""

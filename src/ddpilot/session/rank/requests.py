@@ -59,7 +59,13 @@ class Requests:
         except BaseException as error:  # noqa: BLE001  # the user's function may raise anything, and the parent is told
             stop_handler.disarm()
             return report_error(error, user_traceback(error), time.monotonic(), self.space.counter.count())
-        return Report(status="ok", time_s=time.monotonic(), has_group=dist.is_initialized(), value=value)
+        return Report(
+            status="ok",
+            time_s=time.monotonic(),
+            has_group=dist.is_initialized(),
+            num_collectives=self.space.counter.count(),
+            value=value,
+        )
 
     def _call(self, token: str) -> None:
         channel, fds = self._port.take(token)
