@@ -27,7 +27,8 @@ class Hub:
     """Sends and receives in a thread of its own. `deliver` is called there with every event.
 
     `tick` is called there too, after each round of events, with the time (seconds, monotonic clock); it returns when
-    it wants to be called next, None where it does not care. `broken` gets an exception that ended the thread.
+    it wants to be called next, None where it does not care. `broken` gets an exception that ended the thread. `sending`
+    is called by whoever sends, with rank, kind, content and id of each message.
     """
 
     def __init__(
@@ -35,10 +36,12 @@ class Hub:
         deliver: Callable[[Event], None],
         tick: Callable[[float], float | None],
         broken: Callable[[BaseException], None],
+        sending: Callable[[int, str, dict[str, Any], str], None],
     ) -> None:
         self._deliver = deliver
         self._tick = tick
         self._broken = broken
+        self._sending = sending
         self._context: zmq.Context[Any] = zmq.Context()
         self._poller = zmq.Poller()
         self._ready: dict[Any, Callable[[], object]] = {}
@@ -101,13 +104,15 @@ class Hub:
         if channels is None:
             return ""
         message = channels.make(kind, content, metadata, parent)
+        message_id = str(message["header"]["msg_id"])
+        self._sending(rank, kind, content, message_id)
 
         def send() -> None:
             if self._channels.get(rank) is channels:
                 channels.send(channel, message, buffers)
 
         self.post(send)
-        return str(message["header"]["msg_id"])
+        return message_id
 
     def stop(self) -> None:
         """End the thread and close everything."""

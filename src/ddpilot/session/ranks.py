@@ -33,6 +33,7 @@ from ddpilot.session.folder import make_folder, remove_folder
 from ddpilot.session.hosts import RankHost
 from ddpilot.session.hub import Hub
 from ddpilot.session.local import LocalRanks
+from ddpilot.session.noise import FreeNoise
 from ddpilot.session.options import SessionOptions
 from ddpilot.session.rank.start import KernelStart
 from ddpilot.session.readiness import await_ready
@@ -71,11 +72,12 @@ class Ranks:
         self._owner_pid = os.getpid()
         self._stacks: StackTexts | None = None
         self._attention = Attention(self.show_idle, self._release)
+        self._noise = FreeNoise()
         self.folder = make_folder()
         try:
             self.host: RankHost = LocalRanks(self._launch_options(), self._kernel_start, (HOOK,))
             self._incarnations = [0] * self.host.world_size
-            self.hub = Hub(self._deliver, self._tick, self._on_broken)
+            self.hub = Hub(self._deliver, self._tick, self._on_broken, self._noise.sending)
         except BaseException:
             remove_folder(self.folder)
             raise
@@ -233,17 +235,29 @@ class Ranks:
         with self._attention.switch:
             if isinstance(event, Said) and event.kind == "status" and event.content["execution_state"] == "idle":
                 self.host.drain(event.rank)  # what was written past Python comes another way, and belongs to this cell
+                if self._noise.ends_with(event.rank, event.parent_id):
+                    self._take_written(Wrote(event.rank, "stderr", b""))
             if isinstance(event, Wrote):
-                if self._stacks is not None and self._stacks.take(event):
-                    return
-                self.tails.feed(event.rank, event.stream, event.data)
+                self._take_written(event)
+                return
             if isinstance(event, Ended):
                 self._on_ended(event)
+            self._attention.put(event)
+
+    def _take_written(self, event: Wrote) -> None:
+        if self._stacks is not None and self._stacks.take(event):
+            return
+        if event.stream == "stderr":
+            event = replace(event, data=self._noise.filter(event.rank, event.data))
+        if event.data:
+            self.tails.feed(event.rank, event.stream, event.data)
             self._attention.put(event)
 
     def _on_ended(self, ended: Ended) -> None:
         if ended.rank == STORE:
             return
+        self._noise.forget(ended.rank)
+        self._take_written(Wrote(ended.rank, "stderr", b""))
         self.hub.disconnect(ended.rank)
         self.dead[ended.rank] = describe_end(ended, ended.rank in self._killed, self.tails.last_lines(ended.rank))
         self._killed.discard(ended.rank)

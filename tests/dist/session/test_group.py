@@ -93,3 +93,12 @@ def test_every_collective_is_in_the_rings_with_its_cell_line(start: Start) -> No
         entry = next(each for each in read_ring(path).collectives if each.op == "all_reduce")
         assert entry.line is not None
         assert "Cell In[9]" in str(entry.line)
+
+
+def test_freeing_a_rank_on_its_way_into_the_group_shows_nothing_of_torchs_own(start: Start, view: Kept) -> None:
+    """Its store warns of the connection that ddpilot has closed, with fifty frames of C++; the cell's own text stays."""
+    session = start(2)
+    with pytest.raises(RankError, match="ZeroDivisionError"):
+        session.execute("import os\ntry: 1/0 if rank else group.barrier()\nfinally: os.write(2, b'mine\\n')")
+    session.execute("group.barrier()")
+    assert view.raws == {0: b"mine\n", 1: b"mine\n"}
