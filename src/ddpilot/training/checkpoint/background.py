@@ -36,6 +36,10 @@ class Background:
         self._future = None
         return failure
 
+    def fail(self) -> None:
+        """Remember that the last task failed before it was begun."""
+        self.is_good = False
+
     def note(self, text: str) -> None:
         """From the task: something to tell the user that is no failure."""
         self._notes.append(text)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -22,17 +21,13 @@ from ddpilot.training.checkpoint.names import plain_names
 from ddpilot.training.checkpoint.reading import Checkpoint, read_checkpoint
 from ddpilot.training.checkpoint.safetensors_file import check_dtypes
 from ddpilot.training.checkpoint.snapshot import Snapshots
+from ddpilot.training.checkpoint.telling import render_failure, tell_stderr
 from ddpilot.training.checkpoint.writing import STAGING_PREFIX, Contents, write_checkpoint
 
 LATEST = "latest"
 BEST = "best"
 _NAME = re.compile(r"save-(\d{6,})-step-(\d+)")
 _DELETING_PREFIX = ".deleting-"
-
-
-def tell_stderr(text: str) -> None:
-    """Say `text` on stderr, as ddpilot."""
-    sys.stderr.write(f"ddpilot: {text}\n")
 
 
 class CheckpointDir:
@@ -80,7 +75,7 @@ class CheckpointDir:
         For tensors on the CPU; those on CUDA are copied to pinned memory, which torch keeps.
         """
         self.wait()
-        self._background.start(lambda: self._snapshots.reserve(num_bytes))
+        self._background.start(lambda: self._reserve(num_bytes))
 
     def save(
         self,
@@ -106,7 +101,12 @@ class CheckpointDir:
                 fix="Hand over the part of every rank, in rank order.",
             )
         plain = {name: _plain(name, tensors) for name, tensors in weights.items()}
-        copied = self._snapshots.take({"weights": plain, "state": dict(state or {}), "parts": list(parts)})
+        try:
+            copied = self._snapshots.take({"weights": plain, "state": dict(state or {}), "parts": list(parts)})
+        except OSError as error:  # no memory for the copy
+            self._background.fail()
+            self._tell_failure(error)
+            return
         contents = Contents(progress=progress, metrics={n: float(v) for n, v in (metrics or {}).items()}, **copied)
         self._background.start(lambda: self._write(contents))
 
@@ -117,7 +117,7 @@ class CheckpointDir:
         """
         failure = self._background.finish()
         if isinstance(failure, OSError):
-            self._tell(self._render_failure(failure))
+            self._tell_failure(failure)
         elif failure is not None:
             raise CheckpointError("saving a checkpoint", found=f"{type(failure).__name__}: {failure}") from failure
         for told in self._background.take_notes():
@@ -185,6 +185,12 @@ class CheckpointDir:
     ) -> None:
         self.close()
 
+    def _reserve(self, num_bytes: int) -> None:
+        try:
+            self._snapshots.reserve(num_bytes)
+        except OSError as error:
+            self._background.note(f"no memory for the copies of checkpoints, {num_bytes / 1e6:.1f} MB: {error}")
+
     def _write(self, contents: Contents) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
         remove_stale(self.path, (STAGING_PREFIX, _DELETING_PREFIX))
@@ -235,23 +241,15 @@ class CheckpointDir:
     def _pointed(self, pointer: str) -> str | None:
         try:
             return (self.path / pointer).read_text(encoding="utf-8", errors="replace").strip()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
 
-    def _render_failure(self, failure: OSError) -> str:
-        last = self._pointed(LATEST)
-        stays = f"the last good one stays: {last}" if last else "there is none yet"
-        return (
-            f"no checkpoint was written in {self.path}: {failure}. Training goes on; {stays}. "
-            f"{_free(self.path)} Make room, or keep fewer (`keep`)."
-        )
-
-
-def _free(path: Path) -> str:
-    try:
-        return f"{shutil.disk_usage(path).free / 1e6:.1f} MB are free there."
-    except OSError as error:
-        return f"The directory cannot be looked at ({error.strerror})."
+    def _tell_failure(self, failure: OSError) -> None:
+        try:
+            last = self._pointed(LATEST)
+        except OSError as error:
+            last = f"`{LATEST}` cannot be read now ({error})"
+        self._tell(render_failure(self.path, failure, last))
 
 
 def _plain(name: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the user is told about a save that failed."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import sys
+from pathlib import Path
+
+
+def tell_stderr(text: str) -> None:
+    """Say `text` on stderr, as ddpilot."""
+    sys.stderr.write(f"ddpilot: {text}\n")
+
+
+def render_failure(folder: Path, failure: OSError, last: str | None) -> str:
+    """What to say of a save in `folder` that ended with `failure`; `last`: the name of the last good one, if any."""
+    stays = f"the last good one stays: {last}" if last else "there is none yet"
+    if failure.errno == errno.ENOMEM:
+        return f"no checkpoint was written in {folder}: no memory for its copy ({failure}). Training goes on; {stays}."
+    return (
+        f"no checkpoint was written in {folder}: {failure}. Training goes on; {stays}. "
+        f"{_free(folder)} Make room, or keep fewer (`keep`)."
+    )
+
+
+def _free(folder: Path) -> str:
+    try:
+        return f"{shutil.disk_usage(folder).free / 1e6:.1f} MB are free there."
+    except OSError as error:
+        return f"The directory cannot be looked at ({error.strerror})."
