@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ddpilot.data.plan import Plan
 from ddpilot.errors import LoopError
 from ddpilot.findings.finding import Finding
+from ddpilot.training.wrapping import unwrap
 
 MIN_SAMPLES = 16
 """A rank's part of a batch below this makes BatchNorm's statistics noisy; from 32 on it makes no difference."""
@@ -21,7 +22,7 @@ def find_batch_norms(models: Iterable[nn.Module]) -> list[str]:
     return [
         name or type(layer).__name__
         for model in models
-        for name, layer in model.named_modules()
+        for name, layer in unwrap(model).named_modules()
         if isinstance(layer, _BatchNorm) and not isinstance(layer, nn.SyncBatchNorm) and layer.training
     ]
 

@@ -35,7 +35,8 @@ def _make(name: str, metric: Any, device: torch.device) -> Meter:
     if all(callable(getattr(metric, method, None)) for method in ("update", "compute", "reset", "clone")):
         own = metric.clone().to(device)
         own.reset()
-        own.sync_on_compute = False
+        for part in [own, *_parts(own)]:
+            part.distributed_available_fn = lambda: False  # its own way over the ranks would count samples again
         return MergedMetric(own) if _can_merge(own) else GatheredMetric(own, device)
     if callable(metric):
         return MeanOf(name, metric)
@@ -49,11 +50,18 @@ def _make(name: str, metric: Any, device: torch.device) -> Meter:
 def _can_merge(metric: Any) -> bool:
     """Whether states of ranks can be joined exactly, by torchmetrics' own `merge_state`.
 
-    Not those that are means: it takes the number of updates for the number of samples.
+    Not those that are means: it takes the number of updates for the number of samples. Nor those inside a wrapper.
     """
     joins = {"dim_zero_sum", "dim_zero_cat", "dim_zero_max", "dim_zero_min"}
     reductions = [getattr(one, "__name__", "") for one in getattr(metric, "_reductions", {"": None}).values()]
-    return metric.full_state_update is False and not metric.dist_sync_on_step and set(reductions) <= joins
+    says_so = metric.full_state_update is False and not metric.dist_sync_on_step
+    return says_so and bool(reductions) and set(reductions) <= joins and not _parts(metric)
+
+
+def _parts(metric: Any) -> list[Any]:
+    """The metrics inside a metric that wraps others."""
+    modules = metric.modules() if isinstance(metric, torch.nn.Module) else []
+    return [module for module in modules if module is not metric and hasattr(module, "distributed_available_fn")]
 
 
 class MeanOf:

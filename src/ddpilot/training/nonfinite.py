@@ -12,6 +12,7 @@ from torch import nn
 from ddpilot.errors import NonFiniteError
 from ddpilot.group.protocol import GroupLike
 from ddpilot.training.grouping import CurrentBatch
+from ddpilot.training.wrapping import unwrap
 
 _NUM_NAMED = 8
 
@@ -59,7 +60,7 @@ def _describe(seen: _Seen) -> str:
 
 def describe_parameters(models: Iterable[nn.Module]) -> str:
     """Which weights and which gradients are not finite, by name, at most eight of each."""
-    named = [(name, p) for model in models for name, p in model.named_parameters()]
+    named = [(name, p) for model in models for name, p in unwrap(model).named_parameters()]
     weights = [name for name, p in named if not bool(torch.isfinite(p).all())]
     gradients = [name for name, p in named if p.grad is not None and not bool(torch.isfinite(p.grad).all())]
     return f"weights that are not finite: {_names(weights)}; gradients: {_names(gradients)}"

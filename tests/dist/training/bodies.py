@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import ddpilot
@@ -41,7 +40,7 @@ class Block(nn.Module):
         scores = (query @ key.transpose(-2, -1)) / math.sqrt(x.shape[-1])
         later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
         x = x + scores.masked_fill(later, -math.inf).softmax(-1) @ value
-        return x + self.mlp(self.norms[1](x))
+        return torch.as_tensor(x + self.mlp(self.norms[1](x)))
 
 
 class TinyGPT(nn.Module):
@@ -56,7 +55,7 @@ class TinyGPT(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: (samples, tokens) of integers; the result has logits in a third dimension."""
-        return self.head(self.blocks(self.tokens(x) + self.places))  # type: ignore[no-any-return]
+        return torch.as_tensor(self.head(self.blocks(self.tokens(x) + self.places)))
 
 
 def make_model(kind: str) -> nn.Module:
@@ -95,7 +94,7 @@ def take_step(loop: Loop, model: nn.Module, x: torch.Tensor, y: torch.Tensor) ->
     """Forward and backward of one batch; the mean loss of all ranks' samples or tokens."""
     with loop.accumulate(model):
         logits = model(x)
-        loss = F.cross_entropy(logits.flatten(0, -2), y.flatten())
+        loss = nn.functional.cross_entropy(logits.flatten(0, -2), y.flatten())
         count = int((y != -100).sum()) if y.ndim > 1 else None
         loop.backward(loss, count=count)
     return loop.reduce(loss, count=count)

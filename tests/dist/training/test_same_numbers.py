@@ -11,7 +11,7 @@ import torch
 from tests.dist.training.bodies import launch, train
 
 UPDATES_PER_EPOCH = 4
-NUM_UPDATES = 200 if os.environ.get("DDPILOT_SOAK") else 40
+NUM_UPDATES = 200 if os.environ.get("DDPILOT_SOAK") else 24
 SHARES = {2: [2.0, 1.0], 4: [3.0, 1.0, 2.0, 1.0]}
 
 

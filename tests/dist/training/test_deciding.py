@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All ranks leave after the same update, whoever wanted to and why."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from ddpilot.training.loop import Loop
+from tests.dist.training.bodies import launch
+
+NUM_TRIALS = 20 if os.environ.get("DDPILOT_SOAK") else 3
+
+
+def count_batches(how: str, delays_s: list[float | None], accumulate: int = 2) -> dict[str, Any]:
+    """Train until told to stop in the way `how`: after a delay, on the ranks that have one."""
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
+    delay_s = delays_s[int(os.environ["RANK"])]
+    loop = Loop(accumulate=accumulate, max_time_s=delay_s if how == "time" else None)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = loop.prepare(model, optimizer)
+    loader = loop.loader(TensorDataset(torch.ones(43, 2)), global_batch_size=4)
+    act = loop.stop if how == "asked" else lambda: os.kill(os.getpid(), getattr(signal, how))
+    timer = threading.Timer(delay_s or 0.0, act)
+    done: list[tuple[int, int]] = []
+    for epoch in loop.epochs(10**6):
+        if not done and delay_s is not None and how != "time":
+            timer.start()
+        for number, (x,) in enumerate(loop.batches(loader)):
+            done.append((epoch, number))
+            with loop.accumulate(model):
+                loop.backward(model(x).pow(2).mean())
+            loop.step(optimizer)
+            if loop.rank == 1:
+                time.sleep(0.001)
+    restored = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)] == handlers
+    again = list(loop.epochs(10**6))
+    return {
+        "last": done[-1],
+        "num": len(done),
+        "reasons": loop.stop_reasons,
+        "next": (loop.epoch, loop.next_batch),
+        "restored": restored,
+        "again": again,
+        "weight": model.module.weight.tolist(),
+    }
+
+
+def check_together(results: Any, reason: str) -> None:
+    """All ranks did the same batches, up to the end of an accumulation group, and know where to go on."""
+    first = results[0]
+    assert all(seen == first for seen in results)
+    assert first["reasons"] == (reason,)
+    assert first["restored"]
+    assert first["again"] == []
+    epoch, number = first["last"]
+    if first["next"][1]:
+        assert first["next"] == (epoch, number + 1)
+        assert (number + 1) % 2 == 0 or number == 10
+    else:
+        assert first["next"] == (epoch + 1, 0)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("how", ["asked", "time", "SIGTERM", "SIGUSR1", "SIGINT"])
+def test_all_ranks_leave_after_the_same_update(how: str) -> None:
+    """One rank, or two at different moments, want to stop at a random time."""
+    rng = random.Random(how)
+    for trial in range(NUM_TRIALS if how == "SIGTERM" else 1):
+        delays_s: list[float | None] = [None, None, None]
+        delays_s[trial % 3] = 0.02 + 0.2 * rng.random()
+        check_together(launch(3, count_batches, how, delays_s), how)
+
+
+def stop_early(patience: int) -> Any:
+    """Rank 1 alone decides that it has seen enough, between two epochs."""
+    loop = Loop()
+    model = loop.prepare(nn.Linear(2, 1))
+    loader = loop.loader(TensorDataset(torch.ones(8, 2)), global_batch_size=4)
+    for epoch in loop.epochs(50):
+        for (x,) in loop.batches(loader):
+            loop.backward(model(x).mean())
+        if loop.rank == 1 and epoch + 1 == patience:
+            loop.stop()
+    return loop.epoch, loop.next_batch, loop.should_stop
+
+
+def test_a_stop_of_one_rank_between_epochs_ends_all_of_them() -> None:
+    """No rank begins the next epoch."""
+    assert list(launch(2, stop_early, 3)) == [(3, 0, True)] * 2

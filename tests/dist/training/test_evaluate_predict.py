@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every sample once, in order: metrics and predictions of datasets of any length on 1 to 4 ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ddpilot import FakeGroup, Launcher, RankError
+from ddpilot.errors import LoopError
+from ddpilot.training.loop import Loop
+from ddpilot.training.predicting import read_predictions
+from tests.dist.training.bodies import launch
+
+SHIMS = Path(__file__).parents[2] / "notebook" / "shims"
+SIZES = (21, 1, 0, 1001)
+
+
+class Numbers(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
+    """Sample i is (i as a tensor of one number, i)."""
+
+    def __init__(self, num_samples: int) -> None:
+        self._num_samples = num_samples
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __getitem__(self, number: int) -> tuple[torch.Tensor, int]:
+        return torch.tensor([float(number)], dtype=torch.float64), number
+
+
+class Doubling(nn.Module):
+    """Twice the input; refuses batches of no rows, as many models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+        self.norm = nn.BatchNorm1d(1)  # not used: something with buffers and with modes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (samples, 1)."""
+        return x.view(len(x), -1) * self.weight
+
+
+def numbers_seen(metrics: Any = None) -> dict[int, Any]:
+    """For each size: metrics that count and add up, and predictions in each of the forms that are allowed."""
+    loop = Loop()
+    model = loop.prepare(Doubling())
+    model.eval()
+    model.train()
+    found: dict[int, Any] = {}
+    forms = {
+        "tensor": None,
+        "tuple": lambda m, batch: (m(batch[0]), batch[1]),
+        "dict": lambda m, batch: {"y": m(batch[0]), "ids": batch[1]},
+        "objects": lambda m, batch: [f"sample {number}" for number in batch[1].tolist()],
+    }
+    for size in SIZES:
+        loader = loop.loader(Numbers(size), global_batch_size=8)
+        sums = {"mean": lambda y, ids: y, "even": lambda y, ids: (ids % 2 == 0).double().mean()}
+        found[size] = {
+            "metrics": loop.evaluate(model, loader, sums),
+            **{form: loop.predict(model, loader, forward=forward) for form, forward in forms.items()},
+            "everywhere": loop.predict(model, loader, on_all_ranks=True),
+            "training": model.training,
+        }
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_evaluate_and_predict_take_each_sample_once_in_order(num_ranks: int) -> None:
+    """21, 1, 0 and 1001 samples: exactly those, in each form of output, on rank 0, or on all where asked."""
+    for rank, found in enumerate(launch(num_ranks, numbers_seen)):
+        for size, seen in found.items():
+            ids = torch.arange(size)
+            metrics = seen["metrics"]
+            assert metrics["mean"] == pytest.approx(float(size - 1), rel=1e-12, nan_ok=True) if size else True
+            assert metrics["even"] == pytest.approx((size + 1) // 2 / size, rel=1e-12) if size else True
+            assert size or all(value != value for value in metrics.values())
+            assert seen["training"]
+            if not size:
+                assert all(seen[form] is None for form in ("tensor", "tuple", "dict", "objects", "everywhere"))
+                continue
+            expected = 2.0 * ids.double().reshape(-1, 1)
+            assert torch.equal(seen["everywhere"], expected)
+            if rank:
+                assert all(seen[form] is None for form in ("tensor", "tuple", "dict", "objects"))
+                continue
+            assert torch.equal(seen["tensor"], expected)
+            assert torch.equal(seen["tuple"][0], expected)
+            assert torch.equal(seen["tuple"][1], ids)
+            assert torch.equal(seen["dict"]["ids"], ids)
+            assert seen["objects"] == [f"sample {number}" for number in range(size)]
+
+
+def predict_to(folder: Path, num_samples: int, shuffle: bool = False) -> Any:
+    """Stream the predictions into `folder`."""
+    loop = Loop()
+    loader = loop.loader(Numbers(num_samples), global_batch_size=8, shuffle=shuffle)
+    return loop.predict(loop.prepare(Doubling()), loader, to=folder)
+
+
+def test_predict_streams_to_a_folder_batch_by_batch(tmp_path: Path) -> None:
+    """Every rank gets the path, the folder has one file per global batch, and reading it gives the order back."""
+    results = launch(3, predict_to, tmp_path / "out", 21)
+    assert list(results) == [tmp_path / "out"] * 3
+    parts = list(read_predictions(tmp_path / "out"))
+    assert [len(part) for part in parts] == [8, 8, 5]
+    assert torch.equal(torch.cat(parts), 2.0 * torch.arange(21, dtype=torch.float64).reshape(-1, 1))
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_predict_says_on_every_rank_why_rank_0_could_not_write(tmp_path: Path, shuffle: bool) -> None:
+    """A folder that is there, and an order that cannot be streamed: one error with the reason, nothing half written."""
+    if not shuffle:
+        (tmp_path / "out").mkdir()
+    with pytest.raises(RankError) as caught:
+        launch(2, predict_to, tmp_path / "out", 21, shuffle)
+    assert isinstance(caught.value.__cause__, LoopError)
+    assert ("not in the order of the dataset" if shuffle else "is there already") in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ([] if shuffle else ["out"])
+
+
+def metrics_of_torchmetrics(num_samples: int, group: Any = None) -> dict[str, Any]:
+    """A metric with sums, one with lists, one with means, one in a wrapper, and one that says nothing of its states."""
+    from torchmetrics import ClasswiseWrapper, MeanMetric, Metric, SpearmanCorrCoef
+    from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
+
+    class Order(Metric):  # type: ignore[misc,unused-ignore]
+        """Depends on the order of samples."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.value: torch.Tensor
+            self.add_state("value", torch.zeros((), dtype=torch.float64))
+
+        def update(self, _output: torch.Tensor, target: torch.Tensor) -> None:
+            for number in target.tolist():
+                self.value = (self.value * 3 + number) % 1009
+
+        def compute(self) -> torch.Tensor:
+            return self.value
+
+    loop = Loop(group=group)
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(num_samples, 5, generator=generator, dtype=torch.float64)
+    targets = torch.randint(5, (num_samples,), generator=generator)
+    loader = loop.loader(torch.utils.data.TensorDataset(logits, targets), global_batch_size=8)
+    own = MulticlassConfusionMatrix(5)
+    wrapped = ClasswiseWrapper(MulticlassAccuracy(5, average=None))
+    classes = loop.evaluate(nn.Identity(), loader, {"matrix": own, "order": Order(), "classes": wrapped})
+    spearman = {"spearman": SpearmanCorrCoef()}
+    values = loop.evaluate(nn.Identity(), loader, spearman, forward=lambda model, batch: tuple(batch[0].T[:2]))
+    means = {"mean": MeanMetric()}
+    values |= loop.evaluate(nn.Identity(), loader, means, forward=lambda model, batch: (batch[0],))
+    matrix = torch.zeros(5, 5, dtype=torch.long).index_put_(
+        (targets, logits.argmax(1)), torch.ones(num_samples, dtype=torch.long), accumulate=True
+    )
+    assert torch.equal(classes["matrix"], matrix)
+    assert not own.update_called
+    assert values["mean"] == pytest.approx(logits.mean().item(), rel=1e-4)
+    return {**values, **classes["classes"], "order": classes["order"]}
+
+
+def metrics_alone_and_together() -> list[tuple[Any, Any]]:
+    """The same for one rank and for all of them; in one launch, since importing torchmetrics takes long."""
+    return [(metrics_of_torchmetrics(n, FakeGroup()), metrics_of_torchmetrics(n)) for n in (21, 1001)]
+
+
+@pytest.mark.timeout(200)
+def test_torchmetrics_objects_give_the_same_at_any_world_size() -> None:
+    """Whatever their states are, also where a rank has no sample in the last batch; the user's stay untouched."""
+    launcher = Launcher(nproc_per_node=3, timeout_s=150, env={"PYTHONPATH": str(SHIMS)})
+    for results in launcher.run(metrics_alone_and_together):
+        for expected, values in results:
+            assert values == pytest.approx(expected, rel=1e-5)
+            assert values["order"] == expected["order"]

@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one update does on real ranks: synchronised once, skipped together, refused together, and no rank left out."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from ddpilot import RankError
+from ddpilot.errors import LoopError, NonFiniteError
+from ddpilot.training.loop import Loop
+from ddpilot.training.wrapping import unwrap
+from tests.dist.training.bodies import launch
+
+X = torch.arange(26, dtype=torch.float64).reshape(13, 2) / 10
+"""With a global batch of 12, the second and last batch has one sample: for rank 0."""
+
+
+def flat(model: nn.Module) -> list[float]:
+    """All weights in a row."""
+    return torch.cat([weight.detach().reshape(-1) for weight in model.parameters()]).tolist()
+
+
+def accumulate_once() -> list[list[float]]:
+    """The gradient on every rank after each batch of one accumulation group."""
+    loop = Loop(accumulate=2)
+    model = loop.prepare(nn.Linear(2, 1).double())
+    loader = loop.loader(TensorDataset(X), global_batch_size=12)
+    seen = []
+    for (x,) in loop.batches(loader):
+        with loop.accumulate(model):
+            loop.backward(model(x).pow(2).sum() / max(len(x), 1))
+        seen.append(model.module.weight.grad.tolist()[0])
+        assert loop.is_update == (len(seen) == 2)
+    inner = model.module
+    inner.zero_grad()
+    inner(X).pow(2).mean().backward()
+    return [*seen, inner.weight.grad.tolist()[0]]
+
+
+def test_accumulate_synchronises_with_the_last_batch_only() -> None:
+    """Gradients differ between ranks before, and are those of the mean of all 13 samples after, on both ranks."""
+    zero, one = launch(2, accumulate_once)
+    assert zero[0] != one[0]
+    for first, last, expected in (zero, one):
+        assert last == zero[1] == pytest.approx(expected, rel=1e-12)
+        assert first != last
+
+
+def train_gan(num_epochs: int = 3) -> list[float]:
+    """A generator and a discriminator with an optimizer each; their weights at the end."""
+    torch.set_default_dtype(torch.float64)
+    loop = Loop(seed=1)
+    generator, discriminator = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (generator, discriminator)]
+    generator, discriminator, *optimizers = loop.prepare(generator, discriminator, *optimizers)
+    loss_fn = nn.BCEWithLogitsLoss()
+    loader = loop.loader(TensorDataset(X), global_batch_size=12, shuffle=True)
+    for _ in loop.epochs(num_epochs):
+        for (real,) in loop.batches(loader):
+            fake = generator(real.flip(1))
+            with loop.accumulate(discriminator):
+                scores = discriminator(torch.cat([real, fake.detach()]))
+                truth = torch.cat([torch.ones_like(real[:, :1]), torch.zeros_like(real[:, :1])])
+                loop.backward(loss_fn(scores, truth))
+            loop.step(optimizers[1])
+            discriminator.requires_grad_(False)
+            with loop.accumulate(generator):
+                scores = unwrap(discriminator)(fake)
+                loop.backward(loss_fn(scores, torch.ones_like(scores)))
+            discriminator.requires_grad_(True)
+            loop.step(optimizers[0])
+    return flat(generator) + flat(discriminator)
+
+
+def test_two_models_with_two_optimizers_train_alike_at_any_world_size() -> None:
+    """A GAN, whose batches have two backward passes and two steps."""
+    (alone,), *others = (launch(num, train_gan) for num in (1, 2, 4))
+    for results in others:
+        for weights in results:
+            assert weights == pytest.approx(alone, rel=1e-10)
+
+
+def overflow_on_rank_one() -> list[tuple[bool, list[float], float]]:
+    """Three fp16 updates, of which the second has an infinite gradient on rank 1."""
+    loop = Loop(precision="fp16")
+    model, optimizer = loop.prepare(*(lambda m: (m, torch.optim.SGD(m.parameters(), lr=0.01)))(nn.Linear(2, 1)))
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    loader = loop.loader(TensorDataset(X.float()), global_batch_size=4)
+    seen = []
+    for number, (x,) in enumerate(loop.batches(loader)):
+        with loop.accumulate(model):
+            loss = model(x).float().pow(2).mean() / 1000
+            loop.backward(loss * (3e38 if number == 1 and loop.rank == 1 else 1.0))
+        norm = loop.clip_grad_norm_(model.parameters(), 1e6)
+        assert norm is not None
+        seen.append((loop.step(optimizer, schedule), flat(model), float(schedule.get_last_lr()[0])))
+    assert loop.num_updates == 3
+    return seen
+
+
+def test_fp16_skips_an_update_on_all_ranks_when_one_overflows() -> None:
+    """The others step with it; the weights stay the same on all ranks, and the schedule waits."""
+    for seen in (results := launch(2, overflow_on_rank_one)):
+        assert [done for done, _, _ in seen] == [True, False, True, True]
+        assert seen[0][1] == seen[1][1] != seen[2][1]
+        assert [lr for _, _, lr in seen] == [0.005, 0.005, 0.0025, 0.00125]
+        assert seen == results[0]
+
+
+def nan_on_rank_one(how: str) -> Any:
+    """The error that each rank gets, the number of updates before it, and whether the weights are still good."""
+    loop = Loop(accumulate=2)
+    model = nn.Linear(2, 1).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = loop.prepare(model, optimizer)
+    loader = loop.loader(TensorDataset(X), global_batch_size=2)
+    try:
+        for number, (x,) in enumerate(loop.batches(loader)):
+            with loop.accumulate(model):
+                out = model(x) if how == "loss" else (model(x) - model(x).detach()).abs().sqrt()
+                is_bad = how == "gradient" or (number == 2 and loop.rank == 1)
+                loop.backward(out.mean() * (float("nan") if is_bad and how == "loss" else 1.0))
+            loop.clip_grad_norm_(model.parameters(), 1.0)
+            loop.step(optimizer)
+    except NonFiniteError as error:
+        return error, loop.num_updates, all(value == value for value in flat(model))
+    return None
+
+
+def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_update() -> None:
+    """Also in a batch that only accumulates; the error names the rank, the batch, its samples and the gradient."""
+    for error, num_updates, is_good in launch(2, nan_on_rank_one, "loss"):
+        assert (error.rank, num_updates, is_good) == (1, 1, True)
+        assert "on rank 1 the loss is nan in epoch 0, batch 2, of samples 5;" in error.found
+        assert "weights that are not finite: none; gradients: weight, bias" in error.found
+
+
+def test_a_gradient_that_is_not_finite_stops_all_ranks_before_the_update() -> None:
+    """Where the losses were finite, clipping notices."""
+    for error, num_updates, is_good in launch(2, nan_on_rank_one, "gradient"):
+        assert (num_updates, is_good) == (0, True)
+        assert "on all ranks, though every rank's loss was finite" in error.found
+
+
+class Reshaping(nn.Module):
+    """Fails on zero rows, as people's models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (samples, 2)."""
+        return self.layer(x.view(len(x), -1))  # type: ignore[no-any-return]
+
+
+def train_reshaping() -> None:
+    """One epoch, whose last batch has no sample for rank 1."""
+    loop = Loop()
+    model = loop.prepare(Reshaping())
+    for (x,) in loop.batches(loop.loader(TensorDataset(X), global_batch_size=12)):
+        with loop.accumulate(model):
+            loop.backward(model(x).mean())
+
+
+def test_a_model_that_cannot_take_zero_rows_is_told_what_to_do() -> None:
+    """The error names the batch, and the usual cause."""
+    with pytest.raises(RankError, match=r"it has 1 samples for 2 ranks, none of them here") as caught:
+        launch(2, train_reshaping)
+    assert isinstance(caught.value.__cause__, LoopError)
+    assert caught.value.rank == 1
+    assert "x.flatten(1)" in str(caught.value)
+
+
+def train_batch_norm(global_batch_size: int, num_samples: int) -> Any:
+    """Findings, warnings, and buffers before and after an evaluation."""
+    loop = Loop()
+    model = loop.prepare(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    generator = torch.Generator().manual_seed(2)
+    loader = loop.loader(
+        TensorDataset(torch.randn(num_samples, 2, generator=generator)), global_batch_size=global_batch_size
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            for (x,) in loop.batches(loader):
+                loop.backward(model(x).pow(2).mean())
+    if loop.rank == 0:
+        model(x)  # a forward of one rank alone meets no collective
+    model.eval()
+    before = unwrap(model).get_buffer("1.running_mean").tolist()
+    loop.evaluate(model, loader, {"mean": lambda y: y}, forward=lambda m, batch: (m(batch[0]),))
+    after = unwrap(model).get_buffer("1.running_mean").tolist()
+    return loop.findings, [str(one.message) for one in caught], before, after
+
+
+def test_batch_norm_with_few_samples_is_found_once_and_buffers_become_rank_zeros() -> None:
+    """One finding, said on rank 0; no buffer crosses in a forward, and evaluation makes them equal."""
+    zero, one = launch(2, train_batch_norm, 24, 48)
+    assert [finding.code for finding in zero[0]] == ["DDP501"]
+    assert zero[0][0].ranks == (0, 1)
+    assert zero[0] == one[0]
+    assert len(zero[1]) == 1
+    assert "is divided into 12, 12" in zero[1][0]
+    assert one[1] == []
+    assert zero[2] != one[2]
+    assert zero[3] == one[3] == zero[2]
+
+
+def test_batch_norm_with_one_sample_on_a_rank_is_refused_before_the_epoch() -> None:
+    """Rather than failing in its last batch."""
+    with pytest.raises(RankError, match=r"batch 2 has 3 samples for 2 ranks \(2, 1\), and BatchNorm \(1\) needs two"):
+        launch(2, train_batch_norm, 40, 83)
+
+
+def leave_in_the_middle() -> Any:
+    """Break out of an accumulation group; the gradients that are left, and what was said."""
+    loop = Loop(accumulate=3)
+    model = loop.prepare(nn.Linear(2, 1).double())
+    loader = loop.loader(TensorDataset(X), global_batch_size=4)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for (x,) in loop.batches(loader):
+            with loop.accumulate(model):
+                loop.backward(model(x).mean())
+            break
+    return [p.grad for p in model.parameters()], [str(one.message) for one in caught]
+
+
+def test_leaving_in_the_middle_of_a_group_drops_its_gradients_and_says_so() -> None:
+    """They were never synchronised, and would make the ranks' weights differ."""
+    zero, one = launch(2, leave_in_the_middle)
+    assert zero[0] == one[0] == [None, None]
+    assert "left in the middle of an accumulation group" in zero[1][0]
+    assert one[1] == []
+
+
+def reduce_and_gather() -> Any:
+    """Numbers and rows of all ranks."""
+    loop = Loop()
+    mine = torch.full((loop.rank, 2), float(loop.rank))
+    with loop.rank_zero_first():
+        loop.print("said once")
+    weighted = loop.reduce(float("nan") if loop.rank == 0 else float(loop.rank), count=loop.rank)
+    return [
+        weighted.item(),
+        loop.reduce(loop.rank, "sum").item(),
+        loop.reduce(loop.rank, "max").item(),
+        loop.reduce(torch.tensor([loop.rank, 5]), "min").tolist(),
+        loop.gather({"rows": mine, "names": [f"rank {loop.rank}"]}),
+    ]
+
+
+def test_reduce_and_gather_combine_unequal_ranks(capfd: pytest.CaptureFixture[str]) -> None:
+    """A mean weighted by counts, without the NaN of a rank that has none; rows in the order of ranks."""
+    for mean, total, largest, least, gathered in launch(3, reduce_and_gather):
+        assert mean == pytest.approx((1 + 4) / 3)
+        assert (total, largest, least) == (3.0, 2.0, [0, 5])
+        assert gathered["rows"].tolist() == [[1.0, 1.0], [2.0, 2.0], [2.0, 2.0]]
+        assert gathered["names"] == ["rank 0", "rank 1", "rank 2"]
+    assert capfd.readouterr().out.count("said once") == 1
+
+
+def rank_zero_fails_first() -> None:
+    """Rank 0 raises while the others wait."""
+    with Loop().rank_zero_first():
+        raise ValueError("no such file")
+
+
+def test_rank_zero_first_raises_on_all_ranks_what_rank_0_raised() -> None:
+    """The others do not wait for ever."""
+    with pytest.raises(RankError, match="no such file") as caught:
+        launch(2, rank_zero_fails_first)
+    assert caught.value.rank == 0

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flags of one rank, as all ranks of a FakeGroup raise them; and the signals that set them."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from ddpilot import FakeGroup
+from ddpilot.training.deciding import REASONS, Decider
+from ddpilot.training.signals import StopSignals
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_decider_exchanges_counts_and_reasons(world_size: int) -> None:
+    """Counts and bad losses are summed over ranks; reasons stay once they were said."""
+    decider = Decider(FakeGroup(world_size=world_size))
+    decider.begin(count=3.0, is_bad=True)
+    decider.ask("SIGTERM")
+    decision = decider.finish()
+    assert (decision.count, decision.num_bad, decision.reasons) == (3.0 * world_size, world_size, ())
+    assert decider.finish().reasons == decider.reasons == ("SIGTERM",)
+
+
+def test_decider_stops_when_the_time_is_up() -> None:
+    """A limit of no time ends with the first exchange."""
+    decider = Decider(FakeGroup(), max_time_s=-1.0)
+    assert decider.finish().reasons == ("time",)
+    assert Decider(FakeGroup(), max_time_s=1e6).finish().reasons == ()
+
+
+def test_signals_set_a_flag_and_a_second_interrupt_interrupts() -> None:
+    """While entered, also twice; afterwards every handler is what it was."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    said: list[str] = []
+    stops = StopSignals(said.append)
+    with stops, stops:
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+            if before[number] == signal.SIG_DFL or number == signal.SIGINT:
+                signal.raise_signal(number)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert set(said) <= set(REASONS)
+    assert said.count("SIGINT") == 1
+    assert {number: signal.getsignal(number) for number in before} == before
+
+
+def test_signals_leave_a_handler_of_other_code_alone() -> None:
+    """SIGUSR1 is a user's own to handle."""
+    said: list[str] = []
+    theirs: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: theirs.append(number))
+    try:
+        with StopSignals(said.append):
+            signal.raise_signal(signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert (said, theirs) == ([], [signal.SIGUSR1])

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Loop` on one rank: its arguments, its place in the epochs, its random state, and what it refuses."""
+
+from __future__ import annotations
+
+import importlib
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from ddpilot import FakeGroup
+from ddpilot.data.loader import ShardedLoader
+from ddpilot.errors import LoopError, NonFiniteError
+from ddpilot.training.loop import Loop
+
+
+@pytest.fixture(autouse=True)
+def compiler_is_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The first optimizer of a process imports torch's compiler, which sets this variable where it is not set."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    importlib.import_module("torch._dynamo")
+
+
+def make(num_samples: int = 10, **options: Any) -> tuple[Loop, nn.Module, torch.optim.Optimizer, ShardedLoader]:
+    """A loop alone, with a model and a loader of batches of four."""
+    loop = Loop(group=FakeGroup(), **options)
+    model = nn.Linear(1, 1)
+    model, optimizer = loop.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    data = TensorDataset(torch.arange(float(num_samples)).reshape(-1, 1))
+    return loop, model, optimizer, loop.loader(data, global_batch_size=4)
+
+
+def test_loop_makes_the_same_model_for_a_seed() -> None:
+    """On every rank, before anything is wrapped."""
+    weights = []
+    for rank in (0, 1):
+        Loop(seed=5, group=FakeGroup(rank, 2))
+        weights.append(nn.Linear(3, 3).weight)
+    assert torch.equal(*weights)
+
+
+def test_epochs_draw_other_dropout_on_each_rank_and_the_same_choices_in_python() -> None:
+    """torch's state depends on rank and epoch; `random` and numpy on the epoch alone. The same again for a seed."""
+    drawn: dict[tuple[int, int], tuple[float, float, float]] = {}
+    for rank in (0, 1, 0):
+        loop = Loop(seed=5, group=FakeGroup(rank, 2))
+        loader = loop.loader(TensorDataset(torch.ones(4, 1)), global_batch_size=4)
+        for epoch in loop.epochs(2):
+            for _ in loop.batches(loader):
+                values = torch.rand(()).item(), random.random(), float(np.random.rand())
+                assert drawn.setdefault((rank, epoch), values) == values
+    assert len({torch_value for torch_value, _, _ in drawn.values()}) == 4
+    assert drawn[0, 0][1:] == drawn[1, 0][1:] != drawn[0, 1][1:]
+
+
+def test_batches_leave_after_an_update_and_go_on_there() -> None:
+    """A stop in batch 1 of groups of two ends after batch 1 of 3; another loop with that place does the rest."""
+    loop, _, _, loader = make(16, accumulate=2)
+    seen = []
+    for epoch in loop.epochs(2):
+        for number, (x,) in enumerate(loop.batches(loader)):
+            seen.append((epoch, x.flatten().tolist()))
+            if number == 0:
+                loop.stop()
+    assert (loop.epoch, loop.next_batch, loop.stop_reasons) == (0, 2, ("asked",))
+    again, *_ = make(16, accumulate=2)
+    again.epoch, again.next_batch = loop.epoch, loop.next_batch
+    for epoch in again.epochs(1):
+        seen += [(epoch, x.flatten().tolist()) for (x,) in again.batches(loader)]
+    assert seen == [(0, [float(i) for i in range(start, start + 4)]) for start in range(0, 16, 4)]
+    assert (again.epoch, again.next_batch) == (1, 0)
+
+
+def test_step_and_clip_do_nothing_while_gradients_are_accumulated() -> None:
+    """The scheduler steps once per update; three batches in groups of two are two updates."""
+    loop, model, optimizer, loader = make(accumulate=2)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    done, norms = [], []
+    for (x,) in loop.batches(loader):
+        with loop.accumulate(model):
+            loop.backward(model(x).mean())
+        norms.append(loop.clip_grad_norm_(model.parameters(), 1.0) is not None)
+        done.append(loop.step(optimizer, schedule))
+    assert done == norms == [False, True, True]
+    assert (loop.num_updates, schedule.get_last_lr()) == (2, [0.025])
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_autocast_is_on_in_accumulate_and_off_in_backward() -> None:
+    """bf16 for the forward pass and the loss; gradients and weights stay in float32."""
+    loop, model, _, loader = make(precision="bf16")
+    dtypes = []
+    for (x,) in loop.batches(loader):
+        with loop.accumulate(model):
+            out = model(x)
+            out.register_hook(lambda grad: dtypes.append(torch.is_autocast_enabled("cpu")))
+            loop.backward(out.float().mean())
+        dtypes.append(out.dtype)
+    assert dtypes == [False, torch.bfloat16] * 3
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+def test_an_interrupt_ends_the_loop_after_the_update() -> None:
+    """What was learnt so far is there, and the handler is Python's own again."""
+    loop, model, optimizer, loader = make(40)
+    for (x,) in loop.batches(loader):
+        loop.backward(model(x).mean())
+        loop.step(optimizer)
+        if loop.num_updates == 1:
+            signal.raise_signal(signal.SIGINT)
+    assert (loop.num_updates, loop.should_stop, loop.stop_reasons) == (2, True, ("SIGINT",))
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_loss_that_is_not_finite_is_an_error_only_where_it_is_asked_for() -> None:
+    """Without the check, training goes on."""
+    loop, model, optimizer, loader = make(check_finite=False)
+    for (x,) in loop.batches(loader):
+        loop.backward(model(x).mean() * float("nan"))
+        loop.clip_grad_norm_(model.parameters(), 1.0)
+        loop.step(optimizer)
+    loop, model, _, loader = make()
+    batches = loop.batches(loader)
+    (x,) = next(batches)
+    loop.backward(model(x).mean() * float("nan"))
+    with pytest.raises(NonFiniteError, match="on rank 0 the loss is nan in epoch 0, batch 0, of samples 0, 1, 2, 3;"):
+        next(batches)
+
+
+def test_backward_refuses_what_it_cannot_weight() -> None:
+    """A loss per sample; a loss outside of batches without a count; a count whose gradients it does not know."""
+    loop, model, _, loader = make(accumulate=2)
+    with pytest.raises(LoopError, match="outside `batches`, so the number of samples is not known"):
+        loop.backward(model(torch.ones(1, 1)).mean())
+    loop.backward(model(torch.ones(1, 1)).mean(), count=1)
+    batches = loop.batches(loader)
+    for (x,) in batches:
+        with pytest.raises(LoopError, match=r"a loss of shape \(4, 1\)"):
+            loop.backward(model(x))
+        with pytest.raises(LoopError, match="not known whose gradients are accumulated"):
+            loop.backward(model(x).mean(), count=4)
+        with loop.accumulate(model):
+            loop.backward(model(x).mean(), count=4)
+            with pytest.raises(LoopError, match="two losses with `count=` for one model"):
+                loop.backward(model(x).mean(), count=4)
+        break
+    with pytest.warns(UserWarning, match="left in the middle of an accumulation group"):
+        batches.close()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [({"accumulate": 0}, "`accumulate` is 0"), ({"precision": "fp8"}, "`precision` is 'fp8'")],
+)
+def test_loop_refuses_arguments_that_make_no_sense(options: dict[str, Any], found: str) -> None:
+    """With what was given."""
+    with pytest.raises(LoopError, match=found):
+        Loop(group=FakeGroup(), **options)
+
+
+def test_prepare_and_reduce_refuse_what_they_do_not_know() -> None:
+    """Each says what it takes."""
+    loop, model, *_ = make()
+    with pytest.raises(LoopError, match="preparing: a list. Pass models and optimizers"):
+        loop.prepare([model])
+    with pytest.raises(LoopError, match="`op` is 'median'"):
+        loop.reduce(1.0, "median")  # type: ignore[arg-type]
+
+
+def test_reduce_and_gather_alone_give_back_what_they_got() -> None:
+    """In float64 for a number, in its own dtype for a tensor."""
+    loop, *_ = make()
+    assert (loop.reduce(0.1).item(), loop.reduce(0.1).dtype) == (0.1, torch.float64)
+    assert loop.reduce(torch.ones(2)).dtype == torch.float32
+    assert loop.gather([1, 2]) == [1, 2]
+
+
+def test_evaluate_restores_modes_and_refuses_metrics_it_cannot_use() -> None:
+    """Layers that were frozen in eval mode stay so."""
+    loop, _, _, loader = make()
+    model = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5))
+    model[1].eval()
+    only_x = {"forward": lambda m, batch: (m(batch[0]),)}
+    assert loop.evaluate(model, loader, {"mean": lambda y: y}, **only_x) == {"mean": 4.5}
+    assert [layer.training for layer in (model, model[0], model[1])] == [True, True, False]
+    with pytest.raises(LoopError, match="a tensor of shape \\(1,\\) for 4 samples"):
+        loop.evaluate(model, loader, {"bad": lambda y: torch.ones(1)}, **only_x)
+    with pytest.raises(LoopError, match="evaluating the metric 'bad': it is a int"):
+        loop.evaluate(model, loader, {"bad": 3}, **only_x)
+    with pytest.raises(LoopError, match="it is a list of 1. Pass `forward="):
+        loop.evaluate(model, loader, {"mean": lambda y, target: y})
+
+
+def test_predict_of_a_shuffled_loader_comes_in_the_order_of_the_dataset() -> None:
+    """By the samples' numbers."""
+    loop, *_ = make()
+    data = TensorDataset(torch.arange(10.0))
+    loader = loop.loader(data, global_batch_size=4, shuffle=True)
+    assert loop.predict(nn.Identity(), loader).tolist() == list(range(10))
