@@ -180,6 +180,15 @@ def test_values_go_to_the_ranks_and_come_back(kernel: Kernel) -> None:
     assert unnamed.error.endswith("is no name of a variable. Give it one: `%ddp pull losses[0] --as value`")
     assert "Did you mean `losses`?" in kernel.run("%ddp push losse").error
     assert "Write a call: `%ddp run train(model, epochs=3)`" in kernel.run("%ddp run scale").error
+    kernel.run("%%ddp\ndef on_ranks(x): return x")
+    assert kernel.run("%ddp run on_ranks(1)").error == (
+        "UsageError: running `on_ranks(1)`: `on_ranks` is on the ranks, not in the notebook. Call it in `%%ddp`"
+    )
+    assert "`losse` is not in the notebook. Did you mean `losses`?" in kernel.run("%ddp run scale(losse)").error
+    kernel.run("def fails(x):\n    return x / 0  # here")
+    assert re.search(
+        r"Cell In\[\d+\], line 2, in fails\n +return x / 0  # here", kernel.run("%ddp run fails(1)").stderr
+    )
 
 
 def test_start_with_the_same_options_keeps_the_ranks_and_with_others_says_what_to_type(kernel: Kernel) -> None:

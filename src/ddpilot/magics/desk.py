@@ -79,8 +79,10 @@ class Desk:
         if session is None:
             self.say("no ranks run")
             return
-        session.stop()
-        self.keep(None)
+        try:
+            session.stop()
+        finally:
+            self.keep(None)
         self.say(f"stopped {count_ranks(session)}" + ("; auto is off" if was_auto else ""))
 
     def keep(self, board: Board | None) -> bool:

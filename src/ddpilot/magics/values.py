@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import ast
+import builtins
 from collections.abc import Mapping
 from typing import Any
 
+from ddpilot.errors import LaunchError, RankError
 from ddpilot.findings.words import render_ranks
 from ddpilot.magics.desk import Desk, briefly
 from ddpilot.magics.usage import MagicUsageError, suggest
+from ddpilot.session.session import Session
 
 
 def push_values(desk: Desk, given: Mapping[str, Any]) -> None:
@@ -66,8 +69,37 @@ def call_on_ranks(desk: Desk, given: Mapping[str, Any]) -> Any:
     text = " ".join(given["call"])
     session = desk.need(f"running `{text}`")
     call = _parse_call(text)
-    names = desk.shell.user_ns
+    _check_names(call, desk.shell.user_ns, session)
+    fn, args, kwargs = _evaluate(call, desk.shell.user_ns)
+    with briefly():
+        return session.run(fn, *args, **kwargs)
 
+
+def _check_names(call: ast.Call, names: Mapping[str, Any], session: Session) -> None:
+    """Raise where a name in `call` is not one of the notebook's."""
+    inside = list(ast.walk(call))
+    given = {node.arg for node in inside if isinstance(node, ast.arg)}  # of a lambda
+    given |= {node.id for node in inside if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    for node in inside:
+        if not isinstance(node, ast.Name) or node.id in names or node.id in given or hasattr(builtins, node.id):
+            continue
+        on_ranks = _is_on_a_rank(node.id, session)
+        near = suggest(node.id, names) or "`%ddp run` takes function and arguments from the notebook: define it there"
+        raise MagicUsageError(
+            f"running `{ast.unparse(call)}`",
+            found=f"`{node.id}` is {'on the ranks, not' if on_ranks else 'not'} in the notebook",
+            fix="Call it in `%%ddp`" if on_ranks else near,
+        )
+
+
+def _is_on_a_rank(name: str, session: Session) -> bool:
+    try:
+        return any(session.pull(f"{name!r} in globals()", rank=rank) for rank in sorted(session.pids())[:1])
+    except (LaunchError, RankError):  # such as ranks that are busy: then it is only said that it is not here
+        return False
+
+
+def _evaluate(call: ast.Call, names: dict[str, Any]) -> tuple[Any, list[Any], dict[str, Any]]:
     def evaluate(node: ast.expr) -> Any:
         return eval(compile(ast.Expression(node), "<%ddp run>", "eval"), names)
 
@@ -81,8 +113,7 @@ def call_on_ranks(desk: Desk, given: Mapping[str, Any]) -> Any:
     for keyword in call.keywords:
         value = evaluate(keyword.value)
         kwargs.update(value if keyword.arg is None else {keyword.arg: value})
-    with briefly():
-        return session.run(evaluate(call.func), *args, **kwargs)
+    return evaluate(call.func), args, kwargs
 
 
 def _parse_call(text: str) -> ast.Call:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import queue
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,12 +16,16 @@ from ddpilot.launching.local.host import check_function
 from ddpilot.launching.results import RankResults
 from ddpilot.launching.shipping.blame import ship
 from ddpilot.launching.shipping.pickling import map_parcel, open_parcel
+from ddpilot.launching.shipping.sources import collect_sources
 from ddpilot.session import arguments
 from ddpilot.session.local import check_installed
 from ddpilot.session.options import SessionOptions
 from ddpilot.session.refusals import make_refusal_error
+from ddpilot.session.sourced import call_with_sources
 from ddpilot.session.stacks import trim_stack
 from ddpilot.session.status import RankStatus
+from ddpilot.session.stopped import describe_push, saying
+from ddpilot.session.stops import Stops
 from ddpilot.session.view import View
 
 
@@ -158,7 +163,9 @@ class Session:
         name = check_function(fn)
         chosen = self._choose(None, f"running `{name}`", all_live=True)
         parts = {"fn": fn, "args": args, "kwargs": kwargs}
-        parcel, known = ship("ddpilot-call", parts, (fn, args, kwargs), did=f"running `{name}`", known=None)
+        call = (call_with_sources, (collect_sources(), fn, *args), kwargs)
+        with saying(f"`{name}` was stopped before any rank ran it"):
+            parcel, known = ship("ddpilot-call", parts, call, did=f"running `{name}`", known=None)
         outcome, answers = self._with_parcel("call", {}, chosen, parcel, name)
         error = outcome.error
         if error is not None and answers.get(error.rank):
@@ -178,8 +185,12 @@ class Session:
 
         arguments.check_values(values)
         chosen = self._choose(ranks, "pushing")
-        parcel, _ = ship("ddpilot-push", values, dict(values), did=f"pushing {', '.join(values)}", known=None)
+        did = f"pushing {', '.join(values)}"
+        with saying(f"{did} was stopped: nothing was set on any rank"):
+            parcel, _ = ship("ddpilot-push", values, dict(values), did=did, known=None)
         outcome, _ = self._with_parcel("push", {}, chosen, parcel, "push")
+        if outcome.was_stopped:
+            raise LaunchInterrupted(describe_push(values, outcome))
         raise_outcome(outcome, "push")
 
     def pull(self, expression: str, *, rank: int | None = None) -> Any:
@@ -239,13 +250,17 @@ class Session:
     def stop(self) -> None:
         """End the ranks: apps clean up, exit handlers run, and what is left after two seconds is killed.
 
-        A second call does nothing.
+        A second call does nothing. LaunchInterrupted after the stop button: the ranks are gone all the same.
         """
         if self.is_running:
-            try:
-                self._work.finish()
-            finally:
-                self._finalizer()
+            with saying(
+                "the stop was cut short: the ranks were killed before they were through with their exit handlers"
+            ):
+                try:
+                    self._work.finish()
+                finally:
+                    with Stops(queue.SimpleQueue()):
+                        self._finalizer()
 
     def _choose_one(self, rank: int | None, did: str) -> tuple[int, ...]:
         if rank is None:

@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddpilot import LaunchError, RankError, Session
+from ddpilot import LaunchError, LaunchInterrupted, RankError, Session
 from tests.dist.launching.scripts import is_alive, run_script, running, wait_until
-from tests.dist.session.conftest import Kept
+from tests.dist.session.conftest import Kept, pressing_stop
 
 Start = Callable[..., Session]
 
@@ -128,3 +128,14 @@ def test_a_rank_starts_no_session_of_its_own(start: Start) -> None:
     session.execute("%load_ext ddpilot")
     with pytest.raises(RankError, match=r"to start ranks, do it in the notebook \(`%%ddp --local`\)"):
         session.execute("%ddp start -n 2")
+
+
+def test_a_stop_of_the_stop_ends_the_ranks_and_says_so(start: Start) -> None:
+    """Exit handlers that take long are cut short; nothing is left."""
+    session = start(2)
+    session.execute("import atexit, time; atexit.register(time.sleep, 30)")
+    pids = list(session.pids().values())
+    with pytest.raises(LaunchInterrupted, match="the stop was cut short: the ranks were killed"), pressing_stop(0.4):
+        session.stop()
+    assert not session.is_running
+    assert not any(map(psutil.pid_exists, pids))

@@ -3,17 +3,41 @@
 
 from __future__ import annotations
 
+import linecache
+import os
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from ddpilot import LaunchError, RankError, Session, ShipError
-from tests.dist.session.conftest import Kept
+from ddpilot import LaunchError, LaunchInterrupted, RankError, Session, ShipError
+from tests.dist.session.conftest import Kept, pressing_stop
 
 Start = Callable[..., Session]
+
+
+class SlowToPack:
+    """Takes half a minute to be pickled."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        time.sleep(30)
+        return int, ()
+
+
+def _open_slowly() -> None:
+    if os.environ["RANK"] == os.environ["SLOW_RANK"]:
+        time.sleep(30)
+
+
+class SlowToOpen:
+    """Takes half a minute to be unpickled on the rank that `SLOW_RANK` says."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _open_slowly, ()
+
 
 factor = 3
 
@@ -125,3 +149,35 @@ def test_run_raises_the_ranks_exception_with_its_cause_and_recovers(start: Start
     assert isinstance(caught.value.__cause__, LookupError)
     assert "session/rank" not in str(caught.value)
     assert session.run(lambda: 5)[1] == 5
+
+
+@pytest.mark.parametrize(
+    ("value", "after_s", "said"),
+    [(SlowToPack(), 0.3, "nothing was set on any rank"), (SlowToOpen(), 1.5, "set on rank 0, not set on rank 1")],
+    ids=["packing", "opening"],
+)
+def test_a_stop_during_push_says_where_the_variable_is_set(
+    start: Start, value: object, after_s: float, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line without a traceback; the next push works."""
+    monkeypatch.setenv("SLOW_RANK", "1")
+    session = start(2)
+    with pytest.raises(LaunchInterrupted, match=f"^pushing x was stopped: {said}$"), pressing_stop(after_s):
+        session.push({"x": value})
+    session.push({"x": 1})
+    assert session.pull("x") == [1, 1]
+
+
+def test_run_shows_the_lines_of_a_function_that_is_in_no_file(start: Start) -> None:
+    """A function of a notebook's cell, as `launch` shows it."""
+    session = start(1)
+    source = "def fail():\n    one = 1\n    return one / 0  # here\n"
+    linecache.cache["<a cell>"] = (len(source), None, source.splitlines(keepends=True), "<a cell>")
+    names: dict[str, object] = {"__name__": "__main__"}
+    exec(compile(source, "<a cell>", "exec"), names)
+    try:
+        with pytest.raises(RankError) as caught:
+            session.run(names["fail"])  # type: ignore[arg-type]
+    finally:
+        del linecache.cache["<a cell>"]
+    assert 'File "<a cell>", line 3, in fail\n    return one / 0  # here' in caught.value.rank_traceback
