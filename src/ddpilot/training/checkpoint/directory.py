@@ -147,9 +147,17 @@ class CheckpointDir:
     def latest(self) -> Checkpoint | None:
         """The newest checkpoint that is whole, from `latest` backwards; None where there is none at all.
 
-        Each one that had to be passed over is told, with what is wrong. CorruptCheckpointError where none is whole.
+        Each one that had to be passed over is told, with what is wrong. CorruptCheckpointError where none is whole,
+        CheckpointError where the directory cannot be read.
         """
-        pointed, candidates = self._pointed(LATEST), self.names()
+        try:
+            pointed, candidates = self._pointed(LATEST), self.names()
+        except OSError as error:
+            raise CheckpointError(
+                f"looking for a checkpoint in {self.path}",
+                found=str(error),
+                fix="Let this user read the directory, or choose another `checkpoint_dir`.",
+            ) from error
         if pointed in candidates:
             candidates = candidates[candidates.index(pointed) :]
         elif pointed is not None:

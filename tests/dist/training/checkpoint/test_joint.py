@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks save together, resume exactly at any number of ranks after a kill, and fail together."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ddpilot import Launcher, RankError
+from ddpilot.training.checkpoint.directory import CheckpointDir
+from tests.dist.training.checkpoint.bodies import BATCHES_PER_EPOCH, NUM_SAMPLES, fail_jointly, train
+
+NUM_STEPS = 2 * BATCHES_PER_EPOCH
+
+
+def launch(num_ranks: int, fn: Any, *args: Any, **kwargs: Any) -> Any:
+    """What every rank returned, in at most 60 seconds."""
+    return Launcher(nproc_per_node=num_ranks, timeout_s=60).run(fn, *args, **kwargs)
+
+
+def test_resume_is_bit_identical_at_the_same_world_size(tmp_path: Path) -> None:
+    """With dropout, AdamW and a scheduler, stopped in the middle of an epoch: the weights are equal to the last bit."""
+    whole = launch(2, train, tmp_path / "whole", NUM_STEPS, dropout=0.5)
+    launch(2, train, tmp_path / "parts", 8, dropout=0.5)
+    resumed = launch(2, train, tmp_path / "parts", NUM_STEPS, dropout=0.5)
+    for before, after in zip(whole, resumed, strict=True):
+        assert after["first"] == 8
+        assert after["taken"] == {step: before["taken"][step] for step in range(8, NUM_STEPS)}
+        for name, weight in before["weights"].items():
+            assert torch.equal(after["weights"][name], weight), name
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3000 if os.environ.get("DDPILOT_SOAK") else 120)
+def test_resume_is_exact_when_a_rank_was_killed_in_a_save_and_the_world_size_changes(tmp_path: Path) -> None:
+    """Any rank, any step, from N to M ranks: every epoch is of every sample once, and the weights are the same."""
+    expected = launch(1, train, tmp_path / "alone", NUM_STEPS)[0]
+    chance = random.Random(5)
+    for trial in range(30 if os.environ.get("DDPILOT_SOAK") else 3):
+        before, after = (2, 4) if trial == 0 else (chance.randint(1, 4), chance.randint(1, 4))
+        killed = (chance.randrange(before), chance.randint(1, NUM_STEPS))
+        folder = tmp_path / str(trial)
+        words = f"trial {trial}: rank {killed[0]} of {before} killed at step {killed[1]}, resumed with {after}"
+        with pytest.raises(RankError, match="SIGKILL"):
+            launch(before, train, folder, NUM_STEPS, killed=killed)
+        found = CheckpointDir(folder).latest()
+        step = 0 if found is None else found.manifest.progress.step
+        assert killed[1] - 1 <= step <= killed[1], words
+        resumed = launch(after, train, folder, NUM_STEPS)
+        for result in resumed:
+            assert result["first"] == step, words
+            for name, weight in expected["weights"].items():
+                distance = (result["weights"][name] - weight).norm() / weight.norm()
+                assert distance < 1e-10, f"{words}: {name} differs by {distance:.1e}"
+        check_each_sample_once(expected["taken"], [result["taken"] for result in resumed], step, words)
+
+
+def check_each_sample_once(
+    expected: dict[int, list[int]], by_rank: list[dict[int, list[int]]], first: int, words: str
+) -> None:
+    """The steps before `first` of one rank alone and those after it of the ranks make up whole epochs."""
+    taken = {step: samples for step, samples in expected.items() if step < first}
+    for step in range(first, NUM_STEPS):
+        taken[step] = [sample for rank in by_rank for sample in rank[step]]
+    for epoch in range(2):
+        steps = range(epoch * BATCHES_PER_EPOCH, (epoch + 1) * BATCHES_PER_EPOCH)
+        assert sorted(sample for step in steps for sample in taken[step]) == list(range(NUM_SAMPLES)), words
+
+
+def test_joint_calls_fail_on_all_ranks_when_one_cannot(tmp_path: Path) -> None:
+    """A directory that cannot be written, values that cannot be saved, a directory that one rank does not see."""
+    first, second = launch(2, fail_jointly, tmp_path)
+    assert first == second
+    assert "File exists (FileExistsError). Training has not started" in first[0]
+    assert first[1].startswith("[rank 1] copying what is to be saved: ['fn'] is a builtins.builtin_function")
+    assert first[2].startswith("copying what is to be saved: ['state']['fn'] is a builtins.builtin_function")
+    assert first[3].startswith("[rank 1] opening the checkpoint that rank 0 found")
+    assert "this rank cannot read it: manifest.json cannot be read" in first[3]
