@@ -100,20 +100,31 @@ class PieceReader(Dataset[Any]):
         self.seeded = seeded
         self.has_drawn = False
         self._seed = seed
+        self._epoch = -1
 
     def __getitems__(self, orders: Sequence[Order]) -> Piece:
         (order,) = orders
+        self._tell_epoch(order.epoch)
         if not self.seeded:
             return Piece(self._make(order, seeded=False), False)
         before = RandomState()
-        if not self.has_drawn:
-            data = self._make(order, seeded=False)
-            if before.is_current():
-                return Piece(data, False)
-        self.has_drawn = True
-        data = self._make(order, seeded=True)
+        try:
+            if not self.has_drawn:
+                data = self._make(order, seeded=False)
+                if before.is_current():
+                    return Piece(data, False)
+            self.has_drawn = True
+            data = self._make(order, seeded=True)
+        except BaseException:  # Ctrl-C: the loop may go on after it
+            before.restore()
+            raise
         before.restore()
         return Piece(data, True)
+
+    def _tell_epoch(self, epoch: int) -> None:
+        if epoch != self._epoch and hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+        self._epoch = epoch
 
     def _make(self, order: Order, *, seeded: bool) -> Any:
         samples = self._read(order, seeded)

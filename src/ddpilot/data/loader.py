@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import default_collate
+from torch.utils.data import IterableDataset, default_collate
 
 from ddpilot.data.batches import LocalBatch
 from ddpilot.data.division import Division
@@ -53,14 +53,17 @@ def make_loader(
 
     `seed_samples`: while a sample is read, Python's, numpy's and torch's random state is a function of (seed, epoch,
     sample number), so that augmentation is the same at any number of ranks and workers. False: nothing is seeded, and
-    a dataset's `__getitems__` is used where it has one.
+    a dataset's `__getitems__` is used where it has one. A dataset's `set_epoch` is called where it has one.
 
     `collate_fn`, `num_workers` (default 0) and `options` (`pin_memory`, `worker_init_fn`, `persistent_workers`,
     `prefetch_factor`, `timeout`, `multiprocessing_context`) are those of `torch.utils.data.DataLoader`. Raises
     `DataError`.
     """
-    if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
-        found = f"{type(dataset).__name__} has not both `__len__` and `__getitem__`"
+    # torch's iterable datasets inherit a `__getitem__` that only raises.
+    is_stream = isinstance(dataset, IterableDataset)
+    if is_stream or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        what = "is an iterable dataset" if is_stream else "has not both `__len__` and `__getitem__`"
+        found = f"{type(dataset).__name__} {what}"
         fix = "For an iterable dataset, use `make_stream_loader`."
         raise DataError("making a loader", found=found, fix=fix, rank=rank)
     if cache and weights is not None:

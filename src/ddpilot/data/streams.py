@@ -111,8 +111,7 @@ class StreamReader(Dataset[Any]):
             self._shown = samples[:1] or self._shown
             return self._piece(order, samples, len(samples), self._position - len(samples))
         behind = order.batch * size - self._position
-        skipped = sum(1 for _ in islice(self._samples(order.epoch), behind))
-        samples = list(islice(self._samples(order.epoch), size)) if skipped == behind else []
+        samples = list(islice(self._samples(order.epoch), behind, behind + size))
         if self._plan.drop_last and len(samples) < size:
             samples = []
         self._shown = samples[:1] or self._shown

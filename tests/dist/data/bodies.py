@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 import ddpilot
 from ddpilot.data.batches import LocalBatch
@@ -101,6 +101,7 @@ def use_workers() -> dict[str, Any]:
         "early": leave_early(),
         "two at once": read_two_at_once(),
         "state": resume_with_workers(),
+        "skewed": read_skewed(),
     }
 
 
@@ -181,3 +182,20 @@ def resume_with_workers() -> list[Any]:
     states = [batch.stream_state for batch in first.iterate(0)]
     end = list(second.iterate(0, 6, states[5]))
     return [states, end, [row[0] for batch in second.iterate(0, 3, states[2]) for row in rows(batch.data)]]
+
+
+class Skewed(IterableDataset[Any]):
+    """Divides itself: 1 sample for the first part, 6 for the second."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        assert info is not None
+        return iter(range(1 if info.id == 0 else 6))
+
+
+def read_skewed() -> list[int]:
+    """How many samples each of the first batches has when one worker runs out long before the other."""
+    batches = make_stream_loader(
+        Skewed(), rank=0, world_size=1, global_batch_size=2, num_workers=2, divides_itself=True
+    ).iterate(0)
+    return [next(batches).count for _ in range(6)]

@@ -133,6 +133,23 @@ def test_loader_notices_when_a_dataset_first_draws() -> None:
         assert all(loader._reader.has_drawn for loader in loaders)
 
 
+def test_loader_tells_a_dataset_the_epoch() -> None:
+    """Also where it is read, which with workers is another process."""
+
+    class Curriculum(Counted):
+        epoch = -1
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def __getitem__(self, number: int) -> Any:
+            return number, self.epoch
+
+    loaders = world(Curriculum(4), 2)
+    for epoch in (3, 1):
+        assert read_world(loaders, epoch) == [[(number, epoch) for number in range(4)]]
+
+
 def test_loader_names_the_sample_that_cannot_be_read() -> None:
     """With its rank, batch and epoch, and the original exception as the cause."""
 
@@ -248,9 +265,11 @@ def test_make_loader_refuses_what_it_cannot_do() -> None:
     with pytest.raises(DataError, match="`batch_size_per_rank=2` with unequal `shares`. Give `global_batch_size`"):
         make_loader([1], rank=0, world_size=2, batch_size_per_rank=2, shares=[1, 2])
     with pytest.raises(
-        DataError, match="Stream has not both `__len__` and `__getitem__`. For an iterable dataset, use"
+        DataError, match="SizedStream is an iterable dataset. For an iterable dataset, use `make_stream_loader`"
     ):
-        make_loader(Stream(3), rank=0, world_size=1, global_batch_size=2)
+        make_loader(SizedStream(3), rank=0, world_size=1, global_batch_size=2)
+    with pytest.raises(DataError, match="generator has not both `__len__` and `__getitem__`"):
+        make_loader((number for number in range(3)), rank=0, world_size=1, global_batch_size=2)
     with pytest.raises(DataError, match="`cache` with `weights`"):
         make_loader([1], rank=0, world_size=1, global_batch_size=1, weights=[1], cache=True)
     with pytest.raises(DataError, match="`drop_last` with `divides_itself`"):

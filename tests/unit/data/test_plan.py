@@ -116,6 +116,7 @@ def test_plan_draws_by_weight_the_same_at_any_world_size() -> None:
     assert counts[1] == 0
     assert np.abs(counts - [1000, 0, 2000, 1000]).max() < 150
     assert plans[0].has_repeats
+    assert plans[0].epoch(0).keys is None  # no batch of one epoch is a batch of another
 
 
 def test_plan_draws_each_sample_once_without_replacement() -> None:
