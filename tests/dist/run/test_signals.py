@@ -112,3 +112,19 @@ def test_run_can_be_interrupted_while_it_waits_for_a_node(tmp_path: Path) -> Non
         done = finish(process, 30)
     assert done.status == 128 + signal.SIGINT
     assert re.fullmatch(r"ddpilot: node 0 \(.+\) was stopped by SIGINT before there were ranks\n", done.err)
+
+
+@pytest.mark.timeout(120)
+def test_run_can_be_stopped_while_torch_connects(tmp_path: Path) -> None:
+    """torch's c10d rendezvous connects in C++, where no signal is seen; a line says what it waits for."""
+    write(tmp_path, "train.py", "")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"127.0.0.1:{silent.getsockname()[1]}"
+        words = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-conf", "is_host=0", "-n", 1, "train.py"]
+        with started([*RUN, *words], tmp_path) as process:
+            assert process.stderr is not None
+            assert process.stderr.readline().endswith(f"something that is no torch store answers at {endpoint}\n")
+            process.send_signal(signal.SIGTERM)
+            done = finish(process, 30)
+    assert done.status == 128 + signal.SIGTERM
+    assert done.notes() == ["ddpilot: `train.py` was stopped by SIGTERM before there were ranks"]

@@ -7,13 +7,13 @@ import contextlib
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousError as TorchRendezvousError
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from ddpilot.errors import LaunchError, RendezvousError
@@ -26,6 +26,7 @@ from ddpilot.launching.elastic.nodes import NodeState
 from ddpilot.launching.elastic.options import RunOptions
 from ddpilot.launching.elastic.screen import Screen
 from ddpilot.launching.elastic.stopping import RunStoppedError, StopSignal
+from ddpilot.launching.elastic.waiting import Result, Waiter, describe_endpoint
 
 
 def run_assembled(
@@ -45,7 +46,7 @@ def run_assembled(
     meeting = None
     handler: RendezvousHandler
     if endpoint is None:
-        handler = _torchs_rendezvous(options, run_id)
+        handler = _torchs_rendezvous(options, run_id, screen.note)
     else:
         handler = meeting = Meeting(
             endpoint,
@@ -116,19 +117,73 @@ def _command(options: RunOptions) -> tuple[str, tuple[str, ...]]:
     return sys.executable, (*program, *options.args)
 
 
-def _torchs_rendezvous(options: RunOptions, run_id: str) -> RendezvousHandler:
+class _Patient(RendezvousHandler):
+    """A rendezvous of torch's whose waiting a signal ends, and a line explains."""
+
+    def __init__(self, theirs: RendezvousHandler, options: RunOptions, say: Callable[[str], None]) -> None:
+        self._theirs = theirs
+        self._options = options
+        self._say = say
+        self._is_waiting = False
+
+    def get_backend(self) -> str:
+        """torch's name for it."""
+        return self._theirs.get_backend()
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Whether ranks are clients of the agents' store."""
+        return self._theirs.use_agent_store
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait for the nodes of the next attempt."""
+        self._is_waiting = True  # and stays so where a signal ends it: the thread still holds the connection
+        info = _wait(self._theirs.next_rendezvous, self._options, self._say)
+        self._is_waiting = False
+        return info
+
+    def is_closed(self) -> bool:
+        """Whether nobody can join any more."""
+        return self._theirs.is_closed()
+
+    def set_closed(self) -> None:
+        """Let nobody join any more."""
+        self._theirs.set_closed()  # type: ignore[no-untyped-call]
+
+    def num_nodes_waiting(self) -> int:
+        """Nodes that came while the others were running."""
+        return self._theirs.num_nodes_waiting()
+
+    def get_run_id(self) -> str:
+        """Name of the job."""
+        return self._theirs.get_run_id()
+
+    def shutdown(self) -> bool:
+        """Close it for all nodes, as torchrun does at the end."""
+        return not self._is_waiting and self._theirs.shutdown()
+
+
+def _wait(call: Callable[[], Result], options: RunOptions, say: Callable[[str], None]) -> Result:
+    def describe(waited_s: float) -> str:
+        who = "" if not options.rdzv_endpoint else f": {describe_endpoint(options.rdzv_endpoint)}"
+        fewest = f"{options.nnodes[0]} node{'s' * (options.nnodes[0] > 1)}"
+        return f"waiting for the {options.rdzv_backend} rendezvous of {fewest}, for {waited_s:.0f} s{who}"
+
+    return Waiter(call, say, describe).wait()
+
+
+def _torchs_rendezvous(options: RunOptions, run_id: str, say: Callable[[str], None]) -> RendezvousHandler:
+    parameters = RendezvousParameters(
+        backend=options.rdzv_backend,
+        endpoint=options.rdzv_endpoint,
+        run_id=run_id,
+        min_nodes=options.nnodes[0],
+        max_nodes=options.nnodes[1],
+        local_addr=options.local_addr,
+        **{"timeout": str(int(options.rdzv_timeout_s)), **options.rdzv_conf},
+    )
     try:
-        return get_rendezvous_handler(
-            RendezvousParameters(
-                backend=options.rdzv_backend,
-                endpoint=options.rdzv_endpoint,
-                run_id=run_id,
-                min_nodes=options.nnodes[0],
-                max_nodes=options.nnodes[1],
-                local_addr=options.local_addr,
-                **{"timeout": str(int(options.rdzv_timeout_s)), **options.rdzv_conf},
-            )
-        )
+        return _Patient(_wait(lambda: get_rendezvous_handler(parameters), options, say), options, say)
     except (ValueError, TorchRendezvousError) as error:
         fix = "Backends are static (ddpilot's own), c10d, etcd and etcd-v2; --rdzv-endpoint is host:port"
         raise RendezvousError(f"preparing the {options.rdzv_backend} rendezvous", found=str(error), fix=fix) from error

@@ -21,6 +21,7 @@ from ddpilot.launching.elastic.options import RunOptions
 from ddpilot.launching.elastic.screen import Screen
 from ddpilot.launching.elastic.stopping import RunStoppedError, StopSignal, signals_raise
 from ddpilot.launching.elastic.target import check_target
+from ddpilot.launching.elastic.waiting import check_endpoint
 from ddpilot.launching.output.display import Display
 
 CPP_LEVEL_VARIABLE = "TORCH_CPP_LOG_LEVEL"
@@ -51,6 +52,9 @@ def prepare_run(options: RunOptions, environ: Mapping[str, str]) -> PreparedRun:
     """
     check_target(options.kind, options.target)
     display = Display("labelled", None)
+    is_torchs_store = options.rdzv_backend == "c10d" and options.rdzv_conf.get("store_type", "tcp") == "tcp"
+    if is_torchs_store and options.rdzv_endpoint and "is_host" not in options.rdzv_conf:
+        check_endpoint(options.rdzv_endpoint)
     count = count_ranks(options.nproc_per_node, environ, display.note)
     one_node = options.is_static and options.nnodes[1] == 1
     run_id = uuid.uuid4().hex if one_node else options.rdzv_id

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Waiting in a thread, and who holds the port of a rendezvous."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+
+import pytest
+from torch.distributed import TCPStore
+
+from ddpilot.errors import RendezvousError
+from ddpilot.launching.elastic.waiting import Waiter, check_endpoint, describe_endpoint
+
+
+@pytest.fixture
+def server() -> Iterator[socket.socket]:
+    """Something that listens and hangs up on whoever comes, as a web server may."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener
+
+
+def test_waiter_returns_and_raises_what_the_call_does() -> None:
+    """As if it had been called here; nothing is said of a short wait."""
+    said: list[str] = []
+    assert Waiter(lambda: 7, said.append, str).wait() == 7
+    with pytest.raises(ValueError, match="bad"):
+        Waiter(lambda: int("bad"), said.append, str).wait()
+    assert said == []
+
+
+def test_describe_endpoint_tells_nobody_from_somebody_else(server: socket.socket) -> None:
+    """A closed port has the system's reason."""
+    port = server.getsockname()[1]
+    assert describe_endpoint(f"127.0.0.1:{port}") == f"something that is no torch store answers at 127.0.0.1:{port}"
+    server.close()
+    assert describe_endpoint(f"127.0.0.1:{port}").startswith("nobody ([Errno ")
+    assert describe_endpoint("127.0.0.1").endswith(" answers at 127.0.0.1:29400")
+
+
+@pytest.mark.parametrize("use_libuv", [True, False])
+def test_check_endpoint_knows_a_store_of_torchs(use_libuv: bool) -> None:
+    """Another agent of the same job on this machine hosts it, with either of torch's two servers."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=use_libuv)
+    endpoint = f"127.0.0.1:{store.port}"
+    assert describe_endpoint(endpoint) == f"torch's store answers at {endpoint}"
+    check_endpoint(endpoint)
+
+
+def test_check_endpoint_lets_a_free_port_and_another_machine_through() -> None:
+    """What is elsewhere is for the wait to find out."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    check_endpoint(f"127.0.0.1:{port}")
+    check_endpoint("name.invalid:1")
+
+
+def test_check_endpoint_names_who_holds_the_port() -> None:
+    """In a child, since a port of this very process may be its caller's own store."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+        pid = os.fork()
+        if pid == 0:
+            try:
+                check_endpoint(f"localhost:{port}")
+            except RendezvousError as error:
+                os._exit(7 if f"the port is taken by pid {os.getppid()}: " in error.found else 8)
+            os._exit(9)
+        _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 7
