@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ddpilot.data.devices import to_device
 from ddpilot.errors import LoopError
 from ddpilot.group.protocol import GroupLike
 from ddpilot.training.grouping import CurrentBatch, Loader, iterate_groups
 from ddpilot.training.metrics import make_meters
-from ddpilot.training.structure import to_device
 from ddpilot.training.wrapping import sync_buffers, unwrap
 
 

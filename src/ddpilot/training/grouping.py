@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from ddpilot.data.batches import LocalBatch
+from ddpilot.errors import DataError
 from ddpilot.group.protocol import GroupLike
 
 
@@ -55,9 +56,34 @@ def iterate_groups(
 
     A group's batches are read before the first of them is given out. Where ranks may have unequal numbers of samples
     and do not know each other's, they add them up, in one small collective per group; the epoch ends for all of them
-    when none has a sample. Collective in that case.
+    when none has a sample. Collective. Raises DataError where the ranks would read different epochs.
     """
+    _check_agreement(loader, group)
     batches = loader.iterate(epoch, first_batch)
+    try:
+        yield from _group(batches, group, epoch, accumulation)
+    finally:
+        if isinstance(batches, Generator):  # its workers stop now, and not when it is collected
+            batches.close()
+
+
+def _check_agreement(loader: Loader, group: GroupLike) -> None:
+    """Raise DataError on all ranks unless all of them are about to read the same epoch. Collective."""
+    plan = getattr(loader, "plan", None)
+    if group.world_size == 1 or plan is None:
+        return
+    said = group.all_gather_object(plan.fingerprint())
+    if len(set(said)) > 1:
+        odd = [rank for rank, text in enumerate(said) if text != said[0]]
+        raise DataError(
+            "beginning an epoch",
+            found=f"ranks {', '.join(map(str, odd))} would read other batches than rank 0",
+            fix="Give every rank a dataset of the same length, and the same sizes, shares, weights and seed.",
+            rank=odd[0],
+        )
+
+
+def _group(batches: Iterator[LocalBatch], group: GroupLike, epoch: int, accumulation: int) -> Iterator[CurrentBatch]:
     while members := list(islice(batches, accumulation)):
         counts = _global_counts(members, group)
         size = len(counts)

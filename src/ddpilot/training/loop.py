@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
@@ -12,10 +11,12 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader, IterableDataset
 
-from ddpilot.data.loader import ShardedLoader, make_loader
+from ddpilot.data.devices import to_device
+from ddpilot.data.loader import ShardedLoader, StreamLoader, make_loader, make_stream_loader
+from ddpilot.data.shard import shard_loader
 from ddpilot.errors import LoopError
-from ddpilot.findings.as_text import render_text
 from ddpilot.findings.finding import Finding
 from ddpilot.group.enter import init_group, seed_all
 from ddpilot.group.protocol import GroupLike
@@ -24,13 +25,13 @@ from ddpilot.training.deciding import Decider
 from ddpilot.training.evaluating import evaluate
 from ddpilot.training.grouping import Loader, iterate_groups
 from ddpilot.training.nonfinite import LossWatch
+from ddpilot.training.notices import never_had_a_sample, say_dropped, say_findings
 from ddpilot.training.precision import Kind, Precision, clip
 from ddpilot.training.predicting import predict
 from ddpilot.training.printing import rank_zero_first
 from ddpilot.training.reducing import gather_rows, reduce_value
 from ddpilot.training.seeding import seed_epoch
 from ddpilot.training.signals import StopSignals
-from ddpilot.training.structure import to_device
 from ddpilot.training.updating import Updates
 from ddpilot.training.wrapping import wrap
 
@@ -139,13 +140,26 @@ class Loop:
                 )
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
-    def loader(self, dataset: Any, **options: Any) -> ShardedLoader:
-        """A loader of this rank's samples of a map-style `dataset`; not collective.
+    def loader(self, dataset: Any, **options: Any) -> ShardedLoader | StreamLoader:
+        """A loader of this rank's samples of `dataset`, map-style or iterable; not collective.
 
         `options`: `global_batch_size` (samples of all ranks together) or `batch_size_per_rank`, `shuffle`, `drop_last`,
-        `shares`, `weights`, `num_workers` and the others of `ddpilot.data.loader.make_loader`. Raises DataError.
+        `shares`, `weights`, `num_workers` and the others of `ddpilot.data.loader.make_loader`, or, for an iterable,
+        `make_stream_loader`. Raises DataError.
         """
-        return make_loader(dataset, **{"rank": self.rank, "world_size": self.world_size, "seed": self.seed, **options})
+        job = {"rank": self.rank, "world_size": self.world_size, "seed": self.seed}
+        if isinstance(dataset, IterableDataset):
+            return make_stream_loader(dataset, **{**job, **options})
+        return make_loader(dataset, **{**job, **options})
+
+    def shard(self, loader: DataLoader[Any], **options: Any) -> ShardedLoader | StreamLoader:
+        """The loader of this rank that does what an existing DataLoader does in one process; not collective.
+
+        Its `batch_size` is that of all ranks together, which is said once; `batch_size_per_rank=True` is the other
+        reading. `options`: those of `ddpilot.data.shard.shard_loader`, such as `shares`. Raises DataError.
+        """
+        job = {"rank": self.rank, "world_size": self.world_size, "seed": self.seed, "say": self.print}
+        return shard_loader(loader, **{**job, **options})
 
     def epochs(self, num: int) -> Iterator[int]:
         """The numbers of the epochs up to `num` - 1, from `epoch` on, until all ranks decide to stop. Collective."""
@@ -167,7 +181,9 @@ class Loop:
         second SIGINT at once. Raises NonFiniteError on all ranks, and LoopError before the first batch where
         BatchNorm would see a part of one sample.
         """
-        self._find(check_batch_norms(self._updates.models, getattr(loader, "plan", None), self.rank))
+        found = check_batch_norms(self._updates.models, getattr(loader, "plan", None), self.rank)
+        say_findings(new := tuple(one for one in found if one not in self.findings), self.group)
+        self.findings += new
         if not self.next_batch:
             seed_epoch(self.seed, self.epoch, self.rank)
         groups = iterate_groups(
@@ -176,10 +192,13 @@ class Loop:
         with self._signals:
             for batch in groups:
                 self._updates.enter(batch)
+                if batch.data is None:
+                    raise never_had_a_sample(batch, self.group)
                 try:
                     yield to_device(batch.data, self.device)
                 except GeneratorExit:
-                    self._left_early()
+                    if self._updates.drop_unfinished():
+                        say_dropped(self.group)
                     raise
                 if batch.is_last:
                     self._updates.settle()
@@ -315,18 +334,3 @@ class Loop:
         Where rank 0 raises, the others raise RemoteRankError. For what is downloaded or prepared once.
         """
         return rank_zero_first(self.group)
-
-    def _find(self, findings: tuple[Finding, ...]) -> None:
-        new = tuple(finding for finding in findings if finding not in self.findings)
-        self.findings += new
-        if new and self.group.is_rank_zero:
-            warnings.warn(render_text(new), stacklevel=3)
-
-    def _left_early(self) -> None:
-        """The user's `break`: gradients of an unfinished accumulation group differ over ranks."""
-        if self._updates.drop_unfinished() and self.group.is_rank_zero:
-            warnings.warn(
-                "a loop over batches() was left in the middle of an accumulation group: the gradients of that group "
-                "are dropped, since they were not synchronised. Leave it where loop.is_update is True.",
-                stacklevel=3,
-            )

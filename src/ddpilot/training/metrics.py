@@ -8,9 +8,10 @@ from typing import Any, Protocol
 
 import torch
 
+from ddpilot.data.devices import to_device
 from ddpilot.errors import LoopError
 from ddpilot.group.protocol import GroupLike
-from ddpilot.training.structure import join_rows, to_device, to_host
+from ddpilot.training.structure import join_rows, to_host
 
 
 class Meter(Protocol):

@@ -32,11 +32,6 @@ def map_tensors(data: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> An
     return data
 
 
-def to_device(data: Any, device: torch.device) -> Any:
-    """`data` with its tensors on `device`; from pinned memory the copy does not wait."""
-    return map_tensors(data, lambda tensor: tensor.to(device, non_blocking=True))
-
-
 def to_host(data: Any) -> Any:
     """`data` with its tensors on the CPU, detached, and each in memory of its own, since a view would travel whole."""
     return map_tensors(data, lambda tensor: tensor.detach().cpu().clone())

@@ -16,9 +16,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from ddpilot import FakeGroup
-from ddpilot.data.loader import ShardedLoader
+from ddpilot.data.loader import ShardedLoader, StreamLoader
 from ddpilot.errors import LoopError, NonFiniteError
 from ddpilot.training.loop import Loop
+
+AnyLoader = ShardedLoader | StreamLoader
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +30,9 @@ def compiler_is_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     importlib.import_module("torch._dynamo")
 
 
-def make(num_samples: int = 10, **options: Any) -> tuple[Loop, nn.Module, torch.optim.Optimizer, ShardedLoader]:
+def make(
+    num_samples: int = 10, **options: Any
+) -> tuple[Loop, nn.Module, torch.optim.Optimizer, ShardedLoader | StreamLoader]:
     """A loop alone, with a model and a loader of batches of four."""
     loop = Loop(group=FakeGroup(), **options)
     model = nn.Linear(1, 1)

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What people put around a model gives the same numbers at any world size too; and other kinds of data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
+
+from ddpilot import RankError
+from ddpilot.errors import DataError
+from ddpilot.training.loop import Loop
+from ddpilot.training.wrapping import unwrap
+from tests.dist.training.bodies import launch, make_data, make_model
+
+VARIANTS = ("averaged", "checkpointed", "compiled", "late branch", "sharded loader", "batch norm in eval")
+
+
+class Checkpointed(nn.Module):
+    """Computes its inner layers again in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.last = make_model("mlp"), nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (samples, 8)."""
+        return torch.as_tensor(self.last(checkpoint(self.inner, x, use_reentrant=False)))
+
+
+class LateBranch(nn.Module):
+    """Its second layer is used where a batch has no sample too, but not in every batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.calls = nn.Linear(8, 5), nn.Linear(5, 5), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (samples, 8)."""
+        self.calls += 1
+        return torch.as_tensor(self.second(self.first(x)) if self.calls % 2 else self.first(x))
+
+
+def make_variant(variant: str) -> nn.Module:
+    """The model of a variant."""
+    if variant == "checkpointed":
+        return Checkpointed()
+    if variant == "late branch":
+        return LateBranch()
+    model = make_model("mlp")
+    if variant == "batch norm in eval":
+        model = nn.Sequential(nn.BatchNorm1d(8).eval(), model)
+    return torch.compile(model, backend="eager") if variant == "compiled" else model  # type: ignore[return-value]
+
+
+def train_variant(variant: str) -> list[float]:
+    """The weights after two epochs and the metric of the model that is evaluated."""
+    torch.set_default_dtype(torch.float64)
+    loop = Loop(seed=4, accumulate=2)
+    model = make_variant(variant)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ema = get_ema_multi_avg_fn(0.5)  # type: ignore[no-untyped-call]
+    averaged = AveragedModel(model, multi_avg_fn=ema) if variant == "averaged" else None
+    model, optimizer = loop.prepare(model, optimizer, find_unused_parameters=variant == "late branch")
+    data = make_data("mlp", 25)
+    loader = loop.loader(data, global_batch_size=12)
+    if variant == "sharded loader":
+        loader = loop.shard(DataLoader(data, batch_size=12))
+    for _ in loop.epochs(2):
+        for x, y in loop.batches(loader):
+            with loop.accumulate(model):
+                loop.backward(nn.functional.cross_entropy(model(x), y))
+            if loop.step(optimizer) and averaged is not None:
+                averaged.update_parameters(unwrap(model))
+    shown = averaged or model
+    accuracy = loop.evaluate(shown, loader, {"p": lambda out, y: out.softmax(-1).amax(-1)})["p"]
+    return [*torch.cat([p.detach().reshape(-1) for p in shown.parameters()]).tolist(), accuracy]
+
+
+def train_variants() -> dict[str, list[float]]:
+    """All of them, one after the other in one group."""
+    return {variant: train_variant(variant) for variant in VARIANTS}
+
+
+def test_variants_give_the_same_numbers_at_any_world_size(capfd: pytest.CaptureFixture[str]) -> None:
+    """EMA, gradient checkpointing, torch.compile, unused parameters, a sharded DataLoader; a rank without samples."""
+    (alone,), together = launch(1, train_variants), launch(2, train_variants)
+    for learnt in together:
+        for variant, numbers in alone.items():
+            assert learnt[variant] == pytest.approx(numbers, rel=1e-10), variant
+    assert alone["averaged"] != pytest.approx(alone["sharded loader"], rel=1e-3)
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    """Every part gives a number of samples of its own: part p has p + 1 batches of two, and one sample more."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        info = get_worker_info()
+        part = 0 if info is None else info.id
+        for number in range(2 * (part + 1) + 1):
+            yield torch.tensor([part, number], dtype=torch.float64)
+
+
+def train_on_stream() -> Any:
+    """What each rank saw, the weights at the end, and the metric."""
+    loop = Loop(seed=1, accumulate=2)
+    model = nn.Linear(2, 1).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = loop.prepare(model, optimizer)
+    loader = loop.loader(Stream(), batch_size_per_rank=2, divides_itself=True)
+    counts, updates = [], 0
+    for x in loop.batches(loader):
+        with loop.accumulate(model):
+            loop.backward(model(x).pow(2).mean())
+        counts.append(len(x))
+        updates += loop.step(optimizer)
+    total = loop.evaluate(model, loader, {"number": lambda x: x[:, 1]}, forward=lambda model, x: (x,))
+    return counts, updates, unwrap(model).get_parameter("weight").tolist(), total
+
+
+def test_streams_that_end_unequally_end_together() -> None:
+    """Ranks with 3, 5 and 7 samples make the same updates, the last of which two ranks have no sample for."""
+    results = launch(3, train_on_stream)
+    assert [counts for counts, *_ in results] == [[2, 1, 0, 0], [2, 2, 1, 0], [2, 2, 2, 1]]
+    for _, updates, weight, total in results:
+        assert (updates, weight) == (2, results[0][2])
+        assert total["number"] == pytest.approx((3 + 10 + 21) / 15)
+
+
+def train_on_unequal_datasets() -> None:
+    """Rank 1 has lost a file."""
+    loop = Loop()
+    data = TensorDataset(torch.ones(8 - loop.rank, 2))
+    for _ in loop.batches(loop.loader(data, global_batch_size=4)):
+        pass
+
+
+def test_ranks_with_unequal_datasets_are_told_before_the_epoch() -> None:
+    """Rather than train on other batches without a word."""
+    with pytest.raises(RankError, match="ranks 1 would read other batches than rank 0") as caught:
+        launch(2, train_on_unequal_datasets)
+    assert isinstance(caught.value.__cause__, DataError)
