@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -18,6 +18,7 @@ _HUGE_PAGE_BYTES = 1 << 21
 _LARGEST_STEP_BYTES = 1 << 26
 _ALIGNMENT_BYTES = 64
 _PIECE_BYTES = 1 << 22
+_PIECES_PER_THREAD = 4
 _MAX_THREADS = 4
 
 
@@ -66,16 +67,16 @@ def copy_bytes(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         for into, out_of in pairs
         for start in range(0, into.nbytes, _PIECE_BYTES)
     ]
-    num_threads = min(_MAX_THREADS, os.cpu_count() or 1, len(pieces) // 4)
-    if num_threads < 2 or sum(piece[2] for piece in pieces) < 4 * _PIECE_BYTES:
-        for piece in pieces:
-            ctypes.memmove(*piece)
-        return
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="ddpilot-copy") as threads:
-        for done in [threads.submit(_move_all, pieces[i::num_threads]) for i in range(num_threads)]:
-            done.result()
+    # Each takes the next piece: a thread that gets no core holds up one piece, not its share of all.
+    left = iter(pieces)
+    num_helpers = min(_MAX_THREADS, os.cpu_count() or 1, len(pieces) // _PIECES_PER_THREAD) - 1
+    with ThreadPoolExecutor(max(1, num_helpers), thread_name_prefix="ddpilot-copy") as helpers:
+        helping = [helpers.submit(_move_all, left) for _ in range(num_helpers)]
+        _move_all(left)
+    for helper in helping:
+        helper.result()
 
 
-def _move_all(pieces: Sequence[tuple[int, int, int]]) -> None:
+def _move_all(pieces: Iterator[tuple[int, int, int]]) -> None:
     for piece in pieces:
         ctypes.memmove(*piece)
