@@ -35,14 +35,16 @@ def draw_weighted(
     left.
     """
     if replacement:
-        edges = np.cumsum(weights)
+        edges = np.cumsum(weights / weights.max())  # a sum of large ones would overflow
         # A point may round up to the last edge itself, and an entry of weight 0 has no room of its own to be hit in.
         points = np.minimum(_points(num_draws, seed, epoch) * edges[-1], np.nextafter(edges[-1], 0.0))
         return np.asarray(np.searchsorted(edges, points, side="right"), dtype=np.int64)
     # Exponential waiting times with these rates end in the order of successive draws (Efraimidis and Spirakis, 2006).
+    # Their logarithms, since a quotient by a tiny weight would overflow.
+    points = np.maximum(_points(len(weights), seed, epoch), 2.0**-54)
     waits = np.full(len(weights), np.inf)
     drawable = weights > 0
-    waits[drawable] = -np.log1p(-_points(len(weights), seed, epoch)[drawable]) / weights[drawable]
+    waits[drawable] = np.log(-np.log1p(-points[drawable])) - np.log(weights[drawable])
     return np.argsort(waits, kind="stable")[:num_draws].astype(np.int64, copy=False)
 
 
