@@ -80,4 +80,5 @@ def test_magics_work_in_a_terminal(terminal: Terminal) -> None:
         terminal.child.expect("2 ranks: 2 idle")
     terminal.child.sendintr()
     terminal.child.expect(PROMPT)
-    terminal.type("exit", then=pexpect.EOF)  # it is IPython's, also while auto is on
+    left = terminal.type("exit", then=pexpect.EOF)  # it is IPython's, also while auto is on
+    assert "ddpilot" not in left  # nothing is said of ranks that end with it

@@ -15,6 +15,7 @@ from ddpilot.errors import RankError
 from ddpilot.findings.words import render_ranks
 from ddpilot.magics.options import describe_options
 from ddpilot.magics.usage import MagicUsageError
+from ddpilot.session.deaths import BEGIN_ANEW
 from ddpilot.session.options import SessionOptions
 from ddpilot.session.session import Session
 from ddpilot.session.shown.terminal import TextView
@@ -64,6 +65,9 @@ class Desk:
                     fix=f"Keep them, or type `%ddp stop` (their variables are lost) and then `{line}`",
                 )
             dead = sorted({*range(running.world_size)} - {*running.pids()})
+            if not running.can_restart:
+                self.say(f"{count_ranks(running)} were started and have died with the rank server; {BEGIN_ANEW}")
+                return running
             hint = f"; {render_ranks(dead)} died: `%ddp restart {' '.join(map(str, dead))}`" if dead else ""
             self.say(f"{count_ranks(running)} run already, with their variables{hint}")
             return running

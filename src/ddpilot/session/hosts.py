@@ -18,6 +18,10 @@ class RankHost(Protocol):
 
     world_size: int
 
+    @property
+    def can_start(self) -> bool:
+        """Whether ranks can still be started, now that it was attached."""
+
     def attach(self, hub: Hub) -> None:
         """Begin; called once, before the first `start`."""
 

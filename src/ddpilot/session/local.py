@@ -24,6 +24,7 @@ from ddpilot.launching.options import LaunchOptions
 from ddpilot.launching.output.display import Display
 from ddpilot.launching.shipping.blame import ship
 from ddpilot.session.arguments import refuse_in_a_rank
+from ddpilot.session.deaths import SERVER_GONE
 from ddpilot.session.events import Ended, Wrote
 from ddpilot.session.hub import Hub
 from ddpilot.session.local_entry import serve
@@ -36,7 +37,6 @@ PRELOAD = (
     "ddpilot.session.rank.main",
     "ddpilot.session.rank.warm",
 )
-_SERVER_GONE = "ended with the rank server; `%ddp stop` and `%ddp start` (a new `Session`) begin anew"
 _CHUNK_BYTES = 1 << 16
 _MAX_CHUNKS = 32  # more than a pipe holds; something that the rank has started may write without end
 _RESTART_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
@@ -57,6 +57,11 @@ class LocalRanks:
         self._stack = contextlib.ExitStack()
         self._handles: dict[int, RankHandle] = {}
         self._is_finished = False
+
+    @property
+    def can_start(self) -> bool:
+        """Whether the rank server lives."""
+        return not self._is_finished
 
     def attach(self, hub: Hub) -> None:
         """Start the rank server where none is warm, and the store."""
@@ -127,11 +132,7 @@ class LocalRanks:
             self._hub.unwatch(self._job.fileno())
             self._is_finished = True
             for rank in [rank for rank in self._handles if self.is_live(rank)]:
-                self._end(
-                    self._handles[rank],
-                    None,
-                    "ended with the rank server; `%ddp stop` and `%ddp start` (a new `Session`) begin anew",
-                )
+                self._end(self._handles[rank], None, SERVER_GONE)
             return
         if isinstance(message, Finished):
             self._is_finished = True

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
 import queue
@@ -27,6 +28,7 @@ from ddpilot.session.apps import find_app, present_modules
 from ddpilot.session.arguments import check_gpus
 from ddpilot.session.attention import Attention
 from ddpilot.session.channels import Connection
+from ddpilot.session.deaths import BEGIN_ANEW, describe_death
 from ddpilot.session.endings import describe_end
 from ddpilot.session.events import Ended, Event, Interrupted, Said, Wrote
 from ddpilot.session.folder import make_folder, remove_folder
@@ -81,6 +83,7 @@ class Ranks:
         except BaseException:
             remove_folder(self.folder)
             raise
+        atexit.register(self.close)  # before the rank servers are ended, which would be the ranks' death
 
     @property
     def world_size(self) -> int:
@@ -146,7 +149,7 @@ class Ranks:
                 raise LaunchError(
                     f"starting rank {rank}",
                     found="the rank server is gone",
-                    fix="`%ddp stop` and `%ddp start` (a new `Session`) begin anew",
+                    fix=BEGIN_ANEW,
                     rank=rank,
                 ) from error
         await_ready(self.hub, ranks, events, self._say_end)
@@ -179,6 +182,7 @@ class Ranks:
         if self.is_closed or os.getpid() != self._owner_pid:
             return
         self.is_closed = self.is_ending = True
+        atexit.unregister(self.close)
         try:
             self.hub.call(self.host.close)
         except RuntimeError:  # the hub's thread is gone, or was never started
@@ -269,16 +273,24 @@ class Ranks:
         if isinstance(event, Wrote):
             self.view.raw(event.rank, event.stream, event.data, now)
         elif isinstance(event, Ended) and not self.is_ending:
-            self.view.note(self._say_death(event))
+            self._note_death(event)
         elif isinstance(event, Said) and event.channel == "iopub" and event.kind in _SHOWN_IDLE:
             message = RankMessage(event.rank, event.kind, event.content, event.metadata, event.buffers)
             self.view.message(message, now)
 
-    def _say_death(self, ended: Ended) -> str:
+    def _note_death(self, ended: Ended) -> None:
         if ended.rank == STORE:
-            return f"{ended.reason}: ranks cannot form a group any more; restart the session"
-        again = "the next cell starts it anew" if self.options.respawn else "`restart` brings it back"
-        return f"rank {ended.rank} {self.dead[ended.rank]}; its variables are lost, {again}"
+            self.view.note(f"{ended.reason}: ranks cannot form a group any more; {BEGIN_ANEW}")
+        elif self.host.can_start:
+            self.view.note(describe_death(ended.rank, self.dead[ended.rank], self.options.respawn))
+        elif not self.live:  # they end one after the other, of the same cause
+            self.view.note(f"the rank server has died, and all ranks and their variables with it; {BEGIN_ANEW}")
+
+    def note(self, text: str) -> None:
+        """Say something of ddpilot's own outside a cell; while one runs, of another thread, it is left out."""
+        with self._attention.switch:
+            if not self._attention.is_taken:
+                self.view.note(text)
 
     def _tick(self, now: float) -> float | None:
         with self._attention.switch:

@@ -18,6 +18,7 @@ from ddpilot.launching.shipping.blame import ship
 from ddpilot.launching.shipping.pickling import map_parcel, open_parcel
 from ddpilot.launching.shipping.sources import collect_sources
 from ddpilot.session import arguments
+from ddpilot.session.deaths import describe_absent, make_dead_error
 from ddpilot.session.local import check_installed
 from ddpilot.session.options import SessionOptions
 from ddpilot.session.refusals import make_refusal_error
@@ -112,6 +113,11 @@ class Session:
         """Whether the session was not stopped."""
         return not self._ranks.is_closed
 
+    @property
+    def can_restart(self) -> bool:
+        """Whether dead ranks can be started anew; not so once the process from which they are forked has died."""
+        return self._ranks.host.can_start
+
     def status(self) -> tuple[RankStatus, ...]:
         """What every rank does now: idle, in which cell, in which collective since when, dead and why; what it uses.
 
@@ -145,6 +151,8 @@ class Session:
 
         arguments.check_code(code)
         chosen = self._choose(ranks, "running a cell")
+        if ranks is None and len(chosen) < self.world_size:
+            self._ranks.note(describe_absent(self._ranks.dead, chosen))
         self._num_cells = cell if cell is not None else self._num_cells + 1
         began_s = time.monotonic()
         keeps = self.options.keep_cache if keep_cache is None else keep_cache
@@ -277,13 +285,7 @@ class Session:
         missing = [rank for rank in asked if rank in dead]
         if self.options.respawn or not missing or (ranks is None and not all_live and len(missing) < self.world_size):
             return asked if self.options.respawn else tuple(rank for rank in asked if rank not in dead)
-        raise LaunchError(
-            did,
-            found="; ".join(f"rank {rank} is dead: it {dead[rank]}" for rank in missing),
-            fix=f"`%ddp restart {' '.join(map(str, missing))}` starts {'it' if len(missing) == 1 else 'them'} again, "
-            "and so does `session.restart`",
-            rank=missing[0],
-        )
+        raise make_dead_error(did, missing, dead, can_restart=self.can_restart)
 
     def _with_parcel(
         self, verb: str, arguments: dict[str, Any], ranks: Sequence[int], parcel: list[int], name: str

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -34,6 +35,11 @@ def test_a_death_is_named_and_restart_brings_the_rank_back(start: Start, view: K
         session.execute(f"import os, signal, ctypes\nif rank == 1:\n    {how}\ngroup.barrier()")
     session.execute("print(kept)")
     assert view.texts == {0: "0\n", 2: "20\n"}
+    assert re.fullmatch(
+        r"rank 1 is dead \(it (was|crashed|exited) .*\): this cell runs on ranks 0,2; "
+        "`%ddp restart 1` brings it back",
+        view.notes[-1],
+    )
     with pytest.raises(LaunchError, match="rank 1 is dead"):
         session.execute("1", ranks=[1])
     with pytest.raises(RankError, match="rank 1 is dead; restart it"):
@@ -41,7 +47,10 @@ def test_a_death_is_named_and_restart_brings_the_rank_back(start: Start, view: K
     session.restart(1)
     session.execute("import torch; total = torch.ones(1); group.all_reduce(total); assert total.item() == 3")
     session.execute("assert 'kept' not in globals() and rank == 1", ranks=[1])
+    num_notes = len(view.notes)
     session.execute("assert kept == rank * 10", ranks=[0, 2])
+    session.execute("1")
+    assert len(view.notes) == num_notes
 
 
 def test_a_death_between_cells_is_said_when_it_happens(start: Start, view: Kept) -> None:
@@ -119,8 +128,15 @@ def test_the_end_of_the_rank_server_is_the_end_of_all_ranks_and_said(start: Star
     for pid in server_pids():
         os.kill(pid, signal.SIGKILL)
     wait_until(lambda: session.pids() == {}, limit_s=10)
-    with pytest.raises(LaunchError, match="is dead: it ended with the rank server"):
+    wait_until(lambda: bool(view.notes), limit_s=10)
+    (note,) = view.notes
+    assert note == (
+        "the rank server has died, and all ranks and their variables with it; "
+        "`%ddp stop`, then `%ddp start` (a new `Session`) begins anew"
+    )
+    with pytest.raises(LaunchError, match="is dead: it ended with the rank server.*`%ddp stop`, then") as caught:
         session.execute("1")
+    assert "restart" not in str(caught.value)
     with pytest.raises(LaunchError, match="the rank server is gone"):
         session.restart()
     session.stop()

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is said of ranks that are dead when something is asked of them, and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ddpilot.errors import LaunchError
+from ddpilot.findings.words import render_ranks
+
+SERVER_GONE = "ended with the rank server"
+BEGIN_ANEW = "`%ddp stop`, then `%ddp start` (a new `Session`) begins anew"
+"""What to do where no rank can be started any more."""
+
+
+def make_dead_error(did: str, ranks: Sequence[int], dead: Mapping[int, str], *, can_restart: bool) -> LaunchError:
+    """For `did`, which needs `ranks`, all of them in `dead`: of what they died, by rank."""
+    again = f"`%ddp restart {' '.join(map(str, ranks))}` starts {_them(ranks)} again, and so does `session.restart`"
+    return LaunchError(
+        did,
+        found="; ".join(f"rank {rank} is dead: it {dead[rank]}" for rank in ranks),
+        fix=again if can_restart else BEGIN_ANEW,
+        rank=ranks[0],
+    )
+
+
+def describe_death(rank: int, reason: str, respawns: bool) -> str:
+    """For a rank that dies while nothing runs on it."""
+    again = "the next cell starts it anew" if respawns else f"`%ddp restart {rank}` brings it back"
+    return f"rank {rank} {reason}; its variables are lost, {again}"
+
+
+def describe_absent(dead: Mapping[int, str], live: Sequence[int]) -> str:
+    """For a cell that runs on the ranks that `live`, since others are dead."""
+    ranks = sorted(dead)
+    causes = ", ".join(f"rank {rank} is dead (it {dead[rank].partition(';')[0]})" for rank in ranks)
+    again = f"`%ddp restart {' '.join(map(str, ranks))}` brings {_them(ranks)} back"
+    return f"{causes}: this cell runs on {render_ranks(live)}; {again}"
+
+
+def _them(ranks: Sequence[int]) -> str:
+    return "it" if len(ranks) == 1 else "them"
