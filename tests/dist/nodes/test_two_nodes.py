@@ -197,3 +197,21 @@ def test_run_ends_when_the_other_node_is_killed(nodes: TwoNodes, tmp_path: Path)
     assert b.wait(LIMIT_S) == 1
     assert time.monotonic() - killed_s < 20
     b.wait_for("error: keeping in touch with node 0", 5)
+
+
+@pytest.mark.timeout(180)
+def test_run_names_the_node_that_was_killed_and_not_the_rank_that_noticed(nodes: TwoNodes, tmp_path: Path) -> None:
+    """`kill -9` of node 1's agent: rank 0 loses its connection, which is a consequence, and is called so."""
+    (tmp_path / "train.py").write_text(STEPS)
+    a, b = start_both(nodes, "--max-restarts", 1, tmp_path / "train.py", TMPDIR=str(tmp_path))
+    a.wait_for("step 20", LIMIT_S)
+    b.process.kill()
+    killed_s = time.monotonic()
+    assert a.wait(LIMIT_S) == 1
+    assert time.monotonic() - killed_s < 20  # not --node-timeout
+    a.wait_for("fix:", 5)
+    place = re.escape(f"node 1 ({os.uname().nodename})")
+    assert re.search(
+        rf"error: watching {place}\n  found: no sign of it since rank 0 lost a connection and failed", a.text
+    )
+    assert "ddpilot: rank 0 raised" not in a.text

@@ -7,23 +7,29 @@ import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException, SubprocessContext
 
-from ddpilot.errors import DdpilotError, LaunchError
+from ddpilot.errors import DdpilotError, LaunchError, RendezvousError
 from ddpilot.findings.words import render_ranks
 from ddpilot.launching.elastic.local_ranks import FAILED_GRACE_S, LocalRank, LocalRanks
 from ddpilot.launching.elastic.logs import PipedLogs
 from ddpilot.launching.elastic.meeting import Meeting
+from ddpilot.launching.elastic.nodes import NodeState
 from ddpilot.launching.elastic.options import RunOptions
 from ddpilot.launching.elastic.screen import Screen
 from ddpilot.launching.failures import Failure, build_error, choose_failure
 
 _NEWS_GRACE_S = 2.0
 """How long a victim waits for the news that a rank of another node was the cause."""
+
+_SIGN_AFTER_S = 1.0
+_GONE_S = 3.5
+"""A victim believes that another node is alive once it has given a sign so long after the failure, and that it is gone
+where it has given none for so much longer."""
 
 
 class Agent(LocalElasticAgent):
@@ -103,10 +109,30 @@ class Agent(LocalElasticAgent):
 
     def _choose(self, failures: Sequence[Failure]) -> Failure | None:
         now = time.monotonic()
-        chosen = choose_failure(failures, now)
+        chosen = choose_failure(failures, now, self._ranks.unheard)
         if chosen is None or not chosen.is_victim or self._meeting is None or self._options.nnodes[1] == 1:
             return chosen
-        return chosen if now - min(each.since_s for each in failures) > _NEWS_GRACE_S else None
+        waited_s = now - min(each.since_s for each in failures)
+        if waited_s <= _NEWS_GRACE_S:
+            return None
+        silent = self._meeting.silent_nodes(waited_s - _SIGN_AFTER_S)
+        if silent and waited_s > _GONE_S:
+            self._end_by_silence(self._meeting, silent[0], chosen)
+        return None if silent else chosen
+
+    def _end_by_silence(self, meeting: Meeting, node: NodeState, victim: Failure) -> NoReturn:
+        """End because of a node that has gone, which a connection of a rank here has noticed first."""
+        failed = [each.rank for each in self._ranks.failures()]
+        self._ranks.end(signal.SIGTERM, FAILED_GRACE_S)
+        assert victim.raised is not None  # who only exits is no victim
+        how = " ".join([f"{victim.raised.type_name}:", *victim.raised.message.splitlines()[:1]])
+        self.error = RendezvousError(
+            f"watching {node.place}",
+            found=f"no sign of it since {render_ranks(failed)} lost a connection and failed because of it ({how})",
+            fix="Look at the output of `ddpilot run` there: it was killed, or that machine or the link went down",
+        )
+        meeting.tell_failure(self.error)
+        raise self.error
 
     def _end_by(self, chosen: Failure, worker_group: WorkerGroup) -> None:
         """End the other ranks because of one, and let the other nodes know."""

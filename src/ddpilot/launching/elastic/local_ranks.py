@@ -104,6 +104,10 @@ class LocalRanks:
         """The ranks whose process is there."""
         return tuple(each.rank for each in self._ranks if each.is_live)
 
+    def unheard(self) -> list[int]:
+        """The process ids of the ranks that have neither ended, as far as is known, nor reported."""
+        return [each.process.pid for each in self._ranks if each.is_live and each.raised is None]
+
     @property
     def succeeded(self) -> tuple[int, ...]:
         """The ranks that ended with code 0."""

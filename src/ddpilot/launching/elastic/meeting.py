@@ -34,7 +34,7 @@ from ddpilot.launching.elastic.nodes import (
     with_failure,
 )
 from ddpilot.launching.elastic.peers import Peers
-from ddpilot.launching.elastic.vigil import Vigil
+from ddpilot.launching.elastic.vigil import Vigil, silent_nodes
 
 _STORE_TIMEOUT_S = 60.0
 _PAUSE_S = 0.05
@@ -125,6 +125,10 @@ class Meeting(RendezvousHandler):
         """Say who has been silent for long. Raises RendezvousError once that is longer than is allowed."""
         if self._peers is not None:
             self._vigil.look(self._peers.view())
+
+    def silent_nodes(self, limit_s: float) -> list[NodeState]:
+        """The nodes that have given no sign for `limit_s` seconds, though they have not left."""
+        return [] if self._peers is None else silent_nodes(self._peers.view(), limit_s)
 
     def tell_failure(self, error: DdpilotError) -> None:
         """Let the other nodes know why this one's ranks have ended."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ddpilot.errors import DdpilotError, RendezvousError
-from ddpilot.launching.elastic.nodes import READY, View
+from ddpilot.launching.elastic.nodes import READY, NodeState, View
 
 SILENCE_S = 5.0
 """Silence of a node that is worth a line, seconds."""
@@ -45,6 +45,12 @@ class Vigil:
                 self._told[node] = silent_s
             elif node in self._told:
                 self._say(f"{state.place} is back after {self._told.pop(node):.0f} s")
+
+
+def silent_nodes(view: View, limit_s: float) -> list[NodeState]:
+    """The nodes of `view` that have given no sign for `limit_s` seconds, though their ranks run."""
+    silent = [view.states[node] for node, silent_s in sorted(view.silent_s.items()) if silent_s >= limit_s]
+    return [state for state in silent if state.phase == READY]
 
 
 def _link_lost(view: View) -> DdpilotError:

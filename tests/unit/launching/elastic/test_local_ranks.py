@@ -77,6 +77,7 @@ def test_local_ranks_kill_what_ignores_the_signal(start: Start) -> None:
     """After the grace."""
     stubborn = start(0, "trap '' TERM; echo up; while :; do sleep 0.01; done")
     ranks = LocalRanks([stubborn], print)
+    assert ranks.unheard() == [stubborn.process.pid]
     ranks.end(signal.SIGTERM, 0.05)
     assert stubborn.describe_end() in ("was ended by SIGKILL", "was ended by SIGTERM")
     assert ranks.live == ()
@@ -95,6 +96,7 @@ def test_local_ranks_tell_failures_from_good_ends(start: Start) -> None:
     assert found[1].exited.exitcode == 4
     assert found[2].time_s == 5.0
     assert local.succeeded == (0,)
+    assert local.unheard() == []
     local.kill()
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from ddpilot.errors import RendezvousError
 from ddpilot.launching.elastic.nodes import DONE, NodeState, View
-from ddpilot.launching.elastic.vigil import Vigil
+from ddpilot.launching.elastic.vigil import Vigil, silent_nodes
 
 ONE = NodeState(node_rank=1, host="other", pid=7, nnodes=2, nproc_per_node=1, target="train.py")
 
@@ -57,3 +57,10 @@ def test_vigil_names_node_zero_when_its_store_ends() -> None:
     with pytest.raises(RendezvousError) as raised:
         Vigil(30.0, print).look(View(link_error=twin))
     assert raised.value is twin
+
+
+def test_silent_nodes_are_those_that_have_not_left() -> None:
+    """A node that said goodbye has told all it knows."""
+    assert silent_nodes(view(3.0), 2.5) == [ONE]
+    assert silent_nodes(view(2.0), 2.5) == []
+    assert silent_nodes(view(9.0, replace(ONE, phase=DONE)), 2.5) == []
