@@ -76,7 +76,8 @@ class PipedLogs(LogsSpecs):
             base = self._options.log_dir
             if base is not None:
                 base.mkdir(parents=True, exist_ok=True)
-            self._log_dir = Path(tempfile.mkdtemp(prefix=f"{self._options.rdzv_id}_", dir=base))
+            name = self._options.rdzv_id.replace("/", "_")
+            self._log_dir = Path(tempfile.mkdtemp(prefix=f"{name}_", dir=base))
             self._screen.note(f"output goes to {self._log_dir}")
         folder = self._log_dir / attempt / str(local_rank)
         folder.mkdir(parents=True, exist_ok=True)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from ddpilot.errors import LaunchError
 from ddpilot.launching.contract import LAUNCH_VARIABLE, choose_num_threads
 from ddpilot.launching.elastic.counting import count_ranks
 from ddpilot.launching.elastic.network import Endpoint, open_endpoint, rank_network_variables
@@ -47,10 +48,12 @@ def run_script(options: RunOptions) -> None:
 def prepare_run(options: RunOptions, environ: Mapping[str, str]) -> PreparedRun:
     """Look at everything that can be wrong before anything starts, without torch; on node 0, open the port.
 
-    Raises, in under 3 s, LaunchError (no such script, a syntax error, no GPU, an interface that cannot work) and
-    RendezvousError (a name that does not resolve, a port in use).
+    Raises, in under 3 s, LaunchError (no such script, a syntax error, a folder that takes no files, no GPU, an
+    interface that cannot work) and RendezvousError (a name that does not resolve, a port in use).
     """
     check_target(options.kind, options.target)
+    if options.log_dir is not None:
+        _check_log_dir(options.log_dir)
     display = Display("labelled", None)
     is_torchs_store = options.rdzv_backend == "c10d" and options.rdzv_conf.get("store_type", "tcp") == "tcp"
     if is_torchs_store and options.rdzv_endpoint and "is_host" not in options.rdzv_conf:
@@ -79,6 +82,19 @@ def prepare_run(options: RunOptions, environ: Mapping[str, str]) -> PreparedRun:
         target=options.name,
     )
     return PreparedRun(options=options, me=me, run_id=run_id, endpoint=endpoint, variables=variables, display=display)
+
+
+def _check_log_dir(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise LaunchError(
+            f"making files in --log-dir {folder}",
+            found=f"{type(error).__name__}: {error.strerror or error}",
+            fix="Give a folder that can be made and written to",
+        ) from error
 
 
 def run_prepared(prepared: PreparedRun) -> None:

@@ -8,7 +8,6 @@ import socket
 from collections.abc import Iterator
 
 import pytest
-from torch._C._distributed_c10d import TCPStore
 
 from ddpilot.errors import RendezvousError
 from ddpilot.launching.elastic.waiting import Waiter, check_endpoint, describe_endpoint
@@ -37,14 +36,6 @@ def test_describe_endpoint_tells_nobody_from_somebody_else(server: socket.socket
     server.close()
     assert describe_endpoint(f"127.0.0.1:{port}").startswith("nobody ([Errno ")
     assert describe_endpoint("127.0.0.1").endswith(" answers at 127.0.0.1:29400")
-
-
-def test_check_endpoint_knows_a_store_of_torchs() -> None:
-    """Another agent of the same job on this machine hosts it."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    endpoint = f"127.0.0.1:{store.port}"
-    assert describe_endpoint(endpoint) == f"torch's store answers at {endpoint}"
-    check_endpoint(endpoint)
 
 
 def test_check_endpoint_lets_a_free_port_and_another_machine_through() -> None:

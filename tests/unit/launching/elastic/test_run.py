@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is looked at before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ddpilot.errors import LaunchError
+from ddpilot.launching.elastic.options import RunOptions
+from ddpilot.launching.elastic.run import prepare_run
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    """A script that is there."""
+    path = tmp_path / "train.py"
+    path.write_text("")
+    return str(path)
+
+
+def test_prepare_run_refuses_a_log_dir_that_is_a_file(script: str) -> None:
+    """The folder and the system's word."""
+    with pytest.raises(LaunchError, match=r"making files in --log-dir .*train.py: FileExistsError: File exists. Give"):
+        prepare_run(RunOptions(target=script, log_dir=Path(script)), {})
+
+
+def test_prepare_run_makes_the_log_dir(script: str, tmp_path: Path) -> None:
+    """It is there, and empty, once it has been looked at."""
+    prepared = prepare_run(RunOptions(target=script, nproc_per_node=1, log_dir=tmp_path / "a" / "b"), {})
+    assert prepared.endpoint is not None
+    prepared.endpoint.close()
+    assert list((tmp_path / "a" / "b").iterdir()) == []
