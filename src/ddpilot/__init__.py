@@ -21,6 +21,8 @@ if TYPE_CHECKING:
         LaunchError,
         LaunchInterrupted,
         LaunchTimeoutError,
+        LoopError,
+        NonFiniteError,
         RankError,
         RemoteRankError,
         RendezvousError,
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from ddpilot.group.process_group import Group
     from ddpilot.launching.results import RankResults
     from ddpilot.session.session import CellResult, Session
+    from ddpilot.training.loop import Loop
 
 _HOMES = {
     "CellResult": "ddpilot.session.session",
@@ -46,6 +49,9 @@ _HOMES = {
     "LaunchInterrupted": "ddpilot.errors",
     "LaunchTimeoutError": "ddpilot.errors",
     "Launcher": "ddpilot.api.launch",
+    "Loop": "ddpilot.training.loop",
+    "LoopError": "ddpilot.errors",
+    "NonFiniteError": "ddpilot.errors",
     "RankError": "ddpilot.errors",
     "RankResults": "ddpilot.launching.results",
     "RemoteRankError": "ddpilot.errors",
@@ -79,6 +85,9 @@ __all__ = [
     "LaunchInterrupted",
     "LaunchTimeoutError",
     "Launcher",
+    "Loop",
+    "LoopError",
+    "NonFiniteError",
     "RankError",
     "RankResults",
     "RemoteRankError",
