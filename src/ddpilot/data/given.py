@@ -58,7 +58,8 @@ class GivenBatches:
         first, second = list_sampler(sampler, seed, 0), list_sampler(sampler, seed, 0)
         refuse_other(sampler, [[*batch] for batch in first] == [[*batch] for batch in second])
         self.num_batches = len(first)
-        self._are_divided = are_divided
+        shared = () if are_divided else (*self._division.edges, *map(as_order, first))
+        self._fingerprint = digest(seed, *shared)
 
     def epoch(self, epoch: int) -> Epoch:
         """The batches of `epoch`; their number may be another one in each."""
@@ -69,10 +70,7 @@ class GivenBatches:
 
     def fingerprint(self) -> str:
         """What has to be the same on all ranks, as a text: the first epoch, unless each rank has batches of its own."""
-        if self._are_divided:
-            return digest(self.seed)
-        epoch = self.epoch(0)
-        return digest(self.seed, epoch.order, np.asarray(epoch.starts), *self._division.edges)
+        return self._fingerprint
 
 
 def list_sampler(sampler: Iterable[Any], seed: int, epoch: int) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,7 +70,6 @@ class Plan:
             object.__setattr__(self, "weights", weights)
         if self.shares is not None:
             object.__setattr__(self, "shares", tuple(float(share) for share in self.shares))
-        object.__setattr__(self, "_divided", Division.of(self.world_size, self.shares))
         self._check_pieces()
         self._check_not_empty()
 
@@ -117,6 +117,10 @@ class Plan:
 
     def fingerprint(self) -> str:
         """What has to be the same on all ranks, as a text: they would train on other batches, and nobody would see."""
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
         sizes = (self.num_samples, self.global_batch_size, self.world_size, self.num_draws, *self._division.edges)
         flags = (self.seed, self.shuffle, self.drop_last, self.replacement, self.keep_batches)
         return digest(*sizes, *flags, self.weights, None if self.sampler is None else self.order(0))
@@ -141,10 +145,9 @@ class Plan:
         first = batch * self.global_batch_size
         return first + start, first + stop
 
-    @property
+    @cached_property
     def _division(self) -> Division:
-        division: Division = self.__dict__["_divided"]
-        return division
+        return Division.of(self.world_size, self.shares)
 
     def _check_order(self, order: NDArray[np.int64], epoch: int) -> NDArray[np.int64]:
         bad = order[(order < 0) | (order >= self.num_samples)][:1].tolist()

@@ -123,7 +123,11 @@ def test_shard_loader_takes_the_seed_of_the_generator() -> None:
 def test_shard_loader_takes_a_batch_sampler_as_global_batches() -> None:
     """Whatever their sizes; torch's own is read for its size and order."""
     given: Any = [[1, 2, 3], [4], [5, 6]]
-    assert numbers(DataLoader(NUMBERS, batch_sampler=given)) == given
+    loader = DataLoader(NUMBERS, batch_sampler=given)
+    assert numbers(loader) == given
+    other: Any = [[1, 2], [3, 4], [5, 6]]
+    plans = [made.plan for made in (*world(loader), *world(DataLoader(NUMBERS, batch_sampler=other)))]
+    assert [plan.fingerprint() == plans[0].fingerprint() for plan in plans] == [True, True, False, False]
     torchs = BatchSampler(EveryOther(), 3, drop_last=True)
     loader = DataLoader(NUMBERS, batch_sampler=torchs)
     assert numbers(loader, 1) == numbers(loader, 3)
@@ -149,6 +153,7 @@ def test_shard_loader_uses_batches_of_a_rank_as_given() -> None:
         own: Any = OwnBatches(rank, 2)
         loaders.append(shard_loader(DataLoader(NUMBERS, batch_sampler=own), rank=rank, world_size=2))
     assert all(loader.is_joint for loader in loaders)
+    assert loaders[0].plan.fingerprint() == loaders[1].plan.fingerprint()  # nothing that has to be the same differs
     assert read_world(loaders) == [[(1,), (2,), (3,)], [(4,)]]
 
 
