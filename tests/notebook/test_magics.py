@@ -37,6 +37,17 @@ def test_cell_labels_lines(kernel: Kernel) -> None:
     assert cell.shown == []
 
 
+def test_cell_shows_a_line_while_it_grows(kernel: Kernel) -> None:
+    """Dots without a newline come while the cell runs, from whichever rank; at the end the line stands there once."""
+    cell = kernel.run(
+        "%%ddp\nif rank:\n    print('loading.', end='', flush=True)\n    time.sleep(1.0)\n    print('done')"
+    )
+    texts = [(at_s, each["content"]["text"]) for at_s, each in cell.messages if each["msg_type"] == "stream"]
+    first_s, last_s = (next(at_s for at_s, text in texts if word in text) for word in ("loading.", "done"))
+    assert last_s - first_s > 0.5
+    assert cell.stdout.endswith("\r[rank 1] loading.done\n")
+
+
 def test_cell_runs_on_the_ranks_that_were_asked_for(kernel: Kernel) -> None:
     """One rank, quietly, or everywhere."""
     assert kernel.run("%%ddp --ranks 1\nprint(rank)").stdout == "[rank 1] 1\n"

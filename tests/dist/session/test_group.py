@@ -96,7 +96,7 @@ def test_every_collective_is_in_the_rings_with_its_cell_line(start: Start) -> No
 
 
 def test_freeing_a_rank_on_its_way_into_the_group_shows_nothing_of_torchs_own(start: Start, view: Kept) -> None:
-    """Its store warns of the connection that ddpilot has closed, with fifty frames of C++; the cell's own text stays."""
+    """Its store warns of the connection that ddpilot has closed, with frames of C++; the cell's own text stays."""
     session = start(2)
     with pytest.raises(RankError, match="ZeroDivisionError"):
         session.execute("import os\ntry: 1/0 if rank else group.barrier()\nfinally: os.write(2, b'mine\\n')")

@@ -8,9 +8,10 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 
 from ddpilot.launching.output.collapse import Collapser, Waiting
-from ddpilot.launching.output.lines import Line, LineSplitter, Progress
+from ddpilot.launching.output.lines import Line, Progress
 from ddpilot.session.shown.rich import Rich
 from ddpilot.session.shown.screen import Screen
+from ddpilot.session.shown.unfinished import OpenLineSplitter, UnfinishedLines
 
 _BAR_S = 0.05
 """A bar is redrawn so often at most: some loops redraw theirs thousands of times in a second."""
@@ -30,9 +31,11 @@ class CellOutput:
         self.screen = screen
         self._lead = min(ranks, default=0)  # whose bars are shown
         self._collapser = Collapser(max(1, len(ranks)))
-        self._splitters: dict[tuple[int, str, bool], LineSplitter] = defaultdict(LineSplitter)
+        self._splitters: dict[tuple[int, str, bool], OpenLineSplitter] = defaultdict(OpenLineSplitter)
+        self._unfinished = UnfinishedLines(screen)
         self._rich: dict[int, deque[Rich]] = defaultdict(deque)  # by rank, in the order in which they wait
         self._bar: tuple[str, str] | None = None  # stream, text; not drawn yet
+        self._has_bar = False  # one that is not through yet
         self._drawn_s = 0.0
         self._is_new = False
         self._num_unshown_bytes = 0
@@ -44,8 +47,10 @@ class CellOutput:
             self.screen.count_hidden(rank, len(data))
             return
         data = self._cut(rank, data)
-        for piece in self._splitters[rank, stream, past_python].feed(data):
+        source = rank, stream, past_python
+        for piece in self._splitters[source].feed(data):
             self._take(rank, stream, piece, now_s)
+        self._unfinished.update(source, self._splitters[source].unfinished, now_s)
         self._num_unshown_bytes += len(data)
         if self._num_unshown_bytes > _FLOOD_BYTES:
             self._emit_ready(now_s)
@@ -89,6 +94,8 @@ class CellOutput:
         self._emit_ready(now_s)
         if self._bar is not None and now_s >= self._drawn_s + _BAR_S:
             self._draw(now_s)
+        if not self._has_bar:
+            self._is_new = self._unfinished.draw(now_s) or self._is_new
         if self._is_new:
             self.screen.flush()
             self._is_new = False
@@ -103,16 +110,17 @@ class CellOutput:
 
     def next_due_s(self) -> float | None:
         """When `show` has something to do."""
-        due = self._collapser.next_due_s()
-        if self._bar is None:
-            return due
-        return min(self._drawn_s + _BAR_S, due if due is not None else float("inf"))
+        dues = [self._collapser.next_due_s(), None if self._has_bar else self._unfinished.next_due_s()]
+        if self._bar is not None:
+            dues.append(self._drawn_s + _BAR_S)
+        return min((due for due in dues if due is not None), default=None)
 
     def finish_lines(self, now_s: float) -> None:
         """Show everything, unfinished lines too."""
-        for (rank, stream, _), splitter in sorted(self._splitters.items()):
+        for source, splitter in sorted(self._splitters.items()):
             for piece in splitter.close():
-                self._take(rank, stream, piece, now_s)
+                self._take(*source[:2], piece, now_s)
+            self._unfinished.update(source, "", now_s)
         self.show_all()
 
     def close(self, now_s: float) -> None:
@@ -125,11 +133,14 @@ class CellOutput:
             self._collapser.add(rank, stream, piece.text, now_s)
         elif rank == self._lead:
             if isinstance(piece, Progress):
-                self._bar = (stream, piece.text)
+                self._unfinished.erase()
+                self._bar, self._has_bar = (stream, piece.text), True
             else:
                 self._bar = None
                 self.show(now_s)
+                self._unfinished.erase()  # there is one where the bar was never drawn over itself
                 self.screen.end_progress(stream, piece.text, rank)
+                self._has_bar = False
                 self.screen.flush()
 
     def _emit_ready(self, now_s: float) -> None:

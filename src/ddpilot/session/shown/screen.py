@@ -35,6 +35,9 @@ class Screen(Protocol):
     def end_progress(self, stream: str, text: str, rank: int = 0) -> None:
         """Leave the bar standing."""
 
+    def unfinished(self, stream: str, text: str, rank: int = 0) -> None:
+        """Show a line that has no end yet, below all others, until `rank` goes on with it; "" to take it away."""
+
     def rich(self, items: Mapping[int, Rich]) -> None:
         """Show an object."""
 
@@ -60,6 +63,14 @@ class TextScreen(Display):
     def hides_rich(self, rank: int) -> bool:
         """Whether the mode leaves this rank out."""
         return self.hides(rank)
+
+    def unfinished(self, stream: str, text: str, rank: int = 0) -> None:
+        """Draw the line where a bar would be, unless that is a file; "" takes it away."""
+        out = self._streams[stream]
+        if text and (out.isatty() or type(out).__module__.startswith("ipykernel")):
+            self.progress(stream, text, rank)
+        elif not text:
+            self._erase_bar()
 
     def rich(self, items: Mapping[int, Rich]) -> None:
         """Show the object's text."""

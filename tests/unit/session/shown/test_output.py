@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import pytest
+
 from ddpilot.session.shown.output import CellOutput
 from ddpilot.session.shown.rich import Rich
 
@@ -43,6 +45,10 @@ class ListScreen:
     def end_progress(self, stream: str, text: str, rank: int = 0) -> None:
         """Keep the bar's end."""
         self.shown.append(("bar's end", stream, rank, text))
+
+    def unfinished(self, stream: str, text: str, rank: int = 0) -> None:
+        """Keep the line."""
+        self.shown.append(("unfinished", stream, rank, text) if text else ("unfinished", stream, "gone"))
 
     def rich(self, items: Mapping[int, Rich]) -> None:
         """Keep the ranks and the text."""
@@ -195,3 +201,54 @@ def test_output_counts_a_flood_while_nobody_calls_show() -> None:
     shown = sum(len(str(entry[2])) + 1 for entry in screen.shown if entry[0] == [0])
     assert 400_000 < shown <= 500_001  # the end of the last line is ours
     assert shown - 1 + screen.hidden[0] == 160 * 65_536
+
+
+def test_output_shows_a_line_while_it_grows() -> None:
+    """Dots without a newline are seen as they come, not too often; the line is shown once more when it has ended."""
+    screen = ListScreen()
+    output = CellOutput([0, 1], screen)
+    for step, due_s in enumerate((0.12, 0.24, 0.44)):
+        for rank in (1, 0):
+            output.text(rank, "stdout", b".", step * 0.2)
+        assert output.next_due_s() == pytest.approx(due_s)
+        output.show(step * 0.2 + 0.12)
+        assert output.next_due_s() is None
+    for rank in (1, 0):
+        output.text(rank, "stdout", b"!\n", 0.6)
+    output.show(0.6)
+    output.close(0.6)
+    assert screen.without_flushes() == [
+        *(("unfinished", "stdout", 0, "." * num) for num in (1, 2, 3)),
+        ("unfinished", "stdout", "gone"),
+        ([0, 1], "stdout", "...!"),
+        ("closed",),
+    ]
+
+
+def test_output_draws_no_unfinished_line_over_a_bar() -> None:
+    """The bar has the place, until it is through."""
+    screen = ListScreen()
+    output = CellOutput([0, 1], screen)
+    output.text(1, "stdout", b"a", 0.0)
+    output.text(0, "stderr", b"\r50%", 0.1)
+    output.show(0.2)
+    output.text(0, "stderr", b"\r100%\n", 0.3)
+    output.show(0.4)
+    output.close(0.5)
+    assert screen.without_flushes() == [
+        ("bar", "stderr", 0, "50%"),
+        ("bar's end", "stderr", 0, "100%"),
+        ("unfinished", "stdout", 1, "a"),
+        ("unfinished", "stdout", "gone"),
+        ([1], "stdout", "a"),
+        ("closed",),
+    ]
+
+
+def test_output_shows_the_end_of_an_unfinished_line_that_is_long() -> None:
+    """One that is longer than the window could not be drawn over itself."""
+    screen = ListScreen()
+    output = CellOutput([0], screen)
+    output.text(0, "stdout", b"x" * 1000 + b"y", 0.0)
+    output.show(1.0)
+    assert screen.without_flushes() == [("unfinished", "stdout", 0, "x" * 99 + "y")]
