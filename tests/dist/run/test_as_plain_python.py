@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,14 @@ if __name__ == "__main__":
         "unbuffered": sys.stdout.write_through, "hook": sys.excepthook is sys.__excepthook__,
         "atexit": atexit._ncallbacks(),
     }))
+"""
+
+APPLICATION = """
+import json, part, sys
+print(json.dumps({
+    "argv": sys.argv, "path0": sys.path[0], "file": __file__, "spec": __spec__.name, "package": __package__,
+    "names": sorted(globals()), "loader": type(__loader__).__name__, "part": part.VALUE,
+}))
 """
 
 FAIL = """
@@ -87,6 +96,20 @@ def test_run_shows_a_script_what_plain_python_shows_it(tmp_path: Path, words: li
     theirs = json.loads(plain(tmp_path, *words, *args).stdout)
     assert mine == theirs
     assert mine["argv"][1:] == args
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("target", ["./app/", "app.pyz"])
+def test_run_starts_an_application_as_plain_python_does(tmp_path: Path, target: str) -> None:
+    """A directory or a zip file with a `__main__.py` is its own first place to import from."""
+    main = write(tmp_path, "app/__main__.py", APPLICATION)
+    write(tmp_path, "app/part.py", "VALUE = 7\n")
+    with zipfile.ZipFile(tmp_path / "app.pyz", "w") as archive:
+        for path in (main, main.with_name("part.py")):
+            archive.write(path, path.name)
+    mine = said_by_rank_zero(run(tmp_path, "-n", 1, target, "-x"))
+    assert mine == json.loads(plain(tmp_path, target, "-x").stdout)
+    assert mine["argv"] == [target, "-x"]
 
 
 @pytest.mark.timeout(120)

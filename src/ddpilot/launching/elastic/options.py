@@ -23,7 +23,7 @@ class RunOptions:
     """Options of one run of a script on this node. Raises LaunchError for a value that cannot be meant."""
 
     target: str
-    """Path of the script, name of the module, or program."""
+    """Path of the script, directory or zip file with a `__main__.py`, name of the module, or program."""
 
     kind: TargetKind = "script"
     """What `target` is: a Python script, a module to run as `python -m` does, or any program."""
@@ -129,7 +129,7 @@ class RunOptions:
     @property
     def name(self) -> str:
         """The target as messages call it."""
-        return f"-m {self.target}" if self.kind == "module" else Path(self.target).name
+        return f"-m {self.target}" if self.kind == "module" else Path(self.target).name or self.target
 
 
 def _refusal(option: str, value: object, fix: str) -> LaunchError:

@@ -11,6 +11,7 @@ import shutil
 import sys
 import traceback
 import warnings
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +19,8 @@ from pathlib import Path
 from ddpilot.errors import LaunchError
 from ddpilot.launching.elastic.options import TargetKind
 
-_LAUNCHERS = ("torch.distributed.launch", "torch.distributed.run")
+_SUFFIXES = (*importlib.machinery.SOURCE_SUFFIXES, *importlib.machinery.BYTECODE_SUFFIXES)
+LAUNCHERS = ("torch.distributed.launch", "torch.distributed.run")
 
 
 def check_target(kind: TargetKind, target: str) -> None:
@@ -34,17 +36,36 @@ def check_target(kind: TargetKind, target: str) -> None:
 
 def _check_script(path: Path) -> None:
     did = f"starting `{path}`"
-    if path.is_dir():
-        has_main = (path / "__main__.py").is_file()
-        fix = f"Run `{path / '__main__.py'}`" if has_main else f"Name the script in it{_list_scripts(path)}"
-        raise LaunchError(did, found="it is a directory", fix=fix)
+    if path.is_dir() and not _has_main(path):
+        raise LaunchError(did, found="it is a directory without a `__main__.py`", fix=_name_script(path))
     if not path.exists():
         raise LaunchError(did, found=f"there is no such file in {Path.cwd()}", fix=_suggest(path))
     try:
-        source = path.read_bytes()
+        main, source = _read_main(path)
+    except KeyError as error:
+        fix = "Add one, as `python -m zipapp` does, or name a script"
+        raise LaunchError(did, found="it is a zip file without a `__main__.py`", fix=fix) from error
     except OSError as error:
         raise LaunchError(did, found=f"it cannot be read ({error.strerror})", fix="Look at its permissions") from error
-    _check_syntax(did, path, source)
+    if source is not None:
+        _check_syntax(did, main, source)
+
+
+def _has_main(folder: Path) -> bool:
+    return any((folder / f"__main__{suffix}").is_file() for suffix in _SUFFIXES)
+
+
+def _read_main(path: Path) -> tuple[Path, bytes | None]:
+    """The file that Python runs for `path`, a script, a directory or a zip file, and its source where it has one."""
+    main = path / "__main__.py"
+    if path.is_dir():
+        return main, main.read_bytes() if main.is_file() else None
+    if not zipfile.is_zipfile(path):
+        return path, path.read_bytes()
+    with zipfile.ZipFile(path) as archive:
+        if "__main__.py" not in archive.namelist() and "__main__.pyc" in archive.namelist():
+            return main, None
+        return main, archive.read("__main__.py")
 
 
 def _check_syntax(did: str, path: Path, source: bytes) -> None:
@@ -58,7 +79,7 @@ def _check_syntax(did: str, path: Path, source: bytes) -> None:
 
 
 def _suggest(path: Path) -> str:
-    if path.name in ("python", "python3", "torchrun"):
+    if path.name in ("python", "python3", "torchrun", *LAUNCHERS):
         return f"Leave out `{path}`: `ddpilot run -n 2 train.py` starts Python by itself"
     folder = path.parent
     names = [each.name for each in folder.iterdir()] if folder.is_dir() else []
@@ -67,7 +88,11 @@ def _suggest(path: Path) -> str:
         return f"Did you mean `{folder / close[0]}`?"
     if not folder.is_dir():
         return f"There is no folder `{folder}` either; for a module write -m"
-    return f"Name a script{_list_scripts(folder)}; for a module write -m"
+    return f"{_name_script(folder)}; for a module write -m"
+
+
+def _name_script(folder: Path) -> str:
+    return f"Name a script{_list_scripts(folder)}"
 
 
 def _list_scripts(folder: Path) -> str:
@@ -77,11 +102,12 @@ def _list_scripts(folder: Path) -> str:
 
 def _check_module(name: str) -> None:
     did = f"starting -m {name}"
-    if name in _LAUNCHERS:
+    if name in LAUNCHERS:
         fix = "Leave it out: `ddpilot run -n 4 train.py` takes torchrun's options itself"
         raise LaunchError(did, found="that is a launcher too", fix=fix)
-    if name.endswith(".py"):
-        raise LaunchError(did, found="that is a file, not a module", fix=f"Leave out -m, or write -m {name[:-3]}")
+    dotted = ".".join(part for part in Path(name.removesuffix(".py")).parts if part not in (os.sep, ".", ".."))
+    if name.endswith(".py") or os.sep in name:
+        raise LaunchError(did, found="that is a file, not a module", fix=f"Leave out -m, or write -m {dotted}")
     with _as_python_m():
         spec = _find(did, name)
         if spec.submodule_search_locations is not None:

@@ -12,6 +12,7 @@ import builtins
 import faulthandler
 import json
 import os
+import pkgutil
 import runpy
 import signal
 import sys
@@ -70,6 +71,9 @@ def _fresh_main() -> types.ModuleType:
 def _run_script(given: str, args: list[str]) -> None:
     sys.argv[:] = [given, *args]
     path = os.path.abspath(given)
+    if pkgutil.get_importer(path) is not None:
+        _run_application(given)
+        return
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.path.dirname(os.path.realpath(path))
     main = _fresh_main()
@@ -78,6 +82,17 @@ def _run_script(given: str, args: list[str]) -> None:
     with open(path, "rb") as file:
         code = compile(file.read(), path, "exec", dont_inherit=True)
     exec(code, vars(main))
+
+
+def _run_application(given: str) -> None:
+    """A directory or a zip file with a ``__main__.py``: as Python does, whatever `sys.flags.safe_path` is."""
+    place = os.path.join(os.getcwd(), given)  # Python leaves "./" and a last "/" in
+    if getattr(sys.flags, "safe_path", False):
+        sys.path.insert(0, place)
+    else:
+        sys.path[0] = place
+    _fresh_main()
+    runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
 
 
 def _run_module(name: str, args: list[str]) -> None:

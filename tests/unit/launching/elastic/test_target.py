@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(text.encode("latin-1"))
+    for name, member, text in (
+        ("app.pyz", "__main__.py", "x = 1"),
+        ("empty.zip", "train.py", "x = 1"),
+        ("broken.pyz", "__main__.py", "x = ("),
+    ):
+        with zipfile.ZipFile(tmp_path / name, "w") as archive:
+            archive.writestr(member, text)
     return tmp_path
 
 
@@ -43,6 +51,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("module", "train_pkg.sub"),
         ("module", "timeit"),
         ("program", "sh"),
+        ("script", "train_pkg/sub"),
+        ("script", "app.pyz"),
     ],
 )
 def test_check_target_is_content_and_imports_nothing(here: Path, kind: TargetKind, target: str) -> None:
@@ -60,8 +70,10 @@ def test_check_target_is_content_and_imports_nothing(here: Path, kind: TargetKin
         ("script", "nowhere/x.py", "There is no folder `nowhere` either"),
         ("script", "zzz", "Name a script: `.` has broken.py, latin.py, nul.py, train.py; for a module write -m"),
         ("script", "python3", "Leave out `python3`"),
-        ("script", "train_pkg", "it is a directory. Name the script in it: `train_pkg` has __init__.py"),
-        ("script", "train_pkg/sub", "it is a directory. Run `train_pkg/sub/__main__.py`"),
+        ("script", "train_pkg", "it is a directory without a `__main__.py`. Name a script: `train_pkg` has __init__"),
+        ("script", "empty.zip", "it is a zip file without a `__main__.py`. Add one, as `python -m zipapp` does"),
+        ("script", "broken.pyz", 'File "broken.pyz/__main__.py", line 1'),
+        ("script", "torch.distributed.run", "Leave out `torch.distributed.run`"),
         ("script", "broken.py", '  File "broken.py", line 1\n    def f(:\n          ^\nSyntaxError: invalid syntax'),
         ("script", "nul.py", "null bytes"),
         ("script", "latin.py", "(unicode error) 'utf-8' codec can't decode"),
@@ -70,6 +82,8 @@ def test_check_target_is_content_and_imports_nothing(here: Path, kind: TargetKin
         ("module", "no_such_module", "`no_such_module` is no module that is found"),
         ("module", "train_pkg.broken", "SyntaxError: '(' was never closed"),
         ("module", "train.py", "Leave out -m, or write -m train"),
+        ("module", "train_pkg/fit.py", "Leave out -m, or write -m train_pkg.fit"),
+        ("module", "./train_pkg/fit", "that is a file, not a module. Leave out -m, or write -m train_pkg.fit"),
         ("module", "torch.distributed.launch", "that is a launcher too. Leave it out"),
         ("program", "no-such-program", "there is no such program"),
     ],

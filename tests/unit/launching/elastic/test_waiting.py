@@ -13,9 +13,15 @@ from ddpilot.errors import RendezvousError
 from ddpilot.launching.elastic.waiting import Waiter, check_endpoint, describe_endpoint
 
 
+@pytest.fixture(autouse=True)
+def short_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody answers here: no need to wait for it."""
+    monkeypatch.setattr("ddpilot.launching.elastic.waiting._ANSWER_S", 0.05)
+
+
 @pytest.fixture
 def server() -> Iterator[socket.socket]:
-    """Something that listens and hangs up on whoever comes, as a web server may."""
+    """Something that listens and answers nothing, as a web server does that waits for a whole line."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield listener
 
