@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -108,9 +109,7 @@ def _read(name: str, text: str, read: Callable[[str], Any]) -> Any:
     try:
         return read(text)
     except ValueError as error:
-        option = next(each for each in OPTIONS if each.name == name)
-        fix = f"Give {option.metavar}: {option.help}"
-        raise LaunchError(f"reading --{name}", found=f"{text!r}", fix=fix) from error
+        raise LaunchError(f"reading --{name}", found=f"{text!r}", fix=f"Give {_TAKES[read]}") from error
 
 
 def _count(text: str) -> int | str:
@@ -140,11 +139,21 @@ def _conf(text: str) -> dict[str, str]:
 
 
 def _streams(text: str) -> str:
-    for part in text.split(","):
-        if part.rpartition(":")[2] not in ("0", "1", "2", "3"):
-            raise ValueError(text)
+    if not re.fullmatch(r"[0-3]|\d:[0-3](,\d:[0-3])*", text):  # torch's agent takes one digit, too
+        raise ValueError(text)
     return text
 
+
+_TAKES: Mapping[Callable[[str], Any], str] = {
+    int: "a whole number",
+    float: "a number of seconds",
+    _count: "a number of ranks from 1 to 1024, or auto (one per GPU, else 1), gpu or cpu",
+    _nodes: "a number of nodes; MIN:MAX with a rendezvous of torch's",
+    _numbers: "local ranks: 0,2",
+    _conf: "pairs: read_timeout=60,is_host=1",
+    _streams: "3 (both streams), 1 (stdout), 2 (stderr) or 0 (neither), or one of them by local rank: 0:3,1:2",
+}
+"""By reader: what it takes, where there is something that it does not."""
 
 _READERS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "nproc-per-node": ("nproc_per_node", _count),

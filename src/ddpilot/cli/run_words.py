@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ddpilot.errors import LaunchError
+from ddpilot.launching.elastic.target import LAUNCHERS
 
 _DID = "reading the options of `ddpilot run`"
 
@@ -54,6 +55,7 @@ OPTIONS = (
     Option("signals-to-handle", "SIG,SIG", "signals that are passed on to the ranks (SIGTERM,SIGINT,SIGHUP,SIGQUIT)"),
 )
 
+_STARTERS = ("python", "python3", "torchrun", *LAUNCHERS)
 _NEITHER = "`{}` after the script is neither an option nor an option's value"
 _REFUSED = {
     "start-method": "scripts always start as fresh interpreters, under torchrun too: leave it out",
@@ -172,8 +174,11 @@ def _unknown(word: str, advice: str) -> LaunchError:
 
 def _stray(script: str, ours: list[str], args: list[str], at: int) -> str:
     """What to write instead, where the word of `ours` at `at` has to be the script's."""
-    if script in ("python", "python3", "torchrun"):
-        right = ["ddpilot", "run", *ours, *args]
-        return f"Leave out `{script}`: {shlex.join(right)}"
+    words = [script, *ours]
+    if script in _STARTERS:
+        while words[:1] and words[0] in (*_STARTERS, "-m"):
+            words = words[1:]
+        left_out = " ".join([script, *ours][: 1 + len(ours) - len(words)])
+        return f"Leave out `{left_out}`: {shlex.join(['ddpilot', 'run', *words, *args])}"
     right = ["ddpilot", "run", script, *ours[:at], "--", *ours[at:], *args]
     return f"Arguments of the script come after `--`: {shlex.join(right)}"

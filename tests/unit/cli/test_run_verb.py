@@ -75,10 +75,14 @@ def test_read_options_lets_standalone_win_as_torchrun_does() -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("-n x train.py", "reading --nproc-per-node: 'x'. Give N: ranks on this node"),
+        ("-n x train.py", "reading --nproc-per-node: 'x'. Give a number of ranks from 1 to 1024, or auto"),
         ("-n 0 train.py", "reading --nproc-per-node: 0. Give a number of ranks from 1 to 1024"),
         ("--nnodes 1:2 train.py", "a range needs --rdzv-backend c10d"),
         ("--nnodes 2 --node-rank 2 train.py", "with --nnodes 2 the last is 1"),
+        ("--max-restarts x train.py", "reading --max-restarts: 'x'. Give a whole number"),
+        ("--tee 9 train.py", "reading --tee: '9'. Give 3 (both streams), 1 (stdout), 2 (stderr) or 0 (neither)"),
+        ("--tee a:1 train.py", "reading --tee: 'a:1'. Give 3"),
+        ("--local-ranks-filter a train.py", "reading --local-ranks-filter: 'a'. Give local ranks: 0,2"),
         ("--max-restarts -1 train.py", "reading --max-restarts: -1"),
         ("--master-port 70000 train.py", "reading --master-port: 70000"),
         ("--node-timeout nan train.py", "reading --node-timeout: 'nan'"),

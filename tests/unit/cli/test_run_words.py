@@ -44,6 +44,14 @@ def test_split_words_takes_a_module_in_both_orders() -> None:
     [
         ("train.py --epochs 3", "Arguments of the script come after `--`: ddpilot run train.py -- --epochs 3"),
         ("train.py -n 2 data -- x", "come after `--`: ddpilot run train.py -n 2 -- data x"),
+        (
+            "torch.distributed.launch --nproc_per_node=2 train.py",
+            "Leave out `torch.distributed.launch`: ddpilot run --nproc_per_node=2 train.py",
+        ),
+        (
+            "python -m torch.distributed.run -n 2 train.py -- -x",
+            "Leave out `python -m torch.distributed.run`: ddpilot run -n 2 train.py -x",
+        ),
         ("python train.py", "Leave out `python`: ddpilot run train.py"),
         ("--nproc-per-nod 2 train.py", "Did you mean --nproc-per-node?"),
         ("--nproc 2 train.py", "The option is --nproc-per-node, or -n"),
