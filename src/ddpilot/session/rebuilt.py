@@ -30,8 +30,13 @@ def _describe_disagreements(plain: Sequence[str], named: Mapping[str, str]) -> I
     if any("numbers of DDP models" in text or "different models" in text for text in plain):
         yield "run the cells that make the models again, on all ranks, before the next step"
         return
-    variable = next(iter(named), "model")
+    variable = next((name for name in named if " " not in name), None)
+    of_rank_zero = (
+        f"`for p in {variable}.parameters(): group.broadcast(p.data)`"
+        if variable is not None
+        else "`group.broadcast(p.data)` for each parameter `p` of the model"
+    )
     yield (
         f"{len(plain)} parameter{'s' * (len(plain) > 1)} would stay apart: load a checkpoint on all ranks, or take "
-        f"rank 0's (`for p in {variable}.parameters(): group.broadcast(p.data)`) and make the optimizer anew"
+        f"rank 0's ({of_rank_zero}) and make the optimizer anew"
     )

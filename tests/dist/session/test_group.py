@@ -102,3 +102,28 @@ def test_freeing_a_rank_on_its_way_into_the_group_shows_nothing_of_torchs_own(st
         session.execute("import os\ntry: 1/0 if rank else group.barrier()\nfinally: os.write(2, b'mine\\n')")
     session.execute("group.barrier()")
     assert view.raws == {0: b"mine\n", 1: b"mine\n"}
+
+
+def test_models_that_differ_are_named_wherever_they_are_held(start: Start, view: Kept) -> None:
+    """In a dictionary, in an object, and in no variable at all."""
+    session = start(2)
+    session.execute(
+        "import torch, types\nfrom torch.nn.parallel import DistributedDataParallel as DDP\n"
+        "models = {'d': DDP(torch.nn.Linear(2, 2))}\n"
+        "trainer = types.SimpleNamespace(net=DDP(torch.nn.Bilinear(2, 2, 1)))\n"
+        "def hold(model):\n    return lambda: model\n"
+        "held = hold(DDP(torch.nn.Embedding(3, 2)))\n"
+        "same = DDP(torch.nn.Linear(3, 3))"
+    )
+    with pytest.raises(RankError, match="boom"):
+        session.execute(
+            "group.barrier()\nfor _each in (models['d'], trainer.net, held()):\n"
+            "    if rank: next(_each.parameters()).data += 0.5\n"
+            "if rank: raise ValueError('boom')"
+        )
+    said = "\n".join(view.notes)
+    for what in ("`models['d']` (Linear)", "`trainer.net` (Bilinear)", "a model of class Embedding in no variable"):
+        assert f"{what} differs in 1 of " in said, said
+    assert said.count("rank 0 against rank 1, by up to 0.5") == 3, said
+    assert "`for p in models['d'].parameters(): group.broadcast(p.data)`" in said
+    assert "same" not in said.replace("the same", "")

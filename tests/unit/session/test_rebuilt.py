@@ -43,7 +43,18 @@ def test_rebuilt_names_five_parameters_of_a_model_in_no_variable() -> None:
     """Such as one that a trainer holds."""
     lines = said(disagreements=[f"parameter {number} of Net differs" for number in range(7)])
     assert lines[1:6] == [f"parameter {number} of Net differs" for number in range(5)]
-    assert "for p in model.parameters()" in lines[6]
+    assert "(`group.broadcast(p.data)` for each parameter `p` of the model)" in lines[6]
+
+
+def test_rebuilt_advises_no_variable_that_is_not_there() -> None:
+    """Only one that holds a model that differs."""
+    named = {
+        "a model of class Net in no variable": "a model of class Net in no variable differs",
+        "nets['d']": "`nets['d']` (Net) differs",
+    }
+    assert "for p in nets['d'].parameters()" in said(disagreements=["parameter of Net"], named=named)[-1]
+    del named["nets['d']"]
+    assert said(disagreements=["parameter of Net"], named=named)[-1].count("`group.broadcast(p.data)` for each") == 1
 
 
 def test_rebuilt_asks_for_models_that_some_ranks_lack() -> None:

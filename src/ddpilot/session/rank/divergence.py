@@ -1,44 +1,84 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DDP models of the namespace whose parameters are not the same on all ranks: by the variable's name, and how far."""
+"""DDP models whose parameters are not the same on all ranks: by the variable that holds them, and how far."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpilot.findings.words import render_ranks
-from ddpilot.group.models import fingerprint
+from ddpilot.group.models import find_models, fingerprint
 from ddpilot.group.process_group import Group
+
+NOWHERE = " in no variable"
+_MAX_PARTS = 100
 
 Outline = dict[str, tuple[tuple[int, ...], str]]
 """By parameter: its shape, and a digest of its values."""
 
 
 def describe_divergence(namespace: Mapping[str, Any], group: Group) -> dict[str, str]:
-    """By variable that holds a DDP model which differs over ranks: a sentence. Equal on all ranks. Collective.
+    """By expression that is a DDP model which differs over ranks: a sentence. Equal on all ranks. Collective.
 
-    Left out is what is no variable, is not one on all ranks, or is of another shape on some.
+    One that is in no variable, nor in what a variable holds, is there as "a model of class Net in no variable".
+    Left out is what is not there on all ranks, or is of another shape on some.
     """
-    models = {name: value.module for name, value in namespace.items() if _is_model(value) and name[0] != "_"}
+    models = _find_models(namespace)
     mine = {name: _outline(module) for name, module in models.items()}
     by_rank: list[dict[str, Outline]] = group.all_gather_object(mine)
     found: dict[str, str] = {}
-    for variable in sorted(set.intersection(*(set(each) for each in by_rank))):
-        outlines = [each[variable] for each in by_rank]
-        if len({repr([(name, shape) for name, (shape, _) in outline.items()]) for outline in outlines}) > 1:
+    for name in sorted(set.intersection(*(set(each) for each in by_rank))):
+        outlines = [each[name] for each in by_rank]
+        if len({repr([(parameter, shape) for parameter, (shape, _) in each.items()]) for each in outlines}) > 1:
             continue
-        differing = [name for name in outlines[0] if len({outline[name] for outline in outlines}) > 1]
+        differing = [parameter for parameter in outlines[0] if len({each[parameter] for each in outlines}) > 1]
         if differing:
             first, sides = differing[0], _sides([outline[differing[0]][1] for outline in outlines])
-            far = _distance(models[variable].get_parameter(first).detach(), group)
-            found[variable] = (
-                f"`{variable}` ({type(models[variable]).__name__}) differs in {len(differing)} of {len(outlines[0])} "
+            far = _distance(models[name].get_parameter(first).detach(), group)
+            what = name if name.endswith(NOWHERE) else f"`{name}` ({type(models[name]).__name__})"
+            found[name] = (
+                f"{what} differs in {len(differing)} of {len(outlines[0])} "
                 f"parameters, first in `{first}`: {sides}, by up to {far:.3g}"
             )
     return found
+
+
+def _find_models(namespace: Mapping[str, Any]) -> dict[str, torch.nn.Module]:
+    """What DDP models wrap, each once, by an expression for the model; of several of a class in no variable none."""
+    found: dict[str, torch.nn.Module] = {}
+    seen: set[int] = set()
+    variables = {name: value for name, value in namespace.items() if name[0] != "_"}
+    inside = {path: part for name, value in variables.items() for path, part in _parts(name, value)}
+    for path, value in (*variables.items(), *inside.items()):
+        if _is_model(value) and id(value) not in seen:
+            seen.add(id(value))
+            found[path] = value.module
+    others = [model.module for model in find_models() if id(model) not in seen]
+    names = Counter(type(module).__name__ for module in others)
+    alone = (module for module in others if names[type(module).__name__] == 1)
+    return found | {f"a model of class {type(module).__name__}{NOWHERE}": module for module in alone}
+
+
+def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """What a variable holds: entries of a dictionary or a sequence, attributes of an object."""
+    kinds = type(value).__mro__  # `isinstance` would ask a lazy object for what it stands for
+    if dict in kinds:
+        keys = [key for key in itertools.islice(value, _MAX_PARTS) if isinstance(key, (str, int))]
+        yield from ((f"{name}[{key!r}]", value[key]) for key in keys)
+    elif list in kinds or tuple in kinds:
+        yield from ((f"{name}[{index}]", part) for index, part in enumerate(value[:_MAX_PARTS]))
+    elif type not in kinds and ModuleType not in kinds:
+        try:
+            attributes = object.__getattribute__(value, "__dict__")
+        except AttributeError:
+            return
+        yield from ((f"{name}.{attribute}", part) for attribute, part in attributes.items())
 
 
 def _is_model(value: object) -> bool:
