@@ -35,12 +35,18 @@ def ensure_on_device(module: Module, device: torch.device | str) -> Module:
     - Inside `torch.inference_mode()` the move is made outside of it, so that the module can be trained later.
     - Several threads may call it for one module.
 
-    Raises DdpilotError, before anything is moved, where a tensor is on the meta device and so has no values to move,
-    and for a DistributedDataParallel module on another device, whose buckets would stay behind. Not collective.
+    Raises DdpilotError, before anything is moved, for what is no module, where a tensor is on the meta device and so has
+    no values to move, and for a DistributedDataParallel module on another device, whose buckets would stay behind. Not collective.
     """
     import torch
 
     wanted = torch.device(device)
+    if not isinstance(module, torch.nn.Module):
+        raise DdpilotError(
+            f"moving {type(module).__name__} to {wanted}",
+            found=f"`module` is a {type(module).__module__}.{type(module).__qualname__}, not a torch.nn.Module",
+            fix="Give the module; a tensor moves by its own `.to(device)`, which returns another one",
+        )
     if _is_there(module, wanted):
         return module
     with _moving:

@@ -76,6 +76,12 @@ def test_ensure_on_device_refuses_meta_tensors_before_it_moves_anything() -> Non
     assert module[0].weight.device.type == "cpu"
 
 
+def test_ensure_on_device_refuses_what_is_no_module() -> None:
+    """A tensor cannot be moved in place."""
+    with pytest.raises(DdpilotError, match=r"moving Tensor to cpu: `module` is a torch.Tensor, not a torch.nn.Module"):
+        ensure_on_device(torch.ones(2), "cpu")  # type: ignore[type-var]
+
+
 def test_ensure_on_device_moves_once_when_several_threads_ask(counting: Counting) -> None:
     """The others find it moved."""
     threads = [threading.Thread(target=ensure_on_device, args=(counting, "meta")) for _ in range(8)]
