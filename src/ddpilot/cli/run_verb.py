@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ from ddpilot.cli.run_words import OPTIONS, Words, split_words
 from ddpilot.errors import DdpilotError, LaunchError, RankError
 from ddpilot.launching.elastic.options import RunOptions, TargetKind
 from ddpilot.launching.elastic.run import prepare_run, run_prepared
-from ddpilot.launching.elastic.stopping import RunStoppedError, check_signals
+from ddpilot.launching.elastic.stopping import OutputClosedError, RunStoppedError, check_signals
 
 FAILED_STATUS = 1
 _DID = "reading the options of `ddpilot run`"
@@ -48,6 +49,8 @@ def run_words(words: Sequence[str], show: Callable[[DdpilotError], str], environ
     prepared = prepare_run(read_options(split_words(words), environ), environ)
     try:
         run_prepared(prepared)
+    except OutputClosedError as error:
+        return error.exitcode
     except RunStoppedError as error:
         print(f"ddpilot: {error.found}", file=sys.stderr)
         return error.exitcode
@@ -57,7 +60,22 @@ def run_words(words: Sequence[str], show: Callable[[DdpilotError], str], environ
     except DdpilotError as error:
         print(show(error), file=sys.stderr)
         return FAILED_STATUS
+    finally:
+        _drop_what_nobody_reads()
     return 0
+
+
+def _drop_what_nobody_reads() -> None:
+    """Python would say so at exit, with a traceback and a status of its own."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None where the caller closed it
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
+        except OSError:  # a full disk, say, which Python tells at exit
+            continue
 
 
 def render_help() -> str:

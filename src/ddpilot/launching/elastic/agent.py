@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import platform
 import signal
 import time
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from ddpilot.launching.elastic.meeting import Meeting
 from ddpilot.launching.elastic.nodes import NodeState
 from ddpilot.launching.elastic.options import RunOptions
 from ddpilot.launching.elastic.screen import Screen
+from ddpilot.launching.elastic.stopping import OutputClosedError
 from ddpilot.launching.failures import Failure, build_error, choose_failure
 
 _NEWS_GRACE_S = 2.0
@@ -70,8 +72,7 @@ class Agent(LocalElasticAgent):
         self._ranks.look()
         if self._screen.broken is not None:
             self._ranks.end(signal.SIGTERM, FAILED_GRACE_S)
-            fix = "Whoever reads it went away, as `| head` does, or the disk is full"
-            raise LaunchError("showing what the ranks print", found=str(self._screen.broken), fix=fix)
+            raise _describe_broken(self._screen.broken)
         failures = self._ranks.failures()
         if all(each.is_victim for each in failures) and self._saw_failure_elsewhere():
             self._ranks.end(signal.SIGTERM, FAILED_GRACE_S)
@@ -192,3 +193,11 @@ class Agent(LocalElasticAgent):
     def ends(self) -> str:
         """How each rank of this node ended."""
         return self._ranks.describe_ends()
+
+
+def _describe_broken(broken: OSError) -> DdpilotError:
+    did = "showing what the ranks print"
+    if isinstance(broken, BrokenPipeError):
+        found = f"nobody reads the output of `ddpilot run` on {platform.node()} any more"
+        return OutputClosedError(did, found=found, exitcode=128 + signal.SIGPIPE)
+    return LaunchError(did, found=str(broken), fix="Look whether the disk is full that the output goes to")

@@ -36,6 +36,10 @@ class RunStoppedError(LaunchError):
         super().__init__(did, found=found)
 
 
+class OutputClosedError(RunStoppedError):
+    """Nobody reads what the ranks print any more, as after `| head`: a reason to end, and none to say much."""
+
+
 @contextmanager
 def signals_raise(names: Sequence[str]) -> Iterator[None]:
     """Let the signals `names` raise `StopSignal` until torch's agent takes them over; everything as before after it."""
