@@ -103,6 +103,15 @@ def test_exit_and_quit_end_no_rank(start: Start, view: Kept) -> None:
     assert "session.stop()" in view.texts[0]
 
 
+def test_sys_exit_is_an_error_with_its_line(start: Start, view: Kept) -> None:
+    """IPython's words for the person who wants to leave it are not shown."""
+    with pytest.raises(RankError, match=r"called sys\.exit with code 3") as caught:
+        start(2).execute("import sys, warnings\nwarnings.simplefilter('always')\nsys.exit(3)")
+    assert "Cell In[1]" in caught.value.rank_traceback
+    assert "line 3" in caught.value.rank_traceback
+    assert view.texts == {}
+
+
 def test_cells_may_await_and_use_magics(start: Start, view: Kept) -> None:
     """Top-level await, line and cell magics and shell commands work as in a notebook."""
     session = start(2)

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +76,10 @@ class RankShell(ZMQInteractiveShell):
         if error is not None and self.failure is None:
             self.failure = (error, time.monotonic())
         with uninterrupted():
-            if error is not None and (self.is_freed or isinstance(error, KeyboardInterrupt) or is_victim(error)):
+            if isinstance(error, SystemExit):  # IPython shows no line, and then warns how a person leaves it
+                warnings.filterwarnings("ignore", message="To exit: use")
+                self._last_traceback = cell_traceback(error).splitlines()
+            elif error is not None and (self.is_freed or isinstance(error, KeyboardInterrupt) or is_victim(error)):
                 # Nearly never shown, and on all ranks at once: IPython takes seconds then, and a stop does not wait.
                 self._last_traceback = cell_traceback(error).splitlines()
             else:
