@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import random
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -35,29 +36,35 @@ def test_resume_is_bit_identical_at_the_same_world_size(tmp_path: Path) -> None:
             assert torch.equal(after["weights"][name], weight), name
 
 
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    """What one rank gives that is never stopped."""
+    with tempfile.TemporaryDirectory() as folder:
+        return dict(launch(1, train, Path(folder), NUM_STEPS)[0])
+
+
 @pytest.mark.soak
-@pytest.mark.timeout(3000 if os.environ.get("DDPILOT_SOAK") else 120)
-def test_resume_is_exact_when_a_rank_was_killed_in_a_save_and_the_world_size_changes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("trial", range(30 if os.environ.get("DDPILOT_SOAK") else 3))
+def test_resume_is_exact_when_a_rank_was_killed_in_a_save_and_the_world_size_changes(
+    tmp_path: Path, alone: dict[str, Any], trial: int
+) -> None:
     """Any rank, any step, from N to M ranks: every epoch is of every sample once, and the weights are the same."""
-    expected = launch(1, train, tmp_path / "alone", NUM_STEPS)[0]
-    chance = random.Random(5)
-    for trial in range(30 if os.environ.get("DDPILOT_SOAK") else 3):
-        before, after = (2, 4) if trial == 0 else (chance.randint(1, 4), chance.randint(1, 4))
-        killed = (chance.randrange(before), chance.randint(1, NUM_STEPS))
-        folder = tmp_path / str(trial)
-        words = f"trial {trial}: rank {killed[0]} of {before} killed at step {killed[1]}, resumed with {after}"
-        with pytest.raises(RankError, match="SIGKILL"):
-            launch(before, train, folder, NUM_STEPS, killed=killed)
-        found = CheckpointDir(folder).latest()
-        step = 0 if found is None else found.manifest.progress.step
-        assert killed[1] - 1 <= step <= killed[1], words
-        resumed = launch(after, train, folder, NUM_STEPS)
-        for result in resumed:
-            assert result["first"] == step, words
-            for name, weight in expected["weights"].items():
-                distance = (result["weights"][name] - weight).norm() / weight.norm()
-                assert distance < 1e-10, f"{words}: {name} differs by {distance:.1e}"
-        check_each_sample_once(expected["taken"], [result["taken"] for result in resumed], step, words)
+    chance = random.Random(trial)
+    before, after = (2, 4) if trial == 0 else (chance.randint(1, 4), chance.randint(1, 4))
+    killed = (chance.randrange(before), chance.randint(1, NUM_STEPS))
+    with pytest.raises(RankError, match="SIGKILL"):
+        launch(before, train, tmp_path, NUM_STEPS, killed=killed)
+    found = CheckpointDir(tmp_path).latest()
+    step = 0 if found is None else found.manifest.progress.step
+    assert killed[1] - 1 <= step <= killed[1]
+    resumed = launch(after, train, tmp_path, NUM_STEPS)
+    for result in resumed:
+        assert result["first"] == step
+        for name, weight in alone["weights"].items():
+            distance = (result["weights"][name] - weight).norm() / weight.norm()
+            assert distance < 1e-10, f"{name} differs by {distance:.1e}"
+    words = f"rank {killed[0]} of {before} killed at step {killed[1]}, resumed with {after}"
+    check_each_sample_once(alone["taken"], [result["taken"] for result in resumed], step, words)
 
 
 def check_each_sample_once(
