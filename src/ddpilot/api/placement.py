@@ -35,8 +35,9 @@ def ensure_on_device(module: Module, device: torch.device | str) -> Module:
     - Inside `torch.inference_mode()` the move is made outside of it, so that the module can be trained later.
     - Several threads may call it for one module.
 
-    Raises DdpilotError, before anything is moved, for what is no module, where a tensor is on the meta device and so has
-    no values to move, and for a DistributedDataParallel module on another device, whose buckets would stay behind. Not collective.
+    Raises DdpilotError, before anything is moved: for what is no module, where a tensor is on the meta device and so
+    has no values to move, and for a DistributedDataParallel module on another device, whose buckets would stay behind.
+    Not collective.
     """
     import torch
 
