@@ -58,7 +58,8 @@ def prepare_run(options: RunOptions, environ: Mapping[str, str]) -> PreparedRun:
     is_torchs_store = options.rdzv_backend == "c10d" and options.rdzv_conf.get("store_type", "tcp") == "tcp"
     if is_torchs_store and options.rdzv_endpoint and "is_host" not in options.rdzv_conf:
         check_endpoint(options.rdzv_endpoint)
-    count = count_ranks(options.nproc_per_node, environ, display.note)
+    notes: list[str] = []
+    count = count_ranks(options.nproc_per_node, environ, notes.append)
     one_node = options.is_static and options.nnodes[1] == 1
     run_id = uuid.uuid4().hex if one_node else options.rdzv_id
     variables = {
@@ -73,6 +74,8 @@ def prepare_run(options: RunOptions, environ: Mapping[str, str]) -> PreparedRun:
         except BaseException:
             endpoint.close()
             raise
+    for note in notes:  # not before an error that is about something else
+        display.note(note)
     me = NodeState(
         node_rank=options.node_rank,
         host=platform.node(),

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import selectors
 import threading
 import time
@@ -16,6 +17,7 @@ from ddpilot.launching.output.display import Display
 from ddpilot.launching.output.pump import OutputPump
 
 _IDLE_S = 0.2
+_INVISIBLE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x20\x7f]")
 Pipe = tuple[int, str]
 """A rank and one of its streams: (3, "stderr")."""
 
@@ -87,12 +89,14 @@ class Screen:
             self._readers, self._writers, self._copies = {}, {}, {}
 
     def last_lines(self, rank: int) -> tuple[str, ...]:
-        """The last lines that `rank` wrote to its pipes."""
+        """The last lines that `rank` wrote to its pipes, up to the last one that shows anything."""
         with self._lock:
             for pipe in self._readers:
                 if pipe[0] == rank:
                     self._drain(pipe)
-            return () if self._pump is None else self._pump.last_lines(rank)
+            lines = () if self._pump is None else self._pump.last_lines(rank)
+        shown = [at for at, line in enumerate(lines) if _INVISIBLE.sub("", line)]
+        return lines[: shown[-1] + 1] if shown else ()
 
     def note(self, text: str) -> None:
         """Show one line of ddpilot's own, after what the ranks wrote before."""
