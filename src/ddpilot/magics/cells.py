@@ -32,6 +32,13 @@ def run_cell(desk: Desk, line: str, cell: str, verbs: Collection[str]) -> None:
         raise MagicUsageError(f"reading `%%ddp {line}`", found=f"`{words[0]}`", fix=_right(words[0], verbs))
     chosen = make_cell_parser().read(words)
     is_local, is_everywhere = chosen.pop("local", False), chosen.pop("everywhere", False)
+    if is_local and chosen:
+        flags = " ".join(f"--{name.replace('_', '-')}" for name in sorted(chosen))
+        raise MagicUsageError(
+            f"reading `%%ddp {line}`",
+            found=f"`--local` runs the cell in the notebook, and {flags} {'is' if len(chosen) == 1 else 'are'} about the ranks",
+            fix="Leave one of them out, or take `--everywhere` for both",
+        )
     if not cell.strip():
         raise MagicUsageError("running a cell on the ranks", found="nothing below `%%ddp`", fix="Write the code there")
     if not is_local:

@@ -12,6 +12,7 @@ from ddpilot.errors import LaunchError, RankError
 from ddpilot.findings.words import render_ranks
 from ddpilot.magics.desk import Desk, briefly
 from ddpilot.magics.usage import MagicUsageError, suggest
+from ddpilot.session.arguments import check_expression
 from ddpilot.session.session import Session
 
 
@@ -39,6 +40,7 @@ def pull_values(desk: Desk, given: Mapping[str, Any]) -> None:
         )
     for name in names:
         if other is None and not name.isidentifier():
+            check_expression(name)
             fix = f"Give it one: `%ddp pull {name} --as value`"
             raise MagicUsageError("pulling", found=f"`{name}` is no name of a variable", fix=fix)
     rank = None if given.get("all") else given.get("rank", 0)

@@ -76,15 +76,17 @@ def _add_some_ranks(parser: MagicParser) -> None:
 
 
 def _auto(desk: Desk, given: Arguments) -> None:
-    if given["state"] == "on":
+    state = given.get("state")
+    if state == "on":
         desk.need("sending plain cells to the ranks")
-    desk.is_auto = given["state"] == "on"
+    if state is not None:
+        desk.is_auto = state == "on"
     where = "on the ranks; `%%ddp --local` runs one in the notebook" if desk.is_auto else "in the notebook"
-    desk.say(f"auto is {given['state']}: plain cells run {where}")
+    desk.say(f"auto is {'on' if desk.is_auto else 'off'}: plain cells run {where}")
 
 
 def _add_auto(parser: MagicParser) -> None:
-    parser.add_argument("state", choices=("on", "off"))
+    parser.add_argument("state", nargs="?", choices=("on", "off"), default=None, help="default: say how it is")
 
 
 def _stacks(desk: Desk, given: Arguments) -> None:

@@ -15,6 +15,9 @@ from ddpilot.errors import LaunchError
 
 P = ParamSpec("P")
 
+OWN_NAMES = ("rank", "world_size", "device", "group")
+"""Names that a session gives every rank."""
+
 _OTHER_NAMES = {
     **dict.fromkeys(("ranks", "n", "nproc", "num_ranks", "world_size", "devices", "num_processes"), "nproc_per_node"),
     "gpu": "gpus",
@@ -78,7 +81,9 @@ def check_expression(expression: object) -> str:
     try:
         ast.parse(expression.strip(), mode="eval")
     except SyntaxError as error:
-        raise LaunchError(f"pulling `{expression}`", found=f"{error.msg}", fix=fix) from error
+        raise LaunchError(
+            f"pulling `{expression}`", found=f"that is no Python expression: {error.msg}", fix=fix
+        ) from error
     return expression.strip()
 
 
@@ -91,6 +96,13 @@ def check_values(values: object) -> Mapping[str, object]:
     odd = [name for name in values if not (isinstance(name, str) and name.isidentifier())]
     if odd:
         raise LaunchError("pushing", found=f"{odd[0]!r} is no name of a variable", fix='Give {"name": value}')
+    own = next((name for name in values if name in OWN_NAMES), None)
+    if own is not None:
+        raise LaunchError(
+            "pushing",
+            found=f"`{own}` is on every rank already: the session's own, which cells and `restart` rely on",
+            fix="Give the value another name, or set it in a cell on the ranks",
+        )
     return values
 
 

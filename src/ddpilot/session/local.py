@@ -153,7 +153,7 @@ class LocalRanks:
         if handle.raised is not None:
             return (
                 f"its kernel ended with {handle.raised.type_name}: {handle.raised.message}\n{handle.raised.traceback}"
-            )
+            ).rstrip()
         return ""
 
     def _end(self, handle: RankHandle, exited: Exited | None, reason: str) -> None:

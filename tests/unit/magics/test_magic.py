@@ -78,6 +78,8 @@ def test_code_below_one_percent_sign_does_not_run(shell: Any, line: str, capsys:
         ("--rank 0", "x\n", "reading `%%ddp`: `--rank 0`. Did you mean `--ranks`?"),
         ("--ranks a", "x\n", "'a' is no list of ranks such as 0,2-3"),
         ("--local --everywhere", "x\n", "argument --everywhere: not allowed with argument --local"),
+        ("--local --ranks 0", "x\n", "`--local` runs the cell in the notebook, and --ranks is about the ranks. Leave"),
+        ("--keep-cache --local --quiet", "x\n", "and --keep-cache --quiet are about the ranks"),
         ("start -n 2", "x\n", "A verb is a line of its own, with one %: `%ddp start`"),
         ("0", "x\n", "Options begin with --, as in `%%ddp --ranks 0`"),
     ],
@@ -110,6 +112,12 @@ def test_stop_says_that_nothing_runs(shell: Any, capsys: pytest.CaptureFixture[s
     """Stopping twice is no mistake."""
     shell.run_line_magic("ddp", "stop")
     assert capsys.readouterr().out == "ddpilot: no ranks run\n"
+
+
+def test_auto_alone_says_how_it_is(shell: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """And changes nothing."""
+    shell.run_line_magic("ddp", "auto")
+    assert capsys.readouterr().out == "ddpilot: auto is off: plain cells run in the notebook\n"
 
 
 def test_local_cell_runs_in_the_notebook_without_any_rank(shell: Any) -> None:

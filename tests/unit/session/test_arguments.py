@@ -27,7 +27,8 @@ from ddpilot.session.session import Session
         (lambda: arguments.check_values([1]), 'pushing: [1] of type list. Give {"name": value}'),
         (lambda: arguments.check_values({1: 2}), "pushing: 1 is no name of a variable. Give"),
         (lambda: arguments.check_expression(3), "pulling: 3 of type int. Give the name of a variable or an expression"),
-        (lambda: arguments.check_expression("a b"), "pulling `a b`: invalid syntax. Give the name of a variable"),
+        (lambda: arguments.check_expression("a b"), "pulling `a b`: that is no Python expression: invalid syntax"),
+        (lambda: arguments.check_values({"x": 1, "group": 2}), "pushing: `group` is on every rank already"),
         (
             lambda: arguments.check_gpus((0,), 0),
             "reading `gpus`: number 0, and no GPU is seen here. Check `nvidia-smi`",
