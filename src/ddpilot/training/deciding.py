@@ -39,6 +39,7 @@ class Decider:
         self._group = group
         self._deadline = None if max_time_s is None else time.monotonic() + max_time_s
         self._asked: set[str] = set()
+        self._sent: list[float] | None = None
         self._handle: dist.Work | None = None
         self._flags: torch.Tensor | None = None
         self.reasons: tuple[str, ...] = ()
@@ -53,9 +54,10 @@ class Decider:
         if self._deadline is not None and time.monotonic() > self._deadline:
             self._asked.add("time")
         values = [count, float(is_bad), *(float(reason in self._asked) for reason in REASONS)]
-        self._flags = torch.tensor(values, dtype=torch.float64, device=self._wire_device())
+        self._sent = values
         if self._group.world_size == 1:
             return
+        self._flags = torch.tensor(values, dtype=torch.float64, device=self._wire_device())
         if isinstance(self._group, Group):
             self._handle = dist.all_reduce(self._flags, group=self._group.process_group, async_op=True)
         else:
@@ -64,17 +66,17 @@ class Decider:
     @property
     def is_under_way(self) -> bool:
         """Has an exchange begun whose answer was not looked at?"""
-        return self._flags is not None
+        return self._sent is not None
 
     def finish(self) -> Decision:
         """What all ranks said in the exchange that was begun; begins one first where none was. Collective then."""
-        if self._flags is None:
+        if self._sent is None:
             self.begin()
         if self._handle is not None:
             self._handle.wait()
-        assert self._flags is not None  # begin() has just made it
-        count, num_bad, *flags = self._flags.tolist()
-        self._flags = self._handle = None
+        assert self._sent is not None  # begin() has just made it
+        count, num_bad, *flags = self._sent if self._flags is None else self._flags.tolist()
+        self._sent = self._flags = self._handle = None
         decision = Decision(count, round(num_bad), tuple(r for r, flag in zip(REASONS, flags, strict=True) if flag))
         self.reasons = tuple(reason for reason in REASONS if reason in {*self.reasons, *decision.reasons})
         return decision
