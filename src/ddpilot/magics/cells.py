@@ -33,10 +33,11 @@ def run_cell(desk: Desk, line: str, cell: str, verbs: Collection[str]) -> None:
     chosen = make_cell_parser().read(words)
     is_local, is_everywhere = chosen.pop("local", False), chosen.pop("everywhere", False)
     if is_local and chosen:
-        flags = " ".join(f"--{name.replace('_', '-')}" for name in sorted(chosen))
+        names = " ".join(f"--{name.replace('_', '-')}" for name in sorted(chosen))
+        flags = f"{names} {'is' if len(chosen) == 1 else 'are'}"
         raise MagicUsageError(
             f"reading `%%ddp {line}`",
-            found=f"`--local` runs the cell in the notebook, and {flags} {'is' if len(chosen) == 1 else 'are'} about the ranks",
+            found=f"`--local` runs the cell in the notebook, and {flags} about the ranks",
             fix="Leave one of them out, or take `--everywhere` for both",
         )
     if not cell.strip():
