@@ -23,6 +23,7 @@ SCRIPTS = (
     "session_start",
     "session_cells",
     "random_cells",
+    "checkpoint_stall",
 )
 
 
