@@ -109,7 +109,8 @@ class Ladder:
     def _free(self) -> None:
         host = self._ranks.host
         live = [rank for rank in range(host.world_size) if host.is_live(rank)]
-        sent = {self._ranks.hub.send(rank, "control", FREE, {}): rank for rank in live}
+        about = {"generation": self._ranks.generation}
+        sent = {self._ranks.hub.send(rank, "control", FREE, about): rank for rank in live}
         self._free_ids = {message_id: rank for message_id, rank in sent.items() if message_id}
         self._freed_s = time.monotonic()
         self._is_settled = True

@@ -14,7 +14,8 @@ REQUEST = "ddpilot_request"
 """The type of the shell channel's messages that are no cells: content {"verb": ..., "token": ...}."""
 
 FREE = "ddpilot_free"
-"""The type of the control channel's message that frees a rank which is stuck in a collective."""
+"""The type of the control channel's message that frees a rank which is stuck in a collective of the group that is the
+`generation`-th: content {"generation": ...}."""
 
 BEGUN = "ddpilot_begun"
 """The type of the iopub message that says that a rank has begun with a cell or request, and takes a stop."""

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from ddpilot import RankError, Session
+from ddpilot.session.report import FREE
 from tests.dist.session.conftest import Kept
 
 Start = Callable[..., Session]
@@ -102,6 +103,18 @@ def test_freeing_a_rank_on_its_way_into_the_group_shows_nothing_of_torchs_own(st
         session.execute("import os\ntry: 1/0 if rank else group.barrier()\nfinally: os.write(2, b'mine\\n')")
     session.execute("group.barrier()")
     assert view.raws == {0: b"mine\n", 1: b"mine\n"}
+
+
+def test_a_rank_that_is_freed_too_late_keeps_its_new_group(start: Start) -> None:
+    """On a busy machine the order to free may come when the group is made anew."""
+    session = start(2)
+    with pytest.raises(RankError, match="ZeroDivisionError"):
+        session.execute("1/0 if rank else group.barrier()")
+    session.execute("group.barrier()")
+    for rank in range(2):
+        session._ranks.hub.send(rank, "control", FREE, {"generation": 0})
+    for _ in range(5):
+        session.execute("group.barrier()")
 
 
 def test_models_that_differ_are_named_wherever_they_are_held(start: Start, view: Kept) -> None:

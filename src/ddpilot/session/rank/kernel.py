@@ -112,6 +112,7 @@ class RankKernel(IPythonKernel):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        self.freeing = threading.Lock()
         self.shell_handlers[REQUEST] = self.on_request
         self.control_handlers[FREE] = self.on_free
 
@@ -231,7 +232,16 @@ class RankKernel(IPythonKernel):
             self.io_loop.add_callback(self.io_loop.stop)
 
     async def on_free(self, stream: Any, ident: Any, parent: Any) -> None:
-        """Free the main thread from a collective; runs in the control channel's thread."""
+        """Free the main thread from a collective; runs in the control channel's thread.
+
+        On a busy machine it may come late: the group that it was about has been replaced, and the new one stays.
+        """
+        with self.freeing:
+            is_late = parent["content"]["generation"] < self.requests.generation
+            report = Report(status="ok", time_s=time.monotonic()) if is_late else self._free()
+        self._reply(stream, REPLY, report, parent, ident)
+
+    def _free(self) -> Report:
         from ddpilot.group.free import free_group
 
         self._rank_shell.is_freed = True
@@ -239,8 +249,7 @@ class RankKernel(IPythonKernel):
         backend = _backend() if was_in else None
         freed = free_group()
         value = {"backend": backend, "still_stuck": list(freed.still_stuck)}
-        report = Report(status="ok", time_s=time.monotonic(), has_group=was_in, value=value)
-        self._reply(stream, REPLY, report, parent, ident)
+        return Report(status="ok", time_s=time.monotonic(), has_group=was_in, value=value)
 
 
 def _backend() -> str:

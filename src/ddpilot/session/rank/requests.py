@@ -37,6 +37,9 @@ class Requests:
 
     def __init__(self, kernel: RankKernel, space: Space, path: Path) -> None:
         self.space = space
+        self.generation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        """Of the group that this rank is in, or enters next."""
+
         self._kernel = kernel
         self._port = ParcelPort(path)
         self._verbs: dict[str, Callable[..., Any]] = {
@@ -101,6 +104,8 @@ class Requests:
 
     def _rebuild(self, generation: int, enter: bool, backend: str | None) -> dict[str, Any]:
         """Leave whatever group there was; with `enter`, enter a new one with all ranks. Collective then."""
+        with self._kernel.freeing:  # from the group before, to its end
+            self.generation = generation
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(generation)
         lost = find_lost()
         if not enter:
