@@ -10,9 +10,9 @@ from tests.dist.launching.scripts import run_script
 
 def test_launch_in_a_script_with_the_name_of_a_module_that_torch_imports_is_refused(tmp_path: Path) -> None:
     """The server imports it, and it launches: without an end to that, servers would start servers for ever."""
-    named_like_a_module = tmp_path / "nt.py"  # the standard library's ntpath tries to import that
+    named_like_a_module = tmp_path / "opt_einsum.py"  # torch tries to import that
     named_like_a_module.write_text("import ddpilot\nddpilot.launch(print, nproc_per_node=1)\n")
-    outcome = run_script("import nt\n", tmp_path, may_fail=True)
+    outcome = run_script("import opt_einsum\n", tmp_path, may_fail=True)
     assert outcome.code == 1
     assert "this is the rank server, which imports torch and so ran your module" in outcome.err
     assert "Rename the file" in outcome.err

@@ -12,7 +12,7 @@ from typing import Any
 
 from ddpilot.errors import ShipError
 from ddpilot.launching.shipping.pickling import ShipPickler, pack_parcel
-from ddpilot.launching.shipping.reductions import owning_module
+from ddpilot.launching.shipping.reductions import is_compiled, owning_module
 
 _MAX_CHILDREN = 1000
 _MAX_DEPTH = 50
@@ -41,13 +41,9 @@ def _hint(culprit: Any) -> str:
         return "; a generator or a coroutine cannot travel: return its values, for instance as a list"
     if type(culprit).__module__.startswith(("torch.distributed", "torch._C._distributed")):
         return "; what belongs to a process group stays on its rank: of a DDP model, send `model.module`"
-    if _is_compiled(culprit):
+    if is_compiled(culprit):
         return ": call `torch.compile` there"
     return ""
-
-
-def _is_compiled(value: Any) -> bool:
-    return hasattr(value, "_torchdynamo_orig_callable")
 
 
 def blame(parts: Mapping[str, Any], known: list[Any] | None) -> tuple[str, Any]:
@@ -80,7 +76,7 @@ def _pickles(value: Any, known: list[Any] | None) -> bool:
 
 
 def _children(value: Any) -> Iterator[tuple[str, Any]]:
-    if _is_compiled(value):
+    if is_compiled(value):
         return
     if isinstance(value, Mapping):
         for key, child in value.items():

@@ -23,6 +23,7 @@ from ddpilot.launching.shipping.lanes import LaneWriter, Span
 from ddpilot.launching.shipping.memory import map_private
 from ddpilot.launching.shipping.reductions import (
     ModuleGlobals,
+    is_compiled,
     is_plain_exception,
     owning_module,
     reduce_cached,
@@ -78,6 +79,8 @@ class ShipPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is 
         by_name = reduce_lazy_module(obj)
         if by_name is not NotImplemented:
             return by_name
+        if isinstance(obj, types.FunctionType) and is_compiled(obj):
+            raise pickle.PicklingError("what torch.compile made of a function belongs to its process")
         if is_plain_exception(obj):
             return reduce_exception(obj)
         if isinstance(obj, functools._lru_cache_wrapper) and obj.__module__ == "__main__":

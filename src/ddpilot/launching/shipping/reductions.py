@@ -68,6 +68,11 @@ def _follow(path: str) -> Any:
     return operator.attrgetter(rest)(importlib.import_module(top)) if rest else importlib.import_module(top)
 
 
+def is_compiled(value: Any) -> bool:
+    """Whether `torch.compile` made it: its closure holds what Dynamo knows of this process."""
+    return hasattr(value, "_torchdynamo_orig_callable")
+
+
 def reduce_cached(function: Any) -> tuple[Any, ...]:
     """A `functools.cache` or `lru_cache` around a function that goes by value: the receiver's cache starts empty."""
     parameters = function.cache_parameters()
