@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-import os
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -52,16 +53,21 @@ def test_check_endpoint_lets_a_free_port_and_another_machine_through() -> None:
     check_endpoint("name.invalid:1")
 
 
-def test_check_endpoint_names_who_holds_the_port() -> None:
-    """In a child, since a port of this very process may be its caller's own store."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-        pid = os.fork()
-        if pid == 0:
-            try:
-                check_endpoint(f"localhost:{port}")
-            except RendezvousError as error:
-                os._exit(7 if f"the port is taken by pid {os.getppid()}: " in error.found else 8)
-            os._exit(9)
-        _, status = os.waitpid(pid, 0)
-    assert os.waitstatus_to_exitcode(status) == 7
+HOLDER = """
+import socket
+with socket.create_server(("127.0.0.1", 0)) as listener:
+    print(listener.getsockname()[1], flush=True)
+    while True:
+        listener.accept()[0].close()
+"""
+
+
+def test_check_endpoint_names_who_holds_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process does: a port of this very one may be its caller's own store."""
+    monkeypatch.setattr("ddpilot.launching.elastic.waiting._ANSWER_S", 20.0)  # it answers at once, by hanging up
+    with subprocess.Popen([sys.executable, "-c", HOLDER], stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        port = int(holder.stdout.readline())
+        with pytest.raises(RendezvousError, match=f"the port is taken by pid {holder.pid}: "):
+            check_endpoint(f"localhost:{port}")
+        holder.kill()
