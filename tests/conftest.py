@@ -52,7 +52,8 @@ def no_leaks(nothing_left_at_the_end: str) -> Iterator[None]:
     before, servers = look(mark, spared_pids=spared_pids()), server_pids()
     yield
     left = [*_restore_environment(environment), *_leave_process_group()]
-    left += settle(lambda: _new_leftovers(mark, before, set(server_pids()) - set(servers)), grace_s=GRACE_S)
+    if _new_leftovers(mark, before, set(server_pids()) - set(servers)):
+        left += settle(lambda: _collected_leftovers(mark, before, set(server_pids()) - set(servers)), grace_s=GRACE_S)
     assert not left, "the test left behind:\n  " + "\n  ".join(left)
 
 
@@ -88,8 +89,12 @@ def stop_rank_servers() -> None:
         tracker._resource_tracker._stop()
 
 
-def _new_leftovers(mark: str, before: Look, new_servers: set[int]) -> list[str]:
+def _collected_leftovers(mark: str, before: Look, new_servers: set[int]) -> list[str]:
     gc.collect()  # results of a launch hold a file open until they are collected
+    return _new_leftovers(mark, before, new_servers)
+
+
+def _new_leftovers(mark: str, before: Look, new_servers: set[int]) -> list[str]:
     now = look(mark, spared_pids=spared_pids())
     shared = now.shared_memory_files - before.shared_memory_files
     # Others use this machine's shared memory too; a file that a live process uses is no leftover of this test.
