@@ -159,8 +159,8 @@ def test_failure_is_told_at_the_next_save_or_look(tmp_path: Path) -> None:
     directory.save(Progress(step=1), weights=weights)
     directory.save(Progress(step=2), weights=weights)
     assert [("File exists" in text, "there is none yet" in text) for text in told] == [(True, True)]
-    (tmp_path / "checkpoints").unlink()
     assert not directory.wait()
+    (tmp_path / "checkpoints").unlink()
     directory.save(Progress(step=3), weights=weights)
     assert directory.close()
     directory.poll()
