@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import importlib
 import random
 import signal
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,11 +21,7 @@ from ddpilot.training.loop import Loop
 AnyLoader = ShardedLoader | StreamLoader
 
 
-@pytest.fixture(autouse=True)
-def compiler_is_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The first optimizer of a process imports torch's compiler, which sets this variable where it is not set."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    importlib.import_module("torch._dynamo")
+pytestmark = pytest.mark.usefixtures("compiler_is_loaded")
 
 
 def make(

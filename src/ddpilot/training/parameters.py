@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many parameters a model has, and which of them are trained."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import UninitializedParameter
+
+from ddpilot.errors import LoopError
+from ddpilot.training.wrapping import unwrap
+
+_NUM_NEAR = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterCount:
+    """The sizes of a model; what several layers share is counted once. Its text is one line."""
+
+    total: int
+    """Numbers in all parameters."""
+    trainable: int
+    """Those of them that are trained (`requires_grad`)."""
+    parameter_bytes: int
+    """Memory of the parameters. AdamW in training has four times that: gradients and two moments besides."""
+    buffer_bytes: int
+    """Memory of the buffers, such as the statistics of BatchNorm."""
+
+    @property
+    def frozen(self) -> int:
+        """Numbers in parameters that are not trained."""
+        return self.total - self.trainable
+
+    def __str__(self) -> str:
+        frozen = f", {self.frozen:,} frozen" if self.frozen else ""
+        size = (self.parameter_bytes + self.buffer_bytes) / 1e6
+        return f"{self.total:,} parameters ({self.trainable:,} trained{frozen}), {size:,.1f} MB"
+
+
+def count_parameters(model: nn.Module) -> ParameterCount:
+    """The sizes of `model`, plain or as `prepare` returned it. Not collective.
+
+    Raises LoopError for a lazy layer that has seen no batch yet.
+    """
+    lazy = [name for name, p in model.named_parameters() if isinstance(p, UninitializedParameter)]
+    if lazy:
+        fix = "Run one batch through the model first."
+        raise LoopError("counting parameters", found=f"{', '.join(lazy[:_NUM_NEAR])} have no shape yet", fix=fix)
+    parameters = list(model.parameters())
+    return ParameterCount(
+        total=sum(p.numel() for p in parameters),
+        trainable=sum(p.numel() for p in parameters if p.requires_grad),
+        parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
+        buffer_bytes=sum(b.numel() * b.element_size() for b in model.buffers()),
+    )
+
+
+def freeze(model: nn.Module, *patterns: str) -> list[str]:
+    """Train the parameters that match one of `patterns` no more; their names. Not collective: the same on every rank.
+
+    A pattern is the name of a parameter or of a layer ("encoder": all inside it), with the wildcards of a shell
+    ("blocks.[0-3]", "*.bias"); none at all: every parameter. Gradients that they have are dropped, so an optimizer that
+    holds them leaves them as they are, weight decay too. To be called before `prepare`: DDP then leaves them out. Later
+    is `model = loop.prepare(unwrap(model))` after it. A BatchNorm that is frozen still takes statistics in `train()`.
+
+    Raises LoopError for a pattern that matches nothing, naming near ones, and for a model in DDP; nothing is changed.
+    """
+    return _set(model, patterns, trained=False)
+
+
+def unfreeze(model: nn.Module, *patterns: str) -> list[str]:
+    """Train the parameters that match one of `patterns` (again); their names. See `freeze`."""
+    return _set(model, patterns, trained=True)
+
+
+def _set(model: nn.Module, patterns: tuple[str, ...], *, trained: bool) -> list[str]:
+    did = "unfreezing parameters" if trained else "freezing parameters"
+    if isinstance(model, DistributedDataParallel):
+        raise LoopError(
+            did,
+            found="the model is in DDP, which decided at its making which gradients it waits for",
+            fix=f"Do it before prepare(); or {'un' * trained}freeze(unwrap(model), ...) and then "
+            "model = loop.prepare(unwrap(model)).",
+        )
+    named = dict(unwrap(model).named_parameters(remove_duplicate=False))
+    chosen = list(named) if not patterns else list(_match(named, patterns, did))
+    for name in chosen:
+        named[name].requires_grad_(trained)
+        if not trained:
+            named[name].grad = None
+    return chosen
+
+
+def _match(named: dict[str, nn.Parameter], patterns: tuple[str, ...], did: str) -> Iterator[str]:
+    hits: dict[str, None] = {}
+    for pattern in patterns:
+        found = [name for name in named if any(fnmatchcase(part, pattern) for part in (name, *_layers(name)))]
+        if not found:
+            raise _nothing_matches(pattern, named, did)
+        hits |= dict.fromkeys(found)
+    return (name for name in named if name in hits)
+
+
+def _layers(name: str) -> Iterator[str]:
+    """ "a.b.weight" -> "a.b", "a"."""
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _nothing_matches(pattern: str, named: dict[str, nn.Parameter], did: str) -> LoopError:
+    names = dict.fromkeys(part for name in named for part in (*reversed([*_layers(name)]), name))
+    near = difflib.get_close_matches(pattern, names, n=_NUM_NEAR, cutoff=0.4) or list(names)[:_NUM_NEAR]
+    return LoopError(
+        did,
+        found=f"no parameter or layer is called {pattern!r}",
+        fix=f"Near ones are {', '.join(map(repr, near))}; wildcards as in 'blocks.*' are possible.",
+    )
