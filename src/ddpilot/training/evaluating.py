@@ -26,11 +26,17 @@ def evaluation_mode(model: nn.Module, group: GroupLike) -> Iterator[nn.Module]:
     """
     inner = unwrap(model)
     sync_buffers(inner, group)
-    modes = [(layer, layer.training) for layer in inner.modules()]
-    inner.eval()
+    with eval_mode(inner), torch.no_grad():
+        yield inner
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """`model.eval()` for a while; afterwards each layer is in the mode it was in."""
+    modes = [(layer, layer.training) for layer in model.modules()]
+    model.eval()
     try:
-        with torch.no_grad():
-            yield inner
+        yield
     finally:
         for layer, was_training in modes:
             layer.training = was_training

@@ -14,7 +14,7 @@ from typing import Any
 import cloudpickle
 
 from ddpilot.integrations.lightning.namespaces import namespace_of
-from ddpilot.integrations.lightning.plain import plain_attributes
+from ddpilot.training.plain import plain_attributes
 
 _LOOPS = ("fit_loop", "validate_loop", "test_loop", "predict_loop")
 _METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")

@@ -12,7 +12,7 @@ import numpy
 import pytest
 import torch
 
-from ddpilot.integrations.lightning.plain import is_plain, plain_attributes
+from ddpilot.training.plain import is_plain, plain_attributes
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Callback`: what looks on while a `Trainer` trains, on rank 0 or on all ranks."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from ddpilot.trainer.run import Run
+from ddpilot.training.plain import plain_attributes
+
+
+class Callback:
+    """Base of callbacks: override what you need. Each method is called with the `Run`, on the ranks of `ranks`.
+
+    `ranks`: "zero" (the default), for what writes or shows something. Its methods must make no collective call: the
+    other ranks train on meanwhile. What one of them raises ends `fit` with that error on all ranks, at once where it
+    is between updates, and after the next update where it is `on_update_end`. "all": every rank calls it, and it may
+    make collective calls; what it raises on one rank ends that rank there and then, as in a loop of one's own.
+
+    Callbacks are called in the order in which `Trainer` was given them. They travel to the ranks with what they have;
+    open files and threads belong into `on_fit_start`.
+    """
+
+    ranks: ClassVar[Literal["zero", "all"]] = "zero"
+    """Where its methods run."""
+
+    def on_fit_start(self, run: Run) -> None:
+        """Before the first epoch; after a checkpoint was loaded, where there is one."""
+
+    def on_epoch_start(self, run: Run) -> None:
+        """Before the first batch of `run.epoch`; also where that goes on in the middle."""
+
+    def on_update_end(self, run: Run) -> None:
+        """After the weights changed. `run.loss` is this rank's; to read its value makes the host wait for a GPU."""
+
+    def on_evaluate_end(self, run: Run) -> None:
+        """After the validation data were gone through; `run.metrics` has what was found."""
+
+    def on_epoch_end(self, run: Run) -> None:
+        """After an epoch, its validation too, or after the part of it before a stop. `run.metrics` is its row."""
+
+    def on_fit_end(self, run: Run) -> None:
+        """After the last epoch or the joint stop, where nothing was raised."""
+
+    def on_exception(self, run: Run, error: BaseException) -> None:
+        """`fit` ends with `error` on this rank: close what is open. Not together with other ranks."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is kept in checkpoints, and comes back into the notebook's callback after `fit`, from rank 0.
+
+        By default every attribute whose name does not begin with an underscore and that is plain: numbers, texts,
+        paths, arrays, tensors, and containers of those.
+        """
+        return {name: value for name, value in plain_attributes(self).items() if not name.startswith("_")}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take what `state_dict` returned. Called before `on_fit_start`, and in the notebook after `fit`."""
+        vars(self).update(state)

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Call any method of a model outside of training, and leave no trace of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from ddpilot.data.devices import to_device
+from ddpilot.errors import LoopError
+from ddpilot.training.evaluating import eval_mode
+from ddpilot.training.structure import to_host
+from ddpilot.training.wrapping import unwrap
+
+
+def call_model(model: nn.Module, method: str, *args: Any, device: torch.device, **kwargs: Any) -> Any:
+    """What `model.method(*args, **kwargs)` returns, tensors on the CPU; its arguments' tensors are moved to `device`.
+
+    The model runs unwrapped, in eval mode and without gradients; torch's random state is afterwards as it was. Not
+    collective. LoopError where the model has no such method.
+    """
+    inner = find_inner(model)
+    function = getattr(inner, method, None)
+    if not callable(function):
+        raise LoopError(
+            f"calling `{method}` of the model",
+            found=f"{type(inner).__name__} has no such method",
+            fix="Give the name of one of its methods, such as 'forward'.",
+        )
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices), eval_mode(inner), torch.no_grad():
+        if method == "forward":  # with its hooks
+            function = inner
+        return to_host(function(*to_device(args, device), **to_device(kwargs, device)))
+
+
+def find_inner(model: nn.Module) -> nn.Module:
+    """The user's own module: out of DDP, and out of an average of weights, whose methods are those of its copy."""
+    inner = unwrap(model)
+    return inner.module if isinstance(inner, AveragedModel) else inner

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`History`: what a training showed, as plain lists of dicts."""
+
+from __future__ import annotations
+
+import csv
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ddpilot.training.plain import is_plain
+
+
+@dataclass
+class History:
+    """The rows of a training, over all of its fits."""
+
+    epochs: list[dict[str, Any]] = field(default_factory=list)
+    """A dict for each epoch: "epoch" and "update" (numbers), "loss" (mean over its samples, or tokens), "lr",
+    "seconds", "samples_per_s", and the validation's "val_loss" and "val_" + name of each metric."""
+
+    updates: list[dict[str, Any]] = field(default_factory=list)
+    """{"update", "loss"}: the mean loss of all ranks' samples, at most 1000 rows for an epoch. In a longer one a row is
+    the mean of several updates in a row, by the number of the last."""
+
+    def to_csv(self, path: str | os.PathLike[str]) -> Path:
+        """Write `epochs` as a table and return its path. Columns that a row lacks are empty. Raises OSError."""
+        rows = [flatten(row) for row in self.epochs]
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        with Path(path).open("w", newline="") as file:
+            writer = csv.DictWriter(file, names)
+            writer.writeheader()
+            writer.writerows(rows)
+        return Path(path)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Both lists, without what is not plain."""
+        rows = [{name: value for name, value in row.items() if is_plain(value)} for row in self.epochs]
+        return {"epochs": rows, "updates": [dict(row) for row in self.updates]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take what `state_dict` returned, in place."""
+        self.epochs[:] = state["epochs"]
+        self.updates[:] = state["updates"]
+
+
+def flatten(row: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`row` with the items of dicts in it as "name.key", and tensors as lists."""
+    flat: dict[str, Any] = {}
+    for name, value in row.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value.tolist() if hasattr(value, "tolist") else value
+    return flat
+
+
+def thin(rows: list[tuple[float, float]], limit: int) -> list[tuple[int, float, float]]:
+    """At most `limit` sums of neighbours of `rows`, each with the number of the last row in it, from 1.
+
+    `rows`: (sum of losses, number of samples).
+    """
+    size = -(-len(rows) // limit) or 1
+    starts = range(0, len(rows), size)
+    parts = [rows[start : start + size] for start in starts]
+    return [
+        (start + len(part), sum(total for total, _ in part), sum(count for _, count in part))
+        for start, part in zip(starts, parts, strict=True)
+    ]

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Run`: what a training looks like from inside, for callbacks and for a step of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
+
+from ddpilot.trainer.calling import call_model
+from ddpilot.trainer.history import History
+from ddpilot.training.loop import Loop
+
+
+@dataclass(kw_only=True, eq=False)
+class Run:
+    """One `fit` on this rank."""
+
+    loop: Loop
+    """Its primitives: rank, device, collectives, the joint stop."""
+    model: nn.Module
+    """The model itself, on the device and not wrapped."""
+    wrapped: Any
+    """What a training step calls: the model in DDP where there are several ranks. Of a ModuleDict, a dict of them."""
+    optimizers: Mapping[str, Optimizer]
+    """By name; "optimizer" where there is one."""
+    schedulers: Mapping[str, Any] = field(default_factory=dict)
+    """Those that are stepped with each update, by their optimizer's name."""
+    ema: AveragedModel | None = None
+    """The average of the weights, which evaluations use; None where none was asked for."""
+    history: History = field(default_factory=History)
+    """Rows of the epochs so far, those of earlier fits too. Complete on rank 0 and on all others."""
+    num_epochs: int = 0
+    """The number that `epoch` goes up to."""
+    loss: torch.Tensor | None = None
+    """This rank's mean of the last batch, detached, on the device; NaN where it had no sample."""
+    metrics: dict[str, Any] = field(default_factory=dict)
+    """The row of the current epoch: "loss", "lr", and after the validation "val_..."; {} until there is something."""
+
+    @property
+    def epoch(self) -> int:
+        """Number of the current epoch, from 0; goes on from fit to fit."""
+        return self.loop.epoch
+
+    @property
+    def update(self) -> int:
+        """Number of updates so far, those of earlier fits too."""
+        return self.loop.num_updates
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The first optimizer."""
+        return next(iter(self.optimizers.values()))
+
+    def stop(self) -> None:
+        """Ask all ranks to stop, from any of them: they leave after the same update, or before the next epoch."""
+        self.loop.stop()
+
+    def call_model(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """What the model's `method` ("forward", "sample", ...) returns on this rank, on the CPU. Not collective.
+
+        Unwrapped, in eval mode and the loop's precision, without gradients; tensors among the arguments are moved to
+        the device. The average's method, where there is an EMA. Training goes on with the random state that it had.
+        """
+        with self.loop.autocast():
+            return call_model(self.ema or self.model, method, *args, device=self.loop.device, **kwargs)
