@@ -33,7 +33,7 @@ from ddpilot.training.reducing import gather_rows, reduce_value
 from ddpilot.training.seeding import seed_epoch
 from ddpilot.training.signals import StopSignals
 from ddpilot.training.updating import Updates
-from ddpilot.training.wrapping import wrap
+from ddpilot.training.wrapping import prepare_optimizer, wrap
 
 
 class Loop:
@@ -113,11 +113,18 @@ class Loop:
         """Why: of "asked", "time", "SIGINT", "SIGTERM", "SIGUSR1"."""
         return self._decider.reasons
 
-    def prepare(self, *things: Any, sync_batch_norm: bool = False, **options: Any) -> Any:
+    def prepare(
+        self,
+        *things: Any,
+        sync_batch_norm: bool = False,
+        shard: Literal["optimizer"] | None = None,
+        **options: Any,
+    ) -> Any:
         """Put models on the device and, with several ranks, into DDP; return all in the order given. Collective.
 
         `things`: models and optimizers; one comes back by itself, several as a tuple. Weights and buffers become those
-        of rank 0. `sync_batch_norm`: BatchNorm over all ranks, on GPUs only. `options` go to DistributedDataParallel
+        of rank 0. `sync_batch_norm`: BatchNorm over all ranks, on GPUs only. `shard="optimizer"`: each rank keeps the
+        state of its share of the parameters only; use the optimizer that is returned. `options` go to DistributedDataParallel
         and win over what is chosen: no buffers in forward passes (they are made equal before an evaluation),
         `gradient_as_bucket_view`, the group and the device. Raises LoopError for anything else, for a DDP model, and
         for `sync_batch_norm` on the CPU.
@@ -129,8 +136,9 @@ class Loop:
                 self._updates.models.append(model)
                 prepared.append(model)
             elif isinstance(thing, Optimizer):
-                self._optimizers.append(thing)
-                prepared.append(thing)
+                optimizer = prepare_optimizer(thing, self.group, shard)
+                self._optimizers.append(optimizer)
+                prepared.append(optimizer)
             else:
                 raise LoopError(
                     "preparing",

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from ddpilot.errors import LoopError
@@ -40,6 +41,22 @@ def wrap(model: nn.Module, group: GroupLike, *, sync_batch_norm: bool = False, *
     if not _HAS_FORWARD_SYNC:  # without it, older versions of torch do not make buffers equal here
         sync_buffers(model, group)
     return wrapped
+
+
+def prepare_optimizer(optimizer: Optimizer, group: GroupLike, shard: str | None = None) -> Optimizer:
+    """`optimizer`, or with `shard="optimizer"` one that divides its state among ranks. LoopError for another value."""
+    if shard is None:
+        return optimizer
+    if shard != "optimizer":
+        raise LoopError(
+            "preparing an optimizer",
+            found=f"`shard` is {shard!r}",
+            fix='Use shard="optimizer", which divides the state of the optimizers among ranks, or None.',
+            rank=group.rank,
+        )
+    from ddpilot.training.sharding import shard_optimizer
+
+    return shard_optimizer(optimizer, group)
 
 
 def _chosen(group: Group) -> dict[str, Any]:

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`shard="optimizer"`: the same numbers with less memory on each rank, and checkpoints that load back into either."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import AdamW, Optimizer
+
+from ddpilot.errors import LoopError, MismatchedCheckpointError
+from ddpilot.training.loop import Loop
+from ddpilot.training.optimizer_state import full_state, load_full_state
+from ddpilot.training.wrapping import unwrap
+from tests.dist.training.bodies import launch, make_data, make_model, take_step
+
+NUM_EPOCHS = 2
+
+
+def make_optimizer(model: nn.Module) -> AdamW:
+    """Two groups, as people make them to leave vectors out of weight decay."""
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim <= 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": 3e-3}]
+    return AdamW(groups, lr=1e-2, weight_decay=0.0)
+
+
+def bytes_of(states: Iterable[Any]) -> int:
+    """Bytes of the tensors in the states of parameters."""
+    return sum(value.nbytes for state in states for value in state.values() if torch.is_tensor(value) and value.ndim)
+
+
+def held(optimizer: Optimizer) -> int:
+    """Bytes of state that this rank has."""
+    return bytes_of(getattr(optimizer, "optim", optimizer).state.values())
+
+
+def run(shard: Any, given: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Train from the beginning or go on from `given`; weights, optimizer and schedule at the end, and memory."""
+    torch.set_default_dtype(torch.float64)
+    loop = Loop(seed=5, accumulate=3)
+    model = make_model("gpt")
+    optimizer: Any = make_optimizer(model)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[1e-2, 3e-3], total_steps=20)
+    model, optimizer = loop.prepare(model, optimizer, shard=shard)
+    if given is not None:
+        unwrap(model).load_state_dict(given["weights"])
+        load_full_state(optimizer, given["optimizer"])
+        scheduler.load_state_dict(given["scheduler"])
+        loop.epoch = 1
+    loader = loop.loader(make_data("gpt", 61), global_batch_size=12, shuffle=True)
+    for _ in loop.epochs(1 if given is None else NUM_EPOCHS):
+        for x, y in loop.batches(loader):
+            take_step(loop, model, x, y)
+            loop.clip_grad_norm_(model.parameters(), 0.5)
+            loop.step(optimizer, scheduler)
+    return {
+        "weights": copy.deepcopy(unwrap(model).state_dict()),
+        "optimizer": copy.deepcopy(full_state(optimizer)),
+        "scheduler": scheduler.state_dict(),
+        "held": held(optimizer),
+    }
+
+
+def run_all(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Sharded and not: from the beginning, or from each of the states that are given."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        starts: list[Any] = [*given] or [None]
+        return [run(shard, copy.deepcopy(start)) for start in starts for shard in (None, "optimizer")]
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    """Dictionaries and lists of tensors and numbers, to 1e-10."""
+    if isinstance(expected, dict):
+        assert set(found) == set(expected)
+        for key in expected:
+            assert_same(found[key], expected[key])
+    elif isinstance(expected, list):
+        for one, other in zip(found, expected, strict=True):
+            assert_same(one, other)
+    elif torch.is_tensor(expected):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    else:
+        assert found == (pytest.approx(expected, rel=1e-10) if isinstance(expected, float) else expected)
+
+
+def test_sharded_optimizer_trains_the_same_and_its_state_loads_into_either() -> None:
+    """At 2 ranks, then on at 1 and at 3, from the state of either kind into either kind."""
+    ranks = launch(2, run_all, [])
+    plain, sharded = ranks[0]
+    for name in ("weights", "optimizer", "scheduler"):
+        assert_same(sharded[name], plain[name])
+    assert_same(ranks[1][1]["weights"], plain["weights"])
+    assert ranks[1][1]["optimizer"]["state"] == {}
+    whole = bytes_of(plain["optimizer"]["state"].values())
+    shares = [rank[1]["held"] for rank in ranks]
+    assert sum(shares) == whole == plain["held"]
+    assert max(shares) < 0.6 * whole
+    alone, three = launch(1, run_all, [sharded])[0], launch(3, run_all, [plain, sharded])[0]
+    expected = alone[0]
+    assert not torch.equal(expected["weights"]["head.weight"], plain["weights"]["head.weight"])
+    for continued in (*alone, *three):
+        for name in ("weights", "optimizer", "scheduler"):
+            assert_same(continued[name], expected[name])
+
+
+def use_wrongly() -> list[str]:
+    """What each wrong use is told; and what a closure returned, on ranks of which one has no parameter."""
+    loop = Loop()
+    model = nn.Linear(2, 1, bias=False)
+    original = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model.weight.grad = torch.ones(1, 2)
+    original.step()
+    model, optimizer = loop.prepare(model, original, shard="optimizer")
+    numbers = [held(optimizer), len(full_state(optimizer)["state"])]
+    said = [f"{numbers} {optimizer.step(lambda: 0.5)}"]
+    other = torch.optim.SGD([nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))], lr=0.1)
+    for use in (
+        original.step,
+        optimizer.state_dict,
+        lambda: loop.prepare(optimizer, shard="optimizer"),
+        lambda: load_full_state(optimizer, other.state_dict()),
+    ):
+        try:
+            use()
+        except (LoopError, MismatchedCheckpointError) as error:
+            said.append(str(error))
+    return said
+
+
+def test_sharded_optimizer_keeps_earlier_state_and_refuses_what_would_go_wrong_silently() -> None:
+    """Momentum from before goes to the rank that has the parameter; the optimizer that was given is not for use."""
+    zero, one = launch(2, use_wrongly)
+    assert (zero[0], one[0]) == ("[8, 1] 0.5", "[0, 0] 0.5")
+    for said, text in zip(one[1:], REFUSALS, strict=True):
+        assert text in said
+
+
+REFUSALS = (
+    "its state is in the one that was returned. Write model, optimizer = loop.prepare(model, optimizer, ...)",
+    "rank 1 has the state of its own parameters only. Call ddpilot.training.optimizer_state.full_state(optimizer)",
+    "it is sharded already",
+    "it is of groups with 2 parameters, those of this ShardedOptimizer have 1",
+)
