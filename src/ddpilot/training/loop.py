@@ -26,6 +26,7 @@ from ddpilot.training.evaluating import evaluate
 from ddpilot.training.grouping import Loader, iterate_groups
 from ddpilot.training.nonfinite import LossWatch
 from ddpilot.training.notices import never_had_a_sample, say_dropped, say_findings
+from ddpilot.training.parameters import TrainedWatch
 from ddpilot.training.precision import Kind, Precision, clip
 from ddpilot.training.predicting import predict
 from ddpilot.training.printing import rank_zero_first
@@ -33,7 +34,7 @@ from ddpilot.training.reducing import gather_rows, reduce_value
 from ddpilot.training.seeding import seed_epoch
 from ddpilot.training.signals import StopSignals
 from ddpilot.training.updating import Updates
-from ddpilot.training.wrapping import prepare_optimizer, wrap
+from ddpilot.training.wrapping import prepare_optimizer, unwrap, wrap
 
 
 class Loop:
@@ -81,6 +82,7 @@ class Loop:
         self._updates = Updates(self.group, self._decider, watch)
         self._signals = StopSignals(self._decider.ask)
         self._optimizers: list[Optimizer] = []
+        self._trained = TrainedWatch()
         seed_all(seed)
 
     @property
@@ -133,7 +135,9 @@ class Loop:
         for thing in things:
             if isinstance(thing, nn.Module):
                 model = wrap(thing, self.group, sync_batch_norm=sync_batch_norm, **options)
+                self._updates.models = [one for one in self._updates.models if unwrap(one) is not unwrap(model)]
                 self._updates.models.append(model)
+                self._trained.remember(self._updates.models)
                 prepared.append(model)
             elif isinstance(thing, Optimizer):
                 optimizer = prepare_optimizer(thing, self.group, shard)
@@ -189,6 +193,7 @@ class Loop:
         second SIGINT at once. Raises NonFiniteError on all ranks, and LoopError before the first batch where
         BatchNorm would see a part of one sample.
         """
+        self._trained.begin()
         found = check_batch_norms(self._updates.models, getattr(loader, "plan", None), self.rank)
         say_findings(new := tuple(one for one in found if one not in self.findings), self.group)
         self.findings += new
@@ -227,6 +232,7 @@ class Loop:
 
         Pass the models that `prepare` returned and whose gradients the backward inside adds up.
         """
+        self._trained.check(models, self.rank)
         with self._updates.accumulate(models), self.autocast():
             yield
 

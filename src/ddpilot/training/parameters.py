@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -65,8 +65,10 @@ def freeze(model: nn.Module, *patterns: str) -> list[str]:
 
     A pattern is the name of a parameter or of a layer ("encoder": all inside it), with the wildcards of a shell
     ("blocks.[0-3]", "*.bias"); none at all: every parameter. Gradients that they have are dropped, so an optimizer that
-    holds them leaves them as they are, weight decay too. To be called before `prepare`: DDP then leaves them out. Later
-    is `model = loop.prepare(unwrap(model))` after it. A BatchNorm that is frozen still takes statistics in `train()`.
+    holds them leaves them as they are, weight decay too. A BatchNorm that is frozen still takes statistics in `train()`.
+
+    To be called before `prepare`: DDP then leaves them out. Later it is `freeze(unwrap(model), ...)`, and after that
+    `model = loop.prepare(unwrap(model))`.
 
     Raises LoopError for a pattern that matches nothing, naming near ones, and for a model in DDP; nothing is changed.
     """
@@ -76,6 +78,50 @@ def freeze(model: nn.Module, *patterns: str) -> list[str]:
 def unfreeze(model: nn.Module, *patterns: str) -> list[str]:
     """Train the parameters that match one of `patterns` (again); their names. See `freeze`."""
     return _set(model, patterns, trained=True)
+
+
+class TrainedWatch:
+    """Notices parameters that were frozen or unfrozen in a model after `prepare`.
+
+    DDP goes on waiting for the gradients that it found at its making: without one of them it sums none of those beside
+    it, and the ranks drift apart a step before DDP notices.
+    """
+
+    def __init__(self) -> None:
+        self._trained: dict[int, frozenset[str]] = {}
+        self._due: set[int] = set()
+
+    def remember(self, models: Sequence[nn.Module]) -> None:
+        """What is trained in the last of `models` has to stay so; forget what is not among them."""
+        old = {id(model): self._trained[id(model)] for model in models[:-1]}
+        self._trained = {**old, id(models[-1]): _trained(models[-1])}
+
+    def begin(self) -> None:
+        """Look at every model once more when it is used next."""
+        self._due = set(self._trained)
+
+    def check(self, models: tuple[nn.Module, ...], rank: int) -> None:
+        """Raise LoopError where one of `models` is due and has changed. Not collective: the ranks do alike."""
+        for model in models if self._due else ():
+            if id(model) in self._due:
+                self._due.discard(id(model))
+                changed = sorted(self._trained[id(model)] ^ _trained(model))
+                if changed:
+                    raise _changed_since(changed, rank)
+
+
+def _trained(model: nn.Module) -> frozenset[str]:
+    return frozenset(name for name, parameter in unwrap(model).named_parameters() if parameter.requires_grad)
+
+
+def _changed_since(names: list[str], rank: int) -> LoopError:
+    named = ", ".join(names[:_NUM_NEAR]) + (f" and {len(names) - _NUM_NEAR} more" if len(names) > _NUM_NEAR else "")
+    return LoopError(
+        "training a prepared model",
+        found=f"{named} were frozen or unfrozen after prepare(), which DDP does not follow",
+        fix="Do it before; or once more model = loop.prepare(unwrap(model)) after it.",
+        rank=rank,
+    )
 
 
 def _set(model: nn.Module, patterns: tuple[str, ...], *, trained: bool) -> list[str]:
