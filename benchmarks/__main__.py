@@ -24,6 +24,7 @@ SCRIPTS = (
     "session_cells",
     "random_cells",
     "checkpoint_stall",
+    "same_numbers",
 )
 
 

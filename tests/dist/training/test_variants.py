@@ -13,11 +13,12 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
+from benchmarks.small_models import make_data, make_model
 from ddpilot import RankError
 from ddpilot.errors import DataError
 from ddpilot.training.loop import Loop
 from ddpilot.training.wrapping import unwrap
-from tests.dist.training.bodies import launch, make_data, make_model
+from tests.dist.training.bodies import launch
 
 VARIANTS = ("averaged", "checkpointed", "compiled", "late branch", "sharded loader", "batch norm in eval")
 
