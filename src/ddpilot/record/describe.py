@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 from ddpilot.record import layout
 from ddpilot.record.arguments import (
@@ -26,21 +26,12 @@ from ddpilot.record.arguments import (
 from ddpilot.record.buckets import BucketBook
 from ddpilot.record.groups import GroupBook, GroupEntry
 from ddpilot.record.operations import Operation
+from ddpilot.record.pending import Usual
 from ddpilot.record.ring import RingWriter
 from ddpilot.record.sites import SiteFinder, Trail, describe_site, find_ddp_model, main_frame
 
 MAX_REFS = 20_000
 """How many keys are remembered: each takes some hundred bytes of the rank's memory."""
-
-
-class Usual(NamedTuple):
-    """What collectives that are alike have in common."""
-
-    packed: bytes
-    """Part of the record, as `layout.USUAL`."""
-    num_bytes: int
-    at_any_time: bool
-    """Any thread may ask at any time whether it is over."""
 
 
 class Describer:
@@ -78,26 +69,27 @@ class Describer:
         Returns its index, and what it has in common with others.
         """
         group = self._groups.find(self._unbox(args[operation.group_at]))
-        trail = self._sites.walk(frame)
-        user, called, ddp, in_reducer = trail
+        trail = user, called, ddp, in_reducer = self._sites.walk(frame)
         if user is None and in_reducer:
             # The engine runs the backward of an accelerator in threads of its own; who waits for it is the main thread.
-            trail = self._sites.walk(main_frame())
-            user, called, _, _ = trail
+            trail = user, called, _, _ = self._sites.walk(main_frame())
         site = (id(user.f_code), user.f_lasti, id(called)) if user is not None else (0, 0, id(called))
-        key = (operation.operator, site, group.number, what_is_alike(operation, args))
+        key = (operation.operator, group.number, site, what_is_alike(operation, args))
         usual = self._ring.refs.get(key) or self._make_usual(key, operation, args, group, trail)
         role = self._role(operation, args, ddp, in_reducer, frame) if ddp or in_reducer else 0
-        seq = -1 if operation.is_p2p else group.next_seq
-        index = self._ring.begin(start_ns, seq, self.thread_id(), role, usual.packed)
-        if seq >= 0:
-            group.next_seq = seq + 1  # last, so that one which Ctrl-C keeps from starting does not count
+        is_main = threading.get_ident() == self._main_ident
+        thread = self._main_id if is_main and self._main_id else self.thread_id()
+        if operation.is_p2p:
+            return self._ring.begin(start_ns, -1, thread, role, usual.packed), usual
+        seq = group.next_seq
+        index = self._ring.begin(start_ns, seq, thread, role, usual.packed)
+        group.next_seq = seq + 1  # last, so that one which Ctrl-C keeps from starting does not count
         return index, usual
 
     def _make_usual(
         self, key: tuple[Any, ...], operation: Operation, args: Sequence[Any], group: GroupEntry, trail: Trail
     ) -> Usual:
-        site = key[1]
+        site = key[2]
         if len(self._ring.refs) > MAX_REFS:
             self._ring.refs.clear()
         # Keys hold the `id` of these, which must not become another's.
@@ -105,7 +97,8 @@ class Describer:
         inputs, outputs = tensors_of(operation, args)
         splits = [tuple(args[at][:MAX_SPLITS]) for at in operation.splits_at]
         placed = [args[operation.device_at]] if operation.device_at >= 0 else inputs or outputs
-        at_any_time = group.may_be_asked(placed[0].device.type if placed else "")
+        device = placed[0].device.type if placed else ""
+        at_any_time = group.may_be_asked(device)
         num_bytes = count_bytes(inputs or outputs)
         packed = layout.USUAL.pack(
             self._refer(operation.operator, operation.describe),
@@ -121,7 +114,8 @@ class Describer:
             flags_of(operation, args) | at_any_time * layout.ASKED_ANY_TIME,
             num_bytes,
         )
-        usual = Usual(packed, num_bytes, at_any_time)
+        tells_failure = not operation.is_p2p and group.tells_failure(device)
+        usual = Usual(packed, num_bytes, at_any_time, tells_failure)
         self._ring.refs[key] = usual
         return usual
 

@@ -24,9 +24,17 @@ class GroupEntry:
 
         So it is with gloo; with NCCL that is a CUDA call, which would spoil a CUDA graph that is being captured.
         """
-        if not device:
-            return set(self._backends.values()) == {"gloo"}
-        return self._backends.get(device, self._backends.get("")) == "gloo"
+        return self._backends_for(device) == {"gloo"}
+
+    def tells_failure(self, device: str) -> bool:
+        """Whether the futures of this group's works on `device` (empty: any) say in the end if a collective failed.
+
+        Those of NCCL, and of what is made like it, are complete as soon as the collective was started.
+        """
+        return self._backends_for(device) <= {"gloo", "mpi", "ucc"}
+
+    def _backends_for(self, device: str) -> set[str | None]:
+        return {self._backends.get(device, self._backends.get(""))} if device else {*self._backends.values()}
 
 
 class GroupBook:

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from ddpilot.record import layout
 from ddpilot.record.ring import RingWriter
@@ -24,12 +24,27 @@ starts asks those before it, `NUM_ASKED` at most and none after one that is not 
 MAX_WORKS, MAX_BYTES = 4096, 64 << 20
 """Beyond these, one that starts is not followed."""
 NUM_ASKED = 4
+TURN_NS, NUM_ASKED_IN_TURN = 1_000_000, 64
+"""Works that only a thread which starts collectives may ask are asked so often, so many at a time: one after the other
+takes half of what each takes alone, between two collectives."""
 MANY_REDUCE_OPS, REDUCE_OP_STEP = 256, 16
 """Of more new reduce-ops than that in one turn only every 16th is read, since that takes longer than all the rest."""
 
-_Entry = tuple[int, Any, int, bool, bool]
-"""Record, boxed work, bytes, whether any thread may ask at any time, whether torch says in a future if it failed (works
-of point-to-point operations have none)."""
+
+class Usual(NamedTuple):
+    """What collectives that are alike have in common."""
+
+    packed: bytes
+    """Part of the record, as `layout.USUAL`."""
+    num_bytes: int
+    at_any_time: bool
+    """Any thread may ask at any time whether it is over."""
+    tells_failure: bool
+    """Its work has a future that says whether it failed."""
+
+
+_Entry = tuple[int, Any, Usual]
+"""Record and boxed work."""
 
 
 class PendingWorks:
@@ -39,14 +54,23 @@ class PendingWorks:
     let go as soon as it is seen over, since it holds tensors and its group's connections.
     """
 
-    def __init__(self, ring: RingWriter, *, unbox: Callable[[Any], Any], is_capturing: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        ring: RingWriter,
+        *,
+        unbox: Callable[[Any], Any],
+        is_capturing: Callable[[], bool],
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
         self._ring = ring
         self._unbox = unbox
+        self._clock_ns = clock_ns
         self._is_capturing = is_capturing
         self._lock = threading.RLock()  # reentrant: a signal's handler may start a collective in the middle of this
-        self._entries: deque[_Entry] = deque()
+        self._any_time: deque[_Entry] = deque()
+        self._starters: deque[_Entry] = deque()  # to be asked by threads that start collectives
         self._reduce_ops: deque[tuple[int, Any]] = deque(maxlen=MAX_WORKS)
-        self._added_bytes = self._removed_bytes = 0
+        self._added_bytes = self._removed_bytes = self._next_turn_ns = 0
 
     def add(self, entry: _Entry, reduce_op: Any) -> None:
         """Ask from now on whether the work in `entry` is over; `reduce_op` is a boxed one, or None.
@@ -56,17 +80,30 @@ class PendingWorks:
         """
         if reduce_op is not None:
             self._reduce_ops.append((entry[0], reduce_op))
-        num_bytes = self._added_bytes - self._removed_bytes
-        if num_bytes > MANY_BYTES or len(self._entries) > MANY_WORKS or not entry[3]:
-            if not entry[3] and self._is_capturing():
-                self._ring.finish(entry[0], 0, layout.UNKNOWN)
-                return
-            self._ask(NUM_ASKED, only_at_any_time=False)
-            if self._added_bytes - self._removed_bytes > MAX_BYTES or len(self._entries) >= MAX_WORKS:
-                self._ring.finish(entry[0], 0, layout.UNKNOWN)
-                return
-        self._added_bytes += entry[2]
-        self._entries.append(entry)
+        usual = entry[2]
+        works = self._any_time if usual.at_any_time else self._starters
+        is_many = len(works) > MANY_WORKS or self._added_bytes - self._removed_bytes > MANY_BYTES
+        if (is_many or not usual.at_any_time) and not self._make_room(usual, is_many):
+            self._ring.finish(entry[0], 0, layout.UNKNOWN)
+            return
+        self._added_bytes += usual.num_bytes
+        works.append(entry)
+
+    def _make_room(self, usual: Usual, is_many: bool) -> bool:
+        # Whether one more may be followed.
+        is_capturing = self._is_capturing()
+        if is_capturing and not usual.at_any_time:
+            return False
+        if is_many:
+            self._ask(self._any_time, NUM_ASKED, go_on=False)
+            if not is_capturing:
+                self._ask(self._starters, NUM_ASKED, go_on=False)
+            num_works = len(self._any_time) + len(self._starters)
+            return num_works < MAX_WORKS and self._added_bytes - self._removed_bytes <= MAX_BYTES
+        if (now_ns := self._clock_ns()) > self._next_turn_ns:
+            self._next_turn_ns = now_ns + TURN_NS
+            self._ask(self._starters, NUM_ASKED_IN_TURN, go_on=False)
+        return True
 
     def catch_up(self) -> None:
         """Read reduce-ops, and ask all works that any thread may ask."""
@@ -76,40 +113,41 @@ class PendingWorks:
             if count <= MANY_REDUCE_OPS or number % REDUCE_OP_STEP == 0:
                 with suppress(AttributeError):  # torch 2.6 has no way to read it
                     self._ring.set_reduce_op(record, boxed.op())
-        self._ask(len(self._entries), only_at_any_time=True)
+        self._ask(self._any_time, len(self._any_time), go_on=True)
 
     def clear(self) -> None:
         """Let go of all of them."""
         with self._lock:
-            self._entries.clear()
+            self._any_time.clear()
+            self._starters.clear()
             self._reduce_ops.clear()
 
-    def _ask(self, num_works: int, *, only_at_any_time: bool) -> None:
+    def _ask(self, works: deque[_Entry], num_works: int, *, go_on: bool) -> None:
+        # `go_on`: also after one that is not over, which the next ones are most likely not either.
         for _ in range(num_works):
             with self._lock:  # taken anew for each, so that no collective has to wait for more than one
-                if not self._entries:
-                    self._removed_bytes = self._added_bytes  # several threads that add may have lost count
-                    return
-                entry = self._entries[0]
-                if only_at_any_time > entry[3] or not self._is_over(entry):
-                    self._entries.rotate(-1)
-                    if not only_at_any_time:
-                        return  # a collective is waiting to start, and most likely the next ones are not over either
+                if not works:
+                    break
+                if self._is_over(works):
+                    self._removed_bytes += works.popleft()[2].num_bytes
+                elif go_on:
+                    works.rotate(-1)
                 else:
-                    self._entries.popleft()
-                    self._removed_bytes += entry[2]
+                    break
+        if not (self._any_time or self._starters):
+            self._removed_bytes = self._added_bytes  # several threads that add may have lost count
 
-    def _is_over(self, entry: _Entry) -> bool:
-        record, boxed, _, _, has_future = entry
-        now_ns = time.monotonic_ns()
+    def _is_over(self, works: deque[_Entry]) -> bool:
+        record, boxed, usual = works[0]
+        now_ns = self._clock_ns()
         try:
             work = self._unbox(boxed)
             if not work.is_completed():
                 self._ring.still_pending(record, now_ns)
                 return False
-            outcome = layout.FAILED if has_future and _has_failed(work) else layout.DONE
+            outcome = layout.FAILED if usual.tells_failure and _has_failed(work) else layout.DONE
         except Exception:
-            self._entries.popleft()  # what cannot be asked is not asked again
+            works.popleft()  # what cannot be asked is not asked again
             self._ring.finish(record, 0, layout.UNKNOWN)
             raise
         self._ring.finish(record, now_ns, outcome)

@@ -10,10 +10,10 @@ from contextlib import suppress
 from typing import Any
 
 from ddpilot.record import layout
-from ddpilot.record.describe import Describer, Usual
+from ddpilot.record.describe import Describer
 from ddpilot.record.forks import ForkGuard
 from ddpilot.record.operations import Operation
-from ddpilot.record.pending import PendingWorks
+from ddpilot.record.pending import PendingWorks, Usual
 from ddpilot.record.ring import RingWriter
 
 Ticket = tuple[int, Usual, Any]
@@ -68,8 +68,7 @@ class Recorder:
             if boxed is None:  # as for each of several that are coalesced
                 self._ring.finish(index, 0, layout.UNKNOWN)
                 return
-            entry = (index, boxed, usual.num_bytes, usual.at_any_time, not operation.is_p2p)
-            self._pending.add(entry, reduce_op)
+            self._pending.add((index, boxed, usual), reduce_op)
         except Exception as error:  # noqa: BLE001 - said once, and never in the way of training
             self._fault(error)
 

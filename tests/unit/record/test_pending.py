@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpilot.record.pending import MANY_BYTES, MAX_BYTES, MAX_WORKS, PendingWorks
+from ddpilot.record.pending import MANY_BYTES, MAX_BYTES, MAX_WORKS, TURN_NS, PendingWorks, Usual
 from ddpilot.record.reading import read_ring
 from tests.unit.record.rings import begin, open_ring
 
@@ -46,12 +46,19 @@ class Case:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.capturing = False
+        self.now_ns = 1000
         self.ring = open_ring(path, num_records=2 * MAX_WORKS)
-        self.pending = PendingWorks(self.ring, unbox=lambda boxed: boxed, is_capturing=lambda: self.capturing)
+        self.pending = PendingWorks(
+            self.ring,
+            unbox=lambda boxed: boxed,
+            is_capturing=lambda: self.capturing,
+            clock_ns=lambda: self.now_ns,
+        )
 
-    def add(self, work: Work, *, num_bytes: int = 8, at_any_time: bool = True, has_future: bool = True) -> None:
+    def add(self, work: Work, *, num_bytes: int = 8, at_any_time: bool = True, tells_failure: bool = True) -> None:
         """Begin a collective with this work."""
-        self.pending.add((begin(self.ring, 100), work, num_bytes, at_any_time, has_future), None)
+        usual = Usual(b"", num_bytes, at_any_time, tells_failure)
+        self.pending.add((begin(self.ring, 100), work, usual), None)
 
     def states(self) -> list[str]:
         """Of all records."""
@@ -83,12 +90,13 @@ def test_works_are_marked_when_they_are_over(case: Case) -> None:
 
 
 def test_works_that_may_not_be_asked_at_any_time_are_asked_by_who_starts_more(case: Case) -> None:
-    """As with NCCL: never from our thread, never during the capture of a CUDA graph, else when the next one starts."""
+    """As with NCCL: never from our thread, never during the capture of a CUDA graph, else once in a millisecond."""
     first, second = Work(), Work()
     case.add(first, at_any_time=False)
     case.pending.catch_up()
     assert first.num_asked == 0
     first.is_over = True
+    case.now_ns += TURN_NS + 1
     case.capturing = True
     case.add(second, at_any_time=False)
     assert first.num_asked == 0
@@ -96,6 +104,19 @@ def test_works_that_may_not_be_asked_at_any_time_are_asked_by_who_starts_more(ca
     case.capturing = False
     case.add(Work(), at_any_time=False)
     assert case.states() == ["done", "unknown", "begun"]
+    third = Work()
+    case.add(third, at_any_time=False)
+    assert third.num_asked == 0  # its turn comes with those that start now
+
+
+def test_large_works_of_another_backend_are_asked_by_who_starts_more(case: Case) -> None:
+    """A job may use NCCL and gloo: what one of them holds up is not told of the other."""
+    large = Work()
+    case.add(large, num_bytes=MAX_BYTES + 1, at_any_time=False)
+    large.is_over = True
+    case.add(Work())
+    assert case.states() == ["done", "begun"]
+    assert large.num_asked == 1
 
 
 def test_works_whose_tensors_are_large_are_asked_by_who_starts_more(case: Case) -> None:
@@ -119,10 +140,10 @@ def test_works_are_not_followed_when_too_much_is_pending(case: Case) -> None:
 
 
 def test_works_without_a_future_are_not_asked_for_one(case: Case) -> None:
-    """Of point-to-point works it is known only that they are over."""
+    """Of point-to-point works, and of NCCL's, it is known only that they are over."""
     work = Work(RuntimeError("nobody asks for it"))
     work.is_over = True
-    case.add(work, has_future=False)
+    case.add(work, tells_failure=False)
     case.pending.catch_up()
     assert case.states() == ["done"]
 
