@@ -36,15 +36,21 @@ if TYPE_CHECKING:
     from ddpilot.group.process_group import Group
     from ddpilot.launching.results import RankResults
     from ddpilot.session.session import CellResult, Session
+    from ddpilot.trainer.callback import Callback
+    from ddpilot.trainer.history import History
+    from ddpilot.trainer.run import Run
+    from ddpilot.trainer.trainer import Trainer
     from ddpilot.training.loop import Loop
 
 _HOMES = {
+    "Callback": "ddpilot.trainer.callback",
     "CellResult": "ddpilot.session.session",
     "DdpilotError": "ddpilot.errors",
     "FakeGroup": "ddpilot.group.fake",
     "Finding": "ddpilot.findings.finding",
     "Group": "ddpilot.group.process_group",
     "GroupError": "ddpilot.errors",
+    "History": "ddpilot.trainer.history",
     "LaunchError": "ddpilot.errors",
     "LaunchInterrupted": "ddpilot.errors",
     "LaunchTimeoutError": "ddpilot.errors",
@@ -56,10 +62,12 @@ _HOMES = {
     "RankResults": "ddpilot.launching.results",
     "RemoteRankError": "ddpilot.errors",
     "RendezvousError": "ddpilot.errors",
+    "Run": "ddpilot.trainer.run",
     "Session": "ddpilot.session.session",
     "ShipError": "ddpilot.errors",
     "Topology": "ddpilot.environments.topology",
     "TopologyError": "ddpilot.errors",
+    "Trainer": "ddpilot.trainer.trainer",
     "ensure_on_device": "ddpilot.api.placement",
     "init_group": "ddpilot.group.enter",
     "launch": "ddpilot.api.launch",
@@ -75,12 +83,14 @@ _HOOKS = {
 """What IPython looks for here on `%load_ext ddpilot`; nobody else calls them."""
 
 __all__ = [
+    "Callback",
     "CellResult",
     "DdpilotError",
     "FakeGroup",
     "Finding",
     "Group",
     "GroupError",
+    "History",
     "LaunchError",
     "LaunchInterrupted",
     "LaunchTimeoutError",
@@ -92,10 +102,12 @@ __all__ = [
     "RankResults",
     "RemoteRankError",
     "RendezvousError",
+    "Run",
     "Session",
     "ShipError",
     "Topology",
     "TopologyError",
+    "Trainer",
     "ensure_on_device",
     "init_group",
     "launch",

@@ -19,8 +19,7 @@ from ddpilot.training.wrapping import unwrap
 def call_model(model: nn.Module, method: str, *args: Any, device: torch.device, **kwargs: Any) -> Any:
     """What `model.method(*args, **kwargs)` returns, tensors on the CPU; its arguments' tensors are moved to `device`.
 
-    The model runs unwrapped, in eval mode and without gradients; torch's random state is afterwards as it was. Not
-    collective. LoopError where the model has no such method.
+    The model runs unwrapped, in eval mode and without gradients. Not collective. LoopError where it has no such method.
     """
     inner = find_inner(model)
     function = getattr(inner, method, None)
@@ -30,10 +29,9 @@ def call_model(model: nn.Module, method: str, *args: Any, device: torch.device, 
             found=f"{type(inner).__name__} has no such method",
             fix="Give the name of one of its methods, such as 'forward'.",
         )
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices), eval_mode(inner), torch.no_grad():
-        if method == "forward":  # with its hooks
-            function = inner
+    if method == "forward":  # with its hooks
+        function = inner
+    with eval_mode(inner), torch.no_grad():
         return to_host(function(*to_device(args, device), **to_device(kwargs, device)))
 
 

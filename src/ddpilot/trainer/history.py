@@ -56,15 +56,8 @@ def flatten(row: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def thin(rows: list[tuple[float, float]], limit: int) -> list[tuple[int, float, float]]:
-    """At most `limit` sums of neighbours of `rows`, each with the number of the last row in it, from 1.
-
-    `rows`: (sum of losses, number of samples).
-    """
+def thin(rows: list[list[float]], limit: int) -> list[tuple[int, list[float]]]:
+    """At most `limit` sums of neighbouring `rows`, each with the number, from 1, of the last row in it."""
     size = -(-len(rows) // limit) or 1
-    starts = range(0, len(rows), size)
-    parts = [rows[start : start + size] for start in starts]
-    return [
-        (start + len(part), sum(total for total, _ in part), sum(count for _, count in part))
-        for start, part in zip(starts, parts, strict=True)
-    ]
+    parts = [(start, rows[start : start + size]) for start in range(0, len(rows), size)]
+    return [(start + len(part), [sum(column) for column in zip(*part, strict=True)]) for start, part in parts]

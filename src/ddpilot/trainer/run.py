@@ -67,5 +67,6 @@ class Run:
         Unwrapped, in eval mode and the loop's precision, without gradients; tensors among the arguments are moved to
         the device. The average's method, where there is an EMA. Training goes on with the random state that it had.
         """
-        with self.loop.autocast():
-            return call_model(self.ema or self.model, method, *args, device=self.loop.device, **kwargs)
+        device = self.loop.device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), self.loop.autocast():
+            return call_model(self.ema or self.model, method, *args, device=device, **kwargs)

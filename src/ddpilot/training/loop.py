@@ -23,7 +23,7 @@ from ddpilot.group.protocol import GroupLike
 from ddpilot.training.batch_norm import check_batch_norms
 from ddpilot.training.deciding import Decider
 from ddpilot.training.evaluating import evaluate
-from ddpilot.training.grouping import Loader, iterate_groups
+from ddpilot.training.grouping import CurrentBatch, Loader, iterate_groups
 from ddpilot.training.nonfinite import LossWatch
 from ddpilot.training.notices import never_had_a_sample, say_dropped, say_findings
 from ddpilot.training.parameters import TrainedWatch
@@ -99,6 +99,11 @@ class Loop:
     def device(self) -> torch.device:
         """Where this rank's models and batches are."""
         return self.group.device
+
+    @property
+    def batch(self) -> CurrentBatch | None:
+        """The batch that `batches` is at, with its counts and the numbers of this rank's samples; None outside."""
+        return self._updates.batch
 
     @property
     def is_update(self) -> bool:
@@ -307,9 +312,9 @@ class Loop:
         """The value of each metric over all samples of `loader`, each counted once; the same on every rank. Collective.
 
         `metrics`: name -> torchmetrics object (left as it is), or function of (output, target) that returns a value
-        per sample or the batch's mean. NaN for a function where there are no samples. The model runs unwrapped, in
-        eval mode, with rank 0's buffers, and not at all where a rank has no sample. `forward(model, batch)` returns
-        what metrics are called with; default: `(model(batch[0]), batch[1])`.
+        per sample, the batch's mean, or (mean, count of what it is over); NaN where there are no samples. The model
+        runs unwrapped, in eval mode, with rank 0's buffers, and not at all where a rank has no sample.
+        `forward(model, batch)` returns what metrics are called with; default: `(model(batch[0]), batch[1])`.
         """
         with self.autocast():
             return evaluate(model, loader, metrics, self.group, forward)

@@ -66,7 +66,10 @@ def _parts(metric: Any) -> list[Any]:
 
 
 class MeanOf:
-    """The mean of a function over samples: its values per sample, or its means of batches, weighted by their counts."""
+    """The mean of a function over samples: its values per sample, or its means of batches, weighted by their counts.
+
+    Where it returns (mean, count), that count is taken: of tokens, say.
+    """
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         self._name = name
@@ -74,13 +77,18 @@ class MeanOf:
         self._sum = torch.zeros(2, dtype=torch.float64)
 
     def update(self, arguments: tuple[Any, ...], count: int) -> None:
-        value = torch.as_tensor(self._function(*arguments)).detach().to(device="cpu", dtype=torch.float64)
-        if value.ndim and len(value) != count:
+        said = self._function(*arguments)
+        mean, weight = said if isinstance(said, tuple) else (said, None)
+        value = torch.as_tensor(mean).detach().to(device="cpu", dtype=torch.float64)
+        if value.ndim and (len(value) != count or weight is not None):
             raise LoopError(
                 f"evaluating the metric {self._name!r}",
                 found=f"a tensor of shape {tuple(value.shape)} for {count} samples",
-                fix="Return one value per sample, or their mean as a scalar.",
+                fix="Return one value per sample, their mean as a scalar, or (mean, count).",
             )
+        if weight is not None:
+            self._sum += torch.tensor([value.item() * weight if weight else 0.0, weight], dtype=torch.float64)
+            return
         per_sample = value.reshape(count, -1).mean(dim=1) if value.ndim else value.expand(count)
         self._sum += torch.stack([per_sample.sum(), torch.tensor(float(count), dtype=torch.float64)])
 

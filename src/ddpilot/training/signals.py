@@ -9,6 +9,8 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
+from ddpilot.launching.interrupts import RankInterrupt
+
 _SIGNALS = tuple(
     number for name in ("SIGINT", "SIGTERM", "SIGUSR1") if (number := getattr(signal, name, None)) is not None
 )
@@ -55,5 +57,8 @@ class StopSignals:
         if number == signal.SIGINT and self._was_interrupted:
             self._previous[number](number, frame)
             return
-        self._was_interrupted = self._was_interrupted or number == signal.SIGINT
+        if number == signal.SIGINT:
+            self._was_interrupted = True
+            if isinstance(before := self._previous[number], RankInterrupt):
+                before.was_raised = True  # the function was told: what it returns is wanted
         self._tell(signal.Signals(number).name)

@@ -156,13 +156,13 @@ def _send_error(control: socket.socket, start: RankStart, error: BaseException, 
 def user_traceback(error: BaseException) -> str:
     """The traceback without the frames of ddpilot that lead to the user's function."""
     frames = error.__traceback__
-    launcher = os.path.dirname(os.path.dirname(__file__)) + os.sep
-    session = os.path.join(os.path.dirname(os.path.dirname(launcher)), "session") + os.sep
-    while frames is not None and frames.tb_frame.f_code.co_filename.startswith((launcher, session)):
+    package = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+    leading = tuple(os.path.join(package, name) + os.sep for name in ("launching", "session", "trainer"))
+    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(leading):
         frames = frames.tb_next
-    text = traceback.TracebackException(type(error), error, frames)
+    text = traceback.TracebackException(type(error), error, frames or error.__traceback__)
     if isinstance(error, DdpilotError):  # the message says it all: only where the user's code was matters
-        package = os.path.dirname(os.path.dirname(launcher)) + os.sep
+        package += os.sep
         text.stack = traceback.StackSummary([frame for frame in text.stack if not frame.filename.startswith(package)])
         if not text.stack:
             return ""

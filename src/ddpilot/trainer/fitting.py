@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank does in `Trainer.fit`: the loop, written once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader
+
+from ddpilot.trainer.calling import find_inner
+from ddpilot.trainer.history import flatten
+from ddpilot.trainer.ledger import Ledger
+from ddpilot.trainer.loading import NO_SIZES, make_loader_of
+from ddpilot.trainer.parts import relink
+from ddpilot.trainer.places import group_here
+from ddpilot.trainer.run import Run
+from ddpilot.trainer.watchers import Watchers
+from ddpilot.training.grouping import Loader
+from ddpilot.training.loop import Loop
+from ddpilot.training.wrapping import unwrap
+
+if TYPE_CHECKING:
+    from ddpilot.trainer.trainer import Trainer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """The arguments of one `fit`, on their way to the ranks."""
+
+    train_set: Any
+    val_set: Any
+    epochs: int
+    sizes: Mapping[str, int | None]
+    shuffle: bool
+    num_workers: int
+    max_time_s: float | None
+    loader: Mapping[str, Any] = field(default_factory=dict)
+    ddp: Mapping[str, Any] = field(default_factory=dict)
+
+
+def fit_here(trainer: Trainer, fit: Fit) -> None:
+    """Train `trainer`'s model on this rank, together with the others. Collective."""
+    loop = Loop(
+        trainer.seed,
+        accumulate=trainer.accumulate,
+        precision=trainer.precision,
+        max_time_s=fit.max_time_s,
+        group=group_here(),
+    )
+    loop.epoch, loop.num_updates = trainer.epoch, trainer.num_updates
+    run = _prepare(trainer, loop, fit)
+    train_loader, val_loader = _make_loaders(fit, loop)
+    watchers = Watchers(trainer.callbacks, run)
+    try:
+        watchers.tell("on_fit_start")
+        for _ in loop.epochs(run.num_epochs):
+            _train_epoch(trainer, run, train_loader, val_loader, watchers)
+        watchers.tell("on_fit_end")
+    except BaseException as error:
+        watchers.tell_exception(error)
+        raise
+    _say_stop(loop)
+    # An epoch that was left in the middle is over: the next fit begins another.
+    trainer.epoch, trainer.num_updates = loop.epoch + bool(loop.next_batch), loop.num_updates
+
+
+def _prepare(trainer: Trainer, loop: Loop, fit: Fit) -> Run:
+    model, names = trainer.model, list(trainer.optimizers)
+    parts = dict(model.items()) if type(model) is nn.ModuleDict else {"": model}
+    prepared = loop.prepare(*parts.values(), *trainer.optimizers.values(), **fit.ddp)
+    wrapped, optimizers = prepared[: len(parts)], dict(zip(names, prepared[len(parts) :], strict=True))
+    for optimizer in optimizers.values():
+        _bring_state(optimizer)
+    for name, scheduler in trainer.schedulers.items():
+        relink(scheduler, optimizers[name])
+    if trainer.ema is not None:
+        trainer.ema.to(loop.device)
+    return Run(
+        loop=loop,
+        model=unwrap(wrapped[0]) if "" in parts else model,
+        wrapped=wrapped[0] if "" in parts else dict(zip(parts, wrapped, strict=True)),
+        optimizers=optimizers,
+        schedulers=trainer.schedulers,
+        ema=trainer.ema,
+        history=trainer.history,
+        num_epochs=trainer.epoch + fit.epochs,
+    )
+
+
+def _bring_state(optimizer: Optimizer) -> None:
+    """Bring what an earlier fit left in the optimizer to where the parameters are now."""
+    first = optimizer.param_groups[0]["params"][0]
+    if optimizer.state and first.device.type != "cpu":
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
+def _make_loaders(fit: Fit, loop: Loop) -> tuple[Loader, Loader | None]:
+    common = {"num_workers": fit.num_workers}
+    training = {**common, "shuffle": fit.shuffle, **fit.loader}
+    train = make_loader_of(fit.train_set, loop.group, loop.seed, fit.sizes, training, say=loop.print)
+    if fit.val_set is None:
+        return train, None
+    sizes = fit.sizes
+    if isinstance(fit.val_set, DataLoader):
+        sizes = NO_SIZES
+    elif isinstance(fit.train_set, DataLoader):
+        sizes = {"global_batch_size": fit.train_set.batch_size, "batch_size_per_rank": None}
+    kept = {name: fit.loader[name] for name in ("collate_fn", "pin_memory") if name in fit.loader}
+    return train, make_loader_of(fit.val_set, loop.group, loop.seed, sizes, {**common, **kept}, say=loop.print)
+
+
+def _train_epoch(trainer: Trainer, run: Run, train: Loader, val: Loader | None, watchers: Watchers) -> None:
+    loop = run.loop
+    run.metrics = {}
+    watchers.tell("on_epoch_start")
+    rows = _train_batches(trainer, run, train, watchers)
+    if val is not None and not loop.next_batch:  # not after a stop in the middle
+        run.metrics |= {f"val_{name}": value for name, value in _validate(trainer, run, val).items()}
+        watchers.tell("on_evaluate_end")
+    if not loop.next_batch:
+        _step_per_epoch(trainer, run)
+    run.history.epochs.append(run.metrics)
+    run.history.updates.extend(rows)
+    watchers.tell("on_epoch_end")
+    loop.print(render_row(run.metrics, run.num_epochs), flush=True)
+
+
+def _train_batches(trainer: Trainer, run: Run, loader: Loader, watchers: Watchers) -> list[dict[str, Any]]:
+    loop, ledger, began_s = run.loop, Ledger(run.loop), time.perf_counter()
+    for batch in loop.batches(loader):
+        before = loop.num_updates
+        run.loss = ledger.add(trainer.train_batch(run, batch))
+        if loop.num_updates > before:
+            if run.ema is not None:
+                run.ema.update_parameters(run.model)
+            watchers.tell_update()
+    watchers.settle()
+    means, rows = ledger.close(loop.num_updates)
+    seconds = time.perf_counter() - began_s
+    run.metrics |= {"epoch": loop.epoch, "update": loop.num_updates, **means}
+    run.metrics |= {"lr": float(run.optimizer.param_groups[0]["lr"]), "samples": ledger.num_samples}
+    run.metrics |= {"seconds": seconds, "samples_per_s": ledger.num_samples / seconds}
+    return rows
+
+
+def _validate(trainer: Trainer, run: Run, loader: Loader) -> dict[str, Any]:
+    model = find_inner(run.ema or run.model)
+    return run.loop.evaluate(model, loader, trainer.all_metrics, forward=trainer.forward)
+
+
+def _step_per_epoch(trainer: Trainer, run: Run) -> None:
+    for scheduler in run.schedulers.values():
+        if isinstance(scheduler, ReduceLROnPlateau):
+            scheduler.step(run.metrics.get("val_loss", run.metrics["loss"]))
+        elif trainer.scheduler_per == "epoch":
+            scheduler.step()
+
+
+def render_row(row: Mapping[str, Any], num_epochs: int) -> str:
+    """A line for an epoch: "epoch 1 of 3: loss 0.4321, val_accuracy 0.9 (1.2 s)"."""
+    left_out = ("epoch", "update", "lr", "samples", "seconds", "samples_per_s")
+    shown = {name: value for name, value in row.items() if name not in left_out}
+    numbers = [f"{name} {value:.4g}" for name, value in flatten(shown).items() if isinstance(value, int | float)]
+    return f"epoch {row['epoch'] + 1} of {num_epochs}: {', '.join(numbers)} ({row['seconds']:.1f} s)"
+
+
+def _say_stop(loop: Loop) -> None:
+    if loop.should_stop:
+        where = f" in the middle of epoch {loop.epoch + 1}" if loop.next_batch else ""
+        loop.print(f"stopped after update {loop.num_updates}{where} ({', '.join(loop.stop_reasons)})", flush=True)

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What comes back from the ranks, and how the notebook's own objects take it in place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from ddpilot.training.plain import plain_attributes
+
+if TYPE_CHECKING:
+    from ddpilot.trainer.trainer import Trainer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """The state of a trainer after a fit; tensors on the CPU."""
+
+    weights: dict[str, Any]
+    frozen: frozenset[str]
+    """Names of the parameters that are not trained."""
+    attributes: dict[str, dict[str, Any]]
+    """Public plain attributes of the model's modules, by the module's name: what a schedule may have changed."""
+    optimizers: dict[str, dict[str, Any]]
+    schedulers: dict[str, dict[str, Any]]
+    ema: dict[str, Any] | None
+    callbacks: list[dict[str, Any]]
+    history: dict[str, Any]
+    epoch: int
+    num_updates: int
+
+
+def collect(trainer: Trainer) -> Outcome:
+    """The outcome on this rank. Not collective."""
+    model = trainer.model
+    return Outcome(
+        weights=model.state_dict(),
+        frozen=frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad),
+        attributes={name: _public(module) for name, module in model.named_modules()},
+        optimizers={name: optimizer.state_dict() for name, optimizer in trainer.optimizers.items()},
+        schedulers={name: scheduler.state_dict() for name, scheduler in trainer.schedulers.items()},
+        ema=None if trainer.ema is None else trainer.ema.state_dict(),
+        callbacks=[callback.state_dict() for callback in trainer.callbacks],
+        history=trainer.history.state_dict(),
+        epoch=trainer.epoch,
+        num_updates=trainer.num_updates,
+    )
+
+
+def apply(trainer: Trainer, outcome: Outcome) -> None:
+    """Make `trainer`'s model, optimizers and callbacks what they were on rank 0; they stay the same objects."""
+    model = trainer.model
+    model.load_state_dict(outcome.weights)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in outcome.frozen)
+    modules = dict(model.named_modules())
+    for name, attributes in outcome.attributes.items():
+        modules[name].__dict__.update(attributes)
+    for name, state in outcome.optimizers.items():
+        trainer.optimizers[name].load_state_dict(state)
+    for name, state in outcome.schedulers.items():
+        trainer.schedulers[name].load_state_dict(state)
+    if trainer.ema is not None and outcome.ema is not None:
+        trainer.ema.load_state_dict(outcome.ema)
+    for callback, state in zip(trainer.callbacks, outcome.callbacks, strict=True):
+        callback.load_state_dict(state)
+    trainer.history.load_state_dict(outcome.history)
+    trainer.epoch = outcome.epoch
+    trainer.num_updates = outcome.num_updates
+
+
+def _public(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in plain_attributes(module).items() if name[0] != "_" and name != "training"}

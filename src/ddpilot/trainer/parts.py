@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizers, schedulers and the average of weights, from what `Trainer` was given."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from ddpilot.errors import LoopError
+
+_DID = "making a Trainer"
+_ONLY = "optimizer"
+
+
+def make_optimizers(given: Any, model: nn.Module) -> dict[str, Optimizer]:
+    """By name: an optimizer, a function of parameters that makes one, or a mapping of those.
+
+    In a mapping, a function is called with the parameters of the part of a ModuleDict that has its name. Raises
+    LoopError for anything else, and for an optimizer of parameters that the model has not.
+    """
+    if not isinstance(given, Mapping):
+        given = {_ONLY: given}
+    made: dict[str, Optimizer] = {}
+    for name, one in given.items():
+        part = model[name] if type(model) is nn.ModuleDict and name in model else model
+        made[name] = one if isinstance(one, Optimizer) or not callable(one) else one(part.parameters())
+        _check_optimizer(name, made[name], model)
+    return made
+
+
+def _check_optimizer(name: str, optimizer: object, model: nn.Module) -> None:
+    if not isinstance(optimizer, Optimizer):
+        raise LoopError(
+            _DID,
+            found=f"`{name}` is a {type(optimizer).__name__}",
+            fix="Give a torch optimizer, or a function that makes one: `lambda params: torch.optim.AdamW(params)`.",
+        )
+    own = {id(parameter) for parameter in model.parameters()}
+    strange = sum(id(each) not in own for group in optimizer.param_groups for each in group["params"])
+    if strange:
+        raise LoopError(
+            _DID,
+            found=f"{strange} of the parameters of `{name}` do not belong to the model",
+            fix="Make the optimizer of this model's parameters; in a notebook, run both cells again.",
+        )
+
+
+def make_schedulers(given: Any, optimizers: Mapping[str, Optimizer]) -> dict[str, Any]:
+    """By its optimizer's name: a scheduler, a function of an optimizer that makes one, or a mapping of those."""
+    if given is None:
+        return {}
+    if isinstance(given, Mapping):
+        return {name: one if hasattr(one, "step") else one(_named(name, optimizers)) for name, one in given.items()}
+    if not hasattr(given, "step"):
+        name = next(iter(optimizers))
+        return {name: given(optimizers[name])}
+    names = [name for name, optimizer in optimizers.items() if getattr(given, "optimizer", None) is optimizer]
+    if not names:
+        raise LoopError(
+            _DID,
+            found=f"the {type(given).__name__} is not of the optimizer that was given",
+            fix="Make it of that one, or give a function: `lambda optimizer: OneCycleLR(optimizer, ...)`.",
+        )
+    return {names[0]: given}
+
+
+def _named(name: str, optimizers: Mapping[str, Optimizer]) -> Optimizer:
+    if name not in optimizers:
+        known = ", ".join(optimizers)
+        raise LoopError(_DID, found=f"a scheduler of `{name}`", fix=f"Name one of the optimizers: {known}.")
+    return optimizers[name]
+
+
+def make_ema(given: float | AveragedModel | None, model: nn.Module) -> AveragedModel | None:
+    """An exponential average with that decay; an average that was given as it is."""
+    if given is None or isinstance(given, AveragedModel):
+        return given
+    if not 0 < given < 1:
+        raise LoopError(_DID, found=f"`ema={given}`", fix="Give a decay such as 0.999, or an AveragedModel.")
+    return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(given))  # type: ignore[no-untyped-call]
+
+
+def relink(scheduler: Any, optimizer: Optimizer) -> None:
+    """Make `scheduler` step `optimizer`, also after both travelled: its mark on `optimizer.step` stayed behind."""
+    scheduler.optimizer = optimizer
+    for inner in getattr(scheduler, "_schedulers", ()):  # of SequentialLR and ChainedScheduler
+        relink(inner, optimizer)
+    if not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        optimizer.step = _marked(optimizer.step)  # type: ignore[method-assign]
+
+
+def _marked(step: Callable[..., Any]) -> Callable[..., Any]:
+    owner: Any = step.__self__  # type: ignore[attr-defined]
+
+    @functools.wraps(step)
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        owner._opt_called = True
+        return step(*args, **kwargs)
+
+    marked._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    return marked

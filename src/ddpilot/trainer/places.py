@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a trainer's verbs run: on ranks that are started for them, on the rank that this is, or in this process."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+
+from ddpilot.api.launch import Launcher
+from ddpilot.environments.detect import detect_topology
+from ddpilot.group.device import detect_device_facts, resolve_device, use_device
+from ddpilot.group.enter import init_group
+from ddpilot.group.fake import FakeGroup
+from ddpilot.group.protocol import GroupLike
+from ddpilot.launching.results import RankResults
+
+HEAVY = "ddpilot.trainer.heavy"
+STOP_GRACE_S = 60.0
+"""After Ctrl-C ranks go on to the end of their update, which is seldom longer."""
+
+
+def is_on_ranks() -> bool:
+    """Whether this process is a rank already: of a launch, of torchrun, Slurm or MPI, of a session."""
+    return dist.is_initialized() or detect_topology(os.environ).is_distributed
+
+
+class _Verb:
+    """A method of the trainer's by the name that the user called; errors tell of that one."""
+
+    def __init__(self, name: str) -> None:
+        self._name = f"_{name}_here"
+        self.__qualname__ = f"Trainer.{name}"
+
+    def __call__(self, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(trainer, self._name)(*args, **kwargs)
+
+
+def run_on_ranks(
+    launcher: Launcher | None, nproc_per_node: int | str | None, name: str, trainer: Any, *args: Any, **kwargs: Any
+) -> RankResults:
+    """Call `trainer._<name>_here` on ranks that are started for it. Raises what `Launcher.run` raises."""
+    launcher = launcher or Launcher(stop_grace_s=STOP_GRACE_S)
+    count = launcher.nproc_per_node if nproc_per_node is None else nproc_per_node
+    preload = (HEAVY, *launcher.preload)
+    return replace(launcher, nproc_per_node=count, preload=preload).run(_Verb(name), trainer, *args, **kwargs)
+
+
+def group_here() -> GroupLike:
+    """The group of this rank; of a process that is none, a group of one that needs no network. Collective on ranks."""
+    if is_on_ranks():
+        return init_group()
+    return FakeGroup(device=use_device(resolve_device(detect_device_facts(os.environ, 0))), backend="none")

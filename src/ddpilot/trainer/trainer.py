@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Trainer`: the loop written for you."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader
+
+from ddpilot.api.launch import Launcher
+from ddpilot.api.placement import ensure_on_device
+from ddpilot.errors import LoopError
+from ddpilot.trainer.batches import Forward, forward_batch, predict_batch, with_count
+from ddpilot.trainer.callback import Callback
+from ddpilot.trainer.calling import call_model, find_inner
+from ddpilot.trainer.fitting import Fit, fit_here
+from ddpilot.trainer.history import History
+from ddpilot.trainer.loading import NO_SIZES, make_loader_of
+from ddpilot.trainer.outcome import Outcome, apply, collect
+from ddpilot.trainer.parts import make_ema, make_optimizers, make_schedulers
+from ddpilot.trainer.places import group_here, is_on_ranks, run_on_ranks
+from ddpilot.trainer.run import Run
+from ddpilot.training.evaluating import evaluate
+from ddpilot.training.grouping import Loader
+from ddpilot.training.precision import Kind, Precision
+from ddpilot.training.predicting import predict
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class Trainer:
+    """The loop written for you, made of `Loop`: what is trained, and how an update is made.
+
+    `model`: on the CPU; a ModuleDict where several are trained. `loss_fn(output, target)`: this rank's mean loss, or
+    (mean loss, count of what it is over, such as tokens). `optimizer`: one of the model's parameters, a function that
+    makes it of them, or a mapping of those. `metrics`: as for `Loop.evaluate`. `callbacks`: `Callback`s.
+
+    `forward(model, batch) -> (output, target)` says what loss, metrics and predictions come from; by default a batch is
+    `(x, y)`, or a mapping that the model takes by name. `scheduler`: one, or a function of the optimizer; stepped with
+    each update, or `scheduler_per` "epoch" (a ReduceLROnPlateau always, by the validation loss). `ema`: decay of an
+    average of the weights, which evaluations and predictions use. `clip_norm`: limit of the gradient's norm. `seed`,
+    `accumulate`, `precision`: as for `Loop`. `launcher`: how ranks are started.
+
+    For a step of another kind, override `train_batch`. Raises LoopError for an optimizer of other parameters.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Any] | None,
+        optimizer: Any,
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        callbacks: Sequence[Callback] = (),
+        forward: Forward | None = None,
+        scheduler: Any = None,
+        scheduler_per: Literal["update", "epoch"] = "update",
+        ema: float | AveragedModel | None = None,
+        clip_norm: float | None = None,
+        accumulate: int = 1,
+        precision: Kind = "fp32",
+        seed: int = 0,
+        launcher: Launcher | None = None,
+    ) -> None:
+        self.model = model
+        """The model that was given; after a fit with the trained weights."""
+        self.loss_fn = loss_fn
+        self.optimizers = make_optimizers(optimizer, model)
+        self.schedulers = make_schedulers(scheduler, self.optimizers)
+        self.ema = make_ema(ema, model)
+        self.metrics = dict(metrics or {})
+        self.callbacks = list(callbacks)
+        self.forward: Forward = forward or forward_batch
+        self.scheduler_per = scheduler_per
+        self.clip_norm = clip_norm
+        self.accumulate = accumulate
+        self.precision: Kind = precision
+        self.seed = seed
+        self.launcher = launcher
+        self.history = History()
+        """Rows of all fits so far."""
+        self.epoch = 0
+        """Epochs begun so far, which is the number of the next one."""
+        self.num_updates = 0
+        """Updates made so far."""
+        self._has_own_forward = forward is not None
+        self._batch_size = 64
+
+    @property
+    def all_metrics(self) -> dict[str, Any]:
+        """The loss, by the name "loss", and the metrics."""
+        return self.metrics if self.loss_fn is None else {"loss": self.loss_fn, **self.metrics}
+
+    def fit(
+        self,
+        train_set: Any,
+        val_set: Any = None,
+        *,
+        epochs: int = 1,
+        global_batch_size: int | None = None,
+        batch_size_per_rank: int | None = None,
+        shuffle: bool = True,
+        num_workers: int = 0,
+        nproc_per_node: int | str | None = None,
+        max_time_s: float | None = None,
+        loader: Mapping[str, Any] | None = None,
+        ddp: Mapping[str, Any] | None = None,
+    ) -> History:
+        """Train for `epochs` more epochs and return `history`.
+
+        Collective on a rank (of torchrun, Slurm, `launch`, a session), where it trains right there. Anywhere else it
+        starts ranks, `nproc_per_node` of them (None: as `launcher` says, and otherwise one for each accelerator, or
+        one), sends them the trainer and the data, and takes weights, optimizer state, history and what callbacks
+        recorded back into this process's objects, in place; 0: trains in this process. Nothing here touches a GPU.
+
+        `train_set`, `val_set`: datasets, with `global_batch_size` or `batch_size_per_rank`; or DataLoaders, with their
+        own batch size. `loader`: more options of `Loop.loader` for the training data; `ddp`: options of `Loop.prepare`.
+        After Ctrl-C, `max_time_s` seconds or a callback's stop it returns after the current update. Where a rank
+        raises, RankError, and everything here is as it was before.
+        """
+        sizes = {"global_batch_size": global_batch_size, "batch_size_per_rank": batch_size_per_rank}
+        self._batch_size = global_batch_size or getattr(train_set, "batch_size", None) or self._batch_size
+        fit = Fit(
+            train_set=train_set,
+            val_set=val_set,
+            epochs=epochs,
+            sizes=sizes,
+            shuffle=shuffle,
+            num_workers=num_workers,
+            max_time_s=max_time_s,
+            loader=loader or {},
+            ddp=ddp or {},
+        )
+        if is_on_ranks() or nproc_per_node == 0:
+            fit_here(self, fit)
+        else:
+            outcomes = run_on_ranks(self.launcher, nproc_per_node, "fit", self, fit)
+            apply(self, outcomes[0])
+        return self.history
+
+    def _fit_here(self, fit: Fit) -> Outcome | None:
+        fit_here(self, fit)
+        return collect(self) if group_here().is_rank_zero else None
+
+    def train_batch(self, run: Run, batch: Any) -> Any:
+        """One batch: forward, backward, and the update where one is due; override it for a step of another kind.
+
+        Returns what is recorded: a mean loss, (mean loss, count), or a dict of mean losses by name. `run.wrapped` is
+        what to call, `run.optimizers` what to step, `run.loop` has the rest: `accumulate`, `backward`, `step`.
+        """
+        loop = run.loop
+        if self.loss_fn is None:
+            raise LoopError("training a batch", found="no `loss_fn`", fix="Give one, or override `train_batch`.")
+        with loop.accumulate(run.wrapped):
+            loss, count = with_count(self.loss_fn(*self.forward(run.wrapped, batch)))
+            loop.backward(loss, count)
+        if self.clip_norm is not None:
+            loop.clip_grad_norm_(run.model.parameters(), self.clip_norm)
+        scheduler = next(iter(run.schedulers.values()), None) if self.scheduler_per == "update" else None
+        loop.step(run.optimizer, scheduler)
+        return loss if count is None else (loss, count)
+
+    def evaluate(
+        self, dataset: Any, *, metrics: Mapping[str, Any] | None = None, nproc_per_node: int | str = 0, **options: Any
+    ) -> dict[str, Any]:
+        """The loss and the value of each metric over all samples of `dataset`, each counted once.
+
+        In this process, where the model then moves to the device; with `nproc_per_node` on ranks that are started for
+        it; on a rank right there, which is collective. `metrics`: instead of the trainer's. `options`: those of
+        `Loop.loader`, such as `global_batch_size` (default: that of the last fit, or 64) and `num_workers`.
+        """
+        wanted = self.all_metrics if metrics is None else dict(metrics)
+        if is_on_ranks() or nproc_per_node == 0:
+            return self._evaluate_here(dataset, wanted, options)
+        said: dict[str, Any] = run_on_ranks(self.launcher, nproc_per_node, "evaluate", self, dataset, wanted, options)[
+            0
+        ]
+        return said
+
+    def _evaluate_here(self, dataset: Any, metrics: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+        model, loader, group = self._place(dataset, options)
+        with Precision(self.precision, group.device).autocast():
+            return evaluate(model, loader, metrics, group, self.forward)
+
+    def predict(
+        self,
+        dataset: Any,
+        *,
+        to: str | os.PathLike[str] | None = None,
+        nproc_per_node: int | str = 0,
+        **options: Any,
+    ) -> Any:
+        """The model's outputs for all samples of `dataset`, in its order, on the CPU; see `Loop.predict`.
+
+        Where it runs, and `options`, are as for `evaluate`. `to`: a folder to write them into, batch by batch. On a
+        rank they are returned on rank 0 alone.
+        """
+        if is_on_ranks() or nproc_per_node == 0:
+            return self._predict_here(dataset, to, options)
+        return run_on_ranks(self.launcher, nproc_per_node, "predict", self, dataset, to, options)[0]
+
+    def _predict_here(self, dataset: Any, to: str | os.PathLike[str] | None, options: dict[str, Any]) -> Any:
+        model, loader, group = self._place(dataset, options)
+        with Precision(self.precision, group.device).autocast():
+            return predict(model, loader, group, to=to, forward=self._output)
+
+    def call(
+        self,
+        method: str,
+        *args: Any,
+        ranks: Literal["zero", "all"] = "zero",
+        nproc_per_node: int | str = 0,
+        **kwargs: Any,
+    ) -> Any:
+        """What the model's `method` returns, such as "sample", on the CPU: unwrapped, in eval mode, without gradients.
+
+        In this process; with `nproc_per_node` on ranks that are started for it: what rank 0 returned, or with `ranks`
+        "all" every rank's, in a list; on a rank right there, None where it is not one of `ranks`. Not collective.
+        """
+        if is_on_ranks() or nproc_per_node == 0:
+            return self._call_here(method, args, kwargs, ranks)
+        said = run_on_ranks(self.launcher, nproc_per_node, "call", self, method, args, kwargs, ranks)
+        return list(said) if ranks == "all" else said[0]
+
+    def _call_here(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], ranks: str) -> Any:
+        group = group_here()
+        if ranks == "zero" and not group.is_rank_zero:
+            return None
+        model = ensure_on_device(find_inner(self.ema or self.model), group.device)
+        with Precision(self.precision, group.device).autocast():
+            return call_model(model, method, *args, device=group.device, **kwargs)
+
+    def plot(self) -> Figure:
+        """Losses and metrics over the epochs, as a matplotlib figure; a notebook shows it as the value of a cell.
+
+        Raises LoopError where nothing was recorded yet.
+        """
+        from ddpilot.trainer.plotting import plot_history
+
+        return plot_history(self.history)
+
+    def _place(self, dataset: Any, options: Mapping[str, Any]) -> tuple[nn.Module, Loader, Any]:
+        group = group_here()
+        model = ensure_on_device(find_inner(self.ema or self.model), group.device)
+        sizes = {name: options.get(name) for name in NO_SIZES}
+        if not any(sizes.values()) and not isinstance(dataset, DataLoader):
+            sizes = {**NO_SIZES, "global_batch_size": self._batch_size}
+        left = {name: value for name, value in options.items() if name not in NO_SIZES}
+        return model, make_loader_of(dataset, group, self.seed, sizes, left), group
+
+    def _output(self, model: nn.Module, batch: Any) -> Any:
+        return self.forward(model, batch)[0] if self._has_own_forward else predict_batch(model, batch)

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls the callbacks on the ranks that they are for, and lets what fails on rank 0 end the training on all."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+from ddpilot.group.decorators import on_ranks
+from ddpilot.trainer.callback import Callback
+from ddpilot.trainer.run import Run
+
+
+class Watchers:
+    """The callbacks of one `fit` on this rank."""
+
+    def __init__(self, callbacks: Sequence[Callback], run: Run) -> None:
+        self._callbacks = callbacks
+        self._run = run
+        self._has_own_of_zero = any(callback.ranks == "zero" for callback in callbacks)
+        self._failure: Exception | None = None
+
+    def tell(self, event: str) -> None:
+        """Call method `event` of each callback. Collective. What one raised on rank 0 is raised on all ranks."""
+        self._call(event)
+        self.settle()
+
+    def tell_update(self) -> None:
+        """Call `on_update_end`; not collective. After a failure on rank 0 all ranks leave with the next update."""
+        self._call("on_update_end")
+        if self._failure is not None:
+            self._run.stop()
+
+    def settle(self) -> None:
+        """Raise on all ranks what a callback raised on rank 0 alone. Collective, where there is such a callback."""
+        if self._has_own_of_zero:
+            on_ranks(0)(self._raise_failure)()
+
+    def tell_exception(self, error: BaseException) -> None:
+        """Call `on_exception`, on this rank alone; what that raises becomes a warning beside `error`."""
+        for callback in self._here():
+            try:
+                callback.on_exception(self._run, error)
+            except Exception as second:  # noqa: BLE001  (the first error is the one to be raised)
+                warnings.warn(f"{type(callback).__name__}.on_exception raised {second!r}", stacklevel=2)
+
+    def _call(self, event: str) -> None:
+        for callback in self._here():
+            if callback.ranks == "all":
+                getattr(callback, event)(self._run)
+            elif self._failure is None:
+                try:
+                    getattr(callback, event)(self._run)
+                except Exception as error:  # noqa: BLE001  (the other ranks go on: so does this one, to the next exchange)
+                    self._failure = error
+
+    def _here(self) -> list[Callback]:
+        is_zero = self._run.loop.group.is_rank_zero
+        return [callback for callback in self._callbacks if is_zero or callback.ranks == "all"]
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure

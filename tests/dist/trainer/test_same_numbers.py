@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A trainer gives the numbers of a plain loop in one process, on any number of ranks, in one fit or in two."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.dist.trainer.bodies import BATCH_SIZE, make_data, make_trainer, train_plainly
+
+SAME = {"rtol": 1e-10, "atol": 1e-13}
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, Any]:
+    """Three epochs of the plain loop."""
+    return train_plainly(3)
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("num_ranks", [0, 1, 2, 4])
+def test_trainer_has_the_numbers_of_a_plain_loop(num_ranks: int, plain: dict[str, Any]) -> None:
+    """Losses, weights, average, moments, metrics: after a fit of two epochs and one of a third, in the same objects."""
+    trainer = make_trainer()
+    parameters, optimizer = list(trainer.model.parameters()), trainer.optimizers["optimizer"]
+    validation = make_data(21, first=60)
+    for num_epochs in (2, 1):
+        history = trainer.fit(
+            make_data(), validation, epochs=num_epochs, global_batch_size=BATCH_SIZE, nproc_per_node=num_ranks
+        )
+    assert history is trainer.history
+    assert [row["epoch"] for row in history.epochs] == [0, 1, 2]
+    assert [row["update"] for row in history.updates] == list(range(1, 10))
+    assert [row["loss"] for row in history.updates] == pytest.approx(plain["updates"], rel=1e-10)
+    assert [row["loss"] for row in history.epochs] == pytest.approx(plain["losses"], rel=1e-10)
+    last = history.epochs[-1]
+    for name in ("val_loss", "val_distance", "lr"):
+        assert last[name] == pytest.approx(plain[name], rel=1e-10)
+    assert all(one is other for one, other in zip(parameters, trainer.model.parameters(), strict=True))
+    assert trainer.optimizers["optimizer"] is optimizer
+    torch.testing.assert_close(trainer.model.state_dict(), plain["weights"], **SAME)
+    assert trainer.ema is not None
+    torch.testing.assert_close(trainer.ema.module.state_dict(), plain["average"], **SAME)
+    moments = [optimizer.state[parameter]["exp_avg"] for parameter in parameters]
+    torch.testing.assert_close(moments, plain["moments"], **SAME)
+    torch.testing.assert_close(trainer.predict(validation), plain["output"], **SAME)
+
+
+def test_verbs_give_the_same_in_this_process_and_on_ranks(tmp_path: Any) -> None:
+    """evaluate, predict and call; predictions come in the dataset's order, in memory and as files."""
+    trainer, data = make_trainer(ema=None), make_data(21)
+    here = trainer.evaluate(data, global_batch_size=5)
+    assert here == pytest.approx(trainer.evaluate(data, nproc_per_node=2, global_batch_size=5), rel=1e-10)
+    assert here["distance"] == pytest.approx((trainer.model(data.tensors[0]) - data.tensors[1]).abs().mean().item())
+    expected = trainer.model(data.tensors[0]).detach()
+    torch.testing.assert_close(trainer.predict(data), expected, **SAME)
+    torch.testing.assert_close(trainer.predict(data, nproc_per_node=2, global_batch_size=5), expected, **SAME)
+    folder = trainer.predict(data, nproc_per_node=2, global_batch_size=5, to=tmp_path / "said")
+    assert folder == tmp_path / "said"
+    assert len(list(folder.glob("batch-*.pt"))) == 5
+    x = data.tensors[0][:3]
+    assert torch.equal(trainer.call("forward", x), trainer.model(x).detach())
+    on_two = trainer.call("forward", x, nproc_per_node=2, ranks="all")
+    assert len(on_two) == 2
+    assert all(torch.equal(each, trainer.model(x).detach()) for each in on_two)
