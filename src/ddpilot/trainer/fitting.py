@@ -23,6 +23,7 @@ from ddpilot.trainer.run import Run
 from ddpilot.trainer.watchers import Watchers
 from ddpilot.training.grouping import Loader
 from ddpilot.training.loop import Loop
+from ddpilot.training.optimizer_state import Divided
 from ddpilot.training.wrapping import unwrap
 
 if TYPE_CHECKING:
@@ -71,21 +72,25 @@ def fit_here(trainer: Trainer, fit: Fit) -> None:
 
 
 def _prepare(trainer: Trainer, loop: Loop, fit: Fit) -> Run:
-    model, names = trainer.model, list(trainer.optimizers)
+    model, options = trainer.model, dict(fit.ddp)
+    shard = options.pop("shard", None)
     parts = dict(model.items()) if type(model) is nn.ModuleDict else {"": model}
-    prepared = loop.prepare(*parts.values(), *trainer.optimizers.values(), **fit.ddp)
-    wrapped, optimizers = prepared[: len(parts)], dict(zip(names, prepared[len(parts) :], strict=True))
-    for optimizer in optimizers.values():
-        _bring_state(optimizer)
+    wrapped = [loop.prepare(part, **options) for part in parts.values()]
+    for name, optimizer in trainer.optimizers.items():
+        if not isinstance(optimizer, Divided):  # by an earlier fit on these ranks
+            _bring_state(optimizer)
+            trainer.optimizers[name] = loop.prepare(optimizer, shard=shard)
+        else:
+            loop.prepare(optimizer)
     for name, scheduler in trainer.schedulers.items():
-        relink(scheduler, optimizers[name])
+        relink(scheduler, trainer.optimizers[name])
     if trainer.ema is not None:
         trainer.ema.to(loop.device)
     return Run(
         loop=loop,
         model=unwrap(wrapped[0]) if "" in parts else model,
         wrapped=wrapped[0] if "" in parts else dict(zip(parts, wrapped, strict=True)),
-        optimizers=optimizers,
+        optimizers=trainer.optimizers,
         schedulers=trainer.schedulers,
         ema=trainer.ema,
         history=trainer.history,

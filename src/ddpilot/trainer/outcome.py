@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from ddpilot.group.protocol import GroupLike
+from ddpilot.training.optimizer_state import full_state
 from ddpilot.training.plain import plain_attributes
 
 if TYPE_CHECKING:
@@ -32,14 +34,17 @@ class Outcome:
     num_updates: int
 
 
-def collect(trainer: Trainer) -> Outcome:
-    """The outcome on this rank. Not collective."""
+def collect(trainer: Trainer, group: GroupLike) -> Outcome | None:
+    """The outcome on rank 0; None on the others. Collective where an optimizer's state is divided among the ranks."""
     model = trainer.model
+    optimizers = {name: full_state(optimizer) for name, optimizer in trainer.optimizers.items()}
+    if not group.is_rank_zero:
+        return None
     return Outcome(
         weights=model.state_dict(),
         frozen=frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad),
         attributes={name: _public(module) for name, module in model.named_modules()},
-        optimizers={name: optimizer.state_dict() for name, optimizer in trainer.optimizers.items()},
+        optimizers=optimizers,
         schedulers={name: scheduler.state_dict() for name, scheduler in trainer.schedulers.items()},
         ema=None if trainer.ema is None else trainer.ema.state_dict(),
         callbacks=[callback.state_dict() for callback in trainer.callbacks],

@@ -91,15 +91,15 @@ def relink(scheduler: Any, optimizer: Optimizer) -> None:
     for inner in getattr(scheduler, "_schedulers", ()):  # of SequentialLR and ChainedScheduler
         relink(inner, optimizer)
     if not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-        optimizer.step = _marked(optimizer.step)  # type: ignore[method-assign]
+        optimizer.step = _marked(optimizer)  # type: ignore[method-assign]
 
 
-def _marked(step: Callable[..., Any]) -> Callable[..., Any]:
-    owner: Any = step.__self__  # type: ignore[attr-defined]
+def _marked(optimizer: Optimizer) -> Callable[..., Any]:
+    step = optimizer.step
 
     @functools.wraps(step)
     def marked(*args: Any, **kwargs: Any) -> Any:
-        owner._opt_called = True
+        vars(optimizer)["_opt_called"] = True
         return step(*args, **kwargs)
 
     marked._wrapped_by_lr_sched = True  # type: ignore[attr-defined]

@@ -145,7 +145,7 @@ class Trainer:
 
     def _fit_here(self, fit: Fit) -> Outcome | None:
         fit_here(self, fit)
-        return collect(self) if group_here().is_rank_zero else None
+        return collect(self, group_here())
 
     def train_batch(self, run: Run, batch: Any) -> Any:
         """One batch: forward, backward, and the update where one is due; override it for a step of another kind.

@@ -77,10 +77,9 @@ def train_plainly(num_epochs: int, seed: int = 0) -> dict[str, Any]:
     plan = Plan(NUM_SAMPLES, BATCH_SIZE, world_size=1, seed=seed, shuffle=True)
     updates, losses, num_updates = [], [], 0
     for epoch in range(num_epochs):
-        order = torch.as_tensor(plan.order(epoch))
-        for ids in order.split(BATCH_SIZE * ACCUMULATE):
+        for ids in torch.split(torch.as_tensor(plan.order(epoch)), BATCH_SIZE * ACCUMULATE):
             loss = nn.functional.mse_loss(model(x[ids]), y[ids])
-            loss.backward()
+            torch.autograd.backward(loss)
             nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
             optimizer.step()
             optimizer.zero_grad()

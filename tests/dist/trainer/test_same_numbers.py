@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from tests.dist.trainer.bodies import BATCH_SIZE, make_data, make_trainer, train_plainly
 
-SAME = {"rtol": 1e-10, "atol": 1e-13}
+same = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-13)
 
 
 @pytest.fixture(scope="module")
@@ -40,12 +41,12 @@ def test_trainer_has_the_numbers_of_a_plain_loop(num_ranks: int, plain: dict[str
         assert last[name] == pytest.approx(plain[name], rel=1e-10)
     assert all(one is other for one, other in zip(parameters, trainer.model.parameters(), strict=True))
     assert trainer.optimizers["optimizer"] is optimizer
-    torch.testing.assert_close(trainer.model.state_dict(), plain["weights"], **SAME)
+    same(trainer.model.state_dict(), plain["weights"])
     assert trainer.ema is not None
-    torch.testing.assert_close(trainer.ema.module.state_dict(), plain["average"], **SAME)
+    same(trainer.ema.module.state_dict(), plain["average"])
     moments = [optimizer.state[parameter]["exp_avg"] for parameter in parameters]
-    torch.testing.assert_close(moments, plain["moments"], **SAME)
-    torch.testing.assert_close(trainer.predict(validation), plain["output"], **SAME)
+    same(moments, plain["moments"])
+    same(trainer.predict(validation), plain["output"])
 
 
 def test_verbs_give_the_same_in_this_process_and_on_ranks(tmp_path: Any) -> None:
@@ -55,8 +56,8 @@ def test_verbs_give_the_same_in_this_process_and_on_ranks(tmp_path: Any) -> None
     assert here == pytest.approx(trainer.evaluate(data, nproc_per_node=2, global_batch_size=5), rel=1e-10)
     assert here["distance"] == pytest.approx((trainer.model(data.tensors[0]) - data.tensors[1]).abs().mean().item())
     expected = trainer.model(data.tensors[0]).detach()
-    torch.testing.assert_close(trainer.predict(data), expected, **SAME)
-    torch.testing.assert_close(trainer.predict(data, nproc_per_node=2, global_batch_size=5), expected, **SAME)
+    same(trainer.predict(data), expected)
+    same(trainer.predict(data, nproc_per_node=2, global_batch_size=5), expected)
     folder = trainer.predict(data, nproc_per_node=2, global_batch_size=5, to=tmp_path / "said")
     assert folder == tmp_path / "said"
     assert len(list(folder.glob("batch-*.pt"))) == 5
