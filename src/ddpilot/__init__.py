@@ -16,12 +16,15 @@ if TYPE_CHECKING:
     from ddpilot.api.topology import topology
     from ddpilot.environments.topology import Topology
     from ddpilot.errors import (
+        CheckpointError,
+        CorruptCheckpointError,
         DdpilotError,
         GroupError,
         LaunchError,
         LaunchInterrupted,
         LaunchTimeoutError,
         LoopError,
+        MismatchedCheckpointError,
         NonFiniteError,
         RankError,
         RemoteRankError,
@@ -40,11 +43,14 @@ if TYPE_CHECKING:
     from ddpilot.trainer.history import History
     from ddpilot.trainer.run import Run
     from ddpilot.trainer.trainer import Trainer
+    from ddpilot.training.checkpoint.loading import load_weights
     from ddpilot.training.loop import Loop
 
 _HOMES = {
     "Callback": "ddpilot.trainer.callback",
     "CellResult": "ddpilot.session.session",
+    "CheckpointError": "ddpilot.errors",
+    "CorruptCheckpointError": "ddpilot.errors",
     "DdpilotError": "ddpilot.errors",
     "FakeGroup": "ddpilot.group.fake",
     "Finding": "ddpilot.findings.finding",
@@ -57,6 +63,7 @@ _HOMES = {
     "Launcher": "ddpilot.api.launch",
     "Loop": "ddpilot.training.loop",
     "LoopError": "ddpilot.errors",
+    "MismatchedCheckpointError": "ddpilot.errors",
     "NonFiniteError": "ddpilot.errors",
     "RankError": "ddpilot.errors",
     "RankResults": "ddpilot.launching.results",
@@ -71,6 +78,7 @@ _HOMES = {
     "ensure_on_device": "ddpilot.api.placement",
     "init_group": "ddpilot.group.enter",
     "launch": "ddpilot.api.launch",
+    "load_weights": "ddpilot.training.checkpoint.loading",
     "on_ranks": "ddpilot.group.decorators",
     "rank_zero_only": "ddpilot.group.decorators",
     "topology": "ddpilot.api.topology",
@@ -85,6 +93,8 @@ _HOOKS = {
 __all__ = [
     "Callback",
     "CellResult",
+    "CheckpointError",
+    "CorruptCheckpointError",
     "DdpilotError",
     "FakeGroup",
     "Finding",
@@ -97,6 +107,7 @@ __all__ = [
     "Launcher",
     "Loop",
     "LoopError",
+    "MismatchedCheckpointError",
     "NonFiniteError",
     "RankError",
     "RankResults",
@@ -111,6 +122,7 @@ __all__ = [
     "ensure_on_device",
     "init_group",
     "launch",
+    "load_weights",
     "on_ranks",
     "rank_zero_only",
     "topology",

@@ -60,6 +60,8 @@ class GivenBatches:
         self.num_batches = len(first)
         shared = () if are_divided else (*self._division.edges, *map(as_order, first))
         self._fingerprint = digest(seed, *shared)
+        self.batches_fingerprint = digest(seed, world_size) if are_divided else digest(seed, *map(as_order, first))
+        """What the global batches follow from, as a text; the world size too where they are divided already."""
 
     def epoch(self, epoch: int) -> Epoch:
         """The batches of `epoch`; their number may be another one in each."""

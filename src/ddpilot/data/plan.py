@@ -121,7 +121,12 @@ class Plan:
 
     @cached_property
     def _fingerprint(self) -> str:
-        sizes = (self.num_samples, self.global_batch_size, self.world_size, self.num_draws, *self._division.edges)
+        return digest(self.world_size, *self._division.edges, self.batches_fingerprint)
+
+    @cached_property
+    def batches_fingerprint(self) -> str:
+        """What the global batches follow from, the same at any world size and with any `shares`, as a text."""
+        sizes = (self.num_samples, self.global_batch_size, self.num_draws)
         flags = (self.seed, self.shuffle, self.drop_last, self.replacement, self.keep_batches)
         return digest(*sizes, *flags, self.weights, None if self.sampler is None else self.order(0))
 

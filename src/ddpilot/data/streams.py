@@ -59,6 +59,12 @@ class StreamPlan:
         """What has to be the same on all ranks, as a text."""
         return digest(self.global_batch_size, self.world_size, self.seed, self.drop_last, *self.division.edges)
 
+    @property
+    def batches_fingerprint(self) -> str:
+        """What the global batches follow from, as a text; the world size too where the dataset divides itself."""
+        divided = (self.world_size, *self.division.edges) if self.divides_itself else ()
+        return digest(self.global_batch_size, self.seed, self.drop_last, *divided)
+
 
 class StreamReader(Dataset[Any]):
     """A dataset of whole pieces: `reader.__getitems__([order])` is a `StreamPiece` or a `Failure`.

@@ -26,6 +26,8 @@ class Decision:
     """Number of ranks with a loss that is not finite."""
     reasons: tuple[str, ...]
     """Of `REASONS`, those that some rank gave: all ranks stop after this update where there is one."""
+    saves: bool = False
+    """Did some rank ask for a checkpoint?"""
 
 
 class Decider:
@@ -39,6 +41,7 @@ class Decider:
         self._group = group
         self._deadline = None if max_time_s is None else time.monotonic() + max_time_s
         self._asked: set[str] = set()
+        self._asks_save = self._decided_save = False
         self._sent: list[float] | None = None
         self._handle: dist.Work | None = None
         self._flags: torch.Tensor | None = None
@@ -49,11 +52,21 @@ class Decider:
         """Ask for a stop of all ranks, for one of `REASONS`. Not collective; safe in a signal handler."""
         self._asked.add(reason)
 
+    def ask_save(self) -> None:
+        """Ask for a checkpoint of all ranks after an update. Not collective."""
+        self._asks_save = True
+
+    def take_save(self) -> bool:
+        """Was a checkpoint decided on, since this was asked last? The same on every rank; not collective."""
+        decided, self._decided_save = self._decided_save, False
+        return decided
+
     def begin(self, *, count: float = 0.0, is_bad: bool = False) -> None:
         """Send this rank's flags; `finish` returns the answer. Collective. At most one exchange is under way."""
         if self._deadline is not None and time.monotonic() > self._deadline:
             self._asked.add("time")
-        values = [count, float(is_bad), *(float(reason in self._asked) for reason in REASONS)]
+        values = [count, float(is_bad), float(self._asks_save), *(float(reason in self._asked) for reason in REASONS)]
+        self._asks_save = False
         self._sent = values
         if self._group.world_size == 1:
             return
@@ -75,9 +88,11 @@ class Decider:
         if self._handle is not None:
             self._handle.wait()
         assert self._sent is not None  # begin() has just made it
-        count, num_bad, *flags = self._sent if self._flags is None else self._flags.tolist()
+        count, num_bad, num_saves, *flags = self._sent if self._flags is None else self._flags.tolist()
         self._sent = self._flags = self._handle = None
-        decision = Decision(count, round(num_bad), tuple(r for r, flag in zip(REASONS, flags, strict=True) if flag))
+        reasons = tuple(reason for reason, flag in zip(REASONS, flags, strict=True) if flag)
+        decision = Decision(count, round(num_bad), reasons, bool(num_saves))
+        self._decided_save |= decision.saves
         self.reasons = tuple(reason for reason in REASONS if reason in {*self.reasons, *decision.reasons})
         return decision
 

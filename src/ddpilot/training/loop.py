@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, IterableDataset
 
 from ddpilot.data.devices import to_device
@@ -21,9 +22,14 @@ from ddpilot.findings.finding import Finding
 from ddpilot.group.enter import init_group, seed_all
 from ddpilot.group.protocol import GroupLike
 from ddpilot.training.batch_norm import check_batch_norms
+from ddpilot.training.checkpoint.joint import load_jointly
 from ddpilot.training.deciding import Decider
 from ddpilot.training.evaluating import evaluate
 from ddpilot.training.grouping import CurrentBatch, Loader, iterate_groups
+from ddpilot.training.keeping.keeper import Keeper
+from ddpilot.training.keeping.options import KeepOptions
+from ddpilot.training.keeping.place import Place
+from ddpilot.training.keeping.things import Things, has_state
 from ddpilot.training.nonfinite import LossWatch
 from ddpilot.training.notices import never_had_a_sample, say_dropped, say_findings
 from ddpilot.training.parameters import TrainedWatch
@@ -31,7 +37,6 @@ from ddpilot.training.precision import Kind, Precision, clip
 from ddpilot.training.predicting import predict
 from ddpilot.training.printing import rank_zero_first
 from ddpilot.training.reducing import gather_rows, reduce_value
-from ddpilot.training.seeding import seed_epoch
 from ddpilot.training.signals import StopSignals
 from ddpilot.training.updating import Updates
 from ddpilot.training.wrapping import prepare_optimizer, unwrap, wrap
@@ -47,7 +52,14 @@ class Loop:
     skipped instead). `backend`, `timeout_s`: of `init_group`, which enters or adopts the process group, also of a rank
     that is alone. `group`: use this one instead.
 
-    Raises what `init_group` raises, and LoopError for arguments that make no sense.
+    `checkpoint_dir`: a directory of the run's own, where a checkpoint is made after each epoch and when all ranks leave
+    in the middle of one; None: none are made. `epochs` goes on from the latest one there, at any number of ranks;
+    `resume=False` begins anew, and moves what is there aside. `keep`: how many of the newest stay, None for all.
+    `best`: "max acc" or "min loss"; the best by that metric of `save` stays too. `save_every_s`, `save_every_updates`:
+    make one in the middle of an epoch too, after so many seconds or updates.
+
+    Raises what `init_group` raises, LoopError for arguments that make no sense, and CheckpointError on all ranks where
+    the directory cannot be written.
     """
 
     def __init__(
@@ -58,6 +70,12 @@ class Loop:
         precision: Kind = "fp32",
         max_time_s: float | None = None,
         check_finite: bool = True,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        keep: int | None = 3,
+        best: str | None = None,
+        save_every_s: float | None = None,
+        save_every_updates: int | None = None,
+        resume: bool = True,
         backend: str | None = None,
         timeout_s: float | None = None,
         group: GroupLike | None = None,
@@ -66,12 +84,6 @@ class Loop:
             raise LoopError("making a Loop", found=f"`accumulate` is {accumulate}", fix="Pass 1 or more batches.")
         self.group: GroupLike = init_group(backend, timeout_s) if group is None else group
         self.seed = seed
-        self.epoch = 0
-        """The epoch that `epochs` is at, or will begin with."""
-        self.next_batch = 0
-        """The batch that the next `batches` begins with: 0, unless all ranks left in the middle of an epoch."""
-        self.num_updates = 0
-        """Updates made by `step`, skipped ones not counted; of the first optimizer where there are several."""
         self.findings: tuple[Finding, ...] = ()
         """What was found to be unwise, each said once."""
         self._accumulate = accumulate
@@ -83,6 +95,19 @@ class Loop:
         self._signals = StopSignals(self._decider.ask)
         self._optimizers: list[Optimizer] = []
         self._trained = TrainedWatch()
+        self._things = Things()
+        if self._precision.scaler is not None:
+            self._things.add(self._precision.scaler, "scaler", optional=True)
+        self._place = Place(seed, self.group.rank, self.group.world_size)
+        options = checkpoint_dir and KeepOptions(
+            checkpoint_dir=checkpoint_dir,
+            keep=keep,
+            best=best,
+            save_every_s=save_every_s,
+            save_every_updates=save_every_updates,
+            resume=resume,
+        )
+        self._keeper = Keeper(self.group, self._things, self._place, self._decider, options or None)
         seed_all(seed)
 
     @property
@@ -104,6 +129,29 @@ class Loop:
     def batch(self) -> CurrentBatch | None:
         """The batch that `batches` is at, with its counts and the numbers of this rank's samples; None outside."""
         return self._updates.batch
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that `epochs` is at, or will begin with; can be set."""
+        return self._place.epoch
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self._place.epoch = epoch
+
+    @property
+    def next_batch(self) -> int:
+        """The batch that the next `batches` begins with: 0, unless all ranks left in the middle of an epoch."""
+        return self._place.next_batch
+
+    @next_batch.setter
+    def next_batch(self, batch: int) -> None:
+        self._place.next_batch = batch
+
+    @property
+    def num_updates(self) -> int:
+        """Updates made by `step`, skipped ones not counted; of the first optimizer where there are several."""
+        return self._place.num_updates
 
     @property
     def is_update(self) -> bool:
@@ -129,16 +177,19 @@ class Loop:
     ) -> Any:
         """Put models on the device and, with several ranks, into DDP; return all in the order given. Collective.
 
-        `things`: models and optimizers; one comes back by itself, several as a tuple. Weights and buffers become those
-        of rank 0. `sync_batch_norm`: BatchNorm over all ranks, on GPUs only. `shard="optimizer"`: each rank keeps the
-        state of its share of the parameters only; use the optimizer that is returned. `options` go to DistributedDataParallel
-        and win over what is chosen: no buffers in forward passes (they are made equal before an evaluation),
-        `gradient_as_bucket_view`, the group and the device. Raises LoopError for anything else, for a DDP model, and
-        for `sync_batch_norm` on the CPU.
+        `things`: models, optimizers, and what else is to be saved with them: schedulers, an `AveragedModel`, anything
+        with `state_dict` and `load_state_dict`; one comes back by itself, several as a tuple. Weights and buffers
+        become those of rank 0. `sync_batch_norm`: BatchNorm over all ranks, on GPUs only. `shard="optimizer"`: each
+        rank keeps the state of its share of the parameters only; use the optimizer that is returned. `options` go to
+        DistributedDataParallel and win over what is chosen: no buffers in forward passes (they are made equal before an
+        evaluation), `gradient_as_bucket_view`, the group and the device. Raises LoopError for anything else, for a DDP
+        model, and for `sync_batch_norm` on the CPU.
         """
         prepared: list[Any] = []
         for thing in things:
-            if isinstance(thing, nn.Module):
+            if isinstance(thing, AveragedModel):
+                prepared.append(thing.to(self.device))
+            elif isinstance(thing, nn.Module):
                 model = wrap(thing, self.group, sync_batch_norm=sync_batch_norm, **options)
                 self._updates.models = [one for one in self._updates.models if unwrap(one) is not unwrap(model)]
                 self._updates.models.append(model)
@@ -148,13 +199,16 @@ class Loop:
                 optimizer = prepare_optimizer(thing, self.group, shard)
                 self._optimizers.append(optimizer)
                 prepared.append(optimizer)
+            elif has_state(thing):
+                prepared.append(thing)
             else:
                 raise LoopError(
                     "preparing",
                     found=f"a {type(thing).__name__}",
-                    fix="Pass models and optimizers; datasets go to loop.loader(), schedulers to loop.step().",
+                    fix="Pass models, optimizers, and what else has a state_dict; datasets go to loop.loader().",
                     rank=self.rank,
                 )
+            self._things.add(prepared[-1])
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
     def loader(self, dataset: Any, **options: Any) -> ShardedLoader | StreamLoader:
@@ -179,16 +233,25 @@ class Loop:
         return shard_loader(loader, **{**job, **options})
 
     def epochs(self, num: int) -> Iterator[int]:
-        """The numbers of the epochs up to `num` - 1, from `epoch` on, until all ranks decide to stop. Collective."""
-        with self._signals:
+        """The numbers of the epochs up to `num` - 1, from `epoch` on, until all ranks decide to stop. Collective.
+
+        With a `checkpoint_dir` it goes on where the latest checkpoint there stands, in the middle of an epoch too, and
+        makes one after each epoch; when it ends, the last one is on the disk. SIGTERM and SIGUSR1 then end it with
+        SystemExit(75) on all ranks, after a checkpoint: for a scheduler that starts the job again.
+        """
+        self._keeper.begin()
+        with self._signals, self._keeper:
             while self.epoch < num:
                 self._updates.settle_outside()
                 if self.should_stop:
+                    self._keeper.leave()
                     return
+                self._place.begin_epoch()
                 yield self.epoch
-                if self.next_batch:  # left in the middle: a later run goes on there
+                if self.next_batch:  # left in the middle, and saved there: a later run goes on
                     return
-                self.epoch += 1
+                self._keeper.end_epoch()
+            self._keeper.wait()
 
     def batches(self, loader: Loader) -> Iterator[Any]:
         """This rank's piece of every batch of the epoch, on the device; all ranks leave together, after an update.
@@ -202,8 +265,8 @@ class Loop:
         found = check_batch_norms(self._updates.models, getattr(loader, "plan", None), self.rank)
         say_findings(new := tuple(one for one in found if one not in self.findings), self.group)
         self.findings += new
-        if not self.next_batch:
-            seed_epoch(self.seed, self.epoch, self.rank)
+        if not self._place.begin_pass(loader, self.device):
+            return
         groups = iterate_groups(
             loader, self.group, epoch=self.epoch, first_batch=self.next_batch, accumulation=self._accumulate
         )
@@ -215,17 +278,57 @@ class Loop:
                 try:
                     yield to_device(batch.data, self.device)
                 except GeneratorExit:
+                    self._place.end_pass()
                     if self._updates.drop_unfinished():
                         say_dropped(self.group)
                     raise
                 if batch.is_last:
                     self._updates.settle()
+                    self._place.samples_seen += batch.group_count
+                    self._keeper.after_update(batch.index + 1, leaves=self.should_stop)
                 if batch.is_last and self.should_stop:
                     self.next_batch = batch.index + 1
                     break
             else:
-                self.next_batch = 0
+                self._place.end_pass()
             self._updates.batch = None
+
+    def track(self, **things: Any) -> None:
+        """Save and restore `things` with the checkpoints, each under its name; not collective.
+
+        Anything with `state_dict` and `load_state_dict` that is not passed to `prepare`, and what is, to name it:
+        `loop.track(generator=gen)`. The state of rank 0 is what counts. Raises LoopError.
+        """
+        for name, thing in things.items():
+            self._things.add(thing, name)
+
+    def save(self, metrics: Mapping[str, float] | None = None) -> None:
+        """Make a checkpoint, with `metrics` to choose the best by. Collective: every rank calls it.
+
+        In `batches` it is made after the update that is under way; in the rest of an epoch when the epoch ends, where
+        one is made anyway; elsewhere at once, and it is on the disk on return. What goes wrong on the disk is told on
+        stderr and ends nothing. Raises LoopError without a `checkpoint_dir`.
+        """
+        self._keeper.ask(metrics, in_batch=self._updates.batch is not None)
+
+    def resume(self, *, other_data: bool = False) -> bool:
+        """Go on from the latest checkpoint that is whole; whether there is one. Collective.
+
+        `epochs` does it by itself: this is for who wants the weights before it. Everything that was prepared or tracked
+        is restored, and the place in the data; one line on rank 0's stderr says from where. `other_data`: an epoch may
+        begin with a dataset of another length. Raises CorruptCheckpointError where none is whole, and
+        MismatchedCheckpointError, on all ranks and with nothing changed, where it is another run's.
+        """
+        return self._keeper.resume(other_data=other_data)
+
+    def load(self, model: nn.Module, path: str | os.PathLike[str], *, name: str = "model") -> None:
+        """Load weights alone, from a file or a directory of checkpoints, into `model`, where it is. Collective.
+
+        `path`, `name`: those of `load_weights`. Raises what it raises, on all ranks where one of them cannot, and no
+        model is changed then.
+        """
+        self._keeper.wait()
+        load_jointly(model, path, name, self.group)
 
     def autocast(self) -> AbstractContextManager[object]:
         """Forward passes in the loop's precision, where that is not fp32. `accumulate` does it by itself."""
@@ -279,7 +382,7 @@ class Loop:
         optimizer.zero_grad(set_to_none=True)
         if done and scheduler is not None:
             scheduler.step()
-        self.num_updates += done and (not self._optimizers or optimizer is self._optimizers[0])
+        self._place.num_updates += done and (not self._optimizers or optimizer is self._optimizers[0])
         return done
 
     def reduce(

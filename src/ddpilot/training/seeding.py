@@ -17,3 +17,8 @@ def seed_epoch(seed: int, epoch: int, rank: int) -> None:
     """
     seed_all(mix_seed(seed, epoch))
     torch.manual_seed(mix_seed(seed, epoch, rank))
+
+
+def seed_middle(seed: int, epoch: int, rank: int, batch: int) -> None:
+    """Seed torch for going on with `batch`, at another number of ranks: nobody has the state of a new rank."""
+    torch.manual_seed(mix_seed(seed, epoch, rank, batch))

@@ -166,7 +166,7 @@ def test_loop_refuses_arguments_that_make_no_sense(options: dict[str, Any], foun
 def test_prepare_and_reduce_refuse_what_they_do_not_know() -> None:
     """Each says what it takes."""
     loop, model, *_ = make()
-    with pytest.raises(LoopError, match="preparing: a list. Pass models and optimizers"):
+    with pytest.raises(LoopError, match="preparing: a list. Pass models, optimizers"):
         loop.prepare([model])
     with pytest.raises(LoopError, match="`op` is 'median'"):
         loop.reduce(1.0, "median")  # type: ignore[arg-type]

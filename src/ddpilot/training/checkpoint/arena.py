@@ -39,7 +39,7 @@ class Arena:
                 break
             self._current, self._used_bytes = self._current + 1, 0
         start = self._used_bytes
-        self._used_bytes += -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        self._used_bytes += aligned(num_bytes)
         return torch.frombuffer(self._blocks[self._current], dtype=torch.uint8, count=num_bytes, offset=start)
 
     def reset(self) -> None:
@@ -58,6 +58,11 @@ class Arena:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             block.madvise(mmap.MADV_HUGEPAGE)
         return block
+
+
+def aligned(num_bytes: int) -> int:
+    """What `num_bytes` take up in an arena."""
+    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 def copy_bytes(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -10,13 +10,19 @@ from typing import Literal
 from ddpilot.errors import CheckpointError
 
 Best = tuple[str, Literal["max", "min"]]
+"""A metric, and which of its values is best."""
 
 
-def checked_best(best: Best | None) -> Best | None:
-    """`best` as it is. Raises CheckpointError where it is no metric with "max" or "min"."""
-    if best is not None and (best[1] not in ("max", "min")):
-        raise CheckpointError("choosing the best checkpoint", found=f"`best` is {best!r}", fix='Say ("acc", "max").')
-    return best
+def parse_best(best: str | None) -> Best | None:
+    """The metric of "max acc" or "min loss", and which of the two it is. Raises CheckpointError for another text."""
+    if best is None:
+        return None
+    way, _, name = best.strip().partition(" ")
+    if way not in ("max", "min") or not name.strip():
+        raise CheckpointError(
+            "choosing the best checkpoint", found=f"`best` is {best!r}", fix='Say "max acc" or "min acc".'
+        )
+    return (name.strip(), "max") if way == "max" else (name.strip(), "min")
 
 
 def better(best: Best, metrics: Mapping[str, float], so_far: Mapping[str, float]) -> bool:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ import torch
 
 from ddpilot.errors import CheckpointError, CorruptCheckpointError
 from ddpilot.training.checkpoint.background import Background
-from ddpilot.training.checkpoint.choosing import Best, better, checked_best
+from ddpilot.training.checkpoint.choosing import better, parse_best
 from ddpilot.training.checkpoint.files import probe, remove_stale, replace_text
 from ddpilot.training.checkpoint.manifest import Progress
 from ddpilot.training.checkpoint.names import plain_names
@@ -28,14 +29,15 @@ LATEST = "latest"
 BEST = "best"
 _NAME = re.compile(r"save-(\d{6,})-step-(\d+)")
 _DELETING_PREFIX = ".deleting-"
+_EARLIER = "earlier-"
 
 
 class CheckpointDir:
     """The checkpoints of one run, in the directory `path`. One process writes; any process reads.
 
-    `keep`: how many of the newest stay, 3 by default, at least 1; None keeps all. `best`: a metric and "max" or "min";
-    the checkpoint that is best by it stays too. `tell`: is called with every sentence that the user has to read, on the
-    thread that called the method; stderr by default.
+    `keep`: how many of the newest stay, 3 by default, at least 1; None keeps all. `best`: "max acc" or "min loss"; the
+    checkpoint that is best by that metric stays too. `tell`: is called with every sentence that the user has to read,
+    on the thread that called the method; stderr by default.
 
     A save whose writing fails for the disk's sake (no space, no permission, an error of the device) is told and ends
     nothing: the last good one stays. A context manager: the end waits for what is being written.
@@ -43,23 +45,26 @@ class CheckpointDir:
 
     def __init__(
         self,
-        path: str | Path,
+        path: str | os.PathLike[str],
         *,
         keep: int | None = 3,
-        best: Best | None = None,
+        best: str | None = None,
         tell: Callable[[str], None] = tell_stderr,
     ) -> None:
         if keep is not None and keep < 1:
             raise CheckpointError(f"keeping checkpoints in {path}", found=f"`keep` is {keep}", fix="Keep at least 1.")
         self.path = Path(path).expanduser()
         self._keep = keep
-        self._best = checked_best(best)
+        self._best = parse_best(best)
         self._tell = tell
         self._snapshots = Snapshots()
         self._background = Background()
 
     def check_writable(self) -> None:
-        """Make the directory and write a probe in it, before training starts. CheckpointError where that fails."""
+        """Make the directory and write a probe in it, before training starts.
+
+        CheckpointError where that fails, and where `latest` or `best` in there is somebody else's.
+        """
         try:
             probe(self.path)
         except OSError as error:
@@ -68,6 +73,31 @@ class CheckpointDir:
                 found=f"{error.strerror} ({type(error).__name__})",
                 fix="Training has not started. Choose a `checkpoint_dir` that this user may write to.",
             ) from error
+        for pointer in (LATEST, BEST):
+            if not self._is_ours(pointer):
+                raise CheckpointError(
+                    f"making ready to save in {self.path}",
+                    found=f"there is a `{pointer}` that no checkpoint wrote, and the next one would replace it",
+                    fix="Training has not started. Choose a `checkpoint_dir` of its own.",
+                )
+
+    def set_aside(self) -> Path | None:
+        """Move all checkpoints into a new directory beside them, and return it; None where there are none.
+
+        A new run begins with none, and neither goes on from an earlier one's nor deletes it. OSError where that fails.
+        """
+        names = self.names()
+        if not names:
+            return None
+        number = 1 + sum(path.name.startswith(_EARLIER) for path in self.path.iterdir())
+        while (aside := self.path / f"{_EARLIER}{number}").exists():
+            number += 1
+        aside.mkdir()
+        # Oldest first: what a crash leaves here ends with the newest, which `latest` names until it goes too.
+        for name in [*reversed(names), BEST, LATEST]:
+            if (self.path / name).exists():
+                (self.path / name).rename(aside / name)
+        return aside
 
     def reserve(self, num_bytes: int) -> None:
         """Have memory for the copy of `num_bytes` ready, in the background, so that also the first save is fast.
@@ -201,7 +231,7 @@ class CheckpointDir:
 
     def _write(self, contents: Contents) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
-        remove_stale(self.path, (STAGING_PREFIX, _DELETING_PREFIX))
+        remove_stale(self.path, (f"{STAGING_PREFIX}save-", f"{_DELETING_PREFIX}save-"))
         names = self.names()
         number = 1 + int(names[0].split("-")[1]) if names else 1
         name = f"save-{number:06}-step-{contents.progress.step}"
@@ -245,6 +275,10 @@ class CheckpointDir:
                 shutil.rmtree(going)
             except OSError as error:
                 self._background.note(f"deleting the old checkpoint {name} in {self.path}: {error}. Delete it by hand")
+
+    def _is_ours(self, pointer: str) -> bool:
+        path = self.path / pointer
+        return not path.exists() or (path.is_file() and _NAME.fullmatch(self._pointed(pointer) or "") is not None)
 
     def _pointed(self, pointer: str) -> str | None:
         try:

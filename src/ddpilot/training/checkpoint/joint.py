@@ -7,14 +7,18 @@ start, on any file system, and no file has to be waited for that a dead rank wil
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
+from torch import nn
 
 from ddpilot.errors import CheckpointError, CorruptCheckpointError
 from ddpilot.group.protocol import GroupLike
 from ddpilot.training.checkpoint.directory import CheckpointDir
+from ddpilot.training.checkpoint.loading import match_weights, read_weights
 from ddpilot.training.checkpoint.manifest import Progress
 from ddpilot.training.checkpoint.reading import Checkpoint
 from ddpilot.training.checkpoint.rng import capture_rng
@@ -37,6 +41,10 @@ class JointCheckpoints:
     def check_writable(self) -> None:
         """Raise CheckpointError on every rank where rank 0 cannot write in the directory. Collective."""
         self._on_rank_zero(self.folder.check_writable)
+
+    def set_aside(self) -> Path | None:
+        """Move all checkpoints aside on rank 0; where they are, on all ranks; None where there are none. Collective."""
+        return self._on_rank_zero(self.folder.set_aside)
 
     def save(
         self,
@@ -115,6 +123,20 @@ class JointCheckpoints:
         value, failure = self._group.broadcast_object(outcome)
         _raise_first([own_failure or failure])  # its own has the cause
         return cast(Value, value)
+
+
+def load_jointly(model: nn.Module, path: str | os.PathLike[str], name: str, group: GroupLike) -> None:
+    """Do what `load_weights` does on all ranks, or on none. Collective. Raises what it raises, on every rank."""
+    failure: CheckpointError | None = None
+    matched: dict[str, Any] = {}
+    try:
+        matched = match_weights(model, read_weights(path, name), source=os.fspath(path))
+    except CheckpointError as error:
+        error.rank = group.rank if group.world_size > 1 else None
+        failure = error
+    failures = group.all_gather_object(failure)
+    _raise_first([failure, *failures])  # its own has the cause
+    model.load_state_dict(matched)
 
 
 def _raise_first(outcomes: Sequence[object]) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 
 from ddpilot.errors import CheckpointError, MismatchedCheckpointError
-from ddpilot.training.checkpoint.directory import LATEST, CheckpointDir
+from ddpilot.training.checkpoint.directory import BEST, LATEST, CheckpointDir
 from ddpilot.training.checkpoint.manifest import FILE_NAME
 from ddpilot.training.checkpoint.names import plain_names
 from ddpilot.training.checkpoint.reading import read_checkpoint, read_safetensors, read_torch
@@ -19,24 +20,32 @@ _NESTED = ("state_dict", "model_state_dict", "model")
 _NUM_SHOWN = 10
 
 
-def load_weights(model: torch.nn.Module, path: str | Path, *, name: str = "model") -> None:
+def load_weights(model: torch.nn.Module, path: str | os.PathLike[str], *, name: str = "model") -> None:
     """Load weights from `path` into `model`, in place, on the devices where its tensors are. Every rank calls it.
 
     `path`: a `.safetensors` file, a file of `torch.save` that holds a state_dict (also under the key "state_dict",
-    "model_state_dict" or "model"), a checkpoint, or a directory of checkpoints (then its latest). Prefixes of
-    DistributedDataParallel and torch.compile on either side make no difference. `name`: which model's weights, where a
-    checkpoint holds several. No code of a file is run.
+    "model_state_dict" or "model"), a checkpoint, or a directory of checkpoints (then its latest; with "/best" after
+    it, its best). Prefixes of DistributedDataParallel and torch.compile on either side make no difference. `name`:
+    which model's weights, where a checkpoint holds several. No code of a file is run.
 
     Raises MismatchedCheckpointError that lists missing, unexpected and mis-shaped names, CorruptCheckpointError, or
     CheckpointError where there is no file; the model is then unchanged.
     """
-    load_into(model, _read_weights(Path(path).expanduser(), name), source=str(path))
+    load_into(model, read_weights(path, name), source=str(path))
 
 
 def load_into(model: torch.nn.Module, weights: Mapping[str, torch.Tensor], *, source: str) -> None:
     """Load `weights` into `model`, in place, whatever prefixes either has; `source` names them in errors.
 
     Raises MismatchedCheckpointError that lists missing, unexpected and mis-shaped names; the model is then unchanged.
+    """
+    model.load_state_dict(match_weights(model, weights, source=source))
+
+
+def match_weights(model: torch.nn.Module, weights: Mapping[str, Any], *, source: str) -> dict[str, Any]:
+    """`weights` under the names that `model` has for them, all of them; nothing is loaded.
+
+    Raises MismatchedCheckpointError that lists missing, unexpected and mis-shaped names; `source` names the weights.
     """
     own = model.state_dict()
     if set(own) == set(weights):
@@ -64,10 +73,14 @@ def load_into(model: torch.nn.Module, weights: Mapping[str, torch.Tensor], *, so
             found="it is of another architecture; " + "; ".join(found),
             fix="Build the model as it was when this was saved.",
         )
-    model.load_state_dict(matched)
+    return matched
 
 
-def _read_weights(path: Path, name: str) -> Mapping[str, torch.Tensor]:
+def read_weights(path: str | os.PathLike[str], name: str = "model") -> Mapping[str, torch.Tensor]:
+    """The weights that `load_weights` would load, on the CPU. Raises what it raises for the file."""
+    path = Path(path).expanduser()
+    if path.name in (LATEST, BEST) and path.is_file():
+        path = path.parent / path.read_text(encoding="utf-8", errors="replace").strip()
     if (path / FILE_NAME).exists():
         return read_checkpoint(path).weights(name)
     if (path / LATEST).exists():

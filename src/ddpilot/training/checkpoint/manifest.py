@@ -23,6 +23,7 @@ _MEANINGS = {
     "dataset_length": "the dataset has another length, so the rest of the epoch would be other samples",
     "global_batch_size": "the position in the epoch counts global batches of another size",
     "seed": "another seed gives another order of samples",
+    "batches": "shuffling, drop_last, weights or a sampler are others, so the rest of the epoch would be other samples",
 }
 
 
@@ -36,6 +37,8 @@ class Progress:
     """The epoch that is under way, from 0."""
     batch: int = 0
     """Global batches of that epoch that are done: the loader goes on with this one."""
+    passes: int = 0
+    """Passes over a loader that the epoch has behind it; above 0 where an epoch has several, or its data are done."""
     samples_seen: int = 0
     """Samples of all ranks and epochs so far."""
     seed: int | None = None
@@ -46,18 +49,22 @@ class Progress:
     """Samples of an epoch; None: unknown."""
     global_batch_size: int | None = None
     """Samples of a global batch; None: unknown."""
+    batches: str | None = None
+    """Fingerprint of how samples make global batches; None: unknown."""
 
-    def require(self, **now: int | None) -> None:
+    def require(self, **now: int | str | None) -> None:
         """Refuse to go on with other data.
 
-        `now`: `dataset_length`, `global_batch_size` and `seed` of this run, as keywords; None says nothing. Raises
-        MismatchedCheckpointError that names each one that differs.
+        `now`: `dataset_length`, `global_batch_size`, `seed` and `batches` of this run, as keywords; None says nothing.
+        Raises MismatchedCheckpointError that names each one that differs.
         """
         unknown = set(now) - set(_MEANINGS)
         if unknown:
             raise TypeError(f"require() knows {', '.join(_MEANINGS)}, not {', '.join(sorted(unknown))}")
         before = {name: getattr(self, name) for name in now}
         differing = [name for name, value in now.items() if None not in (value, before[name]) and value != before[name]]
+        if len(differing) > 1 and "batches" in differing:
+            differing.remove("batches")  # a consequence of the others
         if differing:
             changes = [f"`{name}` was {before[name]}, is {now[name]} ({_MEANINGS[name]})" for name in differing]
             raise MismatchedCheckpointError(

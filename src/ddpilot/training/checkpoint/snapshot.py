@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ddpilot.errors import CheckpointError
-from ddpilot.training.checkpoint.arena import Arena, copy_bytes
+from ddpilot.training.checkpoint.arena import Arena, aligned, copy_bytes
 
 _LEAVES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _MAPPINGS = (dict, OrderedDict, Counter)
@@ -46,6 +46,16 @@ class Snapshots:
         if copying.from_cuda:
             torch.cuda.synchronize()
         return copied
+
+
+def measure(tree: Mapping[str, Any]) -> int:
+    """Bytes of CPU memory that the next `Snapshots.take` of `tree` needs at least; tensors on CUDA do not count.
+
+    Raises CheckpointError with the path of what cannot be saved, before anything is copied.
+    """
+    measuring = _Measuring(Arena())
+    measuring.copy(dict(tree), "")
+    return measuring.num_bytes
 
 
 class _Copying:
@@ -99,6 +109,14 @@ class _Copying:
             return buffer.copy_(tensor)
         self.pairs.append((buffer, tensor))
         return buffer
+
+
+class _Measuring(_Copying):
+    num_bytes = 0
+
+    def start_copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.num_bytes += aligned(tensor.numel() * tensor.element_size()) * (not tensor.is_cuda)
+        return tensor
 
 
 def _refuse(path: str, what: str) -> CheckpointError:

@@ -28,7 +28,7 @@ LONGEST_LIFE_S = 0.08
 
 def save_steps(folder: Path, first: int, last: int, report: int) -> None:
     """Save steps `first` to `last`; each one's number goes to the descriptor `report` once it is on the disk."""
-    directory = CheckpointDir(folder, keep=2, best=("acc", "max"))
+    directory = CheckpointDir(folder, keep=2, best="max acc")
     for step in range(first, last + 1):
         weights = {"model": {"w": torch.full((50_000,), float(step)), "b": torch.ones(3)}}
         directory.save(

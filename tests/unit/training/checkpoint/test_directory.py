@@ -91,11 +91,11 @@ def test_latest_is_none_when_there_is_nothing(tmp_path: Path) -> None:
 def test_keep_and_best_choose_what_stays(tmp_path: Path) -> None:
     """The newest `keep` and the best stay; NaN, a tie and a missing metric are not better; also after a restart."""
     accuracies = [0.5, 0.9, float("nan"), 0.9, 0.1]
-    with CheckpointDir(tmp_path, keep=2, best=("acc", "max")) as directory:
+    with CheckpointDir(tmp_path, keep=2, best="max acc") as directory:
         for step, accuracy in enumerate(accuracies):
             save(directory, step, metrics={"acc": accuracy})
     assert steps(directory) == [1, 3, 4]
-    with CheckpointDir(tmp_path, keep=1, best=("acc", "max")) as again:
+    with CheckpointDir(tmp_path, keep=1, best="max acc") as again:
         save(again, 5)
         best = again.best()
         assert best is not None
@@ -103,7 +103,7 @@ def test_keep_and_best_choose_what_stays(tmp_path: Path) -> None:
         assert steps(again) == [1, 5]
         save(again, 6, metrics={"acc": 0.95})
         assert steps(again) == [6]
-    with CheckpointDir(tmp_path, best=("acc", "min")) as lowest:
+    with CheckpointDir(tmp_path, best="min acc") as lowest:
         save(lowest, 7, metrics={"acc": 0.3})
         best = lowest.best()
         assert best is not None
@@ -119,7 +119,7 @@ def test_save_never_replaces_one_of_the_same_step(tmp_path: Path) -> None:
     assert (tmp_path / "latest").read_text().strip() == directory.names()[0]
 
 
-@pytest.mark.parametrize("arguments", [{"keep": 0}, {"best": ("acc", "highest")}])
+@pytest.mark.parametrize("arguments", [{"keep": 0}, {"best": "highest acc"}])
 def test_checkpoint_dir_refuses_what_it_cannot_keep(tmp_path: Path, arguments: Any) -> None:
     """A `keep` below one and a `best` without a direction are named."""
     with pytest.raises(CheckpointError, match=f"`{next(iter(arguments))}` is "):

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saves a loop's things when it is time to, goes on from what was saved, and leaves so that a job can be requeued."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import NoReturn
+
+from ddpilot.errors import LoopError
+from ddpilot.group.protocol import GroupLike
+from ddpilot.training.checkpoint.directory import CheckpointDir
+from ddpilot.training.checkpoint.joint import RNG, JointCheckpoints
+from ddpilot.training.checkpoint.reading import Checkpoint
+from ddpilot.training.checkpoint.snapshot import measure
+from ddpilot.training.checkpoint.telling import tell_stderr
+from ddpilot.training.deciding import Decider
+from ddpilot.training.keeping.options import KeepOptions
+from ddpilot.training.keeping.place import Place
+from ddpilot.training.keeping.things import Things
+
+EXIT_REQUEUE = 75
+"""Exit code of ranks that a signal ended after a checkpoint: EX_TEMPFAIL of sysexits.h, try again later."""
+
+_REQUEUE = ("SIGTERM", "SIGUSR1")
+
+
+class Keeper:
+    """The checkpoints of a loop. Making one is collective where there are `options`; without them it does nothing.
+
+    Raises LoopError for options that make no sense, and CheckpointError on all ranks where the directory cannot be
+    written.
+    """
+
+    def __init__(
+        self, group: GroupLike, things: Things, place: Place, decider: Decider, options: KeepOptions | None
+    ) -> None:
+        self._group = group
+        self._things = things
+        self._place = place
+        self._decider = decider
+        self._options = options
+        self._joint: JointCheckpoints | None = None
+        self._has_begun = False
+        self._is_in_epochs = False
+        self._is_asked = False
+        self._metrics: dict[str, float] = {}
+        self._num_updates = self._num_updates_saved = 0
+        self._saved_s = time.monotonic()
+        if options is not None:
+            self._joint = JointCheckpoints(
+                group, CheckpointDir(options.checkpoint_dir, keep=options.keep, best=options.best)
+            )
+            self._joint.check_writable()
+
+    def begin(self) -> None:
+        """Before the first epoch: go on from the latest checkpoint or begin anew. Collective; a second call is none.
+
+        Raises CheckpointError, on all ranks alike, where something could not be saved, before training starts.
+        """
+        if self._joint is None or self._options is None or self._has_begun:
+            return
+        if self._options.resume:
+            self.resume()
+        elif (aside := self._joint.set_aside()) is not None:
+            self._tell(f"begins anew; the checkpoints that were in {self._joint.folder.path} are in {aside}")
+        self._has_begun = True
+        self._measure()
+
+    def resume(self, *, other_data: bool = False) -> bool:
+        """See `Loop.resume`. Collective."""
+        joint = self._require("resuming")
+        if self._place.num_updates or self._has_begun:
+            raise self._refuse("resuming", "training has begun already", "Resume before the first epoch.")
+        self._has_begun = True
+        found = joint.latest()
+        if found is None:
+            return False
+        self._things.restore(found)
+        same_size = found.manifest.progress.world_size == self._group.world_size
+        part = found.part(self._group.rank if same_size else 0) or {}
+        self._place.go_on(found.manifest.progress, found.state()["data"], part.get(RNG), other_data)
+        self._tell(_say_resumed(found, self._group.world_size))
+        return True
+
+    def ask(self, metrics: Mapping[str, float] | None, *, in_batch: bool) -> None:
+        """See `Loop.save`. Collective where it is outside of epochs and batches."""
+        self._require("saving")
+        best = self._options.best if self._options is not None else None
+        self._metrics = {name: float(value) for name, value in (metrics or {}).items()}
+        if best is not None and metrics is not None and best.split()[-1] not in self._metrics:
+            found = f"`best` is {best!r}, and the metrics are {', '.join(map(repr, metrics)) or 'none'}"
+            raise self._refuse("saving", found, "Give the metric under the name that `best` has.")
+        self._is_asked = True
+        if not in_batch and not self._is_in_epochs:
+            self._save(self._place.next_batch)
+            self.wait()
+
+    def after_update(self, next_batch: int, *, leaves: bool) -> None:
+        """Save where that is due, and always where all ranks leave. Collective where it saves.
+
+        Raises SystemExit(75) on all ranks where they leave because of SIGTERM or SIGUSR1, once it is on the disk.
+        """
+        if self._joint is None or self._options is None:
+            return
+        self._num_updates += 1
+        if self._num_updates == 1:  # the optimizer has its state now
+            num_bytes = self._measure()
+            if self._group.is_rank_zero:
+                self._joint.folder.reserve(num_bytes)
+        if self._is_due(self._joint, self._options) or leaves:
+            self._save(next_batch)
+        if leaves:
+            self.leave()
+
+    def end_epoch(self) -> None:
+        """An epoch is over: the place is at the next one, and it is saved. Collective."""
+        self._place.end_epoch()
+        if self._joint is not None:
+            self._save(0)
+
+    def leave(self) -> None:
+        """All ranks leave, and everything is saved. Raises SystemExit(75) where a signal asked for it. Collective."""
+        if self._joint is None:
+            return
+        is_written = self.wait()
+        names = [reason for reason in self._decider.reasons if reason in _REQUEUE]
+        if names:
+            self._exit(names[0], is_written)
+
+    def wait(self) -> bool:
+        """Wait until the last save is on the disk; whether it is, the same on all ranks. Collective."""
+        return self._joint is None or self._joint.wait()
+
+    def __enter__(self) -> Keeper:
+        self._is_in_epochs = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Not collective: one rank may be here alone, with an exception."""
+        self._is_in_epochs = False
+        if self._joint is None:
+            return
+        if self._is_asked:
+            self._is_asked = False
+            self._tell(
+                "a checkpoint that loop.save() asked for was not made: the epoch was left before its end. To end "
+                "training early, call loop.stop() instead of `break`."
+            )
+        if self._group.is_rank_zero:
+            self._joint.folder.wait()
+
+    def _is_due(self, joint: JointCheckpoints, options: KeepOptions) -> bool:
+        if self._group.is_rank_zero:
+            joint.folder.poll()
+            every_s = options.save_every_s
+            if every_s is not None and time.monotonic() - self._saved_s >= every_s:
+                self._decider.ask_save()
+        every = options.save_every_updates
+        is_time = every is not None and self._num_updates - self._num_updates_saved >= every
+        return self._decider.take_save() or is_time or self._is_asked
+
+    def _save(self, next_batch: int) -> None:
+        joint = self._require("saving")
+        weights, state = self._things.collect(self._group)
+        state["data"] = self._place.facts
+        joint.save(self._place.progress(next_batch), weights=weights, state=state, metrics=self._metrics)
+        self._is_asked, self._metrics = False, {}
+        self._num_updates_saved = self._num_updates
+        self._saved_s = time.monotonic()
+
+    def _measure(self) -> int:
+        weights, state = self._things.collect(self._group)
+        return measure({"weights": weights, "state": state})
+
+    def _exit(self, name: str, is_written: bool) -> NoReturn:
+        path = self._require("leaving").folder.path
+        saved = f"the checkpoint in {path} is written" if is_written else "the last checkpoint could not be written"
+        self._tell(
+            f"{name}: {saved}; leaving epoch {self._place.epoch} with exit code {EXIT_REQUEUE}. "
+            "The same command goes on from there."
+        )
+        raise SystemExit(EXIT_REQUEUE)
+
+    def _tell(self, text: str) -> None:
+        if self._group.is_rank_zero:
+            tell_stderr(text)
+
+    def _require(self, did: str) -> JointCheckpoints:
+        if self._joint is None:
+            raise self._refuse(did, "this loop has no directory for checkpoints", "Make it with `checkpoint_dir=`.")
+        return self._joint
+
+    def _refuse(self, did: str, found: str, fix: str) -> LoopError:
+        return LoopError(did, found=found, fix=fix, rank=self._group.rank)
+
+
+def _say_resumed(found: Checkpoint, world_size: int) -> str:
+    progress = found.manifest.progress
+    place = f"epoch {progress.epoch}" + (f", batch {progress.batch}" if progress.batch else "")
+    sizes = f", on {world_size} rank{'s' * (world_size > 1)}"
+    if progress.world_size != world_size:
+        sizes += f" instead of {progress.world_size}"
+    return f"goes on from {found.path}: {place}, after {progress.step} updates{sizes}"

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What belongs to a run and is saved with it: models, optimizers, and whatever else has a state_dict."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.swa_utils import AveragedModel
+
+from ddpilot.errors import CheckpointError, LoopError, MismatchedCheckpointError
+from ddpilot.group.protocol import GroupLike
+from ddpilot.training.checkpoint.loading import match_weights
+from ddpilot.training.checkpoint.names import plain_names
+from ddpilot.training.checkpoint.reading import Checkpoint
+from ddpilot.training.checkpoint.safetensors_file import DTYPE_NAMES
+from ddpilot.training.optimizer_state import check_groups, full_state, load_full_state
+from ddpilot.training.wrapping import sync_buffers
+
+Weights = dict[str, dict[str, torch.Tensor]]
+
+
+def has_state(thing: object) -> bool:
+    """Can `thing` be saved and restored?"""
+    return all(callable(getattr(thing, method, None)) for method in ("state_dict", "load_state_dict"))
+
+
+class Things:
+    """Everything that a run saves, by name, in the order in which it was added."""
+
+    def __init__(self) -> None:
+        self._things: dict[str, Any] = {}
+        self._optional: set[str] = set()
+
+    def add(self, thing: Any, name: str | None = None, *, optional: bool = False) -> None:
+        """Take `thing` in; without a `name` it gets one by its kind, such as "model" or "optimizer2".
+
+        One that is there already, also in another DDP, is replaced, and gets the new name. `optional`: a checkpoint may
+        lack it. Raises LoopError where the name is taken or no word, and for what has no `state_dict` and
+        `load_state_dict`.
+        """
+        if not has_state(thing):
+            raise _refuse(f"a {type(thing).__name__}", "Keep what has `state_dict` and `load_state_dict`.")
+        before = next((known for known, other in self._things.items() if _inner(other) is _inner(thing)), None)
+        if name is None:
+            name = before or self._free_name(_kind(thing))
+        if not re.fullmatch(r"[A-Za-z0-9_]+", name):
+            raise _refuse(f"the name {name!r}", "Use letters, digits and `_`: it becomes a file's.")
+        if name in self._things and name != before:
+            raise _refuse(f"a second {name!r}", "Choose another name.")
+        self._things = {name if known == before else known: other for known, other in self._things.items()}
+        self._things[name] = thing
+        if optional:
+            self._optional.add(name)
+
+    def collect(self, group: GroupLike) -> tuple[Weights, dict[str, Any]]:
+        """Weights of the models, and state dicts of the rest, as they are now; rank 0's count.
+
+        Buffers become those of rank 0 first. Collective. Raises CheckpointError with the name of what failed.
+        """
+        weights: Weights = {}
+        state: dict[str, Any] = {"optimizers": {}, "others": {}, "extra": {}, "kinds": {}}
+        for name, thing in self._things.items():
+            try:
+                if isinstance(thing, nn.Module):
+                    sync_buffers(_inner(thing), group)
+                    weights[name], state["extra"][name] = _split(thing)
+                elif isinstance(thing, Optimizer):
+                    state["optimizers"][name] = full_state(thing)
+                    state["kinds"][name] = _class_of(thing)
+                else:
+                    state["others"][name] = thing.state_dict()
+            except Exception as error:
+                found = f"{name!r} ({type(thing).__name__}) raised {type(error).__name__}: {error}"
+                raise CheckpointError("collecting what is to be saved", found=found, rank=group.rank) from error
+        return weights, state
+
+    def restore(self, found: Checkpoint) -> None:
+        """Put everything into the state that is in the checkpoint `found`; nothing is changed where it does not fit.
+
+        Raises MismatchedCheckpointError with what differs: names, shapes, kinds and parameters of optimizers.
+        """
+        state = found.state()
+        self._check_names(found, state)
+        matched = {name: self._match(name, model, found, state) for name, model in self._models()}
+        for name, thing in self._things.items():
+            if name in state["optimizers"]:
+                _check_optimizer(name, thing, state["optimizers"][name], state["kinds"][name], found)
+        for name, model in self._models():
+            _inner(model).load_state_dict(matched[name])
+            if isinstance(model, AveragedModel):
+                model.n_averaged.copy_(state["extra"][name]["n_averaged"])
+        for name, saved in (state["optimizers"] | state["others"]).items():
+            thing = self._things.get(name)
+            if thing is None:  # a scaler, and this run is not in fp16
+                continue
+            try:
+                load_full_state(thing, saved) if isinstance(thing, Optimizer) else thing.load_state_dict(saved)
+            except Exception as error:
+                what = f"{name!r} ({type(thing).__name__}) raised {type(error).__name__}: {error}"
+                raise _mismatch(found, what) from error
+
+    def _models(self) -> Iterator[tuple[str, nn.Module]]:
+        return ((name, thing) for name, thing in self._things.items() if isinstance(thing, nn.Module))
+
+    def _match(self, name: str, model: nn.Module, found: Checkpoint, state: Mapping[str, Any]) -> dict[str, Any]:
+        extra = {key: value for key, value in state["extra"][name].items() if key != "n_averaged"}
+        return match_weights(_inner(model), {**found.weights(name), **extra}, source=f"{name!r} of {found.path}")
+
+    def _check_names(self, found: Checkpoint, state: Mapping[str, Any]) -> None:
+        saved = [*state["extra"], *state["optimizers"], *state["others"]]
+        missing = [name for name in self._things if name not in saved and name not in self._optional]
+        unexpected = [name for name in saved if name not in self._things and name != "scaler"]
+        if missing or unexpected:
+            parts = [f"it lacks {', '.join(map(repr, missing))}"] * bool(missing)
+            parts += [f"it has {', '.join(map(repr, unexpected))}, which this run has not"] * bool(unexpected)
+            raise _mismatch(found, "; ".join(parts))
+
+    def _free_name(self, kind: str) -> str:
+        number = 1
+        while (name := kind if number == 1 else f"{kind}{number}") in self._things:
+            number += 1
+        return name
+
+
+def _kind(thing: object) -> str:
+    if isinstance(thing, AveragedModel):
+        return "averaged"
+    if isinstance(thing, nn.Module):
+        return "model"
+    if isinstance(thing, LRScheduler | ReduceLROnPlateau):
+        return "scheduler"
+    return "optimizer" if isinstance(thing, Optimizer) else type(thing).__name__.lower()
+
+
+def _class_of(optimizer: Optimizer) -> str:
+    """The class that decides what the state means; of a sharded optimizer that of its shard."""
+    return type(getattr(optimizer, "optim", optimizer)).__name__
+
+
+def _inner(thing: Any) -> Any:
+    """Of a model, the one whose weights are saved: without DDP, and without what `AveragedModel` adds to its copy."""
+    return _inner(thing.module) if isinstance(thing, DistributedDataParallel | AveragedModel) else thing
+
+
+def _split(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The state of a model by plain names: what safetensors can hold, and the rest."""
+    state: dict[str, Any] = _inner(model).state_dict()
+    plain = {short: state[full] for full, short in plain_names(state).items()}
+    weights = {
+        name: value
+        for name, value in plain.items()
+        if isinstance(value, torch.Tensor) and value.dtype in DTYPE_NAMES and value.layout == torch.strided
+    }
+    extra = {name: value for name, value in plain.items() if name not in weights}
+    if isinstance(model, AveragedModel):
+        extra["n_averaged"] = model.n_averaged
+    return weights, extra
+
+
+def _check_optimizer(name: str, own: Any, saved: Mapping[str, Any], kind: str, found: Checkpoint) -> None:
+    if kind != _class_of(own):
+        raise _mismatch(found, f"{name!r} was a {kind} and is a {_class_of(own)}")
+    check_groups(own, saved)
+
+
+def _mismatch(found: Checkpoint, what: str) -> MismatchedCheckpointError:
+    return MismatchedCheckpointError(
+        f"resuming from {found.path}",
+        found=what,
+        fix="Prepare what was prepared when it was saved, in the same order; or begin anew (`resume=False`) from the "
+        "weights alone (`loop.load`).",
+    )
+
+
+def _refuse(found: str, fix: str) -> LoopError:
+    return LoopError("adding to what a run saves", found=found, fix=fix)
