@@ -77,6 +77,7 @@ def test_an_error_names_rank_cell_and_line(start: Start, view: Kept) -> None:
         ("1 +", "SyntaxError"),
         ("  x = 1\n y = 2", "IndentationError"),
         ("raise SystemExit(3)", "called sys.exit with code 3"),
+        ("import sys; sys.exit()", "called sys.exit with code 0"),
         ("import no_such_module", "No module named 'no_such_module'"),
         ("%no_such_magic", "UsageError: Line magic function `%no_such_magic` not found"),
         ("await none()", "NameError"),

@@ -22,6 +22,7 @@ import types
 from importlib.machinery import SourceFileLoader
 from types import TracebackType
 
+from ddpilot.launching.exitcode import exitcode_of
 from ddpilot.launching.victims import is_victim
 
 REPORT_VARIABLE = "TORCHELASTIC_ERROR_FILE"
@@ -126,7 +127,7 @@ def _hide_own_frames(error: BaseException) -> None:
 
 def _report(error: BaseException) -> None:
     path = os.environ.get(REPORT_VARIABLE)
-    exitcode = _exitcode(error)
+    exitcode = exitcode_of(error)
     if not path or exitcode == 0:
         return
     try:
@@ -153,12 +154,6 @@ def _write_report(path: str, error: BaseException, exitcode: int, time_s: float)
     with open(f"{path}.writing", "w", encoding="utf-8", errors="backslashreplace") as file:
         json.dump({"message": torchs, REPORT_KEY: what}, file)
     os.replace(f"{path}.writing", path)
-
-
-def _exitcode(error: BaseException) -> int:
-    if not isinstance(error, SystemExit):
-        return 1
-    return error.code & 0xFF if isinstance(error.code, int) else int(error.code is not None)
 
 
 if __name__ == "__main__":

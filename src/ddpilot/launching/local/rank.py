@@ -19,6 +19,7 @@ from importlib.machinery import ModuleSpec
 from typing import Any, NoReturn
 
 from ddpilot.errors import DdpilotError
+from ddpilot.launching.exitcode import exitcode_of
 from ddpilot.launching.interrupts import RankInterrupt, saw_interrupt
 from ddpilot.launching.local import wire
 from ddpilot.launching.local.process import write_to
@@ -125,12 +126,10 @@ def _send_value(control: socket.socket, start: RankStart, value: Any, known: lis
 
 def _send_error(control: socket.socket, start: RankStart, error: BaseException, known: list[Any]) -> int:
     now = time.monotonic()
-    exitcode = 1
-    if isinstance(error, SystemExit):
-        exitcode = error.code if isinstance(error.code, int) else int(error.code is not None)
-        if exitcode == 0:
-            _send_value(control, start, None, known)
-            return 0
+    exitcode = exitcode_of(error)
+    if exitcode == 0:
+        _send_value(control, start, None, known)
+        return 0
     report = Raised(
         time_s=now,
         type_name=type(error).__qualname__,
@@ -138,7 +137,7 @@ def _send_error(control: socket.socket, start: RankStart, error: BaseException, 
         traceback=user_traceback(error)[-_MAX_TEXT_CHARS:],
         is_victim=is_victim(error),
         interrupted=isinstance(error, KeyboardInterrupt),
-        exitcode=exitcode & 0xFF,
+        exitcode=exitcode,
     )
     try:
         fds, _ = pack_parcel("ddpilot-error", error, known)

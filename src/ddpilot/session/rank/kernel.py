@@ -21,6 +21,7 @@ from ipykernel.ipkernel import IPythonKernel
 from ipykernel.zmqshell import ZMQInteractiveShell
 from torch.distributed import distributed_c10d as c10d
 
+from ddpilot.launching.exitcode import exitcode_of
 from ddpilot.launching.victims import is_victim
 from ddpilot.session.rank.tidy import forget_error, tidy
 from ddpilot.session.report import BEGUN, FREE, REPLY, REPORT_KEY, REQUEST, Report, writable
@@ -272,7 +273,7 @@ def report_error(error: BaseException, text: str, time_s: float, num_collectives
         is_victim=is_victim(error),
         interrupted=isinstance(error, (KeyboardInterrupt, asyncio.CancelledError)),
         in_backward=came_from_backward(error),
-        exitcode=error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1,
+        exitcode=exitcode_of(error),
     )
 
 
