@@ -25,6 +25,7 @@ SCRIPTS = (
     "random_cells",
     "checkpoint_stall",
     "same_numbers",
+    "step_cost",
 )
 
 
