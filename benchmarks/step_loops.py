@@ -164,7 +164,7 @@ def by_lightning(job: Job) -> Epoch:
             self.model = job.model()
             self.stamps: list[float] = []
 
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        def training_step(self, batch: Any, _number: int) -> torch.Tensor:
             """Forward and loss; the library does the rest."""
             self.stamps.append(time.perf_counter())
             return job.loss(self.model, *batch)

@@ -120,6 +120,10 @@ class NonFiniteError(LoopError, ArithmeticError):
     """A loss or a gradient is NaN or infinite. Raised on all ranks; `rank` is the first where it was."""
 
 
+class OutOfMemoryError(LoopError, MemoryError):
+    """Memory ran out on `rank`, of its device or of the machine; torch's own error is the cause."""
+
+
 class CheckpointError(DdpilotError, RuntimeError):
     """A checkpoint or a file of weights could not be written or read."""
 

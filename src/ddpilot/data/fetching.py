@@ -14,6 +14,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate, get_worker_info
 
 from ddpilot.data.batches import without_rows
+from ddpilot.data.rows import find_rows
 from ddpilot.data.seeding import RandomState, mix_seed, seed_random
 from ddpilot.errors import DataError
 
@@ -101,6 +102,7 @@ class PieceReader(Dataset[Any]):
         self.has_drawn = False
         self._seed = seed
         self._epoch = -1
+        self._rows = None if seeded else find_rows(dataset, collate)
 
     def __getitems__(self, orders: Sequence[Order]) -> Piece:
         (order,) = orders
@@ -127,6 +129,8 @@ class PieceReader(Dataset[Any]):
         self._epoch = epoch
 
     def _make(self, order: Order, *, seeded: bool) -> Any:
+        if self._rows is not None and not order.is_empty:
+            return self._rows(order.sample_ids)
         samples = self._read(order, seeded)
         if isinstance(samples, Failure):
             return samples

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decisions that all ranks take together: one small all_reduce per update carries every rank's flags."""
+"""Decisions that all ranks take together: a small all_reduce every few updates carries every rank's flags."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,11 @@ from ddpilot.group.protocol import GroupLike
 
 REASONS = ("asked", "time", "SIGINT", "SIGTERM", "SIGUSR1")
 """Why training can be ended jointly, in the order of the flags on the wire."""
+
+INTERVAL_S = 0.04
+"""The ranks exchange their flags about so often, or with every update where that takes longer."""
+MAX_INTERVAL = 32
+"""Updates from one exchange to the next, at most: updates may suddenly take longer than those before."""
 
 
 @dataclass(frozen=True)
@@ -34,17 +40,24 @@ class Decider:
     """Collects this rank's flags and exchanges them with the other ranks'.
 
     `max_time_s`: seconds from now after which training ends, None for no limit. A flag that comes after an exchange
-    began goes with the next one.
+    began goes with the next one. Which updates have an exchange is the same on all ranks: it follows from how long
+    updates took, which they tell each other with the flags. `clock`: seconds from any beginning.
     """
 
-    def __init__(self, group: GroupLike, max_time_s: float | None = None) -> None:
+    def __init__(
+        self, group: GroupLike, max_time_s: float | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._group = group
-        self._deadline = None if max_time_s is None else time.monotonic() + max_time_s
+        self._clock = clock
+        self._deadline = None if max_time_s is None else clock() + max_time_s
         self._asked: set[str] = set()
         self._asks_save = self._decided_save = False
         self._sent: list[float] | None = None
         self._handle: dist.Work | None = None
         self._flags: torch.Tensor | None = None
+        self._interval = 1
+        self._num_updates = 0
+        self._since_s = clock()
         self.reasons: tuple[str, ...] = ()
         """Why all ranks stop, () while none has to."""
 
@@ -61,16 +74,27 @@ class Decider:
         decided, self._decided_save = self._decided_save, False
         return decided
 
+    def agree(self, reason: str) -> None:
+        """Every rank says this at the same point, so that all of them know it without an exchange."""
+        self._add((reason,))
+
+    def next_update(self) -> bool:
+        """Count an update; whether the ranks are to exchange their flags with it, the same on all of them."""
+        self._num_updates += 1
+        return self._num_updates >= self._interval
+
     def begin(self, *, count: float = 0.0, is_bad: bool = False) -> None:
         """Send this rank's flags; `finish` returns the answer. Collective. At most one exchange is under way."""
-        if self._deadline is not None and time.monotonic() > self._deadline:
+        now_s = self._clock()
+        if self._deadline is not None and now_s > self._deadline:
             self._asked.add("time")
-        values = [count, float(is_bad), float(self._asks_save), *(float(reason in self._asked) for reason in REASONS)]
+        pace_s = (now_s - self._since_s) / max(self._num_updates, 1)
+        wants = (self._asks_save, *(reason in self._asked for reason in REASONS))
+        self._sent = [count, float(is_bad), pace_s, *map(float, wants)]
         self._asks_save = False
-        self._sent = values
         if self._group.world_size == 1:
             return
-        self._flags = torch.tensor(values, dtype=torch.float64, device=self._wire_device())
+        self._flags = torch.tensor(self._sent, dtype=torch.float64, device=self._wire_device())
         if isinstance(self._group, Group):
             self._handle = dist.all_reduce(self._flags, group=self._group.process_group, async_op=True)
         else:
@@ -88,13 +112,25 @@ class Decider:
         if self._handle is not None:
             self._handle.wait()
         assert self._sent is not None  # begin() has just made it
-        count, num_bad, num_saves, *flags = self._sent if self._flags is None else self._flags.tolist()
+        count, num_bad, pace_s, num_saves, *flags = self._sent if self._flags is None else self._flags.tolist()
         self._sent = self._flags = self._handle = None
+        self._set_interval(pace_s / self._group.world_size)
         reasons = tuple(reason for reason, flag in zip(REASONS, flags, strict=True) if flag)
         decision = Decision(count, round(num_bad), reasons, bool(num_saves))
         self._decided_save |= decision.saves
-        self.reasons = tuple(reason for reason in REASONS if reason in {*self.reasons, *decision.reasons})
+        self._add(decision.reasons)
         return decision
+
+    def _add(self, reasons: tuple[str, ...]) -> None:
+        if reasons:
+            self.reasons = tuple(reason for reason in REASONS if reason in {*self.reasons, *reasons})
+
+    def _set_interval(self, pace_s: float) -> None:
+        # All ranks compute it from the same sum. It grows slowly, since the first updates say little about the others.
+        self._num_updates, self._since_s = 0, self._clock()
+        fitting = int(INTERVAL_S / pace_s) if pace_s > INTERVAL_S / MAX_INTERVAL else MAX_INTERVAL
+        alone = self._group.world_size == 1
+        self._interval = 1 if alone else max(1, min(fitting, 2 * self._interval))
 
     def _wire_device(self) -> torch.device:
         # What Python knows needs no copy to a GPU and no wait for one, where the group can talk from the CPU too.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
@@ -21,6 +21,7 @@ from ddpilot.errors import LoopError
 from ddpilot.findings.finding import Finding
 from ddpilot.group.enter import init_group, seed_all
 from ddpilot.group.protocol import GroupLike
+from ddpilot.training.accumulating import Accumulation
 from ddpilot.training.batch_norm import check_batch_norms
 from ddpilot.training.checkpoint.joint import load_jointly
 from ddpilot.training.deciding import Decider
@@ -30,16 +31,17 @@ from ddpilot.training.keeping.keeper import Keeper
 from ddpilot.training.keeping.options import KeepOptions
 from ddpilot.training.keeping.place import Place
 from ddpilot.training.keeping.things import Things, has_state
-from ddpilot.training.nonfinite import LossWatch
+from ddpilot.training.memory import explain_out_of_memory, find_sharing, is_out_of_memory
+from ddpilot.training.nonfinite import FiniteWatch
 from ddpilot.training.notices import never_had_a_sample, say_dropped, say_findings
 from ddpilot.training.parameters import TrainedWatch
-from ddpilot.training.precision import Kind, Precision, clip
+from ddpilot.training.precision import Kind, Precision
 from ddpilot.training.predicting import predict
 from ddpilot.training.printing import rank_zero_first
 from ddpilot.training.reducing import gather_rows, reduce_value
 from ddpilot.training.signals import StopSignals
 from ddpilot.training.updating import Updates
-from ddpilot.training.wrapping import prepare_optimizer, unwrap, wrap
+from ddpilot.training.wrapping import prepare_optimizer, wrap
 
 
 class Loop:
@@ -88,9 +90,9 @@ class Loop:
         """What was found to be unwise, each said once."""
         self._accumulate = accumulate
         self._precision = Precision(precision, self.group.device)
-        self._check_finite = check_finite
+        self._sharing = find_sharing(self.group)
         self._decider = Decider(self.group, max_time_s)
-        watch = LossWatch(self.group.device) if check_finite and precision != "fp16" else None
+        watch = FiniteWatch(self.group.device) if check_finite and precision != "fp16" else None
         self._updates = Updates(self.group, self._decider, watch)
         self._signals = StopSignals(self._decider.ask)
         self._optimizers: list[Optimizer] = []
@@ -191,8 +193,7 @@ class Loop:
                 prepared.append(thing.to(self.device))
             elif isinstance(thing, nn.Module):
                 model = wrap(thing, self.group, sync_batch_norm=sync_batch_norm, **options)
-                self._updates.models = [one for one in self._updates.models if unwrap(one) is not unwrap(model)]
-                self._updates.models.append(model)
+                self._updates.add(model)
                 self._trained.remember(self._updates.models)
                 prepared.append(model)
             elif isinstance(thing, Optimizer):
@@ -334,15 +335,14 @@ class Loop:
         """Forward passes in the loop's precision, where that is not fp32. `accumulate` does it by itself."""
         return self._precision.autocast()
 
-    @contextmanager
-    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+    def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
         """Forward and backward of one batch: gradients cross between ranks only with the last batch of a group.
 
-        Pass the models that `prepare` returned and whose gradients the backward inside adds up.
+        Pass the models that `prepare` returned and whose gradients the backward inside adds up. Where memory runs out
+        inside, OutOfMemoryError is raised, on this rank alone: the others end as after any error of one rank.
         """
         self._trained.check(models, self.rank)
-        with self._updates.accumulate(models), self.autocast():
-            yield
+        return Accumulation(models, self._updates, self._precision, self.group, self._sharing)
 
     def backward(self, loss: torch.Tensor, count: float | None = None, *, retain_graph: bool = False) -> None:
         """Add the gradient of this rank's mean `loss`, weighted so that the update is that of all samples' mean.
@@ -359,15 +359,16 @@ class Loop:
         """Scale the gradients of all samples to a norm of `max_norm` at most; their norm before. Not collective.
 
         None, and nothing done, while gradients are still accumulated. NonFiniteError, on all ranks alike, where the
-        norm is not finite (on the CPU, and not with fp16, which skips the update).
+        norm is not finite (not with fp16, which skips the update).
         """
         if not self.is_update:
             return None
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         self._updates.settle()
         self._precision.unscale(given, self._optimizers)
-        check = self._check_finite and self._precision.scaler is None
-        return clip(given, max_norm, check=check, rank=self.rank)
+        norm = nn.utils.clip_grad_norm_(given, max_norm)
+        self._updates.check_norm(given, norm)
+        return norm
 
     def step(self, optimizer: Optimizer, scheduler: Any = None) -> bool:
         """Update the weights, clear the gradients, step the `scheduler`; whether it did. Collective.
@@ -378,7 +379,13 @@ class Loop:
         if not self.is_update:
             return False
         self._updates.settle()
-        done = self._precision.step(optimizer)
+        self._updates.check(optimizer)
+        try:
+            done = self._precision.step(optimizer)
+        except (RuntimeError, MemoryError) as error:  # an optimizer makes its state in its first step
+            if not is_out_of_memory(error):
+                raise
+            raise explain_out_of_memory(error, self.group, self._sharing, self._updates.batch) from error
         optimizer.zero_grad(set_to_none=True)
         if done and scheduler is not None:
             scheduler.step()
@@ -441,9 +448,17 @@ class Loop:
         with self.autocast():
             return predict(model, loader, self.group, to=to, on_all_ranks=on_all_ranks, forward=forward)
 
-    def stop(self) -> None:
-        """Ask all ranks to stop, from any of them: they leave after the same update, or before the next epoch."""
-        self._decider.ask("asked")
+    def stop(self, *, everywhere: bool = False) -> None:
+        """Ask all ranks to stop, from any of them: they leave after the same update, or before the next epoch.
+
+        Which update that is depends on when the ranks exchange their flags: about every 40 ms, after 32 updates at
+        most. `everywhere`: every rank calls this at the same point, as where the number of updates decides; then all
+        leave after this very update. Not collective.
+        """
+        if everywhere:
+            self._decider.agree("asked")
+        else:
+            self._decider.ask("asked")
 
     def print(self, *values: object, **options: Any) -> None:
         """`print` on rank 0; nothing on the others."""

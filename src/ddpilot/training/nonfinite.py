@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses that are NaN or infinite: noticed on the rank where they are, told to all with what was in the batch."""
+"""Losses and gradients that are NaN or infinite: noticed by all ranks alike, told with what was in the batch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from ddpilot.errors import NonFiniteError
@@ -15,47 +19,104 @@ from ddpilot.training.grouping import CurrentBatch
 from ddpilot.training.wrapping import unwrap
 
 _NUM_NAMED = 8
+_NUM_KEPT = 256
 
 
 @dataclass(frozen=True, eq=False)
-class _Seen:
-    loss: torch.Tensor
-    batch: CurrentBatch | None
+class _Place:
+    """Where a loss was computed; the batch itself would keep its data in memory."""
+
+    epoch: int
+    index: int
+    sample_ids: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, batch: CurrentBatch | None) -> _Place | None:
+        return None if batch is None else cls(batch.epoch, batch.index, batch.sample_ids)
 
 
-class LossWatch:
-    """Remembers losses and says which were not finite.
+class FiniteWatch:
+    """Notices losses and gradients that are not finite, at no cost in communication.
 
-    On the CPU at once. On an accelerator one update later: to look at a loss that is still being computed would make
-    the host wait for the device in every step.
+    A loss that is not finite makes the gradients of its rank NaN (`seed`), so that all ranks find the same in the sum
+    of all ranks' gradients: at once, but on CUDA one update later, since to look at what is still being computed would
+    make the host wait for the device in every step.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._is_late = device.type != "cpu"
-        self._new: list[_Seen] = []
-        self._old: list[_Seen] = []
-        self.bad: list[str] = []
-        """A sentence for every loss that was not finite."""
+        self._is_late = device.type == "cuda"
+        self._seen: deque[tuple[torch.Tensor, _Place | None]] = deque(maxlen=_NUM_KEPT)
+        self._bad: list[str] = []
+        self._pending: tuple[torch.Tensor, torch.cuda.Event] | None = None
 
-    def look(self, loss: torch.Tensor, batch: CurrentBatch | None) -> None:
-        """Remember the loss of one backward."""
-        self._new.append(_Seen(loss.detach(), batch))
+    def seed(self, loss: torch.Tensor, weight: float, batch: CurrentBatch | None) -> torch.Tensor:
+        """What the backward of `loss` begins with: `weight`, or NaN where `loss` is not finite. Remembers it."""
+        if self._is_late:
+            self._seen.append((loss.detach(), _Place.of(batch)))
+            return (loss.detach() * 0).add_(weight)
+        if not math.isfinite(value := loss.item()):
+            self._bad.append(_describe(value, _Place.of(batch)))
+            weight = math.nan
+        return torch.full_like(loss, weight, requires_grad=False)
 
-    def take(self) -> bool:
-        """Was a loss not finite, of those whose turn it is? To be asked once per update."""
-        due, self._old, self._new = (self._old, self._new, []) if self._is_late else (self._new, [], [])
-        self.bad += [_describe(seen) for seen in due if not bool(torch.isfinite(seen.loss).all())]
-        return bool(self.bad)
+    @property
+    def is_bad(self) -> bool:
+        """Is a loss of this rank known not to be finite? For those whose gradient reaches no parameter."""
+        return bool(self._bad)
+
+    def find(self, gradients: Sequence[torch.Tensor], norm: torch.Tensor | None = None) -> bool:
+        """Are `gradients`, summed over all ranks, not finite? On CUDA: those of the call before.
+
+        `norm`: of all of them, where it is known. The same on all ranks.
+        """
+        if not self._is_late:
+            return not (all_finite(gradients) if norm is None else math.isfinite(norm.item()))
+        is_bad = self.find_pending()
+        if gradients:
+            self._pending = _look_later(torch.nn.utils.get_total_norm(gradients) if norm is None else norm)
+        return is_bad
+
+    def find_pending(self) -> bool:
+        """Were the gradients of the last `find` not finite, where that was not looked at yet?"""
+        if self._pending is None:
+            return False
+        (flag, event), self._pending = self._pending, None
+        event.synchronize()
+        return not math.isfinite(flag.item())
+
+    def say(self, models: Iterable[nn.Module]) -> str:
+        """What this rank saw: losses that were not finite, and which parameters and gradients are not. "" for none."""
+        seen = [(loss.item(), place) for loss, place in self._seen]
+        late = [_describe(value, place) for value, place in seen if not math.isfinite(value)]
+        losses = [*self._bad, *late]
+        self._bad.clear()
+        self._seen.clear()
+        return "; ".join([*losses[:_NUM_NAMED], describe_parameters(models)]) if losses else ""
 
 
-def _describe(seen: _Seen) -> str:
-    value = seen.loss.float().sum().item()
-    if seen.batch is None:
+def all_finite(gradients: Sequence[torch.Tensor]) -> bool:
+    """Is every element finite? The host waits for it."""
+    if gradients and gradients[0].device.type != "cpu":
+        total = torch.nn.utils.get_total_norm(gradients).item()
+    else:
+        total = sum([gradient.sum().item() for gradient in gradients])
+    # Sums and norms are not finite where an element is not, but may overflow without one.
+    return math.isfinite(total) or all(bool(gradient.isfinite().all()) for gradient in gradients)
+
+
+def _look_later(norm: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
+    flag = torch.empty((), dtype=norm.dtype, pin_memory=True)
+    flag.copy_(norm.detach(), non_blocking=True)
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return flag, event
+
+
+def _describe(value: float, place: _Place | None) -> str:
+    if place is None:
         return f"the loss is {value}"
-    ids = [int(number) for number in seen.batch.sample_ids[:_NUM_NAMED]]
-    more = "" if seen.batch.count <= _NUM_NAMED else f" and {seen.batch.count - _NUM_NAMED} more"
-    named = ", ".join(map(str, ids))
-    return f"the loss is {value} in epoch {seen.batch.epoch}, batch {seen.batch.index}, of samples {named}{more}"
+    named = _names([str(number) for number in place.sample_ids.tolist()])
+    return f"the loss is {value} in epoch {place.epoch}, batch {place.index}, of samples {named}"
 
 
 def describe_parameters(models: Iterable[nn.Module]) -> str:
@@ -63,24 +124,32 @@ def describe_parameters(models: Iterable[nn.Module]) -> str:
     named = [(name, p) for model in models for name, p in unwrap(model).named_parameters()]
     weights = [name for name, p in named if not bool(torch.isfinite(p).all())]
     gradients = [name for name, p in named if p.grad is not None and not bool(torch.isfinite(p.grad).all())]
-    return f"weights that are not finite: {_names(weights)}; gradients: {_names(gradients)}"
+    return f"weights that are not finite: {_names(weights) or 'none'}; gradients: {_names(gradients) or 'none'}"
 
 
 def _names(names: list[str]) -> str:
     more = "" if len(names) <= _NUM_NAMED else f" and {len(names) - _NUM_NAMED} more"
-    return (", ".join(names[:_NUM_NAMED]) or "none") + more
+    return ", ".join(names[:_NUM_NAMED]) + more
 
 
-def raise_nonfinite(group: GroupLike, watch: LossWatch, models: Iterable[nn.Module]) -> None:
+def raise_nonfinite(group: GroupLike, watch: FiniteWatch, models: Iterable[nn.Module]) -> None:
     """Raise NonFiniteError on every rank, with what each rank saw. Collective: to be called once all ranks know."""
-    mine = f"{'; '.join(watch.bad)}; {describe_parameters(models)}" if watch.bad else ""
+    models = list(models)
+    mine = watch.say(models)
     said = group.all_gather_object(mine) if group.world_size > 1 else [mine]
-    watch.bad = []
     by_rank = [(rank, text) for rank, text in enumerate(said) if text]
+    if by_rank:
+        raise NonFiniteError(
+            "computing the loss",
+            found="; ".join(f"on rank {rank} {text}" for rank, text in by_rank),
+            fix="Look at those samples first. Weights that are not finite point to an earlier step: a smaller learning "
+            "rate, or clip_grad_norm_(); finite weights point to data or loss. Loop(check_finite=False) goes on.",
+            rank=by_rank[0][0],
+        )
     raise NonFiniteError(
-        "computing the loss",
-        found="; ".join(f"on rank {rank} {text}" for rank, text in by_rank),
-        fix="Look at those samples first. Weights that are not finite point to an earlier step: a smaller learning "
-        "rate, or clip_grad_norm_(); finite weights point to data or loss. Loop(check_finite=False) goes on.",
-        rank=by_rank[0][0],
+        "computing gradients",
+        found=f"they are not finite on all ranks, though every rank's loss was finite; {describe_parameters(models)}",
+        fix="Look for a square root, a logarithm or a division by zero in the loss or the model; "
+        "torch.autograd.set_detect_anomaly(True) finds the line. Loop(check_finite=False) goes on.",
+        rank=group.rank,
     )

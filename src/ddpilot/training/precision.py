@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixed precision: autocast, the gradient scaler that fp16 needs, and clipping and stepping that know of it."""
+"""Mixed precision: autocast, the gradient scaler that fp16 needs, and steps that know of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch.optim import Optimizer
 
-from ddpilot.errors import LoopError, NonFiniteError
+from ddpilot.errors import LoopError
 
 Kind = Literal["fp32", "bf16", "fp16"]
 """fp32 leaves every dtype as it is."""
@@ -31,6 +31,11 @@ class Precision:
         self.scaler = torch.amp.GradScaler(device.type) if kind == "fp16" else None
         """None where nothing is scaled."""
         self._unscaled: set[int] = set()
+
+    @property
+    def is_mixed(self) -> bool:
+        """Does `autocast` change anything?"""
+        return self._dtype is not None
 
     def autocast(self) -> AbstractContextManager[object]:
         """Forward passes and losses belong in here, backward passes do not."""
@@ -57,20 +62,3 @@ class Precision:
         self.scaler.update()
         self._unscaled.discard(id(optimizer))
         return self.scaler.get_scale() >= before
-
-
-def clip(parameters: list[torch.Tensor], max_norm: float, *, check: bool, rank: int) -> torch.Tensor:
-    """Scale gradients down to a total norm of `max_norm`; what it was. NonFiniteError where it is not finite.
-
-    The gradients are the same on all ranks, and so is the error.
-    """
-    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-    if check and norm.device.type == "cpu" and not bool(torch.isfinite(norm)):
-        raise NonFiniteError(
-            "clipping gradients",
-            found=f"their norm is {norm.item()} on all ranks, though every rank's loss was finite",
-            fix="Look for a square root, a logarithm or a division by zero in the loss or the model; "
-            "torch.autograd.set_detect_anomaly(True) finds the line.",
-            rank=rank,
-        )
-    return norm

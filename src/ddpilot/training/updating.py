@@ -1,37 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Backward passes of one update: weighted, accumulated, and synchronised exactly once."""
+"""Backward passes of one update: weighted, synchronised exactly once, and looked at before the weights change."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
-from ddpilot.errors import DdpilotError, LoopError
+from ddpilot.errors import LoopError
 from ddpilot.group.protocol import GroupLike
 from ddpilot.training.deciding import Decider, Decision
 from ddpilot.training.grouping import CurrentBatch
-from ddpilot.training.nonfinite import LossWatch, raise_nonfinite
+from ddpilot.training.nonfinite import FiniteWatch, raise_nonfinite
 from ddpilot.training.weighting import CountTotals, backward_weighted
+from ddpilot.training.wrapping import unwrap
 
 
 class Updates:
     """The batch that the loop is at, the models that it trains, and the gradients on their way to the next update."""
 
-    def __init__(self, group: GroupLike, decider: Decider, watch: LossWatch | None) -> None:
+    def __init__(self, group: GroupLike, decider: Decider, watch: FiniteWatch | None) -> None:
         self._group = group
         self._decider = decider
         self._watch = watch
-        self._accumulating: tuple[nn.Module, ...] = ()
         self._totals: dict[tuple[int, ...], CountTotals] = {}
-        self._has_exchanged = False
+        self._is_due = False
+        self._reduced: set[int] = set()
+        self._checked: set[int] = set()
         self.models: list[nn.Module] = []
         """As `prepare` returned them."""
+        self.accumulating: tuple[nn.Module, ...] = ()
+        """Those whose gradients the backward at hand adds up."""
         self.batch: CurrentBatch | None = None
         """None outside `batches`."""
+
+    def add(self, model: nn.Module) -> None:
+        """Train `model` too, as `prepare` returns it; in place of the same one that was prepared before."""
+        self.models = [*(one for one in self.models if unwrap(one) is not unwrap(model)), model]
+        self._reduced |= {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
 
     @property
     def is_update(self) -> bool:
@@ -41,26 +49,10 @@ class Updates:
     def enter(self, batch: CurrentBatch) -> None:
         """Go to the next batch."""
         self.batch = batch
-        self._has_exchanged = False
+        self._is_due = batch.is_last and self._decider.next_update()
+        self._checked.clear()
         if batch.is_first:
             self._totals.clear()
-
-    @contextmanager
-    def accumulate(self, models: tuple[nn.Module, ...]) -> Iterator[None]:
-        """Do not synchronise the gradients of `models` in here, except for the last batch of an accumulation group."""
-        outside, self._accumulating = self._accumulating, models
-        try:
-            with ExitStack() as stack:
-                for model in models:
-                    if not self.is_update and isinstance(model, DistributedDataParallel):
-                        stack.enter_context(model.no_sync())
-                yield
-        except (RuntimeError, ValueError, IndexError) as error:
-            if self.batch is None or self.batch.count or isinstance(error, DdpilotError):
-                raise
-            raise self._empty_forward_failed(self.batch, error) from error
-        finally:
-            self._accumulating = outside
 
     def backward(
         self, loss: torch.Tensor, count: float | None, scaler: torch.amp.GradScaler | None, retain_graph: bool
@@ -69,23 +61,27 @@ class Updates:
         if loss.ndim:
             raise self._refuse(f"a loss of shape {tuple(loss.shape)}", "Pass its mean over this rank's samples.")
         num_local = self._local_count(count)
-        if self._watch is not None and num_local:
-            self._watch.look(loss, self.batch)
         total, correction = self._total(count)
-        if self.is_update and count is None and not self._decider.is_under_way:
-            self._begin()
+        seed = self._seed(loss, num_local * self._group.world_size / total) if num_local and total else None
+        if self._is_due and count is None and not self._decider.is_under_way:
+            self._begin()  # it crosses while gradients do
         scaled = loss if scaler is None else scaler.scale(loss)
         parameters = (parameter for model in self.models for parameter in model.parameters())
-        weight = num_local * self._group.world_size / total if total else 0.0
-        with torch.autocast(loss.device.type, enabled=False):
-            backward_weighted(scaled, weight, parameters, retain_graph=retain_graph)
+        if torch.is_autocast_enabled(loss.device.type):
+            with torch.autocast(loss.device.type, enabled=False):
+                backward_weighted(scaled, seed, parameters, retain_graph=retain_graph)
+        else:
+            backward_weighted(scaled, seed, parameters, retain_graph=retain_graph)
         if correction != 1.0:
-            gradients = [p.grad for model in self._accumulating for p in model.parameters() if p.grad is not None]
+            gradients = [p.grad for model in self.accumulating for p in model.parameters() if p.grad is not None]
             torch._foreach_mul_(gradients, correction)
 
     def settle(self) -> None:
-        """Learn what all ranks decide with this update, once. Collective. Raises NonFiniteError on all ranks alike."""
-        if not self._has_exchanged:
+        """Learn what all ranks decide, with an update that has an exchange. Collective.
+
+        Raises NonFiniteError on all ranks alike.
+        """
+        if self._is_due and not self._decider.is_under_way:
             self._begin()
         if self._decider.is_under_way:
             self._finish()
@@ -93,8 +89,26 @@ class Updates:
     def settle_outside(self) -> None:
         """Learn what all ranks decide between epochs. Collective."""
         self.batch = None
-        self._has_exchanged = False
+        self._is_due = True
         self.settle()
+        if self._watch is not None and self._watch.find_pending():
+            raise_nonfinite(self._group, self._watch, self.models)
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Raise NonFiniteError, on all ranks alike, where gradients that `optimizer` is to apply are not finite."""
+        if self._watch is None:
+            return
+        reduced = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._reduced]
+        if reduced and not (self._checked and self._checked.issuperset(map(id, reduced))):
+            self._look([parameter.grad for parameter in reduced if parameter.grad is not None])
+
+    def check_norm(self, parameters: Sequence[torch.Tensor], norm: torch.Tensor) -> None:
+        """The same for `parameters` that were clipped, by the `norm` of their gradients, which is known then."""
+        clipped = {id(parameter) for parameter in parameters}
+        # The norm of what was not reduced may be another one on each rank.
+        if self._watch is not None and clipped <= self._reduced:
+            self._checked |= clipped
+            self._look([parameter.grad for parameter in parameters if parameter.grad is not None], norm)
 
     def drop_unfinished(self) -> bool:
         """Leave the current batch; whether there were gradients of an unfinished accumulation group to be dropped."""
@@ -103,12 +117,20 @@ class Updates:
             parameter.grad = None
         return unfinished
 
+    def _look(self, gradients: list[torch.Tensor], norm: torch.Tensor | None = None) -> None:
+        if self._watch is not None and self._watch.find(gradients, norm):
+            raise_nonfinite(self._group, self._watch, self.models)
+
+    def _seed(self, loss: torch.Tensor, weight: float) -> torch.Tensor:
+        if self._watch is None:
+            return torch.full_like(loss, weight, requires_grad=False)
+        return self._watch.seed(loss, weight, self.batch)
+
     def _begin(self, count: float = 0.0) -> None:
-        is_bad = self.is_update and self._watch is not None and self._watch.take()
         if self._decider.is_under_way:
             self._finish()
-        self._decider.begin(count=count, is_bad=is_bad)
-        self._has_exchanged = True
+        self._decider.begin(count=count, is_bad=self.is_update and self._watch is not None and self._watch.is_bad)
+        self._is_due = False
 
     def _finish(self) -> Decision:
         decision = self._decider.finish()
@@ -140,7 +162,7 @@ class Updates:
         return totals.reference, totals.correction if self.batch.is_last else 1.0
 
     def _totals_of_group(self, global_count: float, batch: CurrentBatch) -> CountTotals:
-        models = tuple(id(model) for model in self._accumulating)
+        models = tuple(id(model) for model in self.accumulating)
         if not models:
             raise self._refuse(
                 "`count=` with accumulation, and it is not known whose gradients are accumulated",
@@ -157,12 +179,3 @@ class Updates:
 
     def _refuse(self, found: str, fix: str) -> LoopError:
         return LoopError("running backward", found=found, fix=fix, rank=self._group.rank)
-
-    def _empty_forward_failed(self, batch: CurrentBatch, error: Exception) -> LoopError:
-        return LoopError(
-            f"training on batch {batch.index} of epoch {batch.epoch}",
-            found=f"it has {batch.global_count} samples for {self._group.world_size} ranks, none of them here, and the "
-            f"model does not run on zero rows ({error})",
-            fix="Write x.flatten(1) for x.view(len(x), -1); or use drop_last=True or another global_batch_size.",
-            rank=self._group.rank,
-        )

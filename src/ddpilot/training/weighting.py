@@ -9,21 +9,25 @@ import torch
 
 
 def backward_weighted(
-    loss: torch.Tensor, weight: float, parameters: Iterable[torch.nn.Parameter], *, retain_graph: bool = False
+    loss: torch.Tensor,
+    seed: torch.Tensor | None,
+    parameters: Iterable[torch.nn.Parameter],
+    *,
+    retain_graph: bool = False,
 ) -> None:
-    """Add the gradient of `weight` times `loss` (a scalar); with a `weight` of 0 add exact zeros, whatever `loss` is.
+    """Add the gradient of `seed` times `loss`, both scalars; without a `seed` add exact zeros, whatever `loss` is.
 
     DDP waits for every rank, so a rank without samples runs through its graph too; but the mean of no samples is NaN,
     and so is zero times NaN. `parameters`: all that the graph may reach, only needed for that.
     """
-    if weight:
-        (loss * weight).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+    if seed is not None:
+        loss.backward(seed, retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         return
     # Leaf hooks run before a gradient is accumulated and before DDP sees it.
     trained = (parameter for parameter in parameters if parameter.requires_grad)
     hooks = [parameter.register_hook(torch.zeros_like) for parameter in trained]  # type: ignore[no-untyped-call]
     try:
-        (loss * 0).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        loss.backward(torch.zeros_like(loss), retain_graph=retain_graph)  # type: ignore[no-untyped-call]
     finally:
         for hook in hooks:
             hook.remove()

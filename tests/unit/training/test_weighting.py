@@ -11,20 +11,20 @@ from ddpilot.training.weighting import CountTotals, backward_weighted
 
 
 def test_backward_weighted_scales_the_gradient() -> None:
-    """The gradient is that of the loss times the weight."""
+    """The gradient is that of the loss times the seed."""
     weight = nn.Parameter(torch.tensor(2.0))
-    backward_weighted(weight**2, 0.25, [weight])
+    backward_weighted(weight**2, torch.tensor(0.25), [weight])
     assert weight.grad == torch.tensor(1.0)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_backward_weighted_adds_exact_zeros_when_the_weight_is_zero(bad: float) -> None:
+def test_backward_weighted_adds_exact_zeros_without_a_seed(bad: float) -> None:
     """Whatever the loss is: the mean of no samples is NaN. What was accumulated before stays, and no hook is left."""
     weight, scale, frozen = (nn.Parameter(torch.tensor(2.0), requires_grad=one) for one in (True, True, False))
     weight.grad = torch.tensor(3.0)
     loss = nn.functional.mse_loss(torch.zeros(0, 1) * weight * frozen, torch.zeros(0, 1)) * scale * bad
     assert loss.isnan()
-    backward_weighted(loss, 0.0, [weight, scale, frozen])
+    backward_weighted(loss, None, [weight, scale, frozen])
     assert (weight.grad.item(), scale.grad) == (3.0, torch.tensor(0.0))
     (weight * 5).backward()  # type: ignore[no-untyped-call]
     assert weight.grad.item() == 8.0

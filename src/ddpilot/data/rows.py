@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches of tensors that lie in memory as rows: taken at once, where to read and stack them one by one is slow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import Subset, TensorDataset, default_collate
+
+Rows = Callable[[Sequence[int]], list[torch.Tensor]]
+
+
+def find_rows(dataset: Any, collate: Callable[[list[Any]], Any]) -> Rows | None:
+    """What gives the batch of these sample numbers as `collate` would, bit by bit; None where that is not known."""
+    if collate is not default_collate:
+        return None
+    if type(dataset) is Subset and (rows := find_rows(dataset.dataset, collate)) is not None:
+        inner, indices = rows, dataset.indices
+        return lambda numbers: inner([indices[number] for number in numbers])
+    if type(dataset) is not TensorDataset or not all(map(_is_plain, dataset.tensors)):
+        return None
+
+    def take(numbers: Sequence[int]) -> list[torch.Tensor]:
+        index = torch.tensor(numbers)
+        return [tensor.index_select(0, index) for tensor in dataset.tensors]
+
+    return take
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    on_host = type(tensor) is torch.Tensor and tensor.device.type == "cpu" and tensor.layout is torch.strided
+    return on_host and not tensor.is_quantized and not tensor.requires_grad

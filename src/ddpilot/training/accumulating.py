@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Forward and backward of one batch: what is on around them, and what their errors mean."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from types import TracebackType
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpilot.errors import DdpilotError, LoopError
+from ddpilot.group.protocol import GroupLike
+from ddpilot.training.grouping import CurrentBatch
+from ddpilot.training.memory import explain_out_of_memory, is_out_of_memory
+from ddpilot.training.precision import Precision
+from ddpilot.training.updating import Updates
+
+
+class Accumulation:
+    """See `Loop.accumulate`. `sharing`: the other ranks on this rank's device.
+
+    A class of its own, since a generator would cost several times as much in every batch.
+    """
+
+    def __init__(
+        self,
+        models: tuple[nn.Module, ...],
+        updates: Updates,
+        precision: Precision,
+        group: GroupLike,
+        sharing: tuple[int, ...],
+    ) -> None:
+        self._models = models
+        self._updates = updates
+        self._precision = precision
+        self._group = group
+        self._sharing = sharing
+        self._outside: tuple[nn.Module, ...] = ()
+        self._stack: ExitStack | None = None
+
+    def __enter__(self) -> None:
+        self._outside, self._updates.accumulating = self._updates.accumulating, self._models
+        if self._updates.is_update and not self._precision.is_mixed:
+            return
+        self._stack = ExitStack()
+        for model in self._models:
+            if not self._updates.is_update and isinstance(model, DistributedDataParallel):
+                self._stack.enter_context(model.no_sync())
+        self._stack.enter_context(self._precision.autocast())
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._updates.accumulating = self._outside
+        if self._stack is not None:
+            self._stack.close()
+        if error is not None and not isinstance(error, DdpilotError):
+            self._explain(error, self._updates.batch)
+
+    def _explain(self, error: BaseException, batch: CurrentBatch | None) -> None:
+        if is_out_of_memory(error):
+            raise explain_out_of_memory(error, self._group, self._sharing, batch) from error
+        if isinstance(error, RuntimeError | ValueError | IndexError) and batch is not None and not batch.count:
+            raise _empty_forward_failed(batch, self._group, error) from error
+
+
+def _empty_forward_failed(batch: CurrentBatch, group: GroupLike, error: Exception) -> LoopError:
+    return LoopError(
+        f"training on batch {batch.index} of epoch {batch.epoch}",
+        found=f"it has {batch.global_count} samples for {group.world_size} ranks, none of them here, and the "
+        f"model does not run on zero rows ({error})",
+        fix="Write x.flatten(1) for x.view(len(x), -1); or use drop_last=True or another global_batch_size.",
+        rank=group.rank,
+    )
