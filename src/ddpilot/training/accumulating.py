@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from types import TracebackType
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from ddpilot.errors import DdpilotError, LoopError
 from ddpilot.group.protocol import GroupLike
@@ -15,6 +14,7 @@ from ddpilot.training.grouping import CurrentBatch
 from ddpilot.training.memory import explain_out_of_memory, is_out_of_memory
 from ddpilot.training.precision import Precision
 from ddpilot.training.updating import Updates
+from ddpilot.training.wrapping import find_ddp
 
 
 class Accumulation:
@@ -45,8 +45,9 @@ class Accumulation:
             return
         self._stack = ExitStack()
         for model in self._models:
-            if not self._updates.is_update and isinstance(model, DistributedDataParallel):
-                self._stack.enter_context(model.no_sync())
+            ddp = None if self._updates.is_update else find_ddp(model)
+            if ddp is not None:
+                self._stack.enter_context(ddp.no_sync())
         self._stack.enter_context(self._precision.autocast())
 
     def __exit__(
@@ -59,6 +60,7 @@ class Accumulation:
             self._explain(error, self._updates.batch)
 
     def _explain(self, error: BaseException, batch: CurrentBatch | None) -> None:
+        self._updates.reductions.explain(error)
         if is_out_of_memory(error):
             raise explain_out_of_memory(error, self._group, self._sharing, batch) from error
         if isinstance(error, RuntimeError | ValueError | IndexError) and batch is not None and not batch.count:

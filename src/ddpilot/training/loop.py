@@ -24,8 +24,11 @@ from ddpilot.group.protocol import GroupLike
 from ddpilot.training.accumulating import Accumulation
 from ddpilot.training.batch_norm import check_batch_norms
 from ddpilot.training.checkpoint.joint import load_jointly
+from ddpilot.training.ddp_options import DdpOptions
 from ddpilot.training.deciding import Decider
 from ddpilot.training.evaluating import evaluate
+from ddpilot.training.explaining import Prepared
+from ddpilot.training.explanation import Explanation
 from ddpilot.training.grouping import CurrentBatch, Loader, iterate_groups
 from ddpilot.training.keeping.keeper import Keeper
 from ddpilot.training.keeping.options import KeepOptions
@@ -110,6 +113,7 @@ class Loop:
             resume=resume,
         )
         self._keeper = Keeper(self.group, self._things, self._place, self._decider, options or None)
+        self._prepared = Prepared(self.group)
         seed_all(seed)
 
     @property
@@ -173,35 +177,56 @@ class Loop:
     def prepare(
         self,
         *things: Any,
-        sync_batch_norm: bool = False,
+        comm: Literal["bf16", "fp16"] | None = None,
         shard: Literal["optimizer"] | None = None,
-        **options: Any,
+        find_unused_parameters: bool | None = None,
+        static_graph: bool = False,
+        bucket_cap_mb: float | None = None,
+        gradient_as_bucket_view: bool = True,
+        forward_sync_buffers: bool = False,
+        sync_batch_norm: bool = False,
+        **more: Any,
     ) -> Any:
         """Put models on the device and, with several ranks, into DDP; return all in the order given. Collective.
 
         `things`: models, optimizers, and what else is to be saved with them: schedulers, an `AveragedModel`, anything
         with `state_dict` and `load_state_dict`; one comes back by itself, several as a tuple. Weights and buffers
-        become those of rank 0. `sync_batch_norm`: BatchNorm over all ranks, on GPUs only. `shard="optimizer"`: each
-        rank keeps the state of its share of the parameters only; use the optimizer that is returned. `options` go to
-        DistributedDataParallel and win over what is chosen: no buffers in forward passes (they are made equal before an
-        evaluation), `gradient_as_bucket_view`, the group and the device. Raises LoopError for anything else, for a DDP
-        model, and for `sync_batch_norm` on the CPU.
+        become those of rank 0. `explain` says what was chosen, and why.
+
+        `comm`: gradients cross, and are summed, in 16 bits. `shard="optimizer"`: each rank keeps the state of its share
+        of the parameters only; use the optimizer that is returned. `find_unused_parameters`: updates may leave
+        parameters out; None: as the variable DDP_FIND_UNUSED_PARAMETERS says, else False. `static_graph`: all updates
+        of the training use the same parameters alike. `bucket_cap_mb`: MiB; None: DDP's 25. `gradient_as_bucket_view`:
+        no second copy of gradients. `forward_sync_buffers`: rank 0's buffers go out in forward passes too, and every
+        rank has to run as many. `sync_batch_norm`: BatchNorm over all ranks, on GPUs only. `more`: further arguments
+        of DistributedDataParallel.
+
+        Raises LoopError for anything else, for a DDP model, for options that DDP does not have or that do not go with
+        a model or an optimizer, and for `sync_batch_norm` on the CPU.
         """
-        prepared: list[Any] = []
+        options = DdpOptions(
+            find_unused_parameters=find_unused_parameters,
+            static_graph=static_graph,
+            bucket_cap_mb=bucket_cap_mb,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            forward_sync_buffers=forward_sync_buffers,
+            comm=comm,
+            sync_batch_norm=sync_batch_norm,
+            more=more,
+        )
+        returned: list[Any] = []
         for thing in things:
             if isinstance(thing, AveragedModel):
-                prepared.append(thing.to(self.device))
+                returned.append(thing.to(self.device))
             elif isinstance(thing, nn.Module):
-                model = wrap(thing, self.group, sync_batch_norm=sync_batch_norm, **options)
-                self._updates.add(model)
-                self._trained.remember(self._updates.models)
-                prepared.append(model)
+                returned.append(self._prepare_model(thing, options))
             elif isinstance(thing, Optimizer):
                 optimizer = prepare_optimizer(thing, self.group, shard)
                 self._optimizers.append(optimizer)
-                prepared.append(optimizer)
+                self._prepared.add_optimizer(optimizer, is_sharded=optimizer is not thing)
+                returned.append(optimizer)
             elif has_state(thing):
-                prepared.append(thing)
+                returned.append(thing)
             else:
                 raise LoopError(
                     "preparing",
@@ -209,8 +234,24 @@ class Loop:
                     fix="Pass models, optimizers, and what else has a state_dict; datasets go to loop.loader().",
                     rank=self.rank,
                 )
-            self._things.add(prepared[-1])
-        return prepared[0] if len(prepared) == 1 else tuple(prepared)
+            self._things.add(returned[-1])
+        return returned[0] if len(returned) == 1 else tuple(returned)
+
+    def _prepare_model(self, given: nn.Module, options: DdpOptions) -> nn.Module:
+        model, choices = wrap(given, self.group, options)
+        self._updates.add(model)
+        self._trained.remember(self._updates.models)
+        self._prepared.add_model(model, choices)
+        return model
+
+    def explain(self) -> Explanation:
+        """What `prepare` chose for each model and optimizer, why, what it costs, and what would be better. Collective.
+
+        By what DDP has recorded of itself so far on all ranks: after some ten updates there are times, and proposals
+        for `find_unused_parameters`, `static_graph` and the exchange. Nothing is switched on by itself: a branch may
+        be taken later, or on one rank only. Every rank calls it and gets the same; `loop.print(loop.explain())`.
+        """
+        return self._prepared.explain()
 
     def loader(self, dataset: Any, **options: Any) -> ShardedLoader | StreamLoader:
         """A loader of this rank's samples of `dataset`, map-style or iterable; not collective.

@@ -14,6 +14,7 @@ from ddpilot.group.protocol import GroupLike
 from ddpilot.training.deciding import Decider, Decision
 from ddpilot.training.grouping import CurrentBatch
 from ddpilot.training.nonfinite import FiniteWatch, raise_nonfinite
+from ddpilot.training.reduction import Reductions
 from ddpilot.training.weighting import CountTotals, backward_weighted
 from ddpilot.training.wrapping import unwrap
 
@@ -29,6 +30,8 @@ class Updates:
         self._is_due = False
         self._reduced: set[int] = set()
         self._checked: set[int] = set()
+        self.reductions = Reductions(group.rank)
+        """What DDP waits for, by name."""
         self.models: list[nn.Module] = []
         """As `prepare` returned them."""
         self.accumulating: tuple[nn.Module, ...] = ()
@@ -39,6 +42,7 @@ class Updates:
     def add(self, model: nn.Module) -> None:
         """Train `model` too, as `prepare` returns it; in place of the same one that was prepared before."""
         self.models = [*(one for one in self.models if unwrap(one) is not unwrap(model)), model]
+        self.reductions.watch(model)
         self._reduced |= {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
 
     @property
@@ -67,11 +71,15 @@ class Updates:
             self._begin()  # it crosses while gradients do
         scaled = loss if scaler is None else scaler.scale(loss)
         parameters = (parameter for model in self.models for parameter in model.parameters())
-        if torch.is_autocast_enabled(loss.device.type):
-            with torch.autocast(loss.device.type, enabled=False):
+        try:
+            if torch.is_autocast_enabled(loss.device.type):
+                with torch.autocast(loss.device.type, enabled=False):
+                    backward_weighted(scaled, seed, parameters, retain_graph=retain_graph)
+            else:
                 backward_weighted(scaled, seed, parameters, retain_graph=retain_graph)
-        else:
-            backward_weighted(scaled, seed, parameters, retain_graph=retain_graph)
+        except RuntimeError as error:
+            self.reductions.explain(error)
+            raise
         if correction != 1.0:
             gradients = [p.grad for model in self.accumulating for p in model.parameters() if p.grad is not None]
             torch._foreach_mul_(gradients, correction)
@@ -79,8 +87,9 @@ class Updates:
     def settle(self) -> None:
         """Learn what all ranks decide, with an update that has an exchange. Collective.
 
-        Raises NonFiniteError on all ranks alike.
+        Raises NonFiniteError on all ranks alike, and LoopError on a rank whose backward pass left a parameter out.
         """
+        self.reductions.check()
         if self._is_due and not self._decider.is_under_way:
             self._begin()
         if self._decider.is_under_way:

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-import inspect
-from typing import Any
+import os
 
 import torch
 from torch import nn
@@ -15,15 +14,16 @@ from torch.optim.swa_utils import AveragedModel
 from ddpilot.errors import LoopError
 from ddpilot.group.process_group import Group
 from ddpilot.group.protocol import GroupLike
+from ddpilot.training.comm_hooks import check_compressible, compress
+from ddpilot.training.ddp_options import HAS_FORWARD_SYNC, Choice, DdpOptions, resolve
 
-_HAS_FORWARD_SYNC = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
 
+def wrap(model: nn.Module, group: GroupLike, options: DdpOptions | None = None) -> tuple[nn.Module, tuple[Choice, ...]]:
+    """`model` on the group's device, in DDP where there are several ranks and anything to train; and what was chosen.
 
-def wrap(model: nn.Module, group: GroupLike, *, sync_batch_norm: bool = False, **options: Any) -> nn.Module:
-    """`model` on the group's device, in DDP where there are several ranks and anything to train. Collective then.
-
-    `options` go to DDP and win over what is chosen here. Raises LoopError for a model that is in DDP already.
+    Collective then. Raises LoopError for a model that is in DDP already, and for options that do not go with it.
     """
+    options = options or DdpOptions()
     if isinstance(model, DistributedDataParallel):
         raise LoopError(
             "preparing a model",
@@ -31,16 +31,21 @@ def wrap(model: nn.Module, group: GroupLike, *, sync_batch_norm: bool = False, *
             fix="Pass the model itself: prepare() wraps it.",
             rank=group.rank,
         )
-    if sync_batch_norm:
+    if options.comm is not None:
+        check_compressible(model, options.comm, group.rank)
+    if options.sync_batch_norm:
         model = _with_synced_batch_norm(model, group)
     model.to(group.device)
     trains = any(parameter.requires_grad for parameter in model.parameters())
     if group.world_size == 1 or not trains or not isinstance(group, Group):
-        return model
-    wrapped = DistributedDataParallel(model, **{**_chosen(group), **options})
-    if not _HAS_FORWARD_SYNC:  # without it, older versions of torch do not make buffers equal here
+        return model, ()
+    arguments, choices = resolve(options, group, os.environ)
+    wrapped = DistributedDataParallel(model, **arguments)
+    if options.comm is not None:
+        compress(wrapped, options.comm)
+    if not HAS_FORWARD_SYNC:  # without it, older versions of torch do not make buffers equal here
         sync_buffers(model, group)
-    return wrapped
+    return wrapped, tuple(choices)
 
 
 def prepare_optimizer(optimizer: Optimizer, group: GroupLike, shard: str | None = None) -> Optimizer:
@@ -59,18 +64,6 @@ def prepare_optimizer(optimizer: Optimizer, group: GroupLike, shard: str | None 
     return shard_optimizer(optimizer, group)
 
 
-def _chosen(group: Group) -> dict[str, Any]:
-    # No collective in a forward: a rank that runs one more, to look at something, would wait for the others for ever.
-    buffers = "forward_sync_buffers" if _HAS_FORWARD_SYNC else "broadcast_buffers"
-    on_device = group.device.type != "cpu" and group.device.index is not None
-    return {
-        buffers: False,
-        "device_ids": [group.device.index] if on_device else None,
-        "gradient_as_bucket_view": True,
-        "process_group": group.process_group,
-    }
-
-
 def _with_synced_batch_norm(model: nn.Module, group: GroupLike) -> nn.Module:
     if group.device.type == "cpu":
         raise LoopError(
@@ -80,6 +73,12 @@ def _with_synced_batch_norm(model: nn.Module, group: GroupLike) -> nn.Module:
             rank=group.rank,
         )
     return nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def find_ddp(model: nn.Module) -> DistributedDataParallel | None:
+    """The DDP model that `model` is, or that `torch.compile` was given; None where there is none."""
+    inner = getattr(model, "_orig_mod", model)
+    return inner if isinstance(inner, DistributedDataParallel) else None
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -12,26 +12,27 @@ from ddpilot import FakeGroup
 from ddpilot.data.plan import Plan
 from ddpilot.errors import LoopError
 from ddpilot.training.batch_norm import check_batch_norms, find_batch_norms
+from ddpilot.training.ddp_options import DdpOptions
 from ddpilot.training.wrapping import sync_buffers, unwrap, wrap
 
 
 def test_wrap_leaves_a_model_alone_when_there_is_one_rank() -> None:
     """No DDP, the same object."""
     model = nn.Linear(2, 2)
-    assert wrap(model, FakeGroup()) is model
+    assert wrap(model, FakeGroup()) == (model, ())
     assert unwrap(model) is model
 
 
 def test_wrap_leaves_a_model_alone_when_it_trains_nothing() -> None:
     """DDP refuses a model without parameters to train: a frozen feature extractor is prepared like any other."""
     model = nn.Linear(2, 2).requires_grad_(False)
-    assert wrap(model, FakeGroup(world_size=2)) is model
+    assert wrap(model, FakeGroup(world_size=2)) == (model, ())
 
 
 def test_wrap_refuses_synced_batch_norm_on_the_cpu() -> None:
     """torch's own error comes in the first forward; this one says what to use."""
     with pytest.raises(LoopError, match="runs on GPUs only, and this rank's device is the CPU. Use GroupNorm"):
-        wrap(nn.BatchNorm1d(2), FakeGroup(), sync_batch_norm=True)
+        wrap(nn.BatchNorm1d(2), FakeGroup(), DdpOptions(sync_batch_norm=True))
 
 
 def test_unwrap_keeps_an_averaged_model() -> None:

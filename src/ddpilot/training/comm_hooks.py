@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients that cross between ranks in half of fp32's bytes, by torch's own communication hooks."""
+
+# Without postponed annotations: DDP compares those of a hook with the classes themselves.
+
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpilot.errors import LoopError
+
+
+def check_compressible(model: nn.Module, comm: str, rank: int) -> None:
+    """Raise LoopError unless every gradient of `model` is dense, real, and of at most 32 bits."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype in (torch.float64, torch.complex64, torch.complex128):
+            found = f"parameter {name} is {parameter.dtype}"
+            raise _refuse(comm, found, "Leave `comm` out, or make the model float32.", rank)
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse:
+            found = f"layer {name or type(layer).__name__} has sparse gradients"
+            raise _refuse(comm, found, "Make it with sparse=False, or leave `comm` out.", rank)
+
+
+def compress(model: DistributedDataParallel, comm: Literal["bf16", "fp16"]) -> None:
+    """Let the gradients of `model` cross as `comm`; they are summed in it, too, and come back in their own dtype."""
+    # Without a group of its own a hook goes on with the default one, also where that was made anew.
+    model.register_comm_hook(None, {"bf16": _to_bf16, "fp16": default_hooks.fp16_compress_hook}[comm])
+
+
+def _to_bf16(state: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    # By its own name DDP refuses torch's hook without CUDA; gloo can sum bfloat16 too.
+    return default_hooks.bf16_compress_hook(state, bucket)  # type: ignore[arg-type]
+
+
+def _refuse(comm: str, found: str, fix: str, rank: int) -> LoopError:
+    return LoopError(f'preparing a model with `comm="{comm}"`', found=found, fix=fix, rank=rank)

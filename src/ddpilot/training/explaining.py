@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Look at what DDP has recorded of itself on every rank, and say what it means."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from ddpilot.group.protocol import GroupLike
+from ddpilot.training.ddp_options import Choice
+from ddpilot.training.explanation import Explained, Explanation
+from ddpilot.training.proposing import Seen, propose
+from ddpilot.training.wrapping import find_ddp, unwrap
+
+_NS_PER_MS = 1_000_000
+
+
+class Prepared:
+    """What `prepare` returned, with what it chose, in that order."""
+
+    def __init__(self, group: GroupLike) -> None:
+        self._group = group
+        self._models: list[_Model] = []
+        self._optimizers: list[tuple[Optimizer, bool]] = []
+
+    def add_model(self, model: nn.Module, choices: tuple[Choice, ...]) -> None:
+        """A model as it is given back; one that is prepared again takes the place of what was."""
+        self._models = [one for one in self._models if unwrap(one.model) is not unwrap(model)]
+        names = tuple(name for name, parameter in unwrap(model).named_parameters() if parameter.requires_grad)
+        self._models.append(_Model(model, choices, names))
+
+    def add_optimizer(self, optimizer: Optimizer, *, is_sharded: bool) -> None:
+        """An optimizer as it is given back."""
+        self._optimizers.append((optimizer, is_sharded))
+
+    def explain(self) -> Explanation:
+        """See `Loop.explain`. Collective where there are several ranks."""
+        own = [_look(one) for one in self._models], [_count_state(one) for one, _ in self._optimizers]
+        of_ranks = self._group.all_gather_object(own) if self._group.world_size > 1 else [own]
+        parts = [
+            _explain_model(one, [models[place] for models, _ in of_ranks], self._group.world_size)
+            for place, one in enumerate(self._models)
+        ]
+        for place, (optimizer, is_sharded) in enumerate(self._optimizers):
+            parts.append(_explain_optimizer(optimizer, is_sharded, [sizes[place] for _, sizes in of_ranks]))
+        return Explanation(tuple(parts))
+
+
+class _Model(NamedTuple):
+    model: nn.Module
+    choices: tuple[Choice, ...]
+    names: tuple[str, ...]
+
+
+def _look(one: _Model) -> Seen | None:
+    """What this rank's DDP has recorded; None where there is none."""
+    ddp = find_ddp(one.model)
+    if ddp is None:
+        return None
+    data: dict[str, Any] = ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+    order = data.get("prev_iteration_grad_ready_order_indices")
+    ready = {int(index) for index in order.split(",")} if order else set()
+    times = [
+        data.get(f"avg_{name}_time", 0) / _NS_PER_MS
+        for name in ("forward_compute", "backward_compute", "backward_comm", "backward_compute_comm_overlap")
+    ]
+    sizes = data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes") or ""
+    return Seen(
+        num_updates=int(data.get("iteration", 0)),
+        finds_unused=ddp.find_unused_parameters,
+        is_steady=data.get("can_set_static_graph") != 0,
+        left_out=tuple(name for n, name in enumerate(one.names) if n not in ready) if ready else (),
+        bucket_bytes=tuple(int(size) for size in sizes.split(",") if size.strip()),
+        is_rebuilt=bool(data.get("has_rebuilt_buckets")),
+        forward_ms=times[0],
+        backward_ms=times[1],
+        exchange_ms=times[2],
+        overlap_ms=times[3],
+    )
+
+
+def _explain_model(one: _Model, seen: Sequence[Seen | None], world_size: int) -> Explained:
+    name = type(unwrap(one.model)).__name__
+    facts = [fact for fact in seen if fact is not None]
+    ddp = find_ddp(one.model)
+    if ddp is None or not facts:
+        why = "one rank alone" if world_size == 1 else "nothing in it is trained"
+        return Explained(f"{name}: not wrapped, {why}: nothing is exchanged")
+    title = f"{name}: DistributedDataParallel over {world_size} ranks"
+    comm = next(choice.value for choice in one.choices if choice.option == "comm")
+    measured = [_say_buckets(facts[0], ddp, comm), *_say_times(facts), *_say_left_out(facts)]
+    return Explained(title, one.choices, tuple(measured), propose(facts, name, comm))
+
+
+def _say_buckets(fact: Seen, ddp: DistributedDataParallel, comm: str) -> str:
+    total = sum(fact.bucket_bytes)
+    cross = sum(p.numel() for p in ddp.module.parameters() if p.requires_grad) * 2 if comm != "None" else total
+    order = "in the order in which gradients came" if fact.is_rebuilt else "in the order of definition"
+    views = f"; as views they save {_size(total)} on each rank" if ddp.gradient_as_bucket_view else ""
+    sizes = ", ".join(_size(size) for size in fact.bucket_bytes)
+    num = len(fact.bucket_bytes)
+    return (
+        f"gradients: {_size(total)} in {num} bucket{'s' if num != 1 else ''} ({sizes}) {order}; {_size(cross)} of each "
+        f"rank are exchanged in an update{views}"
+    )
+
+
+def _say_times(facts: Sequence[Seen]) -> Iterable[str]:
+    num = min(fact.num_updates for fact in facts)
+    if not num or not facts[0].backward_ms:
+        return [f"times: not measured yet, after {num} updates"]
+    slowest = max(facts, key=lambda fact: fact.forward_ms + fact.backward_ms)
+    parts = f"forward {slowest.forward_ms:.2f} ms, backward {slowest.backward_ms:.2f} ms"
+    exchange = f"exchange {slowest.exchange_ms:.2f} ms, {slowest.overlap_ms:.2f} ms of it beside the backward pass"
+    return [f"times: up to update {num}, on the slowest rank ({facts.index(slowest)}) {parts}, {exchange}"]
+
+
+def _say_left_out(facts: Sequence[Seen]) -> Iterable[str]:
+    for rank, fact in enumerate(facts):
+        if fact.left_out:
+            changes = "" if fact.is_steady else "; it changes between updates"
+            yield f"rank {rank} left out {_names(fact.left_out)} in the last update that DDP looked at{changes}"
+
+
+def _count_state(optimizer: Optimizer) -> int:
+    state = getattr(optimizer, "optim", optimizer).state
+    return sum(v.nbytes for values in state.values() for v in values.values() if isinstance(v, torch.Tensor) and v.ndim)
+
+
+def _explain_optimizer(optimizer: Optimizer, is_sharded: bool, sizes: Sequence[int]) -> Explained:
+    local = getattr(optimizer, "optim", optimizer)
+    name = type(local).__name__
+    if is_sharded:
+        held = f"state: {', '.join(map(_size, sizes))} on ranks 0 to {len(sizes) - 1}, {_size(sum(sizes))} in all"
+        why = "each rank updates its share of the parameters, and sends it to the others after the update"
+        return Explained(f"{name}: ZeroRedundancyOptimizer", (Choice("shard", "optimizer", why),), (held,))
+    if len(sizes) == 1 or not sizes[0]:
+        return Explained(f"{name}: as it is", (), (f"state: {_size(sizes[0])}",))
+    held = f'state: {_size(sizes[0])} on each rank; with shard="optimizer" about {_size(sizes[0] // len(sizes))}'
+    return Explained(f"{name}: as it is", (Choice("shard", "None", "every rank updates all parameters"),), (held,))
+
+
+def _names(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("bytes", "kB", "MB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.4g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.4g} GB"

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What would be better, by what DDP has seen on all ranks: proposals, since a branch may still be taken later."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from ddpilot.findings.finding import Finding
+
+MIN_UPDATES = 10
+"""Nothing is proposed before so many updates."""
+_MAX_WAITING = 0.25
+"""More of the time than this waiting for the exchange alone is worth a word."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one rank's DDP recorded of one model."""
+
+    num_updates: int
+    finds_unused: bool
+    is_steady: bool
+    """Have all updates so far left out the same parameters? Known only with `finds_unused`."""
+    left_out: tuple[str, ...]
+    """Parameters without a gradient in the last update that DDP looked at."""
+    bucket_bytes: tuple[int, ...] = ()
+    is_rebuilt: bool = False
+    forward_ms: float = 0.0
+    backward_ms: float = 0.0
+    exchange_ms: float = 0.0
+    overlap_ms: float = 0.0
+    """Of the exchange, what ran beside the backward pass."""
+
+
+def propose(facts: Sequence[Seen], model: str, comm: str) -> tuple[Finding, ...]:
+    """Findings of severity "info" on one model; `facts`: in the order of ranks."""
+    if min(fact.num_updates for fact in facts) < MIN_UPDATES:
+        return ()
+    return (*_about_unused(facts, model), *_about_exchange(facts, comm))
+
+
+def _about_unused(facts: Sequence[Seen], model: str) -> Iterable[Finding]:
+    if not facts[0].finds_unused or not all(fact.is_steady for fact in facts):
+        return
+    num = min(fact.num_updates for fact in facts)
+    if not any(fact.left_out for fact in facts):
+        yield Finding(
+            code="DDP502",
+            name="needless_find_unused_parameters",
+            severity="info",
+            summary=f"every update so far has used every parameter of {model}, on every rank",
+            evidence=(f"{num} updates, ranks 0-{len(facts) - 1}",),
+            why="find_unused_parameters=True searches the graph in each forward, and keeps the buckets in the order of "
+            "definition, so that less of the exchange runs beside the backward pass.",
+            fix="Leave it out, if no branch comes later or on one rank only; one that does is an error that names the "
+            "parameter.",
+        )
+    elif len({fact.left_out for fact in facts}) == 1:
+        names = facts[0].left_out
+        yield Finding(
+            code="DDP503",
+            name="parameters_never_used",
+            severity="info",
+            summary=f"the same parameters of {model} were left out in every update so far, on every rank",
+            evidence=(
+                f"{num} updates: {', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}",
+            ),
+            why="find_unused_parameters=True searches the graph in each forward for what does not change.",
+            fix="Freeze them before prepare(), with requires_grad_(False), or, if that holds for the whole training, "
+            "pass static_graph=True in its place.",
+        )
+
+
+def _about_exchange(facts: Sequence[Seen], comm: str) -> Iterator[Finding]:
+    # The rank that waits least has come last: what it waits is the exchange itself, and not another rank.
+    least = min(facts, key=lambda fact: fact.exchange_ms - fact.overlap_ms)
+    waiting = least.exchange_ms - least.overlap_ms
+    whole = least.forward_ms + least.backward_ms + waiting
+    if waiting <= _MAX_WAITING * whole:
+        return
+    halved = "" if comm != "None" else 'comm="bf16", which halves the bytes and rounds gradients to 8 bits; '
+    parts = f"forward {least.forward_ms:.2f} ms, backward {least.backward_ms:.2f} ms"
+    yield Finding(
+        code="DDP504",
+        name="exchange_not_hidden",
+        severity="info",
+        summary=f"{100 * waiting / whole:.0f} % of an update is spent waiting for gradients",
+        ranks=(facts.index(least),),
+        evidence=(f"{parts}, then {waiting:.2f} ms of exchange alone, on the rank that waits least",),
+        why="The exchange of a bucket runs beside the backward pass of earlier layers; the rest is waited for.",
+        fix=f"Larger batches; Loop(accumulate=...), which exchanges once for several; {halved}another bucket_cap_mb.",
+    )

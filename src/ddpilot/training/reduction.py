@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What DDP's reducer says when an update leaves a parameter out, in words that name it."""
+
+from __future__ import annotations
+
+import re
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpilot.errors import DdpilotError, LoopError
+
+_UNFINISHED = "Expected to have finished reduction in the prior iteration"
+_CHANGED = "Your training graph has changed in this iteration"
+_TWICE = "Expected to mark a variable ready only once"
+_MISSING = re.compile(r"did not receive grad for rank \d+: ([\d ,]+)")
+_AT_INDEX = re.compile(r"Parameter at index (\d+)")
+_SHOWN = 5
+
+
+class Reductions:
+    """The DDP models of a loop, with the names of what their reducers wait for."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._models: list[tuple[DistributedDataParallel, tuple[str, ...]]] = []
+
+    def watch(self, model: nn.Module) -> None:
+        """Watch `model`, which has just been made: the reducer counts what requires a gradient now.
+
+        What is not in DDP has nothing to be watched.
+        """
+        if not isinstance(model, DistributedDataParallel):
+            return
+        ignored = model.parameters_to_ignore
+        names = (name for name, p in model.module.named_parameters() if p.requires_grad and name not in ignored)
+        # A module that is prepared again is waited for by the new reducer alone.
+        self._models = [(known, of) for known, of in self._models if known.module is not model.module]
+        self._models.append((model, tuple(names)))
+
+    def check(self) -> None:
+        """Raise LoopError where a backward pass has left a parameter out, so that others still wait. Not collective."""
+        for model, names in self._models:
+            try:
+                model._check_reducer_finalized()  # type: ignore[no-untyped-call]
+            except RuntimeError as error:
+                raise self._left_out(error, model, names) from error
+
+    def explain(self, error: BaseException) -> None:
+        """Raise LoopError, chained to `error`, where that is a reducer's and what it is about can be named."""
+        if isinstance(error, DdpilotError):
+            return
+        if _UNFINISHED in str(error):
+            self.check()
+        translated = self._translate(str(error))
+        if translated is not None:
+            raise translated from error
+
+    def _left_out(self, error: RuntimeError, model: DistributedDataParallel, names: tuple[str, ...]) -> LoopError:
+        found = _MISSING.search(str(error))
+        missing = [names[int(number)] for number in re.findall(r"\d+", found[1])] if found else []
+        frozen = [name for name in missing if not model.module.get_parameter(name).requires_grad]
+        return LoopError(
+            "synchronising gradients",
+            found=f"on this rank the backward pass left out {_say(missing)} of {type(model.module).__name__}; a rank "
+            "that used it waits for this one",
+            fix=_fix(model, frozen),
+            rank=self._rank,
+        )
+
+    def _translate(self, text: str) -> LoopError | None:
+        if _CHANGED in text:
+            found = "this update uses a parameter that the first one did not, and `static_graph` is True"
+            return self._error(found, "Use find_unused_parameters=True in place of static_graph=True.")
+        if _TWICE in text:
+            number = _AT_INDEX.search(text)
+            candidates = (
+                {names[int(number[1])] for _, names in self._models if int(number[1]) < len(names)} if number else ()
+            )
+            which = " or ".join(sorted(candidates)) or "a parameter"
+            return self._error(
+                f"{which} got its gradient twice in one backward pass",
+                "Use torch.utils.checkpoint with use_reentrant=False, call the model once per backward pass, or, where "
+                "every update uses it in the same way, prepare(..., static_graph=True).",
+            )
+        return None
+
+    def _error(self, found: str, fix: str) -> LoopError:
+        return LoopError("synchronising gradients", found=found, fix=fix, rank=self._rank)
+
+
+def _say(names: list[str]) -> str:
+    if not names:
+        return "a parameter"
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"parameter{'s' if len(names) > 1 else ''} {', '.join(names[:_SHOWN])}{more}"
+
+
+def _fix(model: DistributedDataParallel, frozen: list[str]) -> str:
+    if frozen:
+        return f"{frozen[0]} was frozen after prepare(): freeze before it."
+    if model.static_graph:
+        return "With static_graph=True each update has to use the same: use find_unused_parameters=True in its place."
+    if model.find_unused_parameters:
+        return (
+            "With find_unused_parameters=True all that the loss depends on has to be in the model's output: let it "
+            "return tensors, in tuples, lists or dicts."
+        )
+    return (
+        "Where a branch leaves it out now and then, or on some ranks: prepare(..., find_unused_parameters=True), or "
+        "DDP_FIND_UNUSED_PARAMETERS=1. Where it is never used: requires_grad_(False) before prepare()."
+    )
