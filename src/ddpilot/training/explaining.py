@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from ddpilot.group.protocol import GroupLike
 from ddpilot.training.ddp_options import Choice
 from ddpilot.training.explanation import Explained, Explanation
+from ddpilot.training.optimizer_state import Divided
 from ddpilot.training.proposing import Seen, propose
 from ddpilot.training.wrapping import find_ddp, unwrap
 
@@ -26,7 +27,7 @@ class Prepared:
     def __init__(self, group: GroupLike) -> None:
         self._group = group
         self._models: list[_Model] = []
-        self._optimizers: list[tuple[Optimizer, bool]] = []
+        self._optimizers: list[Optimizer] = []
 
     def add_model(self, model: nn.Module, choices: tuple[Choice, ...]) -> None:
         """A model as it is given back; one that is prepared again takes the place of what was."""
@@ -34,20 +35,21 @@ class Prepared:
         names = tuple(name for name, parameter in unwrap(model).named_parameters() if parameter.requires_grad)
         self._models.append(_Model(model, choices, names))
 
-    def add_optimizer(self, optimizer: Optimizer, *, is_sharded: bool) -> None:
+    def add_optimizer(self, optimizer: Optimizer) -> None:
         """An optimizer as it is given back."""
-        self._optimizers.append((optimizer, is_sharded))
+        self._optimizers = [one for one in self._optimizers if one is not optimizer]
+        self._optimizers.append(optimizer)
 
     def explain(self) -> Explanation:
         """See `Loop.explain`. Collective where there are several ranks."""
-        own = [_look(one) for one in self._models], [_count_state(one) for one, _ in self._optimizers]
+        own = [_look(one) for one in self._models], [_count_state(one) for one in self._optimizers]
         of_ranks = self._group.all_gather_object(own) if self._group.world_size > 1 else [own]
         parts = [
             _explain_model(one, [models[place] for models, _ in of_ranks], self._group.world_size)
             for place, one in enumerate(self._models)
         ]
-        for place, (optimizer, is_sharded) in enumerate(self._optimizers):
-            parts.append(_explain_optimizer(optimizer, is_sharded, [sizes[place] for _, sizes in of_ranks]))
+        for place, optimizer in enumerate(self._optimizers):
+            parts.append(_explain_optimizer(optimizer, [sizes[place] for _, sizes in of_ranks]))
         return Explanation(tuple(parts))
 
 
@@ -132,10 +134,10 @@ def _count_state(optimizer: Optimizer) -> int:
     return sum(v.nbytes for values in state.values() for v in values.values() if isinstance(v, torch.Tensor) and v.ndim)
 
 
-def _explain_optimizer(optimizer: Optimizer, is_sharded: bool, sizes: Sequence[int]) -> Explained:
+def _explain_optimizer(optimizer: Optimizer, sizes: Sequence[int]) -> Explained:
     local = getattr(optimizer, "optim", optimizer)
     name = type(local).__name__
-    if is_sharded:
+    if isinstance(optimizer, Divided):
         held = f"state: {', '.join(map(_size, sizes))} on ranks 0 to {len(sizes) - 1}, {_size(sum(sizes))} in all"
         why = "each rank updates its share of the parameters, and sends it to the others after the update"
         return Explained(f"{name}: ZeroRedundancyOptimizer", (Choice("shard", "optimizer", why),), (held,))

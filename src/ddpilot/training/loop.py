@@ -223,7 +223,7 @@ class Loop:
             elif isinstance(thing, Optimizer):
                 optimizer = prepare_optimizer(thing, self.group, shard)
                 self._optimizers.append(optimizer)
-                self._prepared.add_optimizer(optimizer, is_sharded=optimizer is not thing)
+                self._prepared.add_optimizer(optimizer)
                 returned.append(optimizer)
             elif has_state(thing):
                 returned.append(thing)

@@ -20,8 +20,9 @@ KINDS = ("mlp", "cnn", "gpt")
 
 def launch(num_ranks: int, fn: Any, *args: Any, **kwargs: Any) -> Any:
     """What every rank returned, in at most 100 seconds."""
-    # The first optimizer of a process imports torch's compiler: seconds for each rank, unless their server has it.
-    launcher = ddpilot.Launcher(nproc_per_node=num_ranks, timeout_s=100, preload=("torch._dynamo",))
+    # The first optimizer of a process imports torch's compiler: seconds for each rank, unless their server has it; and
+    # a sharded one imports more.
+    launcher = ddpilot.Launcher(nproc_per_node=num_ranks, timeout_s=100, preload=("torch._dynamo", "torch.distributed.optim"))
     return launcher.run(fn, *args, **kwargs)
 
 
