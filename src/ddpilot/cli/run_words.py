@@ -52,7 +52,11 @@ OPTIONS = (
     Option("local-addr", "HOST", "address of this node that a rendezvous of torch's tells the others"),
     Option("role", "NAME", "ROLE_NAME of the ranks"),
     Option("monitor-interval", "S", "seconds between two looks at the ranks (0.1)"),
-    Option("signals-to-handle", "SIG,SIG", "signals that are passed on to the ranks (SIGTERM,SIGINT,SIGHUP,SIGQUIT)"),
+    Option(
+        "signals-to-handle",
+        "SIG,SIG",
+        "signals that are passed on to the ranks (SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1)",
+    ),
 )
 
 _STARTERS = ("python", "python3", "torchrun", *LAUNCHERS)

@@ -16,6 +16,9 @@ LAUNCH_VARIABLE = "DDPILOT_LAUNCH"
 SERVER_VARIABLE = "DDPILOT_RANK_SERVER"
 """Is set in a rank server, so that a module which launches when it is imported cannot start servers for ever."""
 
+EXIT_REQUEUE = 75
+"""Exit code of a rank that has saved where it stands and is to be started again: EX_TEMPFAIL of sysexits.h."""
+
 _LOOPBACK_INTERFACE = "lo" if sys.platform == "linux" else "lo0"
 _IMPORT_TIME_PREFIXES = (
     *("TORCH", "PYTORCH_", "ATEN_", "TRITON_", "CUDA_", "NPY_"),  # TORCH: TORCHDYNAMO_ and TORCHINDUCTOR_ too

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from ddpilot.errors import RankError
 from ddpilot.findings.words import render_ranks
+from ddpilot.launching.contract import EXIT_REQUEUE
 from ddpilot.launching.crash import find_crash_line, tidy_lines
 from ddpilot.launching.local.report import Exited, Raised
 from ddpilot.launching.processes import is_ending
@@ -80,7 +81,12 @@ def build_error(
     raised, exited = failure.raised, failure.exited
     found = f"rank {failure.rank} "
     fix = ""
-    if raised is not None and raised.type_name == "SystemExit":
+    exitcode = raised.exitcode if raised is not None else exited.exitcode if exited is not None else 1
+    is_requeue = exitcode == EXIT_REQUEUE
+    if is_requeue:
+        found += f"left with exit code {EXIT_REQUEUE}: it was asked to stop, and has saved where it stands"
+        fix = "Start the same again: it goes on from there"
+    elif raised is not None and raised.type_name == "SystemExit":
         found += f"called sys.exit with code {raised.exitcode}"
     elif raised is not None and raised.type_name == "ShipError":
         found += name_cells(raised.message)
@@ -99,9 +105,9 @@ def build_error(
         fix=fix,
         rank=failure.rank,
         host=platform.node(),
-        exitcode=raised.exitcode if raised is not None else exited.exitcode if exited is not None else 1,
+        exitcode=exitcode,
         signal_name=None if exited is None or raised is not None else exited.signal_name,
-        rank_traceback="" if raised is None else name_cells(raised.traceback),
+        rank_traceback="" if raised is None or is_requeue else name_cells(raised.traceback),
         last_lines=tidy_lines(last_lines),
         others=_describe_others(failure, victims, returned, "ended" if is_script else "returned"),
     )

@@ -190,6 +190,11 @@ class Agent(LocalElasticAgent):
         self._ranks.kill()
 
     @property
+    def wants_requeue(self) -> bool:
+        """Whether every rank of this node has saved where it stands, and asks to be started again."""
+        return self._ranks.want_requeue
+
+    @property
     def ends(self) -> str:
         """How each rank of this node ended."""
         return self._ranks.describe_ends()

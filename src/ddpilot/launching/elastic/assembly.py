@@ -17,6 +17,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from ddpilot.errors import LaunchError, RendezvousError
+from ddpilot.launching.contract import EXIT_REQUEUE
 from ddpilot.launching.elastic import worker_main
 from ddpilot.launching.elastic.agent import Agent
 from ddpilot.launching.elastic.logs import PipedLogs
@@ -86,7 +87,7 @@ def _run(agent: Agent, me: NodeState, options: RunOptions) -> None:
         result = agent.run()
     except SignalException as stop:
         found = f"{who} was stopped by {stop.sigval.name}: {agent.ends}"
-        raise RunStoppedError(did, found=found, exitcode=1) from None
+        raise RunStoppedError(did, found=found, exitcode=EXIT_REQUEUE if agent.wants_requeue else 1) from None
     except StopSignal as stop:
         found = f"{who} was stopped by {stop.number.name} before there were ranks"
         raise RunStoppedError(did, found=found, exitcode=128 + stop.number) from None

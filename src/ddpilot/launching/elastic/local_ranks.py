@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ddpilot.launching.contract import EXIT_REQUEUE
 from ddpilot.launching.elastic.reports import read_report
 from ddpilot.launching.failures import Failure
 from ddpilot.launching.local.report import Exited, Raised
@@ -107,6 +108,11 @@ class LocalRanks:
     def unheard(self) -> list[int]:
         """The process ids of the ranks that have neither ended, as far as is known, nor reported."""
         return [each.process.pid for each in self._ranks if each.is_live and each.raised is None]
+
+    @property
+    def want_requeue(self) -> bool:
+        """Whether every rank has left with the exit code that asks to be started again."""
+        return all(each.exited is not None and each.exited.exitcode == EXIT_REQUEUE for each in self._ranks)
 
     @property
     def succeeded(self) -> tuple[int, ...]:

@@ -13,8 +13,8 @@ from typing import NoReturn
 
 from ddpilot.errors import LaunchError
 
-DEFAULT_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
-"""Signals that are passed on to the ranks, as under torchrun."""
+DEFAULT_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
+"""Signals that are passed on to the ranks: torchrun's, and the one that Slurm is asked for (`--signal=USR1@120`)."""
 
 # torch's agent reads which signals to handle from here, once it starts ranks.
 _VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
@@ -29,7 +29,10 @@ class StopSignal(BaseException):
 
 
 class RunStoppedError(LaunchError):
-    """A signal ended the run. `exitcode`: torchrun's in the same case, 1 with ranks, 128 + the signal's before."""
+    """A signal ended the run. `exitcode`: torchrun's in the same case, 1 with ranks, 128 + the signal's before.
+
+    75 where all ranks have saved where they stand, and ask to be started again.
+    """
 
     def __init__(self, did: str, *, found: str, exitcode: int) -> None:
         self.exitcode = exitcode

@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from ddpilot.errors import LoopError
 from ddpilot.group.protocol import GroupLike
+from ddpilot.launching.contract import EXIT_REQUEUE
 from ddpilot.training.checkpoint.directory import CheckpointDir
 from ddpilot.training.checkpoint.joint import RNG, JointCheckpoints
 from ddpilot.training.checkpoint.reading import Checkpoint
@@ -19,9 +20,6 @@ from ddpilot.training.deciding import Decider
 from ddpilot.training.keeping.options import KeepOptions
 from ddpilot.training.keeping.place import Place
 from ddpilot.training.keeping.things import Things
-
-EXIT_REQUEUE = 75
-"""Exit code of ranks that a signal ended after a checkpoint: EX_TEMPFAIL of sysexits.h, try again later."""
 
 _REQUEUE = ("SIGTERM", "SIGUSR1")
 
