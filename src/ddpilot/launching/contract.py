@@ -27,6 +27,10 @@ _IMPORT_TIME_PREFIXES = (
 )
 
 
+_SET_BY_TORCH = ("TORCHINDUCTOR_CACHE_DIR",)
+"""Set when the first optimizer is made, and read when something is compiled."""
+
+
 def rank_variables(
     *, launch_id: str, rank: int, nproc_per_node: int, master_port: int, num_threads: int, backend: str | None
 ) -> dict[str, str]:
@@ -66,7 +70,8 @@ def default_variables() -> dict[str, str]:
 
 def import_time_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables that libraries read when they are imported: a change of one needs a new rank server."""
-    return {name: value for name, value in sorted(environ.items()) if name.startswith(_IMPORT_TIME_PREFIXES)}
+    read = (name for name in sorted(environ) if name.startswith(_IMPORT_TIME_PREFIXES))
+    return {name: environ[name] for name in read if name not in _SET_BY_TORCH}
 
 
 def count_cores() -> int:

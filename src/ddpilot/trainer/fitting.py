@@ -91,7 +91,7 @@ def _prepare(trainer: Trainer, loop: Loop, fit: Fit) -> Run:
         model=unwrap(wrapped[0]) if "" in parts else model,
         wrapped=wrapped[0] if "" in parts else dict(zip(parts, wrapped, strict=True)),
         optimizers=trainer.optimizers,
-        schedulers=trainer.schedulers,
+        schedulers={name: one for name, one in trainer.schedulers.items() if _is_per_update(trainer, one)},
         ema=trainer.ema,
         history=trainer.history,
         num_epochs=trainer.epoch + fit.epochs,
@@ -160,11 +160,15 @@ def _validate(trainer: Trainer, run: Run, loader: Loader) -> dict[str, Any]:
 
 
 def _step_per_epoch(trainer: Trainer, run: Run) -> None:
-    for scheduler in run.schedulers.values():
+    for scheduler in trainer.schedulers.values():
         if isinstance(scheduler, ReduceLROnPlateau):
             scheduler.step(run.metrics.get("val_loss", run.metrics["loss"]))
-        elif trainer.scheduler_per == "epoch":
+        elif not _is_per_update(trainer, scheduler):
             scheduler.step()
+
+
+def _is_per_update(trainer: Trainer, scheduler: Any) -> bool:
+    return trainer.scheduler_per == "update" and not isinstance(scheduler, ReduceLROnPlateau)
 
 
 def render_row(row: Mapping[str, Any], num_epochs: int) -> str:

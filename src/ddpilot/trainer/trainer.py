@@ -161,8 +161,8 @@ class Trainer:
             loop.backward(loss, count)
         if self.clip_norm is not None:
             loop.clip_grad_norm_(run.model.parameters(), self.clip_norm)
-        scheduler = next(iter(run.schedulers.values()), None) if self.scheduler_per == "update" else None
-        loop.step(run.optimizer, scheduler)
+        name, optimizer = next(iter(run.optimizers.items()))
+        loop.step(optimizer, run.schedulers.get(name))
         return loss if count is None else (loss, count)
 
     def evaluate(

@@ -28,7 +28,12 @@ def launcher() -> ddpilot.Launcher:
 
 def make_data(num_samples: int = NUM_SAMPLES, first: int = 0) -> TensorDataset:
     """Points and a target that a small network can learn."""
-    x = torch.linspace(-1, 1, 4 * 100, dtype=torch.float64).reshape(4, 100).t().contiguous()[first : first + num_samples]
+    x = (
+        torch.linspace(-1, 1, 4 * 100, dtype=torch.float64)
+        .reshape(4, 100)
+        .t()
+        .contiguous()[first : first + num_samples]
+    )
     return TensorDataset(x, (x[:, :2] * x[:, 2:]).sum(1, keepdim=True))
 
 

@@ -58,6 +58,11 @@ def test_import_time_variables_keep_what_libraries_read_on_import(name: str) -> 
     assert import_time_variables({name: "1", "HOME": "h", "RANK": "0"}) == {name: "1"}
 
 
+def test_import_time_variables_leave_out_what_torch_sets_itself() -> None:
+    """A first optimizer in the notebook must not cost a new rank server."""
+    assert import_time_variables({"TORCHINDUCTOR_CACHE_DIR": "/somewhere", "TORCH_LOGS": "a"}) == {"TORCH_LOGS": "a"}
+
+
 @pytest.mark.parametrize(
     ("text", "expected"), [("3", 3), ("4,2", 4), (" 5 ", 5), ("0", None), ("-2", None), ("many", None), ("", None)]
 )

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Other batches, losses, models and places than the usual ones."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import ddpilot
+from ddpilot.errors import LoopError
+from ddpilot.trainer.places import HEAVY
+from tests.dist.trainer.bodies import BATCH_SIZE, launcher, make_data, make_model, make_optimizer, make_trainer
+
+
+class Texts(Dataset[dict[str, torch.Tensor]]):
+    """Sequences of numbers with targets of which some are left out, as a mapping."""
+
+    def __len__(self) -> int:
+        return 21
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        x = torch.linspace(0, number / 21, 6, dtype=torch.float64)
+        return {"x": x, "labels": torch.where(torch.arange(6) < number % 7, x.flip(0), torch.nan)}
+
+
+class Reader(nn.Module):
+    """Called by name; also knows how to draw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6, dtype=torch.float64))
+        self.temperature = 1.0
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:  # noqa: ARG002  (it is called with all of a batch)
+        """x: (samples, 6)."""
+        return x * self.weight
+
+    def sample(self, num: int) -> torch.Tensor:
+        """Random rows, without gradient and in eval mode."""
+        assert not self.training
+        assert not torch.is_grad_enabled()
+        return torch.rand(num, 6) * self.temperature
+
+
+def token_loss(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+    """The mean over the tokens that count, and how many these are."""
+    counts = ~batch["labels"].isnan()
+    wrong = (output - batch["labels"])[counts]
+    return wrong.pow(2).sum() / max(int(counts.sum()), 1), int(counts.sum())
+
+
+class Warm(ddpilot.Callback):
+    """Changes an attribute of the model and draws from it."""
+
+    def __init__(self) -> None:
+        self.drawn: list[Any] = []
+
+    def on_epoch_end(self, run: ddpilot.Run) -> None:
+        run.model.temperature = 2.0 + run.epoch  # type: ignore[assignment]
+        self.drawn.append(run.call_model("sample", 3))
+
+
+@pytest.mark.parametrize("num_ranks", [0, 2])
+def test_mappings_tokens_and_methods(num_ranks: int) -> None:
+    """A mapping goes to the model by name, a loss with a count is a mean over tokens, on training and validation data.
+
+    The model's own method runs in a callback; an attribute that changed comes back.
+    """
+    model, callback = Reader(), Warm()
+    trainer = ddpilot.Trainer(
+        model, token_loss, lambda p: torch.optim.SGD(p, lr=0.0), callbacks=[callback], launcher=launcher()
+    )
+    history = trainer.fit(Texts(), Texts(), epochs=1, global_batch_size=4, nproc_per_node=num_ranks)
+    batch = {name: torch.stack([Texts()[number][name] for number in range(21)]) for name in ("x", "labels")}
+    expected = token_loss(model(batch["x"]), batch)[0].item()
+    assert history.epochs[0]["loss"] == pytest.approx(expected, rel=1e-10)
+    assert history.epochs[0]["val_loss"] == pytest.approx(expected, rel=1e-10)
+    assert [tuple(one.shape) for one in callback.drawn] == [(3, 6)]
+    assert model.temperature == 2.0
+    assert trainer.call("sample", 2).shape == (2, 6)
+    one, two = trainer.call("sample", 2, ranks="all", nproc_per_node=2)
+    assert not torch.equal(one, two)
+    assert torch.equal(trainer.predict(Texts()), model(batch["x"]).detach())
+    with pytest.raises(LoopError, match="Reader has no such method"):
+        trainer.call("draw")
+
+
+class GanTrainer(ddpilot.Trainer):
+    """Two models in turn."""
+
+    def train_batch(self, run: ddpilot.Run, batch: Any) -> Any:
+        """The discriminator's step, then the generator's."""
+        (real,), loop = batch, run.loop
+        generator, discriminator = run.wrapped["generator"], run.wrapped["discriminator"]
+        fake = generator(real.flip(1))
+        with loop.accumulate(discriminator):
+            both = discriminator(torch.cat([real, fake.detach()]))
+            d_loss = both[len(real) :].mean() - both[: len(real)].mean() + both.pow(2).mean()
+            loop.backward(d_loss)
+        loop.step(run.optimizers["discriminator"])
+        inner = run.model.get_submodule("discriminator").requires_grad_(False)
+        with loop.accumulate(generator):
+            g_loss = -inner(fake).mean()
+            loop.backward(g_loss)
+        inner.requires_grad_(True)
+        loop.step(run.optimizers["generator"])
+        return {"loss": g_loss, "d_loss": d_loss}
+
+
+def train_gan(num_ranks: int) -> GanTrainer:
+    """Two epochs."""
+    torch.manual_seed(0)
+    parts = {"generator": nn.Linear(4, 4), "discriminator": nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))}
+    trainer = GanTrainer(
+        nn.ModuleDict(parts).double(),
+        None,
+        {"generator": lambda p: torch.optim.SGD(p, lr=0.1), "discriminator": lambda p: torch.optim.Adam(p, lr=0.01)},
+        launcher=launcher(),
+    )
+    data = TensorDataset(make_data().tensors[0])
+    trainer.fit(data, epochs=2, global_batch_size=BATCH_SIZE, nproc_per_node=num_ranks)
+    return trainer
+
+
+def test_a_step_of_its_own_trains_two_models() -> None:
+    """A GAN by `train_batch`: both losses are recorded, and the numbers are those of one process."""
+    alone, together = train_gan(0), train_gan(2)
+    assert sorted(together.history.updates[0]) == ["d_loss", "loss", "update"]
+    for one, other in zip(alone.history.updates, together.history.updates, strict=True):
+        assert other == pytest.approx(one, rel=1e-9)
+    torch.testing.assert_close(together.model.state_dict(), alone.model.state_dict(), rtol=1e-9, atol=1e-12)
+    assert together.history.epochs[-1]["d_loss"] < together.history.epochs[0]["d_loss"]
+
+
+def test_data_loaders_plateaus_and_sharded_optimizers() -> None:
+    """DataLoaders keep their batch size, ReduceLROnPlateau looks at the validation, and sharded state comes back."""
+
+    def plateau(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=1e9)
+
+    trainer = make_trainer(scheduler=plateau, ema=None)
+    training = DataLoader(make_data(), batch_size=BATCH_SIZE, shuffle=True)
+    validation = DataLoader(make_data(21, first=60), batch_size=5)
+    trainer.fit(training, validation, epochs=2, nproc_per_node=2, ddp={"shard": "optimizer"})
+    assert [row["lr"] for row in trainer.history.epochs] == pytest.approx([0.05, 0.005])
+    assert trainer.optimizers["optimizer"].param_groups[0]["lr"] == pytest.approx(0.0005)
+    trainer.fit(training, validation, epochs=1, nproc_per_node=2)
+    alone = make_trainer(scheduler=plateau, ema=None)
+    alone.fit(training, validation, epochs=3, nproc_per_node=0)
+    torch.testing.assert_close(trainer.model.state_dict(), alone.model.state_dict(), rtol=1e-10, atol=1e-13)
+
+
+def fit_on_a_rank() -> dict[str, Any]:
+    """What a script under torchrun does; each rank made other weights."""
+    loop = ddpilot.Loop()
+    torch.manual_seed(loop.rank)
+    model = nn.Linear(4, 1).double()
+    trainer = ddpilot.Trainer(model, nn.functional.mse_loss, make_optimizer)
+    first = trainer.evaluate(make_data(21))["loss"]
+    before = signal.getsignal(signal.SIGINT)
+    for _ in range(2):
+        trainer.fit(make_data(), epochs=1, global_batch_size=BATCH_SIZE, nproc_per_node=7, ddp={"shard": "optimizer"})
+    assert signal.getsignal(signal.SIGINT) == before
+    return {
+        "first": first,
+        "last": trainer.evaluate(make_data(21))["loss"],
+        "weights": model.state_dict(),
+        "predictions": trainer.predict(make_data(5)),
+        "history": [row["loss"] for row in trainer.history.epochs],
+        "called": trainer.call("forward", torch.ones(1, 4, dtype=torch.float64)),
+    }
+
+
+def test_a_trainer_on_a_rank_trains_right_there() -> None:
+    """The same code in a launched function: no further ranks, weights of rank 0 first, the same on all afterwards."""
+    zero, one = replace(launcher(), nproc_per_node=2, preload=(HEAVY,)).run(fit_on_a_rank)
+    assert one["predictions"] is one["called"] is None
+    assert zero["predictions"].shape == (5, 1)
+    assert zero["called"].shape == (1, 1)
+    for name in ("first", "last", "history"):
+        assert zero[name] == one[name], name
+    assert zero["last"] < zero["first"]
+    torch.testing.assert_close(zero["weights"], one["weights"], rtol=0, atol=0)
+
+
+class Faulty(nn.Module):
+    """Fails on one rank, in the second update."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = make_model()
+        self.num_calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (samples, 4)."""
+        self.num_calls += 1
+        if self.num_calls == 2 and torch.distributed.get_rank() == 1:
+            raise ArithmeticError("a bad sample")
+        return torch.as_tensor(self.inner(x))
+
+
+def test_an_exception_of_a_rank_is_raised_here_and_leaves_all_as_it_was() -> None:
+    """RankError with the user's line and none of the trainer's before it."""
+    trainer = ddpilot.Trainer(Faulty(), nn.functional.mse_loss, make_optimizer, launcher=launcher())
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    with pytest.raises(ddpilot.RankError, match=r"rank 1 raised ArithmeticError: a bad sample") as caught:
+        trainer.fit(make_data(), epochs=1, global_batch_size=BATCH_SIZE, nproc_per_node=2)
+    assert "running `Trainer.fit` on 2 ranks" in str(caught.value)
+    assert 'raise ArithmeticError("a bad sample")' in caught.value.rank_traceback
+    assert "fitting.py" not in caught.value.rank_traceback
+    torch.testing.assert_close(trainer.model.state_dict(), before, rtol=0, atol=0)
+    assert trainer.num_updates == 0
