@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any, ClassVar, Literal
 
 from ddpilot.trainer.run import Run
-from ddpilot.training.plain import plain_attributes
+from ddpilot.training.checkpoint.snapshot import can_hold
 
 
 class Callback:
@@ -48,10 +48,10 @@ class Callback:
     def state_dict(self) -> dict[str, Any]:
         """What is kept in checkpoints, and comes back into the notebook's callback after `fit`, from rank 0.
 
-        By default every attribute whose name does not begin with an underscore and that is plain: numbers, texts,
-        paths, arrays, tensors, and containers of those.
+        By default every attribute whose name does not begin with an underscore and that is a number, a text, a tensor,
+        or a list, tuple, set or dict of those: what a checkpoint can hold.
         """
-        return {name: value for name, value in plain_attributes(self).items() if not name.startswith("_")}
+        return {name: value for name, value in vars(self).items() if not name.startswith("_") and can_hold(value)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take what `state_dict` returned. Called before `on_fit_start`, and in the notebook after `fit`."""

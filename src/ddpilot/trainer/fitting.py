@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -19,9 +19,11 @@ from ddpilot.trainer.ledger import Ledger
 from ddpilot.trainer.loading import NO_SIZES, make_loader_of
 from ddpilot.trainer.parts import relink
 from ddpilot.trainer.places import group_here
+from ddpilot.trainer.position import Position, Story
 from ddpilot.trainer.run import Run
 from ddpilot.trainer.watchers import Watchers
 from ddpilot.training.grouping import Loader
+from ddpilot.training.keeping.place import describe_data
 from ddpilot.training.loop import Loop
 from ddpilot.training.optimizer_state import Divided
 from ddpilot.training.wrapping import unwrap
@@ -41,8 +43,10 @@ class Fit:
     shuffle: bool
     num_workers: int
     max_time_s: float | None
-    loader: Mapping[str, Any] = field(default_factory=dict)
-    ddp: Mapping[str, Any] = field(default_factory=dict)
+    checkpoints: Mapping[str, Any]
+    """Arguments of `Loop`: `checkpoint_dir`, `resume`, `keep` and so on."""
+    loader: Mapping[str, Any]
+    ddp: Mapping[str, Any]
 
 
 def fit_here(trainer: Trainer, fit: Fit) -> None:
@@ -53,22 +57,32 @@ def fit_here(trainer: Trainer, fit: Fit) -> None:
         precision=trainer.precision,
         max_time_s=fit.max_time_s,
         group=group_here(),
+        **fit.checkpoints,
     )
-    loop.epoch, loop.num_updates = trainer.epoch, trainer.num_updates
-    run = _prepare(trainer, loop, fit)
     train_loader, val_loader = _make_loaders(fit, loop)
+    data = describe_data(train_loader)
+    _start(loop, trainer.position, data)
+    run = _prepare(trainer, loop, fit)
+    if fit.checkpoints["checkpoint_dir"] is not None and fit.checkpoints["resume"]:
+        loop.resume()
     watchers = Watchers(trainer.callbacks, run)
     try:
         watchers.tell("on_fit_start")
         for _ in loop.epochs(run.num_epochs):
-            _train_epoch(trainer, run, train_loader, val_loader, watchers)
+            _train_epoch(trainer, run, train_loader, val_loader, watchers, fit)
         watchers.tell("on_fit_end")
     except BaseException as error:
         watchers.tell_exception(error)
         raise
     _say_stop(loop)
-    # An epoch that was left in the middle is over: the next fit begins another.
-    trainer.epoch, trainer.num_updates = loop.epoch + bool(loop.next_batch), loop.num_updates
+    trainer.position = Position(loop.epoch, loop.next_batch, loop.num_updates, data)
+
+
+def _start(loop: Loop, position: Position, data: Mapping[str, Any]) -> None:
+    epoch, next_batch = position.epoch, position.next_batch
+    if next_batch and position.data != data:  # of other data there is no rest: another epoch begins
+        epoch, next_batch = epoch + 1, 0
+    loop.start_at(epoch, next_batch=next_batch, num_updates=position.num_updates)
 
 
 def _prepare(trainer: Trainer, loop: Loop, fit: Fit) -> Run:
@@ -84,8 +98,10 @@ def _prepare(trainer: Trainer, loop: Loop, fit: Fit) -> Run:
             loop.prepare(optimizer)
     for name, scheduler in trainer.schedulers.items():
         relink(scheduler, trainer.optimizers[name])
+        loop.prepare(scheduler)
     if trainer.ema is not None:
-        trainer.ema.to(loop.device)
+        loop.prepare(trainer.ema)
+    loop.track(story=Story(trainer.history, trainer.callbacks))
     return Run(
         loop=loop,
         model=unwrap(wrapped[0]) if "" in parts else model,
@@ -94,7 +110,7 @@ def _prepare(trainer: Trainer, loop: Loop, fit: Fit) -> Run:
         schedulers={name: one for name, one in trainer.schedulers.items() if _is_per_update(trainer, one)},
         ema=trainer.ema,
         history=trainer.history,
-        num_epochs=trainer.epoch + fit.epochs,
+        num_epochs=loop.epoch + fit.epochs,
     )
 
 
@@ -120,7 +136,7 @@ def _make_loaders(fit: Fit, loop: Loop) -> tuple[Loader, Loader | None]:
     return train, make_loader_of(fit.val_set, loop.group, loop.seed, sizes, {**common, **kept}, say=loop.print)
 
 
-def _train_epoch(trainer: Trainer, run: Run, train: Loader, val: Loader | None, watchers: Watchers) -> None:
+def _train_epoch(trainer: Trainer, run: Run, train: Loader, val: Loader | None, watchers: Watchers, fit: Fit) -> None:
     loop = run.loop
     run.metrics = {}
     watchers.tell("on_epoch_start")
@@ -133,6 +149,8 @@ def _train_epoch(trainer: Trainer, run: Run, train: Loader, val: Loader | None, 
     run.history.epochs.append(run.metrics)
     run.history.updates.extend(rows)
     watchers.tell("on_epoch_end")
+    if fit.checkpoints["checkpoint_dir"] is not None and not loop.next_batch:
+        loop.save({name: value for name, value in run.metrics.items() if isinstance(value, int | float)})
     loop.print(render_row(run.metrics, run.num_epochs), flush=True)
 
 
@@ -162,7 +180,9 @@ def _validate(trainer: Trainer, run: Run, loader: Loader) -> dict[str, Any]:
 def _step_per_epoch(trainer: Trainer, run: Run) -> None:
     for scheduler in trainer.schedulers.values():
         if isinstance(scheduler, ReduceLROnPlateau):
-            scheduler.step(run.metrics.get("val_loss", run.metrics["loss"]))
+            watched = run.metrics.get("val_loss", run.metrics.get("loss"))
+            if watched is not None:
+                scheduler.step(watched)
         elif not _is_per_update(trainer, scheduler):
             scheduler.step()
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddpilot.training.plain import is_plain
+from ddpilot.training.checkpoint.snapshot import can_hold
 
 
 @dataclass
@@ -35,8 +35,8 @@ class History:
         return Path(path)
 
     def state_dict(self) -> dict[str, Any]:
-        """Both lists, without what is not plain."""
-        rows = [{name: value for name, value in row.items() if is_plain(value)} for row in self.epochs]
+        """Both lists, without what a checkpoint cannot hold."""
+        rows = [{name: value for name, value in row.items() if can_hold(value)} for row in self.epochs]
         return {"epochs": rows, "updates": [dict(row) for row in self.updates]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -72,8 +72,9 @@ class Ledger:
         width = len(self._names) + 1
         table = torch.tensor(self._updates, dtype=torch.float64).reshape(-1, width)
         table = self._loop.reduce(table, "sum").cpu()
-        totals = table.sum(0)
-        means = {name: (totals[place] / totals[-1]).item() for place, name in enumerate(self._names)}
+        totals = table.sum(0).tolist()
+        # There is none where a fit goes on behind the last batch of an epoch.
+        means = {name: total / totals[-1] for name, total in zip(self._names, totals, strict=False) if totals[-1]}
         first = num_updates - len(table)
         rows: list[dict[str, Any]] = [
             {"update": first + last} | {name: total / weight for name, total in zip(self._names, sums, strict=True)}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ddpilot.group.protocol import GroupLike
+from ddpilot.trainer.position import Position
 from ddpilot.training.optimizer_state import full_state
 from ddpilot.training.plain import plain_attributes
 
@@ -30,8 +31,7 @@ class Outcome:
     ema: dict[str, Any] | None
     callbacks: list[dict[str, Any]]
     history: dict[str, Any]
-    epoch: int
-    num_updates: int
+    position: Position
 
 
 def collect(trainer: Trainer, group: GroupLike) -> Outcome | None:
@@ -49,8 +49,7 @@ def collect(trainer: Trainer, group: GroupLike) -> Outcome | None:
         ema=None if trainer.ema is None else trainer.ema.state_dict(),
         callbacks=[callback.state_dict() for callback in trainer.callbacks],
         history=trainer.history.state_dict(),
-        epoch=trainer.epoch,
-        num_updates=trainer.num_updates,
+        position=trainer.position,
     )
 
 
@@ -72,8 +71,7 @@ def apply(trainer: Trainer, outcome: Outcome) -> None:
     for callback, state in zip(trainer.callbacks, outcome.callbacks, strict=True):
         callback.load_state_dict(state)
     trainer.history.load_state_dict(outcome.history)
-    trainer.epoch = outcome.epoch
-    trainer.num_updates = outcome.num_updates
+    trainer.position = outcome.position
 
 
 def _public(module: nn.Module) -> dict[str, Any]:

@@ -57,9 +57,9 @@ class Run:
         """The first optimizer."""
         return next(iter(self.optimizers.values()))
 
-    def stop(self) -> None:
-        """Ask all ranks to stop, from any of them: they leave after the same update, or before the next epoch."""
-        self.loop.stop()
+    def stop(self, *, everywhere: bool = False) -> None:
+        """Ask all ranks to stop, from any of them; see `Loop.stop`. `everywhere`: where all of them call it here."""
+        self.loop.stop(everywhere=everywhere)
 
     def call_model(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """What the model's `method` ("forward", "sample", ...) returns on this rank, on the CPU. Not collective.

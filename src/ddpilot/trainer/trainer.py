@@ -23,6 +23,7 @@ from ddpilot.trainer.loading import NO_SIZES, make_loader_of
 from ddpilot.trainer.outcome import Outcome, apply, collect
 from ddpilot.trainer.parts import make_ema, make_optimizers, make_schedulers
 from ddpilot.trainer.places import group_here, is_on_ranks, run_on_ranks
+from ddpilot.trainer.position import Position
 from ddpilot.trainer.run import Run
 from ddpilot.training.evaluating import evaluate
 from ddpilot.training.grouping import Loader
@@ -84,10 +85,8 @@ class Trainer:
         self.launcher = launcher
         self.history = History()
         """Rows of all fits so far."""
-        self.epoch = 0
-        """Epochs begun so far, which is the number of the next one."""
-        self.num_updates = 0
-        """Updates made so far."""
+        self.position = Position()
+        """How far it has come, over all fits: `epoch`, `num_updates`."""
         self._has_own_forward = forward is not None
         self._batch_size = 64
 
@@ -108,6 +107,9 @@ class Trainer:
         num_workers: int = 0,
         nproc_per_node: int | str | None = None,
         max_time_s: float | None = None,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        resume: bool = True,
+        checkpoints: Mapping[str, Any] | None = None,
         loader: Mapping[str, Any] | None = None,
         ddp: Mapping[str, Any] | None = None,
     ) -> History:
@@ -133,6 +135,7 @@ class Trainer:
             shuffle=shuffle,
             num_workers=num_workers,
             max_time_s=max_time_s,
+            checkpoints={"checkpoint_dir": checkpoint_dir, "resume": resume, **(checkpoints or {})},
             loader=loader or {},
             ddp=ddp or {},
         )

@@ -335,6 +335,14 @@ class Loop:
                 self._place.end_pass()
             self._updates.batch = None
 
+    def start_at(self, epoch: int, *, next_batch: int = 0, num_updates: int = 0) -> None:
+        """Begin there, with the state that everything has: from an earlier loop in this process, say. Not collective.
+
+        A checkpoint is gone on from only where it has more than `num_updates` updates.
+        """
+        self._place.epoch, self._place.next_batch, self._place.num_updates = epoch, next_batch, num_updates
+        self._keeper.first_update = num_updates
+
     def track(self, **things: Any) -> None:
         """Save and restore `things` with the checkpoints, each under its name; not collective.
 

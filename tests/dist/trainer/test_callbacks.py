@@ -97,32 +97,45 @@ def test_callbacks_are_told_in_order_and_come_back() -> None:
     assert counter.total == 9.0
 
 
-class EarlyStop(ddpilot.Callback):
+class Stop(ddpilot.Callback):
     """Stops on rank 0 after so many updates."""
 
     def __init__(self, last: int) -> None:
-        self.last = last
+        self._last = last
 
     def on_update_end(self, run: ddpilot.Run) -> None:
-        if run.update == self.last:
-            run.stop()
+        if run.update == self._last:
+            run.stop(everywhere=self.ranks == "all")
 
 
-def test_a_stop_of_one_rank_ends_fit_on_all_and_keeps_what_was_learnt(capfd: pytest.CaptureFixture[str]) -> None:
-    """In the middle of an epoch: no validation, a row of the part; the next fit begins the next epoch."""
-    trainer = make_trainer(callbacks=[EarlyStop(4)])
-    before = next(trainer.model.parameters()).detach().clone()
-    fit(trainer, epochs=3)
-    assert trainer.num_updates == 5  # decided with the update after the one that asked
+class StopTogether(Stop):
+    """On all ranks."""
+
+    ranks = "all"
+
+
+def test_a_stop_of_all_ranks_keeps_what_was_learnt_and_the_next_fit_goes_on(capfd: pytest.CaptureFixture[str]) -> None:
+    """In the middle of an epoch: no validation, a row of the part; then the rest, as if there had been no stop."""
+    trainer, whole = make_trainer(callbacks=[StopTogether(4)]), make_trainer()
+    fit(trainer, epochs=2)
+    assert (trainer.position.epoch, trainer.position.next_batch, trainer.position.num_updates) == (1, 3, 4)
     assert [sorted(row) for row in trainer.history.epochs][1:] == [
         ["epoch", "loss", "lr", "samples", "samples_per_s", "seconds", "update"]
     ]
-    assert trainer.history.epochs[1]["samples"] == 48
-    assert not torch.equal(next(trainer.model.parameters()), before)
-    assert re.search(r"stopped after update 5 in the middle of epoch 2 \(asked\)", capfd.readouterr().out)
+    assert trainer.history.epochs[1]["samples"] == 24
+    assert re.search(r"stopped after update 4 in the middle of epoch 2 \(asked\)", capfd.readouterr().out)
     trainer.callbacks.clear()
     fit(trainer, epochs=1)
-    assert [row["epoch"] for row in trainer.history.epochs] == [0, 1, 2]
+    assert [(row["epoch"], row["samples"]) for row in trainer.history.epochs] == [(0, 53), (1, 24), (1, 29)]
+    fit(whole, epochs=2)
+    torch.testing.assert_close(trainer.model.state_dict(), whole.model.state_dict(), rtol=1e-10, atol=1e-13)
+
+
+def test_a_stop_of_rank_zero_ends_fit_on_all_ranks() -> None:
+    """Soon after: when the ranks exchange their flags."""
+    trainer = make_trainer(callbacks=[Stop(4)])
+    fit(trainer, epochs=1000)
+    assert 4 <= trainer.position.num_updates < 4 + 40
 
 
 class FullDisk(ddpilot.Callback):
@@ -156,8 +169,8 @@ class Witness(ddpilot.Callback):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no device that is always full")
-@pytest.mark.parametrize(("event", "last"), [("update", 2), ("epoch", 3)])
-def test_what_rank_zero_cannot_write_ends_fit_on_all_ranks(event: str, last: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("event", "first"), [("update", 1), ("epoch", 3)])
+def test_what_rank_zero_cannot_write_ends_fit_on_all_ranks(event: str, first: int, tmp_path: Path) -> None:
     """OSError with the line of the callback; every rank heard of it after the same update; nothing here changed."""
     trainer = make_trainer(callbacks=[FullDisk(event), Witness(tmp_path)])
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
@@ -165,10 +178,11 @@ def test_what_rank_zero_cannot_write_ends_fit_on_all_ranks(event: str, last: int
         fit(trainer, epochs=2)
     assert caught.value.rank == 0
     assert isinstance(caught.value.__cause__, OSError)
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
-        f"0-{last}": "OSError",
-        f"1-{last}": "RemoteRankError",
-    }
+    heard = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    updates = {int(name.partition("-")[2]) for name in heard}
+    assert {name[0]: kind for name, kind in heard.items()} == {"0": "OSError", "1": "RemoteRankError"}
+    assert len(updates) == 1
+    assert first <= updates.pop() <= 6
     torch.testing.assert_close(trainer.model.state_dict(), before, rtol=0, atol=0)
     assert trainer.history.epochs == []
-    assert trainer.epoch == trainer.num_updates == 0
+    assert trainer.position.num_updates == 0

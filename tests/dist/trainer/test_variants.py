@@ -215,4 +215,4 @@ def test_an_exception_of_a_rank_is_raised_here_and_leaves_all_as_it_was() -> Non
     assert 'raise ArithmeticError("a bad sample")' in caught.value.rank_traceback
     assert "fitting.py" not in caught.value.rank_traceback
     torch.testing.assert_close(trainer.model.state_dict(), before, rtol=0, atol=0)
-    assert trainer.num_updates == 0
+    assert trainer.position.num_updates == 0

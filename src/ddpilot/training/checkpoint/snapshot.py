@@ -58,6 +58,15 @@ def measure(tree: Mapping[str, Any]) -> int:
     return measuring.num_bytes
 
 
+def can_hold(value: object) -> bool:
+    """Can `value` be saved?"""
+    try:
+        measure({"value": value})
+    except CheckpointError:
+        return False
+    return True
+
+
 class _Copying:
     def __init__(self, arena: Arena) -> None:
         self.arena = arena

@@ -46,6 +46,8 @@ class Keeper:
         self._metrics: dict[str, float] = {}
         self._num_updates = self._num_updates_saved = 0
         self._saved_s = time.monotonic()
+        self.first_update = 0
+        """Updates that were made before; checkpoints with no more of them are not gone on from."""
         if options is not None:
             self._joint = JointCheckpoints(
                 group, CheckpointDir(options.checkpoint_dir, keep=options.keep, best=options.best)
@@ -69,11 +71,11 @@ class Keeper:
     def resume(self, *, other_data: bool = False) -> bool:
         """See `Loop.resume`. Collective."""
         joint = self._require("resuming")
-        if self._place.num_updates or self._has_begun:
+        if self._place.num_updates != self.first_update or self._has_begun:
             raise self._refuse("resuming", "training has begun already", "Resume before the first epoch.")
         self._has_begun = True
         found = joint.latest()
-        if found is None:
+        if found is None or 0 < found.manifest.progress.step <= self.first_update:
             return False
         self._things.restore(found)
         same_size = found.manifest.progress.world_size == self._group.world_size
