@@ -77,6 +77,7 @@ def _group(fact: dict[str, Any]) -> GroupOfRanks:
     return GroupOfRanks(
         name=fact["name"],
         incarnation=fact["incarnation"],
+        attempt=fact.get("attempt", 0),
         description=fact.get("desc", ""),
         backend=fact.get("backend", ""),
         size=fact.get("size", 0),

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -47,7 +48,7 @@ class GroupBook:
         self._registry = registry
         self._by_id: dict[int, GroupEntry] = {}
         self._by_name: dict[str, list[GroupEntry]] = {}
-        self._incarnations: Counter[str] = Counter()
+        self._incarnations: Counter[tuple[str, int]] = Counter()
 
     def find(self, group: Any) -> GroupEntry:
         """The entry of `group`, a `ProcessGroup`; the first time, one is made."""
@@ -70,9 +71,11 @@ class GroupBook:
         return gone[-1] if gone else self._make(name, {"name": name, "size": group.size(), "rank": group.rank()})
 
     def _make(self, name: str, fact: dict[str, Any]) -> GroupEntry:
-        self._incarnations[name] += 1
+        attempt = _read_attempt()
+        self._incarnations[name, attempt] += 1
         number = sum(self._incarnations.values())
-        entry = GroupEntry(number, {**fact, "incarnation": self._incarnations[name]})
+        counts = {"attempt": attempt, "incarnation": self._incarnations[name, attempt]}
+        entry = GroupEntry(number, {**fact, **counts})
         self._by_name[name] = [*self._by_name.get(name, ())[-3:], entry]
         return entry
 
@@ -85,6 +88,11 @@ class GroupBook:
             seq = None
         fact = {"name": group.group_name, "desc": group.group_desc, "backend": str(backend), "size": group.size()}
         return {**fact, "rank": group.rank(), "ranks": pack_ranks(ranks), "backend_seq": seq}
+
+
+def _read_attempt() -> int:
+    text = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    return int(text) if text.isdecimal() else 0
 
 
 def _parse_backends(text: str) -> Iterator[tuple[str, str]]:

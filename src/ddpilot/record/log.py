@@ -44,7 +44,9 @@ class GroupOfRanks:
     name: str
     """torch's name for it, the same on all of its ranks; torch reuses names after destroying a group."""
     incarnation: int
-    """1 for the first group of that name that this rank used in this recording."""
+    """1 for the first group of that name that this rank used in this recording in this `attempt`."""
+    attempt: int = 0
+    """torch's count of restarts (`TORCHELASTIC_RESTART_COUNT`) then; a session counts up where it makes groups anew."""
     description: str = ""
     backend: str = ""
     """By device type, such as ``cpu:gloo,cuda:nccl``."""

@@ -60,11 +60,11 @@ def read_now(path: str | os.PathLike[str]) -> RankNow:
 
 
 def _count(collectives: Sequence[Collective]) -> Iterator[GroupNow]:
-    last: dict[tuple[str, int], tuple[GroupOfRanks, int]] = {}
-    pending: Counter[tuple[str, int]] = Counter()
+    last: dict[tuple[str, int, int], tuple[GroupOfRanks, int]] = {}
+    pending: Counter[tuple[str, int, int]] = Counter()
     for entry in reversed(collectives):
         if entry.group is not None and entry.seq is not None:
-            key = (entry.group.name, entry.group.incarnation)
+            key = (entry.group.name, entry.group.attempt, entry.group.incarnation)
             last.setdefault(key, (entry.group, entry.seq))
             pending[key] += entry.state == "begun"
     for key, (group, seq) in last.items():

@@ -53,6 +53,10 @@ class Bystanders:
                 f"{render_ranks(self._ranks)} only: press stop, and run it on all ranks"
             )
 
+    def explain(self) -> str:
+        """Nothing: the ranks that run the cell may be told apart by it."""
+        return ""
+
     def _pending(self, busy: Sequence[int], now_s: float) -> Iterator[tuple[int, Collective]]:
         for rank in busy:
             now = self._read(rank)

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 from ddpilot.errors import RankError
 from ddpilot.findings.words import render_ranks
@@ -23,10 +24,20 @@ _LONGEST_WAIT_S = 0.5
 _INTERNAL_KINDS = frozenset({"status", "execute_input", "error", "iopub_welcome", "debug_event"})
 
 
+class Lookout(Protocol):
+    """Watches from outside what the ranks do together."""
+
+    def look(self, busy: Sequence[int], now_s: float) -> None:
+        """Called twice a second or more often, while nothing has gone wrong."""
+
+    def explain(self) -> str:
+        """What is wrong, as a sentence without its end; empty where nothing is seen."""
+
+
 class Round:
     """Waits for `parts`, shows what the ranks say, and sees to it that a failure or a stop ends all of them.
 
-    `look` is called with the busy ranks and the time, twice a second or more often, while nothing has gone wrong.
+    `lookout` is asked what it sees where a rank aborted or failed because another one did.
     """
 
     def __init__(
@@ -36,7 +47,7 @@ class Round:
         *,
         name: str,
         events: queue.SimpleQueue[Event],
-        look: Callable[[Sequence[int], float], None] | None = None,
+        lookout: Lookout | None = None,
         quiet: bool = False,
         patient: bool = False,
     ) -> None:
@@ -45,7 +56,7 @@ class Round:
         self._ranks = ranks
         self._name = name
         self._events = events
-        self._look = look
+        self._lookout = lookout
         self._quiet = quiet
         self._is_patient = patient
         self._failures: list[Failure] = []
@@ -65,8 +76,8 @@ class Round:
             self._judge(now)
             if self._outcome.was_cut:
                 self._ladder.climb(now)
-            elif self._look is not None:
-                self._look(self._outcome.busy, now)
+            elif self._lookout is not None:
+                self._lookout.look(self._outcome.busy, now)
         return self._outcome
 
     def _is_over(self) -> bool:
@@ -213,6 +224,9 @@ class Round:
         if chosen.is_victim and self._ranks.dead:
             gone = "; ".join(f"rank {rank} {reason}" for rank, reason in sorted(self._ranks.dead.items()))
             error.others = f"It needed a rank that is dead: {gone}. `restart` brings it back. {error.others}".rstrip()
+        if self._lookout is not None and (chosen.is_victim or error.signal_name == "SIGABRT"):
+            seen = self._lookout.explain()  # gloo aborts a process where sizes differ, and says neither line nor rank
+            error.others = ". ".join(filter(None, (seen[:1].upper() + seen[1:], error.others)))
         self._fail(error)
 
     def _fail(self, error: RankError) -> None:

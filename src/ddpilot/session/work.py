@@ -12,13 +12,14 @@ from typing import Any, NoReturn
 from ddpilot.errors import LaunchError, LaunchInterrupted
 from ddpilot.findings.words import render_ranks
 from ddpilot.session.bystanders import Bystanders
+from ddpilot.session.desync import Desync
 from ddpilot.session.events import Ended, Event, Said
 from ddpilot.session.outcome import Outcome, Part
 from ddpilot.session.parcels import ParcelCall
 from ddpilot.session.ranks import Ranks
 from ddpilot.session.rebuilt import describe_rebuilt
 from ddpilot.session.report import REPORT_KEY, REQUEST
-from ddpilot.session.round import Round
+from ddpilot.session.round import Lookout, Round
 from ddpilot.session.stops import Stops
 
 
@@ -140,19 +141,19 @@ class Work:
                 ranks,
                 name=name,
                 events=events,
-                look=None if number is None else self._make_look(tuple(ids), name),
+                lookout=None if number is None else self._make_lookout(tuple(ids), name, now),
                 patient=patient,
                 quiet=quiet,
             ).run(stops)
         finally:
             ranks.view.end()
 
-    def _make_look(self, ids: Sequence[int], name: str) -> Callable[[Sequence[int], float], None] | None:
+    def _make_lookout(self, ids: Sequence[int], name: str, now: float) -> Lookout:
         ranks = self._ranks
         others = {*ranks.live} - {*ids}
-        if not others:
-            return None
-        return Bystanders(ids, others, folder=ranks.folder, name=name, note=ranks.view.note).look
+        if others:
+            return Bystanders(ids, others, folder=ranks.folder, name=name, note=ranks.view.note)
+        return Desync(ids, folder=ranks.folder, since_s=now, note=ranks.view.note)
 
     # recovery
 
