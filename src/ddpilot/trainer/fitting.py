@@ -193,7 +193,7 @@ def _is_per_update(trainer: Trainer, scheduler: Any) -> bool:
 
 def render_row(row: Mapping[str, Any], num_epochs: int) -> str:
     """A line for an epoch: "epoch 1 of 3: loss 0.4321, val_accuracy 0.9 (1.2 s)"."""
-    left_out = ("epoch", "update", "lr", "samples", "seconds", "samples_per_s")
+    left_out = ("epoch", "update", "lr", "samples", "seconds", "samples_per_s", "time")
     shown = {name: value for name, value in row.items() if name not in left_out}
     numbers = [f"{name} {value:.4g}" for name, value in flatten(shown).items() if isinstance(value, int | float)]
     return f"epoch {row['epoch'] + 1} of {num_epochs}: {', '.join(numbers)} ({row['seconds']:.1f} s)"

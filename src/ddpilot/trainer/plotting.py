@@ -16,7 +16,7 @@ _NOT_DRAWN = ("epoch", "update", "lr", "samples", "seconds", "samples_per_s")
 
 def plot_history(history: History) -> Figure:
     """A figure with the losses, and beside them, where there are any, the metrics, over the epochs (from 1)."""
-    rows = [flatten(row) for row in history.epochs]
+    rows = [flatten({name: value for name, value in row.items() if name != "time"}) for row in history.epochs]
     if not rows:
         raise LoopError("plotting", found="no epoch was recorded yet", fix="Call fit() first.")
     try:

@@ -39,6 +39,9 @@ class Run:
     """The number that `epoch` goes up to."""
     loss: torch.Tensor | None = None
     """This rank's mean of the last batch, detached, on the device; NaN where it had no sample."""
+    values: dict[str, Any] = field(default_factory=dict)
+    """The newest of what callbacks measure from update to update, by name, such as "grad_norm": numbers or tensors of
+    one element. Logs write them beside the loss."""
     metrics: dict[str, Any] = field(default_factory=dict)
     """The row of the current epoch: "loss", "lr", and after the validation "val_..."; {} until there is something."""
 

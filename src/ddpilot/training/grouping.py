@@ -51,7 +51,7 @@ class CurrentBatch:
 
 def iterate_groups(
     loader: Loader, group: GroupLike, *, epoch: int, first_batch: int = 0, accumulation: int = 1
-) -> Iterator[CurrentBatch]:
+) -> Generator[CurrentBatch, None, None]:
     """The batches of an epoch with their place in accumulation groups of `accumulation` batches each.
 
     A group's batches are read before the first of them is given out. Where ranks may have unequal numbers of samples

@@ -44,6 +44,7 @@ from ddpilot.training.printing import rank_zero_first
 from ddpilot.training.reducing import gather_rows, reduce_value
 from ddpilot.training.signals import StopSignals
 from ddpilot.training.updating import Updates
+from ddpilot.training.waiting import WaitClock
 from ddpilot.training.wrapping import prepare_optimizer, wrap
 
 
@@ -100,6 +101,7 @@ class Loop:
         self._signals = StopSignals(self._decider.ask)
         self._optimizers: list[Optimizer] = []
         self._trained = TrainedWatch()
+        self._waiting = WaitClock()
         self._things = Things()
         if self._precision.scaler is not None:
             self._things.add(self._precision.scaler, "scaler", optional=True)
@@ -173,6 +175,11 @@ class Loop:
     def stop_reasons(self) -> tuple[str, ...]:
         """Why: of "asked", "time", "SIGINT", "SIGTERM", "SIGUSR1"."""
         return self._decider.reasons
+
+    @property
+    def data_s(self) -> float:
+        """Seconds that this rank has waited for its data in `batches` so far."""
+        return self._waiting.total_s
 
     def prepare(
         self,
@@ -309,8 +316,10 @@ class Loop:
         self.findings += new
         if not self._place.begin_pass(loader, self.device):
             return
-        groups = iterate_groups(
-            loader, self.group, epoch=self.epoch, first_batch=self.next_batch, accumulation=self._accumulate
+        groups = self._waiting.over(
+            iterate_groups(
+                loader, self.group, epoch=self.epoch, first_batch=self.next_batch, accumulation=self._accumulate
+            )
         )
         with self._signals:
             for batch in groups:

@@ -64,8 +64,8 @@ def freeze(model: nn.Module, *patterns: str) -> list[str]:
     """Train the parameters that match one of `patterns` no more; their names. Not collective: the same on every rank.
 
     A pattern is the name of a parameter or of a layer ("encoder": all inside it), with the wildcards of a shell
-    ("blocks.[0-3]", "*.bias"); none at all: every parameter. Gradients that they have are dropped, so an optimizer that
-    holds them leaves them as they are, weight decay too. A BatchNorm that is frozen still takes statistics in `train()`.
+    ("blocks.[0-3]", "*.bias"); none at all: every parameter. Their gradients are dropped, so an optimizer that holds
+    them leaves them as they are, weight decay too. A BatchNorm that is frozen still takes statistics in `train()`.
 
     To be called before `prepare`: DDP then leaves them out. Later it is `freeze(unwrap(model), ...)`, and after that
     `model = loop.prepare(unwrap(model))`.

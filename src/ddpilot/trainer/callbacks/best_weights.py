@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`BestWeights`: the weights of the best epoch in a file."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+from ddpilot.trainer.callback import Callback
+from ddpilot.trainer.callbacks.values import Watched
+from ddpilot.trainer.calling import find_inner
+from ddpilot.trainer.run import Run
+from ddpilot.training.checkpoint.files import Sink
+from ddpilot.training.checkpoint.safetensors_file import check_dtypes, write_safetensors
+
+
+class BestWeights(Callback):
+    """Writes the weights of the epoch with the best `monitor` to `path`, a safetensors file, on rank 0.
+
+    Those of the EMA where there is one, since it is what was evaluated; names without prefixes, so that any model of
+    the same architecture loads them: `load_weights(model, path)` of `ddpilot.training.checkpoint.loading`. The file is
+    replaced as a whole. To go on with training takes a checkpoint, which has more: `checkpoint_dir=`.
+
+    `monitor`, `mode`, `min_delta`: as in `EarlyStopping`. Raises OSError where the file cannot be written, and
+    LoopError as that does, on all ranks.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] = "best.safetensors",
+        monitor: str = "val_loss",
+        *,
+        mode: Literal["min", "max"] = "min",
+        min_delta: float = 0.0,
+    ) -> None:
+        self._path = Path(path)
+        self._watched = Watched(monitor, mode, min_delta)
+        self.best_epoch: int | None = None
+        """The epoch whose weights are in the file."""
+
+    @property
+    def best(self) -> float | None:
+        """The value of that epoch."""
+        return self._watched.best
+
+    def on_fit_start(self, run: Run) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+
+    def on_epoch_end(self, run: Run) -> None:
+        value = self._watched.look(run)
+        if value is None or not self._watched.improve(value):
+            return
+        weights = {name: tensor.cpu() for name, tensor in find_inner(run.ema or run.model).state_dict().items()}
+        check_dtypes(weights, where="the best weights")
+        new = self._path.with_name(f".{self._path.name}.new")
+        new.unlink(missing_ok=True)
+        with Sink(new) as sink:
+            write_safetensors(sink, weights)
+        os.replace(new, self._path)
+        self.best_epoch = run.epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "best_epoch": self.best_epoch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._watched.best, self.best_epoch = state["best"], state["best_epoch"]

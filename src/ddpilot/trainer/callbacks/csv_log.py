@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`CsvLog`: a table with a row for each epoch."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+from ddpilot.trainer.callback import Callback
+from ddpilot.trainer.callbacks.files import set_aside
+from ddpilot.trainer.callbacks.values import epoch_row
+from ddpilot.trainer.run import Run
+from ddpilot.training.checkpoint.files import replace_text
+
+
+class CsvLog(Callback):
+    """Writes `path`, a CSV file with a row for each epoch, after each of them, on rank 0.
+
+    The file is replaced as a whole, so it is never half written, and a metric that comes later gets its column. A run
+    that goes on from a checkpoint, or fits again, goes on with the table: rows of epochs that are done again are
+    replaced. A new run moves a file that is there to `path` with "-1" before its suffix. Raises OSError, on all ranks.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] = "epochs.csv") -> None:
+        self._path = Path(path)
+        self._rows: list[dict[str, Any]] = []
+
+    def on_fit_start(self, run: Run) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        if not run.update:
+            set_aside(self._path)
+        rows = _read(self._path) if self._path.exists() else []
+        self._rows = [row for row in rows if int(row["epoch"]) < run.epoch]
+
+    def on_epoch_end(self, run: Run) -> None:
+        self._rows.append(epoch_row(run))
+        names = list(dict.fromkeys(name for row in self._rows for name in row))
+        table = io.StringIO(newline="")
+        writer = csv.DictWriter(table, names, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self._rows)
+        replace_text(self._path, table.getvalue())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))

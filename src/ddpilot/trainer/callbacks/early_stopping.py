@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`EarlyStopping`: an end of training when a metric gets no better."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from ddpilot.errors import LoopError
+from ddpilot.trainer.callback import Callback
+from ddpilot.trainer.callbacks.values import Watched
+from ddpilot.trainer.run import Run
+
+
+class EarlyStopping(Callback):
+    """Stops all ranks together once `monitor` was not better than its best for `patience` epochs in a row.
+
+    `monitor`: a name in the epochs' rows, such as "val_loss" (default) or "val_accuracy". `mode`: "min" (default) where
+    less is better, "max" where more is. `min_delta`: what is better by no more than this does not count. Rank 0
+    decides, by values that are the same everywhere.
+
+    `restore_best`: give model and EMA the weights of the best epoch at the end, on all ranks; until then rank 0 has a
+    copy in CPU memory, and checkpoints too. The optimizer keeps its state.
+
+    Raises LoopError for arguments that make no sense, and after an epoch without such a metric.
+    """
+
+    ranks = "all"  # since the weights of all are restored
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        *,
+        mode: Literal["min", "max"] = "min",
+        patience: int = 3,
+        min_delta: float = 0.0,
+        restore_best: bool = False,
+    ) -> None:
+        if patience < 1:
+            found = f"`patience` is {patience}"
+            raise LoopError("making an EarlyStopping", found=found, fix="Give a number of epochs, 1 or more.")
+        self._watched = Watched(monitor, mode, min_delta)
+        self._patience = patience
+        self._restore_best = restore_best
+        self._weights: list[torch.Tensor] | None = None
+        self.best_epoch: int | None = None
+        """The epoch with the best value."""
+        self.num_bad = 0
+        """Epochs since then."""
+        self.stopped: str = ""
+        """Why training was ended, "" where it was not by this callback."""
+
+    @property
+    def best(self) -> float | None:
+        """The best value so far."""
+        return self._watched.best
+
+    def on_fit_start(self, run: Run) -> None:
+        self.stopped = ""
+        if not run.loop.group.is_rank_zero:
+            self._weights = None
+        elif self._restore_best and self._weights is None and self.best is not None:
+            self._weights = _copy(run)  # an earlier fit ended with the best ones
+
+    def on_epoch_end(self, run: Run) -> None:
+        value = self._watched.look(run)
+        if value is None:
+            return
+        self.num_bad += 1
+        if self._watched.improve(value):
+            self.best_epoch, self.num_bad = run.epoch, 0
+            if self._restore_best and run.loop.group.is_rank_zero:
+                self._weights = _copy(run)
+        elif self.num_bad >= self._patience:
+            self.stopped = (
+                f"{self._watched.monitor} was not better than {self.best} of epoch {self.best_epoch} "
+                f"for {self.num_bad} epochs"
+            )
+            if run.loop.group.is_rank_zero:
+                run.stop()
+            run.loop.print(self.stopped, flush=True)
+
+    def on_fit_end(self, run: Run) -> None:
+        self.num_bad = 0  # another fit has its patience again
+        if run.loop.group.broadcast_object(self._weights is not None):
+            _restore(run, self._weights)
+        self._weights = None
+
+    def state_dict(self) -> dict[str, Any]:
+        state = {"best": self.best, "best_epoch": self.best_epoch, "num_bad": self.num_bad, "stopped": self.stopped}
+        return state if self._weights is None else {**state, "weights": self._weights}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._watched.best = state["best"]
+        self.best_epoch, self.num_bad, self.stopped = state["best_epoch"], state["num_bad"], state["stopped"]
+        self._weights = state.get("weights")
+
+
+def _tensors(run: Run) -> Iterator[torch.Tensor]:
+    models: list[nn.Module] = [run.model, *([] if run.ema is None else [run.ema])]
+    for model in models:
+        yield from model.parameters()
+        yield from model.buffers()
+
+
+def _copy(run: Run) -> list[torch.Tensor]:
+    return [tensor.detach().to("cpu", copy=True) for tensor in _tensors(run)]
+
+
+@torch.no_grad()
+def _restore(run: Run, weights: list[torch.Tensor] | None) -> None:
+    """Give all ranks rank 0's `weights`, which are None on the others. Collective."""
+    for place, tensor in enumerate(_tensors(run)):
+        if weights is not None:
+            tensor.copy_(weights[place])
+        if run.loop.world_size > 1:
+            run.loop.group.broadcast(tensor.data)

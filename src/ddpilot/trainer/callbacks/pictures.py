@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Pictures`: what the model says to the same few samples, drawn after epochs."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import default_collate
+
+from ddpilot.errors import LoopError
+from ddpilot.trainer.callback import Callback
+from ddpilot.trainer.run import Run
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Draw = Callable[["Figure", Any, Any], None]
+"""Draws a batch and what the model says to it on an empty figure."""
+
+
+class Pictures(Callback):
+    """Draws predictions for some samples of `dataset` into `folder`/epoch-0001.png and so on, on rank 0.
+
+    `samples`: their numbers (default: the first 8), read and collated once. `every`: epochs from one picture to the
+    next (default 1). `draw(figure, batch, output)` draws on an empty matplotlib figure, tensors on the CPU; by default
+    images, of shape (1 or 3, height, width) or (height, width), with the class of the largest output above, in red and
+    with the right one beside it where that differs. The model, or its EMA, is called with all of the batch but the
+    last, the target, in eval mode.
+
+    Raises LoopError, on all ranks, where matplotlib is not installed and where the default cannot draw such samples.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        folder: str | os.PathLike[str] = "pictures",
+        *,
+        samples: Sequence[int] = range(8),
+        every: int = 1,
+        draw: Draw | None = None,
+        collate_fn: Callable[[list[Any]], Any] = default_collate,
+    ) -> None:
+        if every < 1:
+            found = f"`every` is {every}"
+            raise LoopError("making Pictures", found=found, fix="Give a number of epochs, 1 or more.")
+        self._batch = collate_fn([dataset[number] for number in samples if number < len(dataset)])
+        self._folder = Path(folder)
+        self._every = every
+        self._draw = draw or draw_classes
+        self.paths: list[str] = []
+        """The pictures that were drawn."""
+
+    def on_fit_start(self, run: Run) -> None:
+        try:
+            import matplotlib.figure  # noqa: F401  (to be known before the first epoch)
+        except ImportError as error:
+            fix = "pip install matplotlib, or leave Pictures out."
+            raise LoopError("drawing predictions", found=f"{error}", fix=fix, rank=run.loop.rank) from error
+        self._folder.mkdir(parents=True, exist_ok=True)
+
+    def on_epoch_end(self, run: Run) -> None:
+        if (run.epoch + 1) % self._every:
+            return
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(8, 4.5), layout="tight")
+        self._draw(figure, self._batch, _predict(run, self._batch))
+        path = self._folder / f"epoch-{run.epoch + 1:04}.png"
+        figure.savefig(path, dpi=100)
+        self.paths.append(str(path))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"paths": self.paths}
+
+
+def _predict(run: Run, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return run.call_model("forward", **batch)
+    if isinstance(batch, list | tuple):
+        return run.call_model("forward", *(batch[:-1] if len(batch) > 1 else batch))
+    return run.call_model("forward", batch)
+
+
+def draw_classes(figure: Figure, batch: Any, output: Any) -> None:
+    """Images with the class of the largest output, and the right one where it is another. LoopError for others."""
+    parts = list(batch) if isinstance(batch, list | tuple) else [batch]
+    images, targets = parts[0], parts[1] if len(parts) > 1 else None
+    if not _are_images(images) or not (isinstance(output, torch.Tensor) and output.ndim == 2):
+        raise LoopError(
+            "drawing predictions",
+            found=f"samples are {_describe(images)} and outputs {_describe(output)}",
+            fix="Pass draw=lambda figure, batch, output: ..., which draws them on a matplotlib figure.",
+        )
+    columns = math.ceil(math.sqrt(2 * len(images)))
+    rows = math.ceil(len(images) / columns)
+    for place, (image, guess) in enumerate(zip(images, output.argmax(1).tolist(), strict=True)):
+        axis = figure.add_subplot(rows, columns, place + 1)
+        axis.imshow(_to_pixels(image), cmap="gray")
+        right = guess if targets is None else int(targets[place])
+        axis.set_title(str(guess) if guess == right else f"{guess} ({right})", color="k" if guess == right else "r")
+        axis.set_axis_off()
+
+
+def _are_images(images: Any) -> bool:
+    return isinstance(images, torch.Tensor) and (images.ndim == 3 or (images.ndim == 4 and images.shape[1] in (1, 3)))
+
+
+def _to_pixels(image: torch.Tensor) -> Any:
+    """Height, width and colours, from 0 to 1."""
+    image = image.detach().float()
+    low, high = image.amin(), image.amax()
+    scaled = (image - low) / (high - low).clamp_min(1e-12)
+    return scaled.permute(1, 2, 0).squeeze(-1).numpy() if scaled.ndim == 3 else scaled.numpy()
+
+
+def _describe(value: Any) -> str:
+    return f"of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Schedule`: any value of an optimizer or a model as a function of the update or the epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+
+from ddpilot.errors import LoopError
+from ddpilot.trainer.callback import Callback
+from ddpilot.trainer.run import Run
+
+
+class Schedule(Callback):
+    """Sets `target` to `value(number)` before each update, or each epoch, on all ranks.
+
+    `target`: "weight_decay", "momentum" and so on: that key in each parameter group of each optimizer that has it;
+    "model.temperature" or "model.head.dropout.p": that attribute of the model, of which a tensor is filled in place.
+    `value`: a function of the number of updates (`by="update"`, the default) or epochs (`by="epoch"`) that are over: 0
+    for the first. `group`: the number of one parameter group, None (default) for all. `optimizer`: the name of one.
+
+    The value follows from the number alone, so a run that goes on from a checkpoint has the right one. Raises
+    LoopError before the first epoch where there is no such target, and for "lr" beside a scheduler.
+    """
+
+    ranks = "all"
+
+    def __init__(
+        self,
+        target: str,
+        value: Callable[[int], float],
+        *,
+        by: Literal["update", "epoch"] = "update",
+        group: int | None = None,
+        optimizer: str | None = None,
+    ) -> None:
+        if by not in ("update", "epoch"):
+            raise LoopError(f"scheduling {target!r}", found=f"`by` is {by!r}", fix="Use 'update' or 'epoch'.")
+        self._target = target
+        self._value = value
+        self._by = by
+        self._group = group
+        self._optimizer = optimizer
+
+    def on_fit_start(self, run: Run) -> None:
+        if self._target == "lr" and run.schedulers:
+            raise self._refuse("a scheduler sets it too", "Leave one of them out.", run)
+        self._set(run)
+
+    def on_epoch_start(self, run: Run) -> None:
+        self._set(run)
+
+    def on_update_end(self, run: Run) -> None:
+        if self._by == "update":
+            self._set(run)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def _set(self, run: Run) -> None:
+        value = self._value(run.update if self._by == "update" else run.epoch)
+        if self._target.startswith("model."):
+            self._set_attribute(run, value)
+            return
+        for group in self._groups(run):
+            old = group[self._target]
+            group[self._target] = old.fill_(value) if isinstance(old, torch.Tensor) else value
+
+    def _groups(self, run: Run) -> list[dict[str, Any]]:
+        chosen: Mapping[str, Any] = run.optimizers
+        if self._optimizer is not None:
+            if self._optimizer not in chosen:
+                raise self._refuse(f"no optimizer {self._optimizer!r}", f"There are {', '.join(chosen)}.", run)
+            chosen = {self._optimizer: chosen[self._optimizer]}
+        groups = [
+            group
+            for optimizer in chosen.values()
+            for place, group in enumerate(optimizer.param_groups)
+            if self._group in (None, place) and self._target in group
+        ]
+        if not groups:
+            known = dict.fromkeys(key for o in chosen.values() for group in o.param_groups for key in group)
+            there = ", ".join(key for key in known if key != "params")
+            raise self._refuse("no parameter group has it", f"There are {there}; of a model 'model.<attribute>'.", run)
+        return groups
+
+    def _set_attribute(self, run: Run, value: float) -> None:
+        *path, name = self._target.split(".")[1:]
+        owner: Any = run.model
+        try:
+            for part in path:
+                owner = getattr(owner, part)
+            old = getattr(owner, name)
+        except AttributeError as error:
+            raise self._refuse(
+                f"{error}", "Give the attribute its first value in the model's __init__.", run
+            ) from error
+        if isinstance(old, torch.Tensor):
+            with torch.no_grad():
+                old.fill_(value)
+        else:
+            setattr(owner, name, value)
+
+    def _refuse(self, found: str, fix: str, run: Run) -> LoopError:
+        return LoopError(f"scheduling {self._target!r}", found=found, fix=fix, rank=run.loop.rank)

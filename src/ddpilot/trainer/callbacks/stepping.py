@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Looks at optimizers in the moment before they step: gradients are complete, weights and learning rates are those."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from ddpilot.trainer.run import Run
+
+
+class BeforeSteps:
+    """Calls `look(name, optimizer)` before each step of each optimizer of a run, until `remove`."""
+
+    def __init__(self, run: Run, look: Callable[[str, Optimizer], None]) -> None:
+        self._handles: list[RemovableHandle] = [
+            optimizer.register_step_pre_hook(_hook(name, look)) for name, optimizer in run.optimizers.items()
+        ]
+
+    def remove(self) -> None:
+        """Look no more; a second call does nothing."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+def _hook(name: str, look: Callable[[str, Optimizer], None]) -> Callable[..., None]:
+    def hook(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        look(name, optimizer)
+
+    return hook
+
+
+def label(name: str, run: Run, what: str) -> str:
+    """`what` where there is one optimizer, "what.name" where there are several."""
+    return what if len(run.optimizers) == 1 else f"{what}.{name}"

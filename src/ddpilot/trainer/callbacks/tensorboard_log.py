@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`TensorBoardLog`: curves for TensorBoard."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from ddpilot.errors import LoopError
+from ddpilot.trainer.callback import Callback
+from ddpilot.trainer.callbacks.values import check_every, epoch_row, numbers, update_row
+from ddpilot.trainer.run import Run
+
+
+class TensorBoardLog(Callback):
+    """Writes curves for TensorBoard into `folder`, on rank 0: each `every` updates (default 50) and after each epoch.
+
+    The horizontal axis is the number of the update everywhere. One folder for each run: TensorBoard hides what lies
+    after the update that a run begins or goes on with, so a resumed run has no point twice. What is written is flushed
+    at once. Raises LoopError, on all ranks, where tensorboard is not installed, OSError where the folder cannot be
+    written, and LoopError for `every` below 1.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str] = "tensorboard", *, every: int = 50) -> None:
+        self._folder = Path(folder)
+        self._every = check_every("TensorBoardLog", every)
+        self._writer: Any = None
+
+    def on_fit_start(self, run: Run) -> None:
+        try:
+            from torch.utils.tensorboard.writer import SummaryWriter
+        except ImportError as error:
+            raise LoopError(
+                "writing for TensorBoard",
+                found=f"{error}",
+                fix="pip install tensorboard; or use CsvLog or JsonLinesLog.",
+                rank=run.loop.rank,
+            ) from error
+        self._writer = SummaryWriter(str(self._folder), purge_step=run.update + 1)
+
+    def on_update_end(self, run: Run) -> None:
+        if run.update % self._every == 0:
+            self._write(update_row(run), run.update)
+
+    def on_epoch_end(self, run: Run) -> None:
+        self._write(epoch_row(run), run.update)
+
+    def on_fit_end(self, run: Run) -> None:
+        self._close()
+
+    def on_exception(self, run: Run, error: BaseException) -> None:
+        self._close()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def _write(self, row: dict[str, Any], update: int) -> None:
+        for name, value in numbers(row).items():
+            if name != "update":
+                self._writer.add_scalar(name, value, update)
+        self._writer.flush()
+
+    def _close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None

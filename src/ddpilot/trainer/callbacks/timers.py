@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Timers`: where the time of an epoch goes on each rank, and which rank holds up the others."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ddpilot.errors import LoopError
+from ddpilot.trainer.callback import Callback
+from ddpilot.trainer.callbacks.forward_clock import ForwardClock, HostClock, make_clock
+from ddpilot.trainer.run import Run
+from ddpilot.training.wrapping import unwrap
+
+PARTS = ("data", "forward", "update", "evaluate")
+
+
+class Timers(Callback):
+    """Times the parts of each epoch on every rank, and says on rank 0 which rank is slow.
+
+    "data": waiting for the loader. "forward": the forward passes of training. "update": the rest of training, which is
+    backward, exchange of gradients, optimizer, callbacks and saving. "evaluate": the validation. In "update" the ranks
+    wait for the slowest, so it shows in the first two which one that is: a rank is called slow where its "data" plus
+    "forward" is more than `slow` times (default 1.3) the median of the others'. On a GPU "forward" is the device's own
+    time; nothing waits for it.
+
+    Each epoch costs one small collective. The row of the epoch has {"data": ...} under "time": seconds, of the
+    rank with the most. `say`: print a line for each epoch (default True). LoopError for `slow` not above 1.
+    """
+
+    ranks = "all"
+
+    def __init__(self, *, slow: float = 1.3, say: bool = True) -> None:
+        if not slow > 1:
+            raise LoopError("making Timers", found=f"`slow` is {slow}", fix="Give a factor above 1.")
+        self._slow = slow
+        self._say = say
+        self._clock: ForwardClock = HostClock()
+        self._handles: list[RemovableHandle] = []
+        self._begin_s = self._trained_s = self._evaluated_s = self._data_s = 0.0
+        self.rows: list[dict[str, Any]] = []
+        """For each epoch {"epoch", "data", "forward", "update", "evaluate"}: seconds of each rank, in a list."""
+
+    def on_fit_start(self, run: Run) -> None:
+        self.rows = [row for row in self.rows if row["epoch"] < run.epoch]
+        self._clock = make_clock(run.loop.device)
+        models = run.wrapped.values() if isinstance(run.wrapped, dict) else [run.wrapped]
+        for model in map(unwrap, models):
+            self._handles.append(model.register_forward_pre_hook(self._begin_forward))
+            self._handles.append(model.register_forward_hook(self._end_forward))
+
+    def on_epoch_start(self, run: Run) -> None:
+        self._begin_s = self._trained_s = self._evaluated_s = time.perf_counter()
+        self._data_s = run.loop.data_s
+        self._clock.take_s()
+
+    def on_update_end(self, run: Run) -> None:
+        self._trained_s = self._evaluated_s = time.perf_counter()
+
+    def on_evaluate_end(self, run: Run) -> None:
+        self._evaluated_s = time.perf_counter()
+
+    def on_epoch_end(self, run: Run) -> None:
+        data_s, forward_s = run.loop.data_s - self._data_s, self._clock.take_s()
+        rest_s = self._trained_s - self._begin_s - data_s - forward_s
+        mine = (data_s, forward_s, max(rest_s, 0.0), self._evaluated_s - self._trained_s)
+        of_ranks = list(zip(*run.loop.group.all_gather_object(mine), strict=True))
+        row = {part: list(seconds) for part, seconds in zip(PARTS, of_ranks, strict=True)}
+        run.metrics["time"] = {part: max(seconds) for part, seconds in row.items()}
+        self.rows.append({"epoch": run.epoch, **row})
+        if self._say:
+            run.loop.print(render_times(self.rows[-1], self._slow), flush=True)
+
+    def on_fit_end(self, run: Run) -> None:
+        self._remove()
+
+    def on_exception(self, run: Run, error: BaseException) -> None:
+        self._remove()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rows": self.rows}
+
+    def _begin_forward(self, model: nn.Module, _inputs: Any) -> None:
+        if model.training:  # an evaluation runs the same model
+            self._clock.begin()
+
+    def _end_forward(self, model: nn.Module, _inputs: Any, _output: Any) -> None:
+        if model.training:
+            self._clock.end()
+
+    def _remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+def find_slow(row: dict[str, Any], factor: float) -> list[tuple[int, float]]:
+    """Ranks whose data and forward took over `factor` times the median of the other ranks', and how many times."""
+    own = [data + forward for data, forward in zip(row["data"], row["forward"], strict=True)]
+    found = []
+    for rank, seconds in enumerate(own):
+        others = own[:rank] + own[rank + 1 :]
+        if others and seconds > factor * (usual := statistics.median(others)):
+            found.append((rank, seconds / usual if usual else float("inf")))
+    return found
+
+
+def render_times(row: dict[str, Any], factor: float) -> str:
+    """A line such as "epoch 1: data 0.1 s, forward 1.2 s, update 2.0 s, evaluate 0.3 s; rank 1 is slow: ..."."""
+    parts = ", ".join(f"{part} {max(row[part]):.3g} s" for part in PARTS)
+    slow = "".join(
+        f"; rank {rank} is slow: data {row['data'][rank]:.3g} s and forward {row['forward'][rank]:.3g} s, "
+        f"{times:.2g} times the others'"
+        for rank, times in find_slow(row, factor)
+    )
+    return f"epoch {row['epoch'] + 1}: {parts}{slow}"

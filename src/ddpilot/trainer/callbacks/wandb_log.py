@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`WandbLog`: a run on Weights & Biases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ddpilot.errors import LoopError
+from ddpilot.trainer.callback import Callback
+from ddpilot.trainer.callbacks.values import check_every, epoch_row, numbers, update_row
+from ddpilot.trainer.run import Run
+
+
+class WandbLog(Callback):
+    """Logs to Weights & Biases, on rank 0: each `every` updates (default 50) and after each epoch, by update number.
+
+    `options` go to `wandb.init`, such as `project="..."` or `mode="offline"`. A run that goes on from a checkpoint, or
+    fits again, goes on with the same W&B run. Raises LoopError, on all ranks, where wandb is not installed, and for
+    `every` below 1.
+    """
+
+    def __init__(self, *, every: int = 50, **options: Any) -> None:
+        self._every = check_every("WandbLog", every)
+        self._options = options
+        self._run: Any = None
+        self.run_id: str | None = None
+        """The W&B run's; None before the first fit."""
+
+    def on_fit_start(self, run: Run) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise LoopError(
+                "logging to Weights & Biases", found=f"{error}", fix="pip install wandb.", rank=run.loop.rank
+            ) from error
+        again = {} if self.run_id is None else {"id": self.run_id, "resume": "allow"}
+        self._run = wandb.init(**{**self._options, **again})
+        self.run_id = self._run.id
+
+    def on_update_end(self, run: Run) -> None:
+        if run.update % self._every == 0:
+            self._run.log(numbers(update_row(run)), step=run.update)
+
+    def on_epoch_end(self, run: Run) -> None:
+        self._run.log(numbers(epoch_row(run)), step=run.update)
+
+    def on_fit_end(self, run: Run) -> None:
+        self._finish(0)
+
+    def on_exception(self, run: Run, error: BaseException) -> None:
+        self._finish(1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"run_id": self.run_id}
+
+    def _finish(self, exit_code: int) -> None:
+        if self._run is not None:
+            self._run.finish(exit_code=exit_code)
+            self._run = None

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long a rank waits for its data."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterator
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class WaitClock:
+    """Adds up the time that iterators take for their next item."""
+
+    def __init__(self) -> None:
+        self.total_s = 0.0
+        """Seconds so far."""
+
+    def over(self, items: Generator[T, None, None]) -> Iterator[T]:
+        """`items`, with the time that each takes; they are closed with this."""
+        clock = time.perf_counter
+        try:
+            while True:
+                begin_s = clock()
+                try:
+                    item = next(items)
+                except StopIteration:
+                    return
+                finally:
+                    self.total_s += clock() - begin_s
+                yield item
+        finally:
+            items.close()

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When training stops, and with which weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ddpilot.errors import LoopError
+from ddpilot.trainer.callbacks.early_stopping import EarlyStopping
+from tests.unit.trainer.callbacks.fits import Each, fit, make_trainer, metric
+
+
+@pytest.mark.parametrize(
+    ("options", "values", "num_epochs"),
+    [
+        ({"mode": "max", "patience": 2}, (1.0, 3.0, 2.0, 3.0, 9.0), 4),
+        ({"mode": "min", "patience": 1}, (3.0, 2.0, 1.0, 1.0, 0.0), 4),
+        ({"mode": "max", "patience": 1, "min_delta": 0.5}, (1.0, 2.0, 2.5, 9.0, 9.0), 3),
+        ({"mode": "max", "patience": 2}, (float("nan"), 1.0, float("nan"), 2.0, 3.0), 5),
+    ],
+)
+def test_early_stopping_counts_epochs_without_a_better_value(
+    options: Any, values: tuple[float, ...], num_epochs: int
+) -> None:
+    """An equal value, one within `min_delta` and NaN are not better; a better one begins the count anew."""
+    stopping = EarlyStopping("val_score", **options)
+    assert len(fit(make_trainer(metric(*values), stopping), 5).history.epochs) == num_epochs
+    assert bool(stopping.stopped) == (num_epochs < 5)
+
+
+def test_early_stopping_restores_the_weights_of_the_best_epoch(capsys: pytest.CaptureFixture[str]) -> None:
+    """Bit for bit, the average's too; a second fit that gets no better ends with them again."""
+    seen: list[list[torch.Tensor]] = []
+
+    def copy(run: Any) -> None:
+        models = (run.model, run.ema)
+        seen.append([tensor.detach().clone() for model in models for tensor in model.parameters()])
+
+    stopping = EarlyStopping("val_score", mode="max", patience=2, restore_best=True)
+    values = (1.0, 5.0, 4.0, 3.0, 2.0, 1.0, 0.0)
+    trainer = make_trainer(metric(*values), Each("on_epoch_end", copy), stopping, ema=0.5)
+    for num_epochs in (4, 6):
+        fit(trainer, 9)
+        assert len(seen) == num_epochs
+        best = [tensor for model in (trainer.model, trainer.ema) for tensor in model.parameters()]
+        assert all(torch.equal(a, b) for a, b in zip(best, seen[1], strict=True))
+        assert (stopping.best, stopping.best_epoch) == (5.0, 1)
+        assert "weights" not in stopping.state_dict()
+    assert "val_score was not better than 5.0 of epoch 1 for 2 epochs" in capsys.readouterr().out
+
+
+def test_early_stopping_goes_on_from_its_state() -> None:
+    """As from a checkpoint: the count and the best weights too."""
+    stopping = EarlyStopping("val_score", mode="max", patience=3, restore_best=True)
+    states: list[Any] = []
+    keep = Each("on_epoch_end", lambda run: states.append(stopping.state_dict()))
+    trainer = fit(make_trainer(metric(5.0, 1.0), stopping, keep), 2)
+    again = EarlyStopping("val_score", mode="max", patience=3, restore_best=True)
+    again.load_state_dict(states[-1])
+    assert (again.best, again.num_bad) == (5.0, 1)
+    trainer.callbacks = [metric(1.0, 1.0, 9.0), again]
+    assert len(fit(trainer, 3).history.epochs) == 4
+    assert all(torch.equal(a, b) for a, b in zip(trainer.model.parameters(), states[0]["weights"], strict=True))
+
+
+def test_early_stopping_lists_the_metrics_when_it_has_a_wrong_name() -> None:
+    """After the first epoch, on all ranks."""
+    with pytest.raises(LoopError, match="watching 'val_acuracy' in epoch 0: its row has .*'val_loss'.*validation set"):
+        fit(make_trainer(EarlyStopping("val_acuracy")))
+    with pytest.raises(LoopError, match="`mode` is 'best'"):
+        EarlyStopping(mode="best")  # type: ignore[arg-type]
+    with pytest.raises(LoopError, match="`patience` is 0"):
+        EarlyStopping(patience=0)
+    with pytest.raises(LoopError, match="`min_delta` is -1"):
+        EarlyStopping(min_delta=-1)
