@@ -45,7 +45,8 @@ def test_early_stopping_restores_the_weights_of_the_best_epoch(capsys: pytest.Ca
     for num_epochs in (4, 6):
         fit(trainer, 9)
         assert len(seen) == num_epochs
-        best = [tensor for model in (trainer.model, trainer.ema) for tensor in model.parameters()]
+        assert trainer.ema is not None
+        best = [*trainer.model.parameters(), *trainer.ema.parameters()]
         assert all(torch.equal(a, b) for a, b in zip(best, seen[1], strict=True))
         assert (stopping.best, stopping.best_epoch) == (5.0, 1)
         assert "weights" not in stopping.state_dict()

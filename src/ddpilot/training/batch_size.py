@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The largest batch that fits into the memory of every rank, found by trying."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import default_collate
+
+from ddpilot.data.devices import to_device
+from ddpilot.errors import LoopError
+from ddpilot.training.host_memory import limited_memory
+from ddpilot.training.memory import joint_try
+from ddpilot.training.preserving import preserved
+from ddpilot.training.wrapping import unwrap
+
+if TYPE_CHECKING:
+    from ddpilot.training.loop import Loop
+
+_NUM_SAMPLES = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchSizeTrial:
+    """One size that all ranks tried at the same time."""
+
+    per_rank: int
+    """Samples on each rank."""
+    failed_ranks: tuple[int, ...]
+    """Ranks whose memory did not do; () where it fits."""
+    seconds: float
+    """Of one forward, backward and optimizer step, on the slowest rank."""
+    peak_bytes: int
+    """Most memory that torch had on a rank's GPU; 0 on the CPU, where it is not counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchSizeSearch:
+    """What `find_batch_size` found; its text is a line for each size."""
+
+    per_rank: int
+    """Samples on each rank, less the headroom."""
+    global_batch_size: int
+    """`per_rank` times the number of ranks."""
+    largest: int
+    """The largest size that was seen to fit on every rank."""
+    trials: tuple[BatchSizeTrial, ...]
+    """In the order in which they were made."""
+
+    def __str__(self) -> str:
+        lines = [
+            f"{trial.per_rank:>8,} on a rank: {_outcome(trial)}"
+            for trial in sorted(self.trials, key=lambda trial: trial.per_rank)
+        ]
+        found = f"global_batch_size={self.global_batch_size} ({self.per_rank:,} on each rank)"
+        return "\n".join([*lines, found])
+
+
+def find_batch_size(
+    loop: Loop,
+    model: nn.Module,
+    optimizer: Optimizer,
+    dataset: Any,
+    step: Callable[[nn.Module, Any], torch.Tensor],
+    *,
+    collate_fn: Callable[[list[Any]], Any] = default_collate,
+    max_per_rank: int | None = None,
+    headroom: float = 0.1,
+) -> BatchSizeSearch:
+    """The largest batch that fits on every rank: sizes are doubled from 1, then bisected, by real steps. Collective.
+
+    All ranks try a size at the same time, since they may share a device or a machine's memory, and one that runs out of
+    it counts for all. Afterwards model, optimizer, gradients and random states are as they were, bit for bit, and no
+    loader was touched. No gradient crosses between ranks.
+
+    `model`, `optimizer`: on the device, before or after `prepare`; best before, since DDP holds memory for gradients
+    of its own. `step(model, batch)` returns the loss of a batch on the device; it runs in the loop's precision.
+    `dataset`: map-style; its first 16 samples are read once and repeated, so put the longest ones there where they
+    differ (`torch.utils.data.Subset`). `max_per_rank`: no more than this, by default the dataset's samples per rank.
+    `headroom`: the share of the largest size that is left free for what a run needs besides, 0 to below 1.
+
+    On the CPU of Linux each trial may take what memory is free, divided by the ranks of the machine; without that limit
+    the system would end a process instead of refusing. Raises LoopError, on all ranks, where not even one sample fits.
+    """
+    if not 0 <= headroom < 1:
+        raise _refuse(loop, f"`headroom` is {headroom}", "Give a share of the batch, such as 0.1.")
+    limit = max_per_rank or max(1, len(dataset) // loop.world_size)
+    trying = _Trying(loop, unwrap(model), _local(optimizer), step, _Repeated(dataset, collate_fn))
+    with preserved(trying.model, trying.optimizer, loop.device):
+        largest = largest_that(trying.fits, limit)
+    if not largest:
+        ranks = ", ".join(map(str, trying.trials[0].failed_ranks))
+        raise _refuse(
+            loop,
+            f"a batch of one sample does not fit into the memory of rank {ranks} ({loop.device} here)",
+            "Use precision='bf16', gradient checkpointing, shard='optimizer' or a smaller model; look whether other "
+            "processes use the device.",
+        )
+    per_rank = max(1, int(largest * (1 - headroom)))
+    found = BatchSizeSearch(
+        per_rank=per_rank,
+        global_batch_size=per_rank * loop.world_size,
+        largest=largest,
+        trials=tuple(trying.trials),
+    )
+    loop.print(
+        f"the largest batch that fits has {largest:,} samples on each rank; less {headroom:.0%}: "
+        f"global_batch_size={found.global_batch_size}"
+    )
+    return found
+
+
+def largest_that(fits: Callable[[int], bool], limit: int) -> int:
+    """The largest size up to `limit` for which `fits` is True, to a sixteenth of it; 0 where 1 does not fit."""
+    low, size = 0, 1
+    while fits(size):
+        low = size
+        if size == limit:
+            return low
+        size = min(2 * size, limit)
+    high = size
+    while high - low > max(1, low // 16):
+        size = (low + high) // 2
+        low, high = (size, high) if fits(size) else (low, size)
+    return low
+
+
+class _Repeated:
+    """Batches of any size, of the first samples of a dataset over and over."""
+
+    def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any]) -> None:
+        self._dataset = dataset
+        self._samples: list[Any] = []
+        self._collate = collate_fn
+
+    def batch(self, size: int) -> Any:
+        """A collated batch of `size` samples."""
+        if not self._samples:  # read inside the search: what a dataset draws at random is undone there
+            self._samples = [self._dataset[number] for number in range(min(_NUM_SAMPLES, len(self._dataset)))]
+        return self._collate([self._samples[place % len(self._samples)] for place in range(size)])
+
+
+class _Trying:
+    """Steps of growing batches on this rank, and what all ranks make of them."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        model: nn.Module,
+        optimizer: Optimizer,
+        step: Callable[[nn.Module, Any], torch.Tensor],
+        samples: _Repeated,
+    ) -> None:
+        self._loop = loop
+        self.model = model
+        self.optimizer = optimizer
+        self._step = step
+        self._samples = samples
+        self.trials: list[BatchSizeTrial] = []
+
+    def fits(self, size: int) -> bool:
+        """Does a step with `size` samples fit on every rank? Collective; raises what `step` raises, on all ranks."""
+        on_gpu = self._loop.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(self._loop.device)
+        begin = time.monotonic()
+        outcome = joint_try(lambda: self._take(size), self._loop.group)
+        seconds = time.monotonic() - begin
+        peak = torch.cuda.max_memory_allocated(self._loop.device) if on_gpu else 0
+        said = self._loop.group.all_gather_object((seconds, peak))
+        self.trials.append(
+            BatchSizeTrial(
+                per_rank=size,
+                failed_ranks=outcome.ran_out,
+                seconds=max(seconds for seconds, _ in said),
+                peak_bytes=max(peak for _, peak in said),
+            )
+        )
+        return not outcome.ran_out
+
+    def _take(self, size: int) -> None:
+        # The first size is never refused for what this machine has free: threads and libraries start with it.
+        is_first = not self.trials
+        limit = nullcontext() if is_first else limited_memory(self._loop.group)
+        with limit:
+            for _ in range(2 if is_first else 1):  # from the second step on there is an optimizer's state
+                self._take_step(size)
+
+    def _take_step(self, size: int) -> None:
+        try:
+            batch = to_device(self._samples.batch(size), self._loop.device)
+            with self._loop.autocast():
+                loss = self._step(self.model, batch)
+            loss.backward()  # type: ignore[no-untyped-call]
+            self.optimizer.step()
+            if self._loop.device.type == "cuda":
+                torch.cuda.synchronize(self._loop.device)
+        finally:
+            self.model.zero_grad(set_to_none=True)
+
+
+def _local(optimizer: Optimizer) -> Optimizer:
+    """What this rank can step alone: of an optimizer that is sharded over ranks, its own shard."""
+    sharded = sys.modules.get("torch.distributed.optim")  # not loaded: it takes a second, and there is none then
+    is_sharded = sharded is not None and isinstance(optimizer, sharded.ZeroRedundancyOptimizer)
+    return optimizer.optim if is_sharded else optimizer  # type: ignore[attr-defined]
+
+
+def _outcome(trial: BatchSizeTrial) -> str:
+    if trial.failed_ranks:
+        return f"too much for rank {', '.join(map(str, trial.failed_ranks))}"
+    peak = f", {trial.peak_bytes / 2**30:.2f} GiB at the most" if trial.peak_bytes else ""
+    return f"fits, {trial.seconds:.3g} s for a step{peak}"
+
+
+def _refuse(loop: Loop, found: str, fix: str) -> LoopError:
+    return LoopError("looking for a batch size", found=found, fix=fix, rank=loop.rank)
