@@ -46,10 +46,10 @@ def test_resume_loses_no_sample_when_ended_at_random(tmp_path: Path, alone: dict
         kill: Kill = {"how": how, "rank": chance.randrange(num_ranks), "epoch": at // BATCHES, "batch": at % BATCHES}
         words.append(f"{kill} of {num_ranks} ranks")
         (own := log / str(attempt)).mkdir(parents=True)
-        with pytest.raises(RankError) as ended:
-            launch(num_ranks, train, folder, kill=kill, every=chance.randint(1, 4), log=own)
-        assert ended.value.exitcode == (75 if how in ("SIGTERM", "SIGUSR1") else -9), ended.value
-        position = check_latest(folder, at if how in ("SIGTERM", "SIGUSR1") else None)
+        exitcode = end_early(num_ranks, folder, kill, chance.randint(1, 4), own)
+        position = check_latest(folder, None if exitcode == -9 else at)
+        # A signal may come so late that training is over before all ranks know of it.
+        assert exitcode == (-9 if how in ("SIGKILL", "save") else 0 if position[0] == NUM_EPOCHS else 75), words
         taken = {key: samples for key, samples in (taken | read_log(own)).items() if key < position}
     num_ranks = chance.randint(1, 4)
     (own := log / "last").mkdir(parents=True)
@@ -63,8 +63,17 @@ def test_resume_loses_no_sample_when_ended_at_random(tmp_path: Path, alone: dict
         check_same(result, alone, said)
 
 
+def end_early(num_ranks: int, folder: Path, kill: Kill, every: int, log: Path) -> int:
+    """Train and be killed; the exit code of the rank that failed first, 0 where none did."""
+    try:
+        launch(num_ranks, train, folder, kill=kill, every=every, log=log)
+    except RankError as ended:
+        return ended.exitcode
+    return 0
+
+
 def check_latest(folder: Path, at: int | None) -> tuple[int, int]:
-    """Epoch and batch where a new run goes on; the latest is whole, and after a signal it is of the batch `at`."""
+    """Epoch and batch where a new run goes on; the latest is whole, and after a signal in batch `at` it is later."""
     told: list[str] = []
     found = CheckpointDir(folder, tell=told.append).latest()
     assert told == []
@@ -77,9 +86,7 @@ def check_latest(folder: Path, at: int | None) -> tuple[int, int]:
     assert progress.samples_seen == progress.epoch * NUM_SAMPLES + min(
         progress.batch * GLOBAL_BATCH_SIZE, NUM_SAMPLES
     )
-    if at is not None:
-        # To the end of its update, or of the next one, where the flags were on their way already.
-        assert at < number <= at + 2 * 2, f"it stands at batch {number} after a signal in batch {at}"
+    assert at is None or at < number, f"it stands at batch {number} after a signal in batch {at}"
     return progress.epoch, progress.batch
 
 
@@ -101,15 +108,14 @@ def check_same(result: dict[str, Any], alone: dict[str, Any], said: str) -> None
 
 
 def test_resume_is_bit_identical_at_the_same_world_size(tmp_path: Path) -> None:
-    """With dropout, BatchNorm, AdamW, a schedule and an average, ended by a signal in the middle of an epoch."""
+    """With dropout, BatchNorm, AdamW, a schedule and an average, killed in the middle of an epoch."""
     whole = launch(2, train, tmp_path / "whole", dropout=0.4, every=100)
-    kill: Kill = {"how": "SIGTERM", "rank": 1, "epoch": 1, "batch": 2}
-    with pytest.raises(RankError, match="rank . left with exit code 75"):
-        launch(2, train, tmp_path / "parts", dropout=0.4, every=100, kill=kill)
+    kill: Kill = {"how": "SIGKILL", "rank": 1, "epoch": 1, "batch": 4}
+    with pytest.raises(RankError, match="SIGKILL"):
+        launch(2, train, tmp_path / "parts", dropout=0.4, kill=kill)
     resumed = launch(2, train, tmp_path / "parts", dropout=0.4, every=100)
     for before, after in zip(whole, resumed, strict=True):
-        assert after["first"][0] == 1
-        assert after["first"][1] in (4, 6)
+        assert after["first"] in ((1, 2), (1, 4)), "the save of the update before was under way, or was finished"
         assert after["metric"] == before["metric"]
         for name, weight in before["weights"].items():
             assert torch.equal(after["weights"][name], weight), name
@@ -119,11 +125,12 @@ def test_resume_of_a_sharded_optimizer_goes_on_with_another_number_of_ranks_and_
     tmp_path: Path, alone: dict[str, Any]
 ) -> None:
     """From two ranks, each with half of the state, to three, and to one."""
-    kill: Kill = {"how": "SIGTERM", "rank": 0, "epoch": 0, "batch": 3}
-    with pytest.raises(RankError, match="exit code 75"):
+    kill: Kill = {"how": "SIGKILL", "rank": 0, "epoch": 0, "batch": 6}
+    with pytest.raises(RankError, match="SIGKILL"):
         launch(2, train, tmp_path, shard="optimizer", kill=kill)
-    with pytest.raises(RankError, match="exit code 75"):
+    with pytest.raises(RankError, match="SIGKILL"):
         launch(3, train, tmp_path, shard="optimizer", kill={**kill, "epoch": 1})
     (result,) = launch(1, train, tmp_path)
     assert result["first"][0] == 1
+    assert result["first"][1] > 0
     check_same(result, alone, "sharded, then not")
