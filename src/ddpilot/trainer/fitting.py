@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from ddpilot.trainer.calling import find_inner
-from ddpilot.trainer.history import flatten
+from ddpilot.trainer.history import measured
 from ddpilot.trainer.ledger import Ledger
 from ddpilot.trainer.loading import NO_SIZES, make_loader_of
 from ddpilot.trainer.parts import relink
@@ -191,11 +191,9 @@ def _is_per_update(trainer: Trainer, scheduler: Any) -> bool:
     return trainer.scheduler_per == "update" and not isinstance(scheduler, ReduceLROnPlateau)
 
 
-def render_row(row: Mapping[str, Any], num_epochs: int) -> str:
+def render_row(row: dict[str, Any], num_epochs: int) -> str:
     """A line for an epoch: "epoch 1 of 3: loss 0.4321, val_accuracy 0.9 (1.2 s)"."""
-    left_out = ("epoch", "update", "lr", "samples", "seconds", "samples_per_s", "time")
-    shown = {name: value for name, value in row.items() if name not in left_out}
-    numbers = [f"{name} {value:.4g}" for name, value in flatten(shown).items() if isinstance(value, int | float)]
+    numbers = [f"{name} {value:.4g}" for name, value in measured(row).items()]
     return f"epoch {row['epoch'] + 1} of {num_epochs}: {', '.join(numbers)} ({row['seconds']:.1f} s)"
 
 

@@ -11,8 +11,10 @@ from typing import Any
 
 from ddpilot.training.checkpoint.snapshot import can_hold
 
+_BOOKKEEPING = ("epoch", "update", "lr", "samples", "seconds", "samples_per_s", "time")
 
-@dataclass
+
+@dataclass(repr=False)
 class History:
     """The rows of a training, over all of its fits."""
 
@@ -34,6 +36,12 @@ class History:
             writer.writerows(rows)
         return Path(path)
 
+    def __repr__(self) -> str:
+        last = measured(self.epochs[-1]) if self.epochs else {}
+        said = ", ".join(f"{name}={value:.4g}" for name, value in last.items())
+        num_updates = self.updates[-1]["update"] if self.updates else 0
+        return f"History({len(self.epochs)} epochs, {num_updates} updates{'; last: ' * bool(said)}{said})"
+
     def state_dict(self) -> dict[str, Any]:
         """Both lists, without what a checkpoint cannot hold."""
         rows = [{name: value for name, value in row.items() if can_hold(value)} for row in self.epochs]
@@ -54,6 +62,12 @@ def flatten(row: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{name}"] = value.tolist() if hasattr(value, "tolist") else value
     return flat
+
+
+def measured(row: dict[str, Any]) -> dict[str, float]:
+    """The losses and metrics of a row of `History.epochs`, those that are numbers."""
+    flat = flatten({name: value for name, value in row.items() if name not in _BOOKKEEPING})
+    return {name: value for name, value in flat.items() if isinstance(value, int | float)}
 
 
 def thin(rows: list[list[float]], limit: int) -> list[tuple[int, list[float]]]:
