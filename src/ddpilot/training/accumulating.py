@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from types import TracebackType
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ddpilot.errors import DdpilotError, LoopError
 from ddpilot.group.protocol import GroupLike
@@ -46,7 +47,7 @@ class Accumulation:
         self._stack = ExitStack()
         for model in self._models:
             ddp = None if self._updates.is_update else find_ddp(model)
-            if ddp is not None:
+            if ddp is not None and not _has_to_see(ddp):
                 self._stack.enter_context(ddp.no_sync())
         self._stack.enter_context(self._precision.autocast())
 
@@ -65,6 +66,12 @@ class Accumulation:
             raise explain_out_of_memory(error, self._group, self._sharing, batch) from error
         if isinstance(error, RuntimeError | ValueError | IndexError) and batch is not None and not batch.count:
             raise _empty_forward_failed(batch, self._group, error) from error
+
+
+def _has_to_see(ddp: DistributedDataParallel) -> bool:
+    # A static graph is learnt in the first backward pass, which fails within no_sync(). What is synchronised then is the
+    # same on all ranks, and so it stays when it is synchronised once more with the last batch.
+    return ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued
 
 
 def _empty_forward_failed(batch: CurrentBatch, group: GroupLike, error: Exception) -> LoopError:

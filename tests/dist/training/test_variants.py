@@ -20,19 +20,31 @@ from ddpilot.training.loop import Loop
 from ddpilot.training.wrapping import unwrap
 from tests.dist.training.bodies import launch
 
-VARIANTS = ("averaged", "checkpointed", "compiled", "late branch", "sharded loader", "batch norm in eval")
+OPTIONS = {
+    "averaged": {},
+    "checkpointed": {},
+    "checkpointed the old way": {"static_graph": True},
+    "compiled": {},
+    "compiled after prepare": {},
+    "late branch": {"find_unused_parameters": True},
+    "static graph": {"static_graph": True},
+    "sharded loader": {},
+    "batch norm in eval": {},
+}
+"""Each variant with what `prepare` is given."""
 
 
 class Checkpointed(nn.Module):
     """Computes its inner layers again in the backward pass."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, use_reentrant: bool) -> None:
         super().__init__()
-        self.inner, self.last = make_model("mlp"), nn.Linear(5, 5)
+        self.first, self.inner, self.last = nn.Linear(8, 8), make_model("mlp"), nn.Linear(5, 5)
+        self.use_reentrant = use_reentrant
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: (samples, 8)."""
-        return torch.as_tensor(self.last(checkpoint(self.inner, x, use_reentrant=False)))
+        return torch.as_tensor(self.last(checkpoint(self.inner, self.first(x), use_reentrant=self.use_reentrant)))
 
 
 class LateBranch(nn.Module):
@@ -50,8 +62,8 @@ class LateBranch(nn.Module):
 
 def make_variant(variant: str) -> nn.Module:
     """The model of a variant."""
-    if variant == "checkpointed":
-        return Checkpointed()
+    if variant.startswith("checkpointed"):
+        return Checkpointed(use_reentrant=variant.endswith("the old way"))
     if variant == "late branch":
         return LateBranch()
     model = make_model("mlp")
@@ -68,7 +80,9 @@ def train_variant(variant: str) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ema = get_ema_multi_avg_fn(0.5)  # type: ignore[no-untyped-call]
     averaged = AveragedModel(model, multi_avg_fn=ema) if variant == "averaged" else None
-    model, optimizer = loop.prepare(model, optimizer, find_unused_parameters=variant == "late branch")
+    model, optimizer = loop.prepare(model, optimizer, **OPTIONS[variant])
+    if variant == "compiled after prepare":
+        model = torch.compile(model, backend="eager")
     data = make_data("mlp", 25)
     loader = loop.loader(data, global_batch_size=12)
     if variant == "sharded loader":
@@ -86,11 +100,11 @@ def train_variant(variant: str) -> list[float]:
 
 def train_variants() -> dict[str, list[float]]:
     """All of them, one after the other in one group."""
-    return {variant: train_variant(variant) for variant in VARIANTS}
+    return {variant: train_variant(variant) for variant in OPTIONS}
 
 
 def test_variants_give_the_same_numbers_at_any_world_size(capfd: pytest.CaptureFixture[str]) -> None:
-    """EMA, gradient checkpointing, torch.compile, unused parameters, a sharded DataLoader; a rank without samples."""
+    """EMA, gradient checkpointing, torch.compile, unused parameters, a static graph; also a rank without samples."""
     (alone,), together = launch(1, train_variants), launch(2, train_variants)
     for learnt in together:
         for variant, numbers in alone.items():
