@@ -69,8 +69,8 @@ class Accumulation:
 
 
 def _has_to_see(ddp: DistributedDataParallel) -> bool:
-    # A static graph is learnt in the first backward pass, which fails within no_sync(). What is synchronised then is the
-    # same on all ranks, and so it stays when it is synchronised once more with the last batch.
+    # A static graph is learnt in the first backward pass, which fails within no_sync(). What is synchronised then is
+    # the same on all ranks, and so it stays when it is synchronised once more with the last batch.
     return ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued
 
 

@@ -33,6 +33,11 @@ def compress(model: DistributedDataParallel, comm: Literal["bf16", "fp16"]) -> N
     model.register_comm_hook(None, {"bf16": _to_bf16, "fp16": default_hooks.fp16_compress_hook}[comm])
 
 
+def is_fp16(model: DistributedDataParallel) -> bool:
+    """Do the gradients of `model` cross as fp16?"""
+    return any(hook is default_hooks.fp16_compress_hook for hook, _ in model._comm_hooks)
+
+
 def _to_bf16(state: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     # By its own name DDP refuses torch's hook without CUDA; gloo can sum bfloat16 too.
     return default_hooks.bf16_compress_hook(state, bucket)  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ddpilot.findings.words import render_ranks
 from ddpilot.group.protocol import GroupLike
 from ddpilot.training.ddp_options import Choice
 from ddpilot.training.explanation import Explained, Explanation
@@ -75,7 +76,8 @@ def _look(one: _Model) -> Seen | None:
     return Seen(
         num_updates=int(data.get("iteration", 0)),
         finds_unused=ddp.find_unused_parameters,
-        is_steady=data.get("can_set_static_graph") != 0,
+        # The reducer's own answer: of several models, the logger records only the first one's `can_set_static_graph`.
+        is_steady=ddp.reducer._ddp_graph_static(),
         left_out=tuple(name for n, name in enumerate(one.names) if n not in ready) if ready else (),
         bucket_bytes=tuple(int(size) for size in sizes.split(",") if size.strip()),
         is_rebuilt=bool(data.get("has_rebuilt_buckets")),
@@ -123,10 +125,12 @@ def _say_times(facts: Sequence[Seen]) -> Iterable[str]:
 
 
 def _say_left_out(facts: Sequence[Seen]) -> Iterable[str]:
+    changing = [rank for rank, fact in enumerate(facts) if not fact.is_steady]
+    if changing:
+        yield f"what an update uses has changed on {render_ranks(changing)}: find_unused_parameters=True is needed"
     for rank, fact in enumerate(facts):
         if fact.left_out:
-            changes = "" if fact.is_steady else "; it changes between updates"
-            yield f"rank {rank} left out {_names(fact.left_out)} in the last update that DDP looked at{changes}"
+            yield f"rank {rank} left out {_names(fact.left_out)} in the last update that DDP looked at"
 
 
 def _count_state(optimizer: Optimizer) -> int:

@@ -16,7 +16,7 @@ from torch import nn
 from ddpilot.errors import NonFiniteError
 from ddpilot.group.protocol import GroupLike
 from ddpilot.training.grouping import CurrentBatch
-from ddpilot.training.wrapping import unwrap
+from ddpilot.training.wrapping import crosses_as_fp16, unwrap
 
 _NUM_NAMED = 8
 _NUM_KEPT = 256
@@ -146,10 +146,13 @@ def raise_nonfinite(group: GroupLike, watch: FiniteWatch, models: Iterable[nn.Mo
             "rate, or clip_grad_norm_(); finite weights point to data or loss. Loop(check_finite=False) goes on.",
             rank=by_rank[0][0],
         )
+    fp16 = (
+        'They cross as fp16, which ends at 65,504: comm="bf16" does not. ' if any(map(crosses_as_fp16, models)) else ""
+    )
     raise NonFiniteError(
         "computing gradients",
         found=f"they are not finite on all ranks, though every rank's loss was finite; {describe_parameters(models)}",
-        fix="Look for a square root, a logarithm or a division by zero in the loss or the model; "
+        fix=f"{fp16}Look for a square root, a logarithm or a division by zero in the loss or the model; "
         "torch.autograd.set_detect_anomaly(True) finds the line. Loop(check_finite=False) goes on.",
         rank=group.rank,
     )

@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 from ddpilot.errors import LoopError
 from ddpilot.group.process_group import Group
 from ddpilot.group.protocol import GroupLike
-from ddpilot.training.comm_hooks import check_compressible, compress
+from ddpilot.training.comm_hooks import check_compressible, compress, is_fp16
 from ddpilot.training.ddp_options import HAS_FORWARD_SYNC, Choice, DdpOptions, resolve
 
 
@@ -87,6 +87,12 @@ def unwrap(model: nn.Module) -> nn.Module:
         return unwrap(model.module)
     inner = getattr(model, "_orig_mod", None) or (model.module if isinstance(model, AveragedModel) else None)
     return unwrap(inner) if isinstance(inner, DistributedDataParallel) else model
+
+
+def crosses_as_fp16(model: nn.Module) -> bool:
+    """Was `model` prepared with `comm="fp16"`, in which a gradient above 65,504 becomes infinite?"""
+    ddp = find_ddp(model)
+    return ddp is not None and is_fp16(ddp)
 
 
 def sync_buffers(model: nn.Module, group: GroupLike) -> None:
