@@ -16,6 +16,9 @@ LAUNCH_VARIABLE = "DDPILOT_LAUNCH"
 SERVER_VARIABLE = "DDPILOT_RANK_SERVER"
 """Is set in a rank server, so that a module which launches when it is imported cannot start servers for ever."""
 
+WATCHED_VARIABLE = "DDPILOT_WATCHED"
+"""Is set in ranks whose output somebody sees as it comes: in a terminal or in a notebook."""
+
 EXIT_REQUEUE = 75
 """Exit code of a rank that has saved where it stands and is to be started again: EX_TEMPFAIL of sysexits.h."""
 
@@ -60,12 +63,21 @@ def rank_variables(
 
 
 def default_variables() -> dict[str, str]:
-    """Variables that the user's own win over: a group on one node listens on loopback; NCCL's errors end the rank."""
+    """Variables that the user's own win over.
+
+    A group on one node listens on loopback, NCCL's errors end the rank, and ranks know whether somebody is watching.
+    """
     return {
+        **({WATCHED_VARIABLE: "1"} if _is_watched() else {}),
         "GLOO_SOCKET_IFNAME": _LOOPBACK_INTERFACE,
         "NCCL_SOCKET_IFNAME": _LOOPBACK_INTERFACE,
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",  # as torchrun sets it
     }
+
+
+def _is_watched() -> bool:
+    stream = sys.stderr
+    return stream is not None and (stream.isatty() or type(stream).__module__.partition(".")[0] == "ipykernel")
 
 
 def import_time_variables(environ: Mapping[str, str]) -> dict[str, str]:

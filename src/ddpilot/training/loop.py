@@ -41,6 +41,7 @@ from ddpilot.training.parameters import TrainedWatch
 from ddpilot.training.precision import Kind, Precision
 from ddpilot.training.predicting import predict
 from ddpilot.training.printing import rank_zero_first
+from ddpilot.training.progress import Progress
 from ddpilot.training.reducing import gather_rows, reduce_value
 from ddpilot.training.signals import StopSignals
 from ddpilot.training.updating import Updates
@@ -64,6 +65,10 @@ class Loop:
     `best`: "max acc" or "min loss"; the best by that metric of `save` stays too. `save_every_s`, `save_every_updates`:
     make one in the middle of an epoch too, after so many seconds or updates.
 
+    `progress`: rank 0 shows in `batches` how far the epoch is, on stderr. None: a bar in a terminal or a notebook, also
+    in the ranks that one starts, and otherwise, for logs, a line every 30 seconds. True: the bar anywhere; False:
+    nothing.
+
     Raises what `init_group` raises, LoopError for arguments that make no sense, and CheckpointError on all ranks where
     the directory cannot be written.
     """
@@ -82,6 +87,7 @@ class Loop:
         save_every_s: float | None = None,
         save_every_updates: int | None = None,
         resume: bool = True,
+        progress: bool | None = None,
         backend: str | None = None,
         timeout_s: float | None = None,
         group: GroupLike | None = None,
@@ -92,6 +98,9 @@ class Loop:
         self.seed = seed
         self.findings: tuple[Finding, ...] = ()
         """What was found to be unwise, each said once."""
+        self.progress = Progress(progress, is_rank_zero=self.group.is_rank_zero)
+        """What rank 0 shows of the epoch; `loop.progress.show(acc=0.9)` adds to it."""
+        self._num_epochs: int | None = None
         self._accumulate = accumulate
         self._precision = Precision(precision, self.group.device)
         self._sharing = find_sharing(self.group)
@@ -289,6 +298,7 @@ class Loop:
         SystemExit(75) on all ranks, after a checkpoint: for a scheduler that starts the job again.
         """
         self._keeper.begin()
+        self._num_epochs = num
         with self._signals, self._keeper:
             while self.epoch < num:
                 self._updates.settle_outside()
@@ -321,7 +331,8 @@ class Loop:
                 loader, self.group, epoch=self.epoch, first_batch=self.next_batch, accumulation=self._accumulate
             )
         )
-        with self._signals:
+        shown = self.progress.epoch(self.epoch, self._num_epochs, self.next_batch, loader)
+        with self._signals, shown:
             for batch in groups:
                 self._updates.enter(batch)
                 if batch.data is None:
@@ -333,6 +344,7 @@ class Loop:
                     if self._updates.drop_unfinished():
                         say_dropped(self.group)
                     raise
+                self.progress.advance()
                 if batch.is_last:
                     self._updates.settle()
                     self._place.samples_seen += batch.group_count
@@ -410,6 +422,7 @@ class Loop:
         Collective with the last batch of an accumulation group, and with `count`. Raises LoopError.
         """
         self._updates.backward(loss, count, self._precision.scaler, retain_graph)
+        self.progress.note_loss(loss)
 
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float
@@ -519,9 +532,10 @@ class Loop:
             self._decider.ask("asked")
 
     def print(self, *values: object, **options: Any) -> None:
-        """`print` on rank 0; nothing on the others."""
+        """`print` on rank 0, above the progress bar; nothing on the others."""
         if self.group.is_rank_zero:
-            print(*values, **options)  # noqa: T201  (that is what it is for)
+            with self.progress.aside():
+                print(*values, **options)  # noqa: T201  (that is what it is for)
 
     def rank_zero_first(self) -> AbstractContextManager[None]:
         """`with loop.rank_zero_first():` runs its body on rank 0, then on the others at once. Collective.

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far an epoch is, on rank 0: a bar where somebody watches, a line now and then where output goes to a log."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from ddpilot.launching.contract import WATCHED_VARIABLE
+
+LINE_INTERVAL_S = 30.0
+_BAR_INTERVAL_S = 0.2
+_BAR_DELAY_S = 0.5
+
+
+class Bar(tqdm):  # type: ignore[misc]
+    """tqdm without the thread and the semaphore that it makes for itself, and that a forked worker would inherit."""
+
+    monitor_interval = 0
+
+
+Bar.set_lock(threading.RLock())
+
+
+class Lines:
+    """Takes the place of a bar: a line on stderr every `LINE_INTERVAL_S` seconds at most, and none before that.
+
+    `clock`: seconds from any beginning.
+    """
+
+    def __init__(self, desc: str, total: int | None, initial: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.n = initial
+        self._desc = desc
+        self._total = total
+        self._initial = initial
+        self._clock = clock
+        self._began_s = self._said_s = clock()
+        self._postfix = ""
+
+    def update(self) -> bool:
+        """One batch more; was a line written?"""
+        self.n += 1
+        now_s = self._clock()
+        if now_s - self._said_s < LINE_INTERVAL_S:
+            return False
+        self._said_s = now_s
+        rate = (self.n - self._initial) / (now_s - self._began_s)
+        of_all = "" if self._total is None else f" of {self._total}"
+        left = "" if self._total is None else f", {tqdm.format_interval((self._total - self.n) / rate)} left"
+        sys.stderr.write(f"{self._desc}: batch {self.n}{of_all}, {rate:.3g} batches/s{left}{self._postfix}\n")
+        sys.stderr.flush()
+        return True
+
+    def set_postfix_str(self, text: str, refresh: bool = True) -> None:  # noqa: ARG002  (as tqdm has it)
+        """What the next line ends with."""
+        self._postfix = f", {text}" if text else ""
+
+    def clear(self) -> None:
+        """Nothing stands there to be cleared."""
+
+    refresh = close = clear
+
+
+class Progress:
+    """How far the loop is in its epoch, shown on rank 0: the number of the batch, the rate, what is left, the loss.
+
+    The loss is that of rank 0's part of a recent batch. `show` adds numbers of one's own.
+    """
+
+    def __init__(self, is_shown: bool | None, *, is_rank_zero: bool) -> None:
+        self._kind: type[Bar | Lines] | None = Bar if is_watched() else Lines
+        if not is_rank_zero or is_shown is False:
+            self._kind = None
+        elif is_shown:
+            self._kind = Bar
+        self._current: Bar | Lines | None = None
+        self._loss: torch.Tensor | None = None
+        self._loss_text = ""
+        self._shown: dict[str, str] = {}
+
+    @property
+    def is_shown(self) -> bool:
+        """Does this rank show anything?"""
+        return self._kind is not None
+
+    def show(self, **values: Any) -> None:
+        """Show `values` beside the loss from the next redraw on: numbers with four digits, anything else as text.
+
+        None takes one away. Costs nothing on ranks that show nothing; not collective.
+        """
+        if self._kind is None:
+            return
+        for name, value in values.items():
+            self._shown.pop(name, None)
+            if value is not None:
+                self._shown[name] = f"{value:.4g}" if isinstance(value, float) else str(value)
+
+    @contextmanager
+    def epoch(self, epoch: int, num_epochs: int | None, first_batch: int, loader: Any) -> Iterator[None]:
+        """An epoch that begins with `first_batch`; what was shown stays standing."""
+        if self._kind is None:
+            yield
+            return
+        desc = f"epoch {epoch + 1}" + ("" if num_epochs is None else f"/{num_epochs}")
+        self._current = self._make(desc, _length(loader), first_batch)
+        try:
+            yield
+        finally:
+            self._current.set_postfix_str(self._postfix(), refresh=False)
+            self._current.close()
+            self._current = None
+
+    def note_loss(self, loss: torch.Tensor) -> None:
+        """The loss of the batch at hand."""
+        if self._current is not None:
+            self._loss = loss.detach()
+
+    def advance(self) -> None:
+        """One batch is done."""
+        if self._current is not None and self._current.update():
+            self._current.set_postfix_str(self._postfix(), refresh=False)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is printed inside stands above the bar."""
+        if self._current is None:
+            yield
+            return
+        self._current.clear()
+        try:
+            yield
+        finally:
+            self._current.refresh()
+
+    def _make(self, desc: str, total: int | None, initial: int) -> Bar | Lines:
+        if self._kind is Lines:
+            return Lines(desc, total, initial)
+        return Bar(
+            desc=desc,
+            total=total,
+            initial=initial,
+            unit="batch",
+            file=sys.stderr,
+            mininterval=_BAR_INTERVAL_S,
+            delay=_BAR_DELAY_S,
+            dynamic_ncols=True,
+        )
+
+    def _postfix(self) -> str:
+        # Asked for a few times a second only: to look at the loss makes the host wait for a GPU.
+        loss = {} if self._loss is None else {"loss": f"{self._loss.item():.4g}"}
+        return ", ".join(f"{name} {value}" for name, value in {**loss, **self._shown}.items())
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except TypeError:  # a stream, whose length nobody knows
+        return None
+
+
+def is_watched() -> bool:
+    """Does somebody see what this process writes: on a terminal, in a notebook, or as the rank of one that does?"""
+    return WATCHED_VARIABLE in os.environ or bool(sys.stderr and sys.stderr.isatty())
