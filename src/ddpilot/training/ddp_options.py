@@ -67,13 +67,13 @@ class DdpOptions:
 
 def resolve(options: DdpOptions, group: Group, environ: Mapping[str, str]) -> tuple[dict[str, Any], list[Choice]]:
     """The arguments of DistributedDataParallel, and why they are what they are. LoopError for a variable's value."""
-    find_unused, origin = _find_unused(options, environ)
+    finds_unused, origin = find_unused(options, environ)
     on_device = group.device.type != "cpu" and group.device.index is not None
     arguments: dict[str, Any] = {
         "process_group": group.process_group,
         "device_ids": [group.device.index] if on_device else None,
         "forward_sync_buffers" if HAS_FORWARD_SYNC else "broadcast_buffers": options.forward_sync_buffers,
-        "find_unused_parameters": find_unused,
+        "find_unused_parameters": finds_unused,
         "static_graph": options.static_graph,
         "gradient_as_bucket_view": options.gradient_as_bucket_view,
         "bucket_cap_mb": options.bucket_cap_mb,
@@ -82,7 +82,7 @@ def resolve(options: DdpOptions, group: Group, environ: Mapping[str, str]) -> tu
     choices = [
         Choice("device_ids", str(arguments["device_ids"]), f"this rank's device is {group.device}"),
         Choice("forward_sync_buffers", str(options.forward_sync_buffers), _WHY_BUFFERS[options.forward_sync_buffers]),
-        Choice("find_unused_parameters", str(find_unused), origin + _WHY_UNUSED[find_unused]),
+        Choice("find_unused_parameters", str(finds_unused), origin + _WHY_UNUSED[finds_unused]),
         Choice("static_graph", str(options.static_graph), _WHY_STATIC[options.static_graph]),
         Choice(
             "gradient_as_bucket_view",
@@ -96,7 +96,8 @@ def resolve(options: DdpOptions, group: Group, environ: Mapping[str, str]) -> tu
     return arguments, choices + [Choice(name, str(value), "asked for") for name, value in options.more.items()]
 
 
-def _find_unused(options: DdpOptions, environ: Mapping[str, str]) -> tuple[bool, str]:
+def find_unused(options: DdpOptions, environ: Mapping[str, str]) -> tuple[bool, str]:
+    """`find_unused_parameters`, and what said so where that is the variable. LoopError for another value of it."""
     if options.find_unused_parameters is not None:
         return options.find_unused_parameters, ""
     said = environ.get(FIND_UNUSED_VARIABLE)

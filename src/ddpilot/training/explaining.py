@@ -77,7 +77,7 @@ def _look(one: _Model) -> Seen | None:
         num_updates=int(data.get("iteration", 0)),
         finds_unused=ddp.find_unused_parameters,
         # The reducer's own answer: of several models, the logger records only the first one's `can_set_static_graph`.
-        is_steady=ddp.reducer._ddp_graph_static(),
+        is_steady=ddp.reducer._ddp_graph_static(),  # type: ignore[attr-defined]
         left_out=tuple(name for n, name in enumerate(one.names) if n not in ready) if ready else (),
         bucket_bytes=tuple(int(size) for size in sizes.split(",") if size.strip()),
         is_rebuilt=bool(data.get("has_rebuilt_buckets")),

@@ -52,7 +52,7 @@ def train_branching(uses: Mapping[int, list[bool]], **options: Any) -> tuple[Exp
     model = Branching()
     model, optimizer = loop.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
     for number, (x,) in enumerate(loop.batches(loop.loader(TensorDataset(X), global_batch_size=2))):
-        unwrap(model).uses_second = uses[loop.rank][number]
+        model.module.uses_second = uses[loop.rank][number]
         with loop.accumulate(model):
             loop.backward(model(x).pow(2).mean())
         loop.step(optimizer)
@@ -147,14 +147,14 @@ def look_unequally(how: str, prepared: bool) -> list[list[float]]:
     model = loop.prepare(model) if prepared else DistributedDataParallel(model)
     x = X[12 * loop.rank :][:12]
     for _ in range(2):
-        for part in x.split(6):
+        for part in (x[:6], x[6:]):
             model(part).pow(2).mean().backward()
             if how == "rank 0 looks" and loop.rank == 0:
                 model(part)
         model.eval()
         with torch.no_grad():
-            for part in x.split(3) if how == "validation" and loop.rank == 0 else ():
-                model(part)
+            if how == "validation" and loop.rank == 0:
+                model(x)
         model.train()
     loader = loop.loader(TensorDataset(X), global_batch_size=8)
     loop.evaluate(model, loader, {"mean": lambda y: y}, forward=lambda model, batch: (model(batch[0]),))

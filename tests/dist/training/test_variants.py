@@ -20,7 +20,7 @@ from ddpilot.training.loop import Loop
 from ddpilot.training.wrapping import unwrap
 from tests.dist.training.bodies import launch
 
-OPTIONS = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "averaged": {},
     "checkpointed": {},
     "checkpointed the old way": {"static_graph": True},
@@ -76,7 +76,7 @@ def train_variant(variant: str) -> list[float]:
     """The weights after two epochs and the metric of the model that is evaluated."""
     torch.set_default_dtype(torch.float64)
     loop = Loop(seed=4, accumulate=2)
-    model = make_variant(variant)
+    model: Any = make_variant(variant)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ema = get_ema_multi_avg_fn(0.5)  # type: ignore[no-untyped-call]
     averaged = AveragedModel(model, multi_avg_fn=ema) if variant == "averaged" else None
