@@ -33,7 +33,7 @@ class Counts(ddpilot.Callback):
 
 def fit(trainer: ddpilot.Trainer, num_ranks: int, **options: Any) -> None:
     """Three updates an epoch."""
-    data = {"global_batch_size": BATCH_SIZE, "nproc_per_node": num_ranks}
+    data: dict[str, Any] = {"global_batch_size": BATCH_SIZE, "nproc_per_node": num_ranks}
     trainer.fit(make_data(), make_data(21, first=60), **data, **options)
 
 
