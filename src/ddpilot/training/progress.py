@@ -147,7 +147,7 @@ class Progress:
             desc=desc,
             total=total,
             initial=initial,
-            unit="batch",
+            unit=" batches",
             file=sys.stderr,
             mininterval=_BAR_INTERVAL_S,
             delay=_BAR_DELAY_S,

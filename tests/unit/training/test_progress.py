@@ -48,7 +48,7 @@ def test_progress_draws_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> 
     assert last.startswith("epoch 2/3: 100%")
     assert " 8/8 " in last
     assert "loss 0.125, acc 0.5123, lr 0.001" in last
-    assert "batch/s" in last
+    assert " batches/s" in last
     assert " 6/8 " in terminal.getvalue()
     assert threading.active_count() == before
 

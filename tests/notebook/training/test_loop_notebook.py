@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A loop of one's own in a real notebook: its bar, and the stop button, on launched ranks and in a session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.notebook.kernels import Kernel
+
+SETUP = """
+import time, torch, ddpilot
+from torch.utils.data import TensorDataset
+
+def train(num_epochs=10_000):
+    loop = ddpilot.Loop(seed=0)
+    model = torch.nn.Linear(2, 1)
+    model, optimizer = loop.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    loader = loop.loader(TensorDataset(torch.ones(400, 2)), global_batch_size=4)
+    for epoch in loop.epochs(num_epochs):
+        for x, in loop.batches(loader):
+            with loop.accumulate(model):
+                loop.backward(model(x).square().mean())
+            loop.step(optimizer)
+            time.sleep(0.01)
+            if loop.num_updates == 80:
+                loop.print("update 80 is done", flush=True)
+    return model, loop.stop_reasons, loop.num_updates
+
+%load_ext ddpilot
+%ddp start -n 2
+"""
+
+LAUNCHED = """
+results = ddpilot.launch(lambda: train()[1:], nproc_per_node=2)
+print(results[0] == results[1], results[0][0], results[0][1] >= 80)
+"""
+
+IN_SESSION = """%%ddp
+model, reasons, num_updates = train()
+print("left", *reasons, num_updates >= 80)
+"""
+
+USED = """%%ddp
+output = model(torch.ones(1, 2)).square().mean()
+output.backward()
+print(f"{output.item() < 1e-3} {model.module.weight.tolist()}")
+"""
+
+
+@pytest.fixture
+def kernel() -> Iterator[Kernel]:
+    """With two ranks, and the function."""
+    kernel = Kernel()
+    try:
+        done = kernel.run(SETUP)
+        assert done.error == "", done.error
+        yield kernel
+    finally:
+        kernel.close()
+
+
+def test_the_stop_button_ends_a_loop_after_the_update_and_keeps_its_model(kernel: Kernel) -> None:
+    """Launched: the function goes on after its loop, and what it returns is there; a bar was drawn meanwhile.
+
+    In a session: the cell goes on, and the next one uses the model of every rank, over DDP.
+    """
+    stopped = kernel.run(LAUNCHED, interrupt_on="update 80 is done")
+    assert stopped.error == "", stopped.error
+    assert "True ('SIGINT',) True" in stopped.stdout
+    assert "epoch 1/10000" in stopped.stderr
+    assert " batches/s" in stopped.stderr
+
+    assert kernel.run("%ddp push train").error == ""
+    stopped = kernel.run(IN_SESSION, interrupt_on="update 80 is done")
+    assert {rank: lines[-1] for rank, lines in stopped.by_rank.items()} == dict.fromkeys((0, 1), "left SIGINT True")
+    used = kernel.run(USED)
+    assert used.error == "", used.error
+    assert len(used.by_rank) == 2
+    assert used.by_rank[0] == used.by_rank[1]
+    assert used.by_rank[0][0].startswith("True [[")
