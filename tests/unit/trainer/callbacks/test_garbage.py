@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When garbage is collected, and that Python's own way is back afterwards."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from ddpilot.trainer.callbacks.garbage import GarbageCollection
+from tests.unit.trainer.callbacks.fits import Each, fit, make_trainer
+
+
+@pytest.fixture
+def collections() -> Iterator[list[int]]:
+    """The generations that are collected, in order."""
+    seen: list[int] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            seen.append(info["generation"])
+
+    gc.callbacks.append(note)
+    yield seen
+    gc.callbacks.remove(note)
+
+
+def test_garbage_collection_is_at_fixed_updates_and_ends_of_epochs(collections: list[int]) -> None:
+    """And nowhere else, however much is allocated; it is Python's again after the fit."""
+
+    def allocate(run: Any) -> None:
+        [[] for _ in range(100_000)]
+        collections.append(-run.update)
+
+    trainer = make_trainer(Each("on_update_end", allocate), GarbageCollection(every=2))
+    start = Each("on_epoch_start", lambda run: collections.clear() if run.epoch == 0 else None)
+    trainer.callbacks.append(start)
+    trainer.callbacks.append(Each("on_epoch_end", lambda run: collections.append(100 + run.epoch)))
+    fit(trainer, 2, validate=False)
+    seen = collections[: collections.index(101)]
+    assert seen == [-1, -2, 1, -3, 2, 100, -4, 1, -5, -6, 1, 2]
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize("was_enabled", [True, False])
+def test_garbage_collection_is_as_before_when_training_fails(was_enabled: bool) -> None:
+    """On where it was on, off where it was off."""
+
+    def fail(run: Any) -> None:
+        assert not gc.isenabled()
+        raise ValueError("as a user's callback may")
+
+    if not was_enabled:
+        gc.disable()
+    try:
+        with pytest.raises(ValueError, match="as a user's"):
+            fit(make_trainer(GarbageCollection(), Each("on_update_end", fail)))
+        assert gc.isenabled() == was_enabled
+    finally:
+        gc.enable()
