@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the time of an epoch goes, and which rank is slow."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ddpilot.errors import LoopError
+from ddpilot.trainer.callbacks.timers import PARTS, Timers, find_slow, render_times
+from ddpilot.training.waiting import WaitClock
+from tests.unit.trainer.callbacks.fits import Each, fit, make_trainer
+
+ROW = {
+    "epoch": 2,
+    "data": [0.1, 0.1, 0.5],
+    "forward": [1.0, 1.1, 1.0],
+    "update": [2.0, 2.0, 2.0],
+    "evaluate": [0.3] * 3,
+}
+
+
+def test_find_slow_compares_a_rank_with_the_median_of_the_others() -> None:
+    """1.5 s against 1.15 s; nobody where it is within the factor, and nobody alone."""
+    ((rank, times),) = find_slow(ROW, 1.3)
+    assert rank == 2
+    assert times == pytest.approx(1.5 / 1.15)
+    assert find_slow(ROW, 1.4) == []
+    assert find_slow({"data": [5.0], "forward": [5.0]}, 1.1) == []
+    assert find_slow({"data": [0.0, 1.0], "forward": [0.0, 0.0]}, 2.0) == [(1, float("inf"))]
+
+
+def test_render_times_is_a_line() -> None:
+    """The longest of each part, and what the slow rank did longer."""
+    assert render_times(ROW, 1.3) == (
+        "epoch 3: data 0.5 s, forward 1.1 s, update 2 s, evaluate 0.3 s; "
+        "rank 2 is slow: data 0.5 s and forward 1 s, 1.3 times the others'"
+    )
+
+
+class Slow(nn.Linear):
+    """Its forward takes time that shows in training, and in evaluation too."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """As of a linear layer."""
+        end_s = time.perf_counter() + 0.004
+        while time.perf_counter() < end_s:
+            pass
+        return super().forward(x)
+
+
+def test_timers_divide_an_epoch(capsys: pytest.CaptureFixture[str]) -> None:
+    """The parts make up the epoch, each has at least what it took, and the model has no hook left."""
+    timers, spans = Timers(), []
+    trainer = make_trainer(
+        Each("on_epoch_start", lambda run: spans.append(time.perf_counter())),
+        timers,
+        Each("on_epoch_end", lambda run: spans.append(time.perf_counter())),
+    )
+    trainer.model = model = Slow(2, 1)
+    trainer.optimizers = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    fit(trainer, 2)
+    for row, begin_s, end_s in zip(timers.rows, spans[::2], spans[1::2], strict=True):
+        assert list(row) == ["epoch", *PARTS]
+        assert row["forward"][0] >= 0.012
+        assert row["evaluate"][0] >= 0.012
+        assert all(row[part][0] >= 0 for part in PARTS)
+        assert sum(row[part][0] for part in PARTS) <= end_s - begin_s
+    assert trainer.history.epochs[1]["time"] == {part: timers.rows[1][part][0] for part in PARTS}
+    said = capsys.readouterr().out
+    assert "epoch 2: data " in said
+    assert "time" not in said  # it is no metric
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+
+
+def test_timers_leave_no_hook_when_training_fails() -> None:
+    """The model goes on being the notebook's."""
+
+    def fail(run: Any) -> None:
+        raise ValueError("as a user's callback may")
+
+    trainer = make_trainer(Timers(say=False), Each("on_epoch_end", fail))
+    with pytest.raises(ValueError, match="as a user's"):
+        fit(trainer)
+    assert not trainer.model._forward_hooks
+    with pytest.raises(LoopError, match="`slow` is 1"):
+        Timers(slow=1)
+
+
+def test_wait_clock_counts_waiting_alone_and_closes_what_it_goes_over() -> None:
+    """What the consumer does between items is no waiting; a loop that is left ends the generator."""
+    ended = []
+
+    def items() -> Any:
+        try:
+            for item in range(3):
+                end_s = time.perf_counter() + 0.002
+                while time.perf_counter() < end_s:
+                    pass
+                yield item
+        finally:
+            ended.append(True)
+
+    clock, spent_s = WaitClock(), 0.0
+    begin_s = time.perf_counter()
+    for _ in clock.over(items()):
+        work_s = time.perf_counter()
+        sum(range(20_000))
+        spent_s += time.perf_counter() - work_s
+    assert 0.006 <= clock.total_s <= time.perf_counter() - begin_s - spent_s
+    iterator = clock.over(items())
+    assert next(iterator) == 0
+    iterator.close()  # type: ignore[attr-defined]
+    assert ended == [True, True]
