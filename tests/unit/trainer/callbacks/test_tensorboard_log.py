@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,20 @@ from ddpilot.errors import LoopError
 from ddpilot.trainer.callbacks.tensorboard_log import TensorBoardLog
 from tests.unit.trainer.callbacks.fits import Each, fit, make_trainer
 
+needs_tensorboard = pytest.mark.skipif(find_spec("tensorboard") is None, reason="tensorboard is not installed")
+
 
 def read(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """(step, value) of every curve."""
-    accumulator = pytest.importorskip(
-        "tensorboard.backend.event_processing.event_accumulator", reason="tensorboard is not installed"
-    ).EventAccumulator(str(folder))
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    accumulator = EventAccumulator(str(folder))
     accumulator.Reload()
     tags = accumulator.Tags()["scalars"]
     return {tag: [(event.step, event.value) for event in accumulator.Scalars(tag)] for tag in tags}
 
 
+@needs_tensorboard
 def test_tensorboard_log_has_updates_and_epochs(tmp_path: Path) -> None:
     """By the number of the update; on the disk while training goes on."""
     seen: list[Any] = []
@@ -43,6 +47,7 @@ def test_tensorboard_log_has_updates_and_epochs(tmp_path: Path) -> None:
     assert "update" not in curves
 
 
+@needs_tensorboard
 def test_tensorboard_log_has_no_point_twice_when_a_run_goes_on(tmp_path: Path) -> None:
     """From update 4 of 9: what was written after it is hidden by TensorBoard itself."""
     trainer = fit(make_trainer(TensorBoardLog(tmp_path, every=1)), 3)
