@@ -123,7 +123,8 @@ class Loop:
             save_every_updates=save_every_updates,
             resume=resume,
         )
-        self._keeper = Keeper(self.group, self._things, self._place, self._decider, options or None)
+        check = self._updates.check_pending
+        self._keeper = Keeper(self.group, self._things, self._place, self._decider, check, options or None)
         self._prepared = Prepared(self.group)
         seed_all(seed)
 

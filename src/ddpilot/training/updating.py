@@ -100,6 +100,13 @@ class Updates:
         self.batch = None
         self._is_due = True
         self.settle()
+        self.check_pending()
+
+    def check_pending(self) -> None:
+        """Raise NonFiniteError, on all ranks alike, where the last update's gradients were not finite. On CUDA: waits.
+
+        To be called before weights are used for good: they are looked at one update late there.
+        """
         if self._watch is not None and self._watch.find_pending():
             raise_nonfinite(self._group, self._watch, self.models)
 

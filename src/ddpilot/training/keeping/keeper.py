@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import NoReturn
 
@@ -22,19 +22,34 @@ from ddpilot.training.keeping.place import Place
 from ddpilot.training.keeping.things import Things
 
 _REQUEUE = ("SIGTERM", "SIGUSR1")
+_SAVED_BEFORE = (
+    "loop.save() makes no second checkpoint of an epoch that all ranks left in its middle: the one that was made there "
+    "goes on there."
+)
+_LEFT_BY_BREAK = (
+    "a checkpoint that loop.save() asked for was not made: the epoch was left before its end. To end training early, "
+    "call loop.stop() instead of `break`."
+)
 
 
 class Keeper:
     """The checkpoints of a loop. Making one is collective where there are `options`; without them it does nothing.
 
-    Raises LoopError for options that make no sense, and CheckpointError on all ranks where the directory cannot be
-    written.
+    `check`: is called on all ranks before each save; raises where the weights are not worth it. Raises LoopError for
+    options that make no sense, and CheckpointError on all ranks where the directory cannot be written.
     """
 
     def __init__(
-        self, group: GroupLike, things: Things, place: Place, decider: Decider, options: KeepOptions | None
+        self,
+        group: GroupLike,
+        things: Things,
+        place: Place,
+        decider: Decider,
+        check: Callable[[], None],
+        options: KeepOptions | None,
     ) -> None:
         self._group = group
+        self._check = check
         self._things = things
         self._place = place
         self._decider = decider
@@ -146,25 +161,23 @@ class Keeper:
             return
         if self._is_asked:
             self._is_asked = False
-            self._tell(
-                "a checkpoint that loop.save() asked for was not made: the epoch was left before its end. To end "
-                "training early, call loop.stop() instead of `break`."
-            )
+            self._tell(_SAVED_BEFORE if kind is None else _LEFT_BY_BREAK)
         if self._group.is_rank_zero:
             self._joint.folder.wait()
 
     def _is_due(self, joint: JointCheckpoints, options: KeepOptions) -> bool:
+        every, every_s = options.save_every_updates, options.save_every_s
+        is_due = self._decider.take_save() or self._is_asked
+        is_due |= every is not None and self._num_updates - self._num_updates_saved >= every
         if self._group.is_rank_zero:
             joint.folder.poll()
-            every_s = options.save_every_s
-            if every_s is not None and time.monotonic() - self._saved_s >= every_s:
+            if not is_due and every_s is not None and time.monotonic() - self._saved_s >= every_s:
                 self._decider.ask_save()
-        every = options.save_every_updates
-        is_time = every is not None and self._num_updates - self._num_updates_saved >= every
-        return self._decider.take_save() or is_time or self._is_asked
+        return is_due
 
     def _save(self, next_batch: int) -> None:
         joint = self._require("saving")
+        self._check()
         weights, state = self._things.collect(self._group)
         state["data"] = self._place.facts
         joint.save(self._place.progress(next_batch), weights=weights, state=state, metrics=self._metrics)

@@ -68,7 +68,8 @@ class Place:
         self._resumed = None
 
     def begin_epoch(self) -> None:
-        """Forget the loaders of the epoch before."""
+        """Forget the passes of the epoch before, or of this one where it was left by `break`."""
+        self._passes = 0
         self._facts = []
 
     def progress(self, next_batch: int) -> Progress:

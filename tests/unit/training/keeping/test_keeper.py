@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When a loop saves, what it goes on from, and how it leaves."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ddpilot import CheckpointError, FakeGroup, LoopError, MismatchedCheckpointError
+from ddpilot.training.checkpoint.directory import CheckpointDir
+from ddpilot.training.loop import Loop
+from tests.unit.training.keeping.runs import BATCHES, Run, latest, position
+
+pytestmark = pytest.mark.usefixtures("compiler_is_loaded")
+
+
+def test_epochs_save_after_each_and_go_on_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the schedule's step that comes last in the epoch; a run that is done says so, and does nothing."""
+    first = Run(tmp_path).train(1)
+    assert position(tmp_path) == (1, 0, 0, BATCHES)
+    second = Run(tmp_path).train(3)
+    assert {epoch for epoch, _ in second.seen} == {1, 2}
+    assert second.loop.num_updates == 3 * BATCHES
+    assert second.scheduler.last_epoch == 3
+    whole = Run(tmp_path / "other").train(3)
+    assert first.seen + second.seen == whole.seen
+    assert torch.equal(second.model.weight, whole.model.weight)
+    assert Run(tmp_path).train(3).seen == []
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == f"ddpilot: goes on from {tmp_path}/save-000001-step-3: epoch 1, after 3 updates, on 1 rank"
+    assert len(said) == 2
+
+
+@pytest.mark.parametrize("how", ["asked", "SIGINT"])
+def test_leaving_in_the_middle_saves_there(tmp_path: Path, how: str) -> None:
+    """By `loop.stop()` or Ctrl-C; what follows `batches` in the epoch is not in it, and is done by the next run."""
+    run = Run(tmp_path)
+
+    def ask() -> None:
+        if run.loop.num_updates == 1:
+            run.loop.stop() if how == "asked" else signal.raise_signal(signal.SIGINT)
+
+    run.train(2, ask)
+    assert run.scheduler.last_epoch == 1
+    assert position(tmp_path)[:2] == (0, run.loop.next_batch) != (0, 0)
+    again = Run(tmp_path).train(2)
+    assert run.seen + again.seen == Run(tmp_path / "other").train(2).seen
+    assert again.scheduler.last_epoch == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_scheduler_s_signal_ends_the_process_with_75_after_a_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], number: signal.Signals
+) -> None:
+    """It is on the disk by then, and what is to do is said."""
+    run = Run(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        run.train(2, lambda: signal.raise_signal(number))
+    assert ended.value.code == 75
+    assert position(tmp_path)[1] == len(run.seen)
+    said = capsys.readouterr().err
+    assert (
+        f"ddpilot: {number.name}: the checkpoint in {tmp_path} is written; leaving epoch 0 with exit code 75." in said
+    )
+
+
+def test_save_is_made_after_the_update_that_is_under_way(tmp_path: Path) -> None:
+    """Before the step and after it are the same; in the middle of an accumulation group it waits for its end."""
+    run = Run(tmp_path, accumulate=2, keep=None)
+    for _ in run.loop.epochs(1):
+        for (x,) in run.loop.batches(run.loader):
+            if not run.loop.is_update:
+                run.loop.save()
+            with run.loop.accumulate(run.model):
+                run.loop.backward(run.model(x).mean())
+            run.loop.step(run.optimizer)
+    assert CheckpointDir(tmp_path).names() == ["save-000002-step-2", "save-000001-step-1"]
+    first = CheckpointDir(tmp_path).open("save-000001-step-1")
+    assert (first.manifest.progress.batch, first.manifest.progress.samples_seen) == (2, 8)
+
+
+def test_save_in_an_epoch_gives_its_checkpoint_metrics(tmp_path: Path) -> None:
+    """One for each epoch, made at its end; the best stays, whatever came later, and its weights can be loaded."""
+    run = Run(tmp_path, keep=1, best="max acc")
+    for epoch in run.loop.epochs(3):
+        run.read()
+        run.loop.save({"acc": [0.1, 0.9, 0.5][epoch], "loss": 1})
+        if epoch == 1:
+            best = run.model.weight.detach().clone()
+    assert CheckpointDir(tmp_path).names() == ["save-000003-step-9", "save-000002-step-6"]
+    assert dict(latest(tmp_path).manifest.metrics) == {"acc": 0.5, "loss": 1.0}
+    run.loop.load(run.model, tmp_path / "best")
+    assert torch.equal(run.model.weight, best)
+
+
+def test_save_outside_of_epochs_is_on_the_disk_at_once(tmp_path: Path) -> None:
+    """For loops of one's own; the pass that is over is not read again."""
+    run = Run(tmp_path)
+    run.read()
+    run.loop.save()
+    assert position(tmp_path) == (0, 0, 1, BATCHES)
+    again = Run(tmp_path)
+    assert again.loop.resume()
+    again.read()
+    assert again.seen == []
+    again.read()
+    assert len(again.seen) == BATCHES
+
+
+@pytest.mark.parametrize(
+    ("every", "steps"), [({"save_every_updates": 1}, [1, 2, 3, 3]), ({"save_every_s": 1e-9}, [2, 3])]
+)
+def test_saves_in_the_middle_of_an_epoch_when_it_is_time(
+    tmp_path: Path, every: dict[str, Any], steps: list[int]
+) -> None:
+    """By updates; or by the clock, with the exchange after, so that all ranks know; and always at the end."""
+    Run(tmp_path, keep=None, **every).train(1)
+    assert [int(name.split("-")[-1]) for name in reversed(CheckpointDir(tmp_path).names())] == steps
+
+
+def test_an_epoch_of_two_passes_goes_on_in_the_second(tmp_path: Path) -> None:
+    """The first is not read again."""
+    run = Run(tmp_path)
+    for _ in run.loop.epochs(1):
+        run.read()
+        run.read(run.loop.stop)
+    assert position(tmp_path)[:3] == (0, run.loop.next_batch, 1)
+    again = Run(tmp_path)
+    for _ in again.loop.epochs(1):
+        again.read()
+        again.read()
+    assert len(run.seen) + len(again.seen) == 2 * BATCHES
+    assert position(tmp_path)[:3] == (1, 0, 0)
+
+
+def test_a_save_that_cannot_be_made_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where the loop over epochs is left by `break`, and where all ranks have left in the middle."""
+    run = Run(tmp_path)
+    for _ in run.loop.epochs(2):
+        run.read()
+        run.loop.save()
+        break
+    assert "was not made: the epoch was left before its end. To end training early, call loop.stop()" in (
+        capsys.readouterr().err
+    )
+    assert CheckpointDir(tmp_path).names() == []
+    other = Run(tmp_path)
+    for _ in other.loop.epochs(2):
+        other.read(other.loop.stop)
+        other.loop.save({"acc": 1.0})
+    assert "makes no second checkpoint of an epoch that all ranks left in its middle" in capsys.readouterr().err
+
+
+def test_resume_false_moves_what_is_there_aside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is lost, and the new run's checkpoints are the only ones it finds."""
+    Run(tmp_path).train(2)
+    before = position(tmp_path)
+    for number in (1, 2):
+        Run(tmp_path, resume=False, keep=1).train(1)
+        assert f"begins anew; the checkpoints that were in {tmp_path} are in {tmp_path}/earlier-{number}" in (
+            capsys.readouterr().err
+        )
+        assert CheckpointDir(tmp_path).names() == ["save-000001-step-3"]
+    assert position(tmp_path / "earlier-1") == before
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The run goes on from the one before it."""
+    Run(tmp_path).train(2)
+    (latest(tmp_path).path / "state.pt").write_bytes(b"torn")
+    run = Run(tmp_path).train(2)
+    assert {epoch for epoch, _ in run.seen} == {1}
+    assert "state.pt has 4 bytes, not " in capsys.readouterr().err
+
+
+def test_what_cannot_be_saved_is_refused_before_training(tmp_path: Path) -> None:
+    """With the path to it."""
+    run = Run(tmp_path)
+
+    class Thing:
+        def state_dict(self) -> dict[str, Any]:
+            return {"fn": print}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise AssertionError(state)
+
+    run.loop.track(thing=Thing())
+    with pytest.raises(CheckpointError, match=r"\['state'\]\['others'\]\['thing'\]\['fn'\] is a builtins.builtin"):
+        run.train(1)
+    assert run.seen == []
+
+
+def test_loop_refuses_what_makes_no_sense(tmp_path: Path) -> None:
+    """Arguments, calls without a directory, metrics without the best's, a directory with somebody else's `latest`."""
+    with pytest.raises(LoopError, match="`save_every_s` is 0. Pass a number above 0"):
+        Run(tmp_path, save_every_s=0)
+    with pytest.raises(CheckpointError, match='`best` is \'acc\'. Say "max acc" or "min acc"'):
+        Run(tmp_path, best="acc")
+    bare = Loop(group=FakeGroup())
+    with pytest.raises(LoopError, match="saving: this loop has no directory for checkpoints. Make it with"):
+        bare.save()
+    with pytest.raises(LoopError, match="resuming: this loop has no directory"):
+        bare.resume()
+    run = Run(tmp_path, best="min loss")
+    with pytest.raises(LoopError, match="`best` is 'min loss', and the metrics are 'acc'"):
+        run.loop.save({"acc": 1.0})
+    run.train(1)
+    with pytest.raises(LoopError, match="training has begun already. Resume before the first epoch"):
+        run.loop.resume()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "latest").write_text("notes of mine")
+    with pytest.raises(CheckpointError, match="there is a `latest` that no checkpoint wrote, and the next one would"):
+        Run(tmp_path / "mine")
+    assert (tmp_path / "mine" / "latest").read_text() == "notes of mine"
+
+
+def test_resume_refuses_another_run(tmp_path: Path) -> None:
+    """Another seed; in the middle of an epoch other data, batches or order too; each with what it was and is."""
+    run = Run(tmp_path)
+    run.train(1, run.loop.stop)
+    assert run.loop.next_batch
+    with pytest.raises(MismatchedCheckpointError, match="`seed` was 0, is 1"):
+        Run(tmp_path, seed=1).train(1)
+    with pytest.raises(MismatchedCheckpointError, match="`dataset_length` was 10, is 11"):
+        Run(tmp_path, num_samples=11).train(1)
+    with pytest.raises(MismatchedCheckpointError, match="`global_batch_size` was 4, is 5 .*counts global batches"):
+        Run(tmp_path, batch_size=5).train(1)
+    other = Run(tmp_path)
+    other.loader = other.loop.loader(other.loader.dataset, global_batch_size=4, shuffle=True)
+    with pytest.raises(MismatchedCheckpointError, match="shuffling, drop_last, weights or a sampler are others"):
+        other.train(1)
+    assert other.seen == []
+
+
+def test_resume_at_the_beginning_of_an_epoch_takes_other_batches_and_on_request_other_data(tmp_path: Path) -> None:
+    """No sample of an epoch is lost by that."""
+    Run(tmp_path).train(1)
+    assert len(Run(tmp_path, batch_size=5).train(2).seen) == 2
+    longer = Run(tmp_path, num_samples=12, batch_size=5)
+    with pytest.raises(MismatchedCheckpointError, match="`dataset_length` was 10, is 12"):
+        longer.train(3)
+    longer = Run(tmp_path, num_samples=12, batch_size=5)
+    assert longer.loop.resume(other_data=True)
+    assert len(longer.train(3).seen) == 3
