@@ -45,6 +45,7 @@ class Fit:
     max_time_s: float | None
     checkpoints: Mapping[str, Any]
     """Arguments of `Loop`: `checkpoint_dir`, `resume`, `keep` and so on."""
+    progress: bool | None
     loader: Mapping[str, Any]
     ddp: Mapping[str, Any]
 
@@ -56,6 +57,7 @@ def fit_here(trainer: Trainer, fit: Fit) -> None:
         accumulate=trainer.accumulate,
         precision=trainer.precision,
         max_time_s=fit.max_time_s,
+        progress=fit.progress,
         group=group_here(),
         **fit.checkpoints,
     )
@@ -142,7 +144,9 @@ def _train_epoch(trainer: Trainer, run: Run, train: Loader, val: Loader | None, 
     watchers.tell("on_epoch_start")
     rows = _train_batches(trainer, run, train, watchers)
     if val is not None and not loop.next_batch:  # not after a stop in the middle
-        run.metrics |= {f"val_{name}": value for name, value in _validate(trainer, run, val).items()}
+        found = {f"val_{name}": value for name, value in _validate(trainer, run, val).items()}
+        run.metrics |= found
+        loop.progress.show(**measured(found))
         watchers.tell("on_evaluate_end")
     if not loop.next_batch:
         _step_per_epoch(trainer, run)
@@ -151,7 +155,8 @@ def _train_epoch(trainer: Trainer, run: Run, train: Loader, val: Loader | None, 
     watchers.tell("on_epoch_end")
     if fit.checkpoints["checkpoint_dir"] is not None and not loop.next_batch:
         loop.save({name: value for name, value in run.metrics.items() if isinstance(value, int | float)})
-    loop.print(render_row(run.metrics, run.num_epochs), flush=True)
+    if fit.progress is not False:
+        loop.print(render_row(run.metrics, run.num_epochs), flush=True)
 
 
 def _train_batches(trainer: Trainer, run: Run, loader: Loader, watchers: Watchers) -> list[dict[str, Any]]:

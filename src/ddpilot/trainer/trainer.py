@@ -110,6 +110,7 @@ class Trainer:
         checkpoint_dir: str | os.PathLike[str] | None = None,
         resume: bool = True,
         checkpoints: Mapping[str, Any] | None = None,
+        progress: bool | None = None,
         loader: Mapping[str, Any] | None = None,
         ddp: Mapping[str, Any] | None = None,
     ) -> History:
@@ -122,8 +123,12 @@ class Trainer:
 
         `train_set`, `val_set`: datasets, with `global_batch_size` or `batch_size_per_rank`; or DataLoaders, with their
         own batch size. `loader`: more options of `Loop.loader` for the training data; `ddp`: options of `Loop.prepare`.
-        After Ctrl-C, `max_time_s` seconds or a callback's stop it returns after the current update. Where a rank
-        raises, RankError, and everything here is as it was before.
+        `checkpoint_dir`, `resume`: as for `Loop`, which goes on from the latest checkpoint there if that is further
+        than this trainer; `checkpoints`: `keep`, `best` (of the history's names, "max val_acc") and the other options.
+        `progress`: False shows no bar and no line for each epoch.
+
+        After Ctrl-C, `max_time_s` seconds or a callback's stop it returns after the current update; the next fit on
+        the same data goes on there. Where a rank raises, RankError, and everything here is as it was before.
         """
         sizes = {"global_batch_size": global_batch_size, "batch_size_per_rank": batch_size_per_rank}
         self._batch_size = global_batch_size or getattr(train_set, "batch_size", None) or self._batch_size
@@ -136,6 +141,7 @@ class Trainer:
             num_workers=num_workers,
             max_time_s=max_time_s,
             checkpoints={"checkpoint_dir": checkpoint_dir, "resume": resume, **(checkpoints or {})},
+            progress=progress,
             loader=loader or {},
             ddp=ddp or {},
         )
