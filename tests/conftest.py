@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import os
 import random
 import re
@@ -72,6 +73,16 @@ def fixed_seed() -> None:
         numpy.random.seed(0)
     if torch := sys.modules.get("torch"):
         torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def fonts_are_loaded() -> None:
+    """matplotlib keeps the files of its fonts open: a test that draws uses this."""
+    from matplotlib.figure import Figure
+
+    figure = Figure()
+    figure.add_subplot().set_title("text")
+    figure.savefig(io.BytesIO())
 
 
 def server_pids() -> tuple[int, ...]:

@@ -1,188 +1,174 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When callbacks run and where, what comes back of them, and what happens when they fail."""
+"""Every callback in one fit on two real ranks that is killed, and gone on with: what is in their files afterwards."""
 
 from __future__ import annotations
 
+import csv
+import gc
+import json
 import os
-import re
+import signal
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from matplotlib.image import imread
+from torch import nn
+from torch.utils.data import TensorDataset
 
-import ddpilot
-from tests.dist.trainer.bodies import BATCH_SIZE, make_data, make_trainer
+from ddpilot import Launcher, RankError, Trainer
+from ddpilot.trainer.callbacks import (
+    BestWeights,
+    Callback,
+    CsvLog,
+    EarlyStopping,
+    GarbageCollection,
+    JsonLinesLog,
+    LRMonitor,
+    Norms,
+    Pictures,
+    Schedule,
+    TensorBoardLog,
+    Timers,
+)
+from ddpilot.trainer.run import Run
+from ddpilot.training.checkpoint.loading import load_weights
 
-
-class Diary(ddpilot.Callback):
-    """Writes down what it is told; `events` comes back."""
-
-    def __init__(self) -> None:
-        self.events: list[str] = []
-        self.outputs: list[torch.Tensor] = []
-        self.seen: list[tuple[int, int, str]] = []
-        self._file: Any = None
-
-    def _note(self, name: str, run: ddpilot.Run) -> None:
-        self.events.append(name)
-        self.seen.append((run.epoch, run.update, ",".join(sorted(run.metrics))))
-
-    def on_fit_start(self, run: ddpilot.Run) -> None:
-        self._file = open(os.devnull)
-        self._note("fit_start", run)
-
-    def on_epoch_start(self, run: ddpilot.Run) -> None:
-        self._note("epoch_start", run)
-
-    def on_update_end(self, run: ddpilot.Run) -> None:
-        assert run.loss is not None
-        assert not run.loss.requires_grad
-        self._note("update_end", run)
-
-    def on_evaluate_end(self, run: ddpilot.Run) -> None:
-        assert run.metrics["val_distance"] > 0
-        self._note("evaluate_end", run)
-
-    def on_epoch_end(self, run: ddpilot.Run) -> None:
-        assert run.history.epochs[-1] is run.metrics
-        x = make_data(3).tensors[0]
-        before = torch.get_rng_state()
-        self.outputs.append(run.call_model("forward", x))
-        assert torch.equal(torch.get_rng_state(), before)
-        self._note("epoch_end", run)
-
-    def on_fit_end(self, run: ddpilot.Run) -> None:
-        self._file.close()
-        self._note("fit_end", run)
+NUM_EPOCHS = 3
+PER_EPOCH = 7
+"""Updates: 53 samples in batches of 8."""
+HAS_TENSORBOARD = find_spec("tensorboard") is not None
 
 
-class Counter(ddpilot.Callback):
-    """Runs on all ranks and adds up something of all of them."""
+def make_data(num_samples: int = 53) -> TensorDataset:
+    """Small pictures in two classes."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(num_samples, 1, 4, 4, generator=generator, dtype=torch.float64)
+    return TensorDataset(x, (x.mean((1, 2, 3)) > 0).long())
+
+
+class Kill(Callback):
+    """SIGKILL for rank 1 after an update."""
+
+    ranks = "all"
+
+    def __init__(self, update: int) -> None:
+        self._update = update
+
+    def on_update_end(self, run: Run) -> None:
+        if run.update == self._update and run.loop.rank == run.loop.world_size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Facts(Callback):
+    """What rank 0 saw of things that other callbacks do to all ranks."""
 
     ranks = "all"
 
     def __init__(self) -> None:
-        self.total = 0.0
+        self.seen: list[Any] = []
 
-    def on_epoch_end(self, run: ddpilot.Run) -> None:
-        self.total += run.loop.reduce(run.loop.rank + 1.0, "sum").item()
-
-
-def fit(trainer: ddpilot.Trainer, num_ranks: int = 2, **options: Any) -> ddpilot.History:
-    """One fit on the usual data."""
-    given: dict[str, Any] = {"global_batch_size": BATCH_SIZE, "nproc_per_node": num_ranks, **options}
-    return trainer.fit(make_data(), make_data(21, first=60), **given)
+    def on_update_end(self, run: Run) -> None:
+        mine = (run.update, gc.isenabled(), run.optimizer.param_groups[0]["weight_decay"])
+        said = run.loop.group.all_gather_object(mine)
+        assert said == [mine] * run.loop.world_size
+        self.seen.append(mine)
 
 
-def test_callbacks_are_told_in_order_and_come_back() -> None:
-    """Rank 0's diary is here after the fit, and a second fit goes on with it; the ranks' sum was made by all."""
-    diary, counter = Diary(), Counter()
-    trainer = make_trainer(callbacks=[diary, counter])
-    fit(trainer, epochs=2)
-    epoch = ["epoch_start", *["update_end"] * 3, "evaluate_end", "epoch_end"]
-    assert diary.events == ["fit_start", *epoch, *epoch, "fit_end"]
-    assert diary.seen[1:7] == [
-        (0, 0, ""),
-        *[(0, update, "") for update in (1, 2, 3)],
-        *[(0, 3, "epoch,loss,lr,samples,samples_per_s,seconds,update,val_distance,val_loss")] * 2,
-    ]
-    assert counter.total == 6.0
-    assert diary._file is None
-    expected = trainer.call("forward", make_data(3).tensors[0])
-    torch.testing.assert_close(diary.outputs[-1], expected, rtol=1e-10, atol=1e-12)
-    fit(trainer, epochs=1)
-    assert diary.events[-8:] == ["fit_start", *epoch, "fit_end"]
-    assert diary.seen[-2][:2] == (2, 9)
-    assert counter.total == 9.0
+def make_trainer(folder: Path, *more: Callback) -> tuple[Trainer, dict[str, Callback]]:
+    """A trainer with all callbacks, which are given by name too."""
+    with torch.random.fork_rng([]):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(16, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    callbacks: dict[str, Callback] = {
+        "norms": Norms(every=1),
+        "rates": LRMonitor(every=1),
+        "timers": Timers(),
+        "decay": Schedule("weight_decay", lambda update: 0.01 * update),
+        "csv": CsvLog(folder / "epochs.csv"),
+        "json": JsonLinesLog(folder / "log.jsonl", every=1),
+        "pictures": Pictures(make_data(), folder / "pictures"),
+        "best": BestWeights(folder / "best.safetensors"),
+        "stopping": EarlyStopping(patience=NUM_EPOCHS, restore_best=True),
+        "garbage": GarbageCollection(every=5),
+        "facts": Facts(),
+    }
+    if HAS_TENSORBOARD:
+        callbacks["tensorboard"] = TensorBoardLog(folder / "curves", every=1)
+    trainer = Trainer(
+        model,
+        nn.functional.cross_entropy,
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
+        callbacks=[*callbacks.values(), *more],
+        launcher=Launcher(timeout_s=100),
+    )
+    return trainer, callbacks
 
 
-class Stop(ddpilot.Callback):
-    """Stops on rank 0 after so many updates."""
-
-    def __init__(self, last: int) -> None:
-        self._last = last
-
-    def on_update_end(self, run: ddpilot.Run) -> None:
-        if run.update == self._last:
-            run.stop(everywhere=self.ranks == "all")
+def fit(trainer: Trainer, nproc_per_node: int, **options: Any) -> None:
+    """Three epochs."""
+    options = {"epochs": NUM_EPOCHS, "global_batch_size": 8, "nproc_per_node": nproc_per_node, **options}
+    trainer.fit(make_data(), make_data(21), **options)
 
 
-class StopTogether(Stop):
-    """On all ranks."""
+def curves(folder: Path) -> dict[str, list[int]]:
+    """The steps of each of TensorBoard's curves."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    ranks = "all"
-
-
-def test_a_stop_of_all_ranks_keeps_what_was_learnt_and_the_next_fit_goes_on(capfd: pytest.CaptureFixture[str]) -> None:
-    """In the middle of an epoch: no validation, a row of the part; then the rest, as if there had been no stop."""
-    trainer, whole = make_trainer(callbacks=[StopTogether(4)]), make_trainer()
-    fit(trainer, epochs=2)
-    assert (trainer.position.epoch, trainer.position.next_batch, trainer.position.num_updates) == (1, 3, 4)
-    assert [sorted(row) for row in trainer.history.epochs][1:] == [
-        ["epoch", "loss", "lr", "samples", "samples_per_s", "seconds", "update"]
-    ]
-    assert trainer.history.epochs[1]["samples"] == 24
-    assert re.search(r"stopped after update 4 in the middle of epoch 2 \(asked\)", capfd.readouterr().out)
-    trainer.callbacks.clear()
-    fit(trainer, epochs=1)
-    assert [(row["epoch"], row["samples"]) for row in trainer.history.epochs] == [(0, 53), (1, 24), (1, 29)]
-    fit(whole, epochs=2)
-    torch.testing.assert_close(trainer.model.state_dict(), whole.model.state_dict(), rtol=1e-10, atol=1e-13)
+    accumulator = EventAccumulator(str(folder))
+    accumulator.Reload()
+    return {tag: [event.step for event in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]}
 
 
-def test_a_stop_of_rank_zero_ends_fit_on_all_ranks() -> None:
-    """Soon after: when the ranks exchange their flags."""
-    trainer = make_trainer(callbacks=[Stop(4)])
-    fit(trainer, epochs=1000)
-    assert 4 <= trainer.position.num_updates < 4 + 40
+def check_files(folder: Path, trainer: Trainer) -> None:
+    """Each epoch once, each update once, and numbers as in the history."""
+    updates = list(range(1, NUM_EPOCHS * PER_EPOCH + 1))
+    with (folder / "epochs.csv").open(newline="") as file:
+        table = list(csv.DictReader(file))
+    assert [row["epoch"] for row in table] == [str(number) for number in range(NUM_EPOCHS)]
+    assert [float(row["val_loss"]) for row in table] == [row["val_loss"] for row in trainer.history.epochs]
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    assert [row["update"] for row in lines if row["row"] == "update"] == updates
+    assert [row["epoch"] for row in lines if row["row"] == "epoch"] == list(range(NUM_EPOCHS))
+    assert len(list(folder.glob("pictures/*.png"))) == NUM_EPOCHS
+    assert all(imread(path).shape == (450, 800, 4) for path in folder.glob("pictures/*.png"))
+    if HAS_TENSORBOARD:
+        found = curves(folder / "curves")
+        assert found["grad_norm"] == updates
+        assert found["val_loss"] == updates[PER_EPOCH - 1 :: PER_EPOCH]
+    assert {path.name for path in folder.iterdir()} - {"curves", "checkpoints"} == {
+        *("epochs.csv", "log.jsonl", "pictures", "best.safetensors"),
+    }
 
 
-class FullDisk(ddpilot.Callback):
-    """Writes into a device that is always full, with each update or at the end of an epoch."""
+@pytest.mark.usefixtures("fonts_are_loaded")
+def test_callbacks_run_together_on_two_ranks_through_a_kill(tmp_path: Path) -> None:
+    """Killed in the middle of an epoch and gone on with from a checkpoint: no row twice, none lost, the same numbers."""
+    alone, of_one = make_trainer(tmp_path / "one")
+    fit(alone, 0)
+    killed, _ = make_trainer(tmp_path / "two", Kill(PER_EPOCH + 3))
+    kept = {"checkpoint_dir": tmp_path / "two" / "checkpoints"}
+    with pytest.raises(RankError, match="SIGKILL"):
+        fit(killed, 2, **kept)
+    resumed, of_two = make_trainer(tmp_path / "two")
+    fit(resumed, 2, **kept)
 
-    def __init__(self, event: str) -> None:
-        self.event = event
-
-    def on_fit_start(self, run: ddpilot.Run) -> None:  # noqa: ARG002
-        self._file = open("/dev/full", "w", buffering=1)
-
-    def on_update_end(self, run: ddpilot.Run) -> None:  # noqa: ARG002
-        if self.event == "update":
-            self._file.write("loss\n")
-
-    def on_epoch_end(self, run: ddpilot.Run) -> None:  # noqa: ARG002
-        if self.event == "epoch":
-            self._file.write("loss\n")
-
-
-class Witness(ddpilot.Callback):
-    """Leaves a file for each rank that heard of a failure."""
-
-    ranks = "all"
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def on_exception(self, run: ddpilot.Run, error: BaseException) -> None:
-        (self._folder / f"{run.loop.rank}-{run.update}").write_text(type(error).__name__)
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no device that is always full")
-@pytest.mark.parametrize(("event", "first"), [("update", 1), ("epoch", 3)])
-def test_what_rank_zero_cannot_write_ends_fit_on_all_ranks(event: str, first: int, tmp_path: Path) -> None:
-    """OSError with the line of the callback; every rank heard of it after the same update; nothing here changed."""
-    trainer = make_trainer(callbacks=[FullDisk(event), Witness(tmp_path)])
-    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
-    with pytest.raises(ddpilot.RankError, match='self._file.write\\("loss') as caught:
-        fit(trainer, epochs=2)
-    assert caught.value.rank == 0
-    assert isinstance(caught.value.__cause__, OSError)
-    heard = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    updates = {int(name.partition("-")[2]) for name in heard}
-    assert {name[0]: kind for name, kind in heard.items()} == {"0": "OSError", "1": "RemoteRankError"}
-    assert len(updates) == 1
-    assert first <= updates.pop() <= 6
-    torch.testing.assert_close(trainer.model.state_dict(), before, rtol=0, atol=0)
-    assert trainer.history.epochs == []
-    assert trainer.position.num_updates == 0
+    check_files(tmp_path / "one", alone)
+    check_files(tmp_path / "two", resumed)
+    for name in ("norms", "rates"):
+        one, two = (vars(callbacks[name])["rows"] for callbacks in (of_one, of_two))
+        assert len(two) == NUM_EPOCHS * PER_EPOCH
+        for ours, theirs in zip(two, one, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-9)
+    facts = vars(of_two["facts"])["seen"]
+    expected = [(number, False, pytest.approx(0.01 * number)) for number in range(1, NUM_EPOCHS * PER_EPOCH + 1)]
+    assert facts == expected
+    times = vars(of_two["timers"])["rows"]
+    assert [row["epoch"] for row in times] == list(range(NUM_EPOCHS))
+    assert all(len(row[part]) == 2 for row in times for part in ("data", "forward", "update", "evaluate"))
+    best, model = nn.Sequential(nn.Flatten(), nn.Linear(16, 4), nn.Tanh(), nn.Linear(4, 2)).double(), resumed.model
+    load_weights(best, tmp_path / "two" / "best.safetensors")
+    assert all(torch.equal(a, b) for a, b in zip(best.parameters(), model.parameters(), strict=True))

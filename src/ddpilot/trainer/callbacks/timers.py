@@ -17,6 +17,7 @@ from ddpilot.trainer.run import Run
 from ddpilot.training.wrapping import unwrap
 
 PARTS = ("data", "forward", "update", "evaluate")
+_WORTH_SAYING = 0.05
 
 
 class Timers(Callback):
@@ -25,7 +26,8 @@ class Timers(Callback):
     "data": waiting for the loader. "forward": the forward passes of training. "update": the rest of training, which is
     backward, exchange of gradients, optimizer, callbacks and saving. "evaluate": the validation. In "update" the ranks
     wait for the slowest, so it shows in the first two which one that is: a rank is called slow where its "data" plus
-    "forward" is more than `slow` times (default 1.3) the median of the others'. On a GPU "forward" is the device's own
+    "forward" is more than `slow` times (default 1.3) the median of the others', and the difference a twentieth of the
+    epoch or more. On a GPU "forward" is the device's own
     time; nothing waits for it.
 
     Each epoch costs one small collective. The row of the epoch has {"data": ...} under "time": seconds, of the
@@ -100,11 +102,13 @@ class Timers(Callback):
 
 def find_slow(row: dict[str, Any], factor: float) -> list[tuple[int, float]]:
     """Ranks whose data and forward took over `factor` times the median of the other ranks', and how many times."""
+    least_s = sum(max(row[part]) for part in PARTS) * _WORTH_SAYING
     own = [data + forward for data, forward in zip(row["data"], row["forward"], strict=True)]
     found = []
     for rank, seconds in enumerate(own):
         others = own[:rank] + own[rank + 1 :]
-        if others and seconds > factor * (usual := statistics.median(others)):
+        usual = statistics.median(others) if others else seconds
+        if seconds > factor * usual and seconds - usual >= least_s:
             found.append((rank, seconds / usual if usual else float("inf")))
     return found
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import io
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,7 @@ from tests.unit.trainer.callbacks.fits import DATA, fit, make_trainer
 matplotlib = pytest.importorskip("matplotlib", reason="draws with it")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def fonts_are_loaded() -> None:
-    """matplotlib keeps the files of its fonts open."""
-    from matplotlib.figure import Figure
-
-    figure = Figure()
-    figure.add_subplot().set_title("text")
-    figure.savefig(io.BytesIO())
+pytestmark = pytest.mark.usefixtures("fonts_are_loaded")
 
 
 def test_draw_classes_has_the_guess_and_the_right_class_where_it_is_another() -> None:

@@ -30,8 +30,9 @@ def test_find_slow_compares_a_rank_with_the_median_of_the_others() -> None:
     assert rank == 2
     assert times == pytest.approx(1.5 / 1.15)
     assert find_slow(ROW, 1.4) == []
-    assert find_slow({"data": [5.0], "forward": [5.0]}, 1.1) == []
-    assert find_slow({"data": [0.0, 1.0], "forward": [0.0, 0.0]}, 2.0) == [(1, float("inf"))]
+    assert find_slow({**ROW, "data": [5.0], "forward": [5.0]}, 1.1) == []
+    assert find_slow({**ROW, "data": [0.0, 1.0], "forward": [0.0, 0.0]}, 2.0) == [(1, float("inf"))]
+    assert find_slow({**ROW, "update": [9.0] * 3}, 1.3) == []  # nobody would notice
 
 
 def test_render_times_is_a_line() -> None:
