@@ -41,6 +41,7 @@ LIBRARIES: dict[str, Callable[..., Learnt]] = {
 def train_all(train: Callable[..., Learnt]) -> dict[tuple[str, bool], Learnt]:
     """Each kind of model, with the order of the dataset and with the library's shuffling. Runs on every rank."""
     torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(1)  # more of them would only wait for each other, on tensors of this size
     return {(kind, shuffle): train(kind, NUM_EPOCHS, shuffle) for kind in KINDS for shuffle in (True, False)}
 
 
