@@ -17,6 +17,7 @@ from ddpilot.training.ddp_options import Choice
 from ddpilot.training.explanation import Explained, Explanation
 from ddpilot.training.optimizer_state import Divided
 from ddpilot.training.proposing import Seen, propose
+from ddpilot.training.reduction import reduced_names
 from ddpilot.training.wrapping import find_ddp, unwrap
 
 _NS_PER_MS = 1_000_000
@@ -33,8 +34,8 @@ class Prepared:
     def add_model(self, model: nn.Module, choices: tuple[Choice, ...]) -> None:
         """A model as it is given back; one that is prepared again takes the place of what was."""
         self._models = [one for one in self._models if unwrap(one.model) is not unwrap(model)]
-        names = tuple(name for name, parameter in unwrap(model).named_parameters() if parameter.requires_grad)
-        self._models.append(_Model(model, choices, names))
+        ddp = find_ddp(model)
+        self._models.append(_Model(model, choices, reduced_names(ddp) if ddp is not None else ()))
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """An optimizer as it is given back."""

@@ -16,6 +16,10 @@ _TWICE = "Expected to mark a variable ready only once"
 _MISSING = re.compile(r"did not receive grad for rank \d+: ([\d ,]+)")
 _AT_INDEX = re.compile(r"Parameter at index (\d+)")
 _SHOWN = 5
+_HIDDEN = (
+    "With find_unused_parameters=True all that the loss depends on has to be in the model's output: return tensors, in "
+    "tuples, lists, dicts or dataclasses. "
+)
 
 
 class Reductions:
@@ -32,11 +36,9 @@ class Reductions:
         """
         if not isinstance(model, DistributedDataParallel):
             return
-        ignored = model.parameters_to_ignore
-        names = (name for name, p in model.module.named_parameters() if p.requires_grad and name not in ignored)
         # A module that is prepared again is waited for by the new reducer alone.
         self._models = [(known, of) for known, of in self._models if known.module is not model.module]
-        self._models.append((model, tuple(names)))
+        self._models.append((model, reduced_names(model)))
 
     def check(self) -> None:
         """Raise LoopError where a backward pass has left a parameter out, so that others still wait. Not collective."""
@@ -78,15 +80,23 @@ class Reductions:
                 {names[int(number[1])] for _, names in self._models if int(number[1]) < len(names)} if number else ()
             )
             which = " or ".join(sorted(candidates)) or "a parameter"
+            hidden = _HIDDEN if any(model.find_unused_parameters for model, _ in self._models) else ""
             return self._error(
                 f"{which} got its gradient twice in one backward pass",
-                "Use torch.utils.checkpoint with use_reentrant=False, call the model once per backward pass, or, where "
-                "every update uses it in the same way, prepare(..., static_graph=True).",
+                f"{hidden}Use torch.utils.checkpoint with use_reentrant=False, or, where every update uses it in the "
+                "same way, prepare(..., static_graph=True).",
             )
         return None
 
     def _error(self, found: str, fix: str) -> LoopError:
         return LoopError("synchronising gradients", found=found, fix=fix, rank=self._rank)
+
+
+def reduced_names(model: DistributedDataParallel) -> tuple[str, ...]:
+    """The parameters whose gradients the reducer of `model`, just made, waits for, in the order of its numbers."""
+    ignored = model.parameters_to_ignore
+    parameters = model.module.named_parameters()
+    return tuple(name for name, parameter in parameters if parameter.requires_grad and name not in ignored)
 
 
 def _say(names: list[str]) -> str:
@@ -102,10 +112,7 @@ def _fix(model: DistributedDataParallel, frozen: list[str]) -> str:
     if model.static_graph:
         return "With static_graph=True each update has to use the same: use find_unused_parameters=True in its place."
     if model.find_unused_parameters:
-        return (
-            "With find_unused_parameters=True all that the loss depends on has to be in the model's output: let it "
-            "return tensors, in tuples, lists or dicts."
-        )
+        return _HIDDEN.rstrip()
     return (
         "Where a branch leaves it out now and then, or on some ranks: prepare(..., find_unused_parameters=True), or "
         "DDP_FIND_UNUSED_PARAMETERS=1. Where it is never used: requires_grad_(False) before prepare()."

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
+from torch.utils.data import TensorDataset
 
 from benchmarks.small_models import loss_fn, make_data, make_model
 from ddpilot.errors import LoopError, MismatchedCheckpointError
@@ -112,8 +113,22 @@ def test_sharded_optimizer_trains_the_same_and_its_state_loads_into_either() -> 
             assert_same(continued[name], expected[name])
 
 
+def overflow_once(shard: Any) -> tuple[list[bool], list[float]]:
+    """Three fp16 updates, of which the second one overflows on rank 1; which were made, and the weights."""
+    loop = Loop(seed=1, precision="fp16")
+    model = nn.Linear(2, 2)
+    model, optimizer = loop.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), shard=shard)
+    done = []
+    for number, (x,) in enumerate(loop.batches(loop.loader(TensorDataset(torch.ones(6, 2)), global_batch_size=2))):
+        with loop.accumulate(model):
+            loss = model(x).float().pow(2).mean() / 1000
+            loop.backward(loss * (3e38 if number == 1 and loop.rank == 1 else 1.0))
+        done.append(loop.step(optimizer))
+    return done, torch.cat([p.detach().reshape(-1) for p in model.parameters()]).tolist()
+
+
 def use_wrongly() -> list[str]:
-    """What each wrong use is told; and what a closure returned, on ranks of which one has no parameter."""
+    """What each wrong use is told; what a closure returned, on ranks of which one has no parameter; fp16 as without."""
     loop = Loop()
     model = nn.Linear(2, 1, bias=False)
     original = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -121,7 +136,7 @@ def use_wrongly() -> list[str]:
     original.step()
     model, optimizer = loop.prepare(model, original, shard="optimizer")
     numbers = [held(optimizer), len(full_state(optimizer)["state"])]
-    said = [f"{numbers} {optimizer.step(lambda: 0.5)}"]
+    said = [f"{numbers} {optimizer.step(lambda: 0.5)} {overflow_once('optimizer') == overflow_once(None)}"]
     other = torch.optim.SGD([nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))], lr=0.1)
     for use in (
         original.step,
@@ -137,9 +152,9 @@ def use_wrongly() -> list[str]:
 
 
 def test_sharded_optimizer_keeps_earlier_state_and_refuses_what_would_go_wrong_silently() -> None:
-    """Momentum from before goes to the rank that has the parameter; the optimizer that was given is not for use."""
+    """Momentum from before goes to the rank that has the parameter; fp16 skips on all ranks; misuse is an error."""
     zero, one = launch(2, use_wrongly)
-    assert (zero[0], one[0]) == ("[8, 1] 0.5", "[0, 0] 0.5")
+    assert (zero[0], one[0]) == ("[8, 1] 0.5 True", "[0, 0] 0.5 True")
     for said, text in zip(one[1:], REFUSALS, strict=True):
         assert text in said
 
