@@ -15,25 +15,36 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from ddpilot.training.deciding import MAX_INTERVAL
 from ddpilot.training.loop import Loop
 from tests.dist.training.bodies import launch
 
+ACCUMULATE = 2
 NUM_TRIALS = 20 if os.environ.get("DDPILOT_SOAK") else 3
 
 
-def count_batches(how: str, delays_s: list[float | None], accumulate: int = 2) -> dict[str, Any]:
-    """Train until told to stop in the way `how`: after a delay, on the ranks that have one."""
+def count_batches(how: str, delays_s: list[float | None], seed: int) -> dict[str, Any]:
+    """Train until told to stop in the way `how`: after a delay, on the ranks that have one.
+
+    Updates are fast and slow by turns, and some ranks slower than others, so that the ranks talk every few updates.
+    """
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
     delay_s = delays_s[int(os.environ["RANK"])]
-    loop = Loop(accumulate=accumulate, max_time_s=delay_s if how == "time" else None)
+    rng = random.Random(f"{seed} {os.environ['RANK']}")
+    loop = Loop(accumulate=ACCUMULATE, max_time_s=delay_s if how == "time" else None)
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     model, optimizer = loop.prepare(model, optimizer)
     loader = loop.loader(TensorDataset(torch.ones(43, 2)), global_batch_size=4)
-    act = loop.stop if how == "asked" else lambda: os.kill(os.getpid(), getattr(signal, how))
-    timer = threading.Timer(delay_s or 0.0, act)
     done: list[tuple[int, int]] = []
+    asked_at: list[int] = []
+
+    def act() -> None:
+        asked_at.append(len(done))
+        loop.stop() if how == "asked" else os.kill(os.getpid(), getattr(signal, how))
+
+    timer = threading.Timer(delay_s or 0.0, act)
     for epoch in loop.epochs(10**6):
         if not done and delay_s is not None and how != "time":
             timer.start()
@@ -42,8 +53,8 @@ def count_batches(how: str, delays_s: list[float | None], accumulate: int = 2) -
             with loop.accumulate(model):
                 loop.backward(model(x).pow(2).mean())
             loop.step(optimizer)
-            if loop.rank == 1:
-                time.sleep(0.001)
+            if rng.random() < 0.05:
+                time.sleep(rng.choice([0.001, 0.02]))
     restored = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)] == handlers
     again = list(loop.epochs(10**6))
     return {
@@ -51,6 +62,7 @@ def count_batches(how: str, delays_s: list[float | None], accumulate: int = 2) -
         "num": len(done),
         "reasons": loop.stop_reasons,
         "next": (loop.epoch, loop.next_batch),
+        "soon": not asked_at or len(done) - asked_at[0] <= ACCUMULATE * (MAX_INTERVAL + 2),
         "restored": restored,
         "again": again,
         "weight": model.module.weight.tolist(),
@@ -63,6 +75,7 @@ def check_together(results: Any, reason: str) -> None:
     assert all(seen == first for seen in results)
     assert first["reasons"] == (reason,)
     assert first["restored"]
+    assert first["soon"]
     assert first["again"] == []
     epoch, number = first["last"]
     if first["next"][1]:
@@ -79,13 +92,15 @@ def test_all_ranks_leave_after_the_same_update(how: str) -> None:
     """One rank, or two at different moments, want to stop at a random time."""
     rng = random.Random(how)
     for trial in range(NUM_TRIALS if how == "SIGTERM" else 1):
-        delays_s: list[float | None] = [None, None, None]
-        delays_s[trial % 3] = 0.02 + 0.2 * rng.random()
-        check_together(launch(3, count_batches, how, delays_s), how)
+        num_ranks = rng.choice([2, 3, 4])
+        delays_s: list[float | None] = [None] * num_ranks
+        for rank in rng.sample(range(num_ranks), rng.choice([1, 2])):
+            delays_s[rank] = 0.02 + 0.4 * rng.random()
+        check_together(launch(num_ranks, count_batches, how, delays_s, trial), how)
 
 
 def stop_early(patience: int) -> Any:
-    """Rank 1 alone decides that it has seen enough, between two epochs."""
+    """Rank 1 alone decides that it has seen enough, between two epochs; then all do, in the middle of one."""
     loop = Loop()
     model = loop.prepare(nn.Linear(2, 1))
     loader = loop.loader(TensorDataset(torch.ones(8, 2)), global_batch_size=4)
@@ -94,9 +109,17 @@ def stop_early(patience: int) -> Any:
             loop.backward(model(x).mean())
         if loop.rank == 1 and epoch + 1 == patience:
             loop.stop()
-    return loop.epoch, loop.next_batch, loop.should_stop
+    again = Loop()
+    num_batches = 0
+    for _ in again.epochs(50):
+        for (x,) in again.batches(loader):
+            num_batches += 1
+            again.backward(model(x).mean(), count=len(x))
+            if num_batches == 31:
+                again.stop(everywhere=True)
+    return (loop.epoch, loop.next_batch, loop.should_stop), (again.epoch, again.next_batch, num_batches)
 
 
-def test_a_stop_of_one_rank_between_epochs_ends_all_of_them() -> None:
-    """No rank begins the next epoch."""
-    assert list(launch(2, stop_early, 3)) == [(3, 0, True)] * 2
+def test_a_stop_between_epochs_or_of_all_ranks_is_exact() -> None:
+    """No rank begins the next epoch, or another update."""
+    assert list(launch(2, stop_early, 3)) == [((3, 0, True), (15, 1, 31))] * 2

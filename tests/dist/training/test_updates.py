@@ -113,39 +113,66 @@ def test_fp16_skips_an_update_on_all_ranks_when_one_overflows() -> None:
         assert seen == results[0]
 
 
-def nan_on_rank_one(how: str) -> Any:
+class Rooted(nn.Module):
+    """Its gradient is infinite though its output is finite, on every rank or in one batch of rank 1; or it has none."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1).double()
+        self.how = how
+
+    def forward(self, x: torch.Tensor, is_bad: bool) -> torch.Tensor:
+        """x: (samples, 2)."""
+        out = self.layer(x)
+        if self.how == "hidden":  # a dead unit: NaN does not go back through it
+            return torch.as_tensor((-1 - out.abs()).relu() + (float("nan") if is_bad else 1.0))
+        if self.how == "gradient" and is_bad:
+            return torch.as_tensor((out - out.detach()).abs().sqrt())
+        return torch.as_tensor(out * (float("nan") if is_bad else 1.0))
+
+
+def nan_on_rank_one(how: str, clips: bool) -> Any:
     """The error that each rank gets, the number of updates before it, and whether the weights are still good."""
     loop = Loop(accumulate=2)
-    model = nn.Linear(2, 1).double()
+    model = Rooted(how)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     model, optimizer = loop.prepare(model, optimizer)
-    loader = loop.loader(TensorDataset(X), global_batch_size=2)
+    loader = loop.loader(TensorDataset(X.repeat(20, 1)), global_batch_size=2)
     try:
         for number, (x,) in enumerate(loop.batches(loader)):
             with loop.accumulate(model):
-                out = model(x) if how == "loss" else (model(x) - model(x).detach()).abs().sqrt()
-                is_bad = how == "gradient" or (number == 2 and loop.rank == 1)
-                loop.backward(out.mean() * (float("nan") if is_bad and how == "loss" else 1.0))
-            loop.clip_grad_norm_(model.parameters(), 1.0)
+                loop.backward(model(x, number == 2 and loop.rank == 1).mean())
+            if clips:
+                loop.clip_grad_norm_(model.parameters(), 1.0)
             loop.step(optimizer)
     except NonFiniteError as error:
         return error, loop.num_updates, all(value == value for value in flat(model))
     return None
 
 
-def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_update() -> None:
-    """Also in a batch that only accumulates; the error names the rank, the batch, its samples and the gradient."""
-    for error, num_updates, is_good in launch(2, nan_on_rank_one, "loss"):
-        assert (error.rank, num_updates, is_good) == (1, 1, True)
-        assert "on rank 1 the loss is nan in epoch 0, batch 2, of samples 5;" in error.found
-        assert "weights that are not finite: none; gradients: weight, bias" in error.found
+def each_nan() -> list[Any]:
+    """All kinds, one after the other in one group."""
+    return [nan_on_rank_one(how, clips) for how in ("loss", "gradient", "hidden") for clips in (True, False)]
 
 
-def test_a_gradient_that_is_not_finite_stops_all_ranks_before_the_update() -> None:
-    """Where the losses were finite, clipping notices."""
-    for error, num_updates, is_good in launch(2, nan_on_rank_one, "gradient"):
-        assert (num_updates, is_good) == (0, True)
-        assert "on all ranks, though every rank's loss was finite" in error.found
+def test_what_is_not_finite_on_one_rank_stops_all_of_them_before_the_update() -> None:
+    """Also in a batch that only accumulates, clipped or not; a loss names the rank, the batch, and its samples.
+
+    A loss that reaches no gradient spoils no weight: it is told with the next exchange of flags.
+    """
+    for *losses, hidden, hidden_too in launch(2, each_nan):
+        for error, num_updates, is_good in losses:
+            assert (num_updates, is_good) == (1, True)
+            assert "weights that are not finite: none; gradients: layer.weight" in error.found
+        for error, *_ in losses[:2]:
+            assert error.rank == 1
+            assert error.found.startswith("on rank 1 the loss is nan in epoch 0, batch 2, of samples 5;")
+        for error, *_ in losses[2:]:
+            assert error.found.startswith("they are not finite on all ranks, though every rank's loss was finite;")
+        for error, num_updates, is_good in (hidden, hidden_too):
+            assert (error.rank, is_good) == (1, True)
+            assert 1 <= num_updates <= 33
+            assert "on rank 1 the loss is nan in epoch 0, batch 2, of samples 5;" in error.found
 
 
 class Reshaping(nn.Module):

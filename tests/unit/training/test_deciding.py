@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from ddpilot import FakeGroup
-from ddpilot.training.deciding import REASONS, Decider
+from ddpilot.training.deciding import MAX_INTERVAL, REASONS, Decider
 from ddpilot.training.signals import StopSignals
 
 
@@ -28,6 +28,41 @@ def test_decider_stops_when_the_time_is_up() -> None:
     decider = Decider(FakeGroup(), max_time_s=-1.0)
     assert decider.finish().reasons == ("time",)
     assert Decider(FakeGroup(), max_time_s=1e6).finish().reasons == ()
+
+
+def gaps(decider: Decider, clock: list[float], duration_s: float, num: int) -> list[int]:
+    """How many updates of `duration_s` lie between exchanges, `num` times."""
+    found = []
+    for _ in range(num):
+        count = 1
+        clock[0] += duration_s
+        while not decider.next_update():
+            count += 1
+            clock[0] += duration_s
+        decider.begin()
+        decider.finish()
+        found.append(count)
+    return found
+
+
+def test_decider_exchanges_every_forty_milliseconds_and_grows_into_it() -> None:
+    """With every update at first and where updates are long, every 32 at most; alone it costs nothing to look."""
+    clock = [0.0]
+    decider = Decider(FakeGroup(world_size=2), clock=lambda: clock[0])
+    assert gaps(decider, clock, 1e-4, 8) == [1, 2, 4, 8, 16, MAX_INTERVAL, MAX_INTERVAL, MAX_INTERVAL]
+    assert gaps(decider, clock, 0.0099, 4) == [MAX_INTERVAL, 4, 4, 4]
+    assert gaps(decider, clock, 1.0, 3) == [4, 1, 1]
+    assert gaps(decider, clock, 0.0, 3) == [1, 2, 4]
+    assert gaps(Decider(FakeGroup(), clock=lambda: clock[0]), clock, 1e-4, 3) == [1, 1, 1]
+
+
+def test_what_every_rank_says_needs_no_exchange() -> None:
+    """It is decided at once, beside what an exchange has told."""
+    decider = Decider(FakeGroup(world_size=2))
+    decider.ask("time")
+    decider.finish()
+    decider.agree("asked")
+    assert decider.reasons == ("asked", "time")
 
 
 def test_signals_set_a_flag_and_a_second_interrupt_interrupts() -> None:
