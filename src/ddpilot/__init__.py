@@ -44,10 +44,14 @@ if TYPE_CHECKING:
     from ddpilot.trainer.history import History
     from ddpilot.trainer.run import Run
     from ddpilot.trainer.trainer import Trainer
+    from ddpilot.training.batch_size import BatchSizeSearch, find_batch_size
     from ddpilot.training.checkpoint.loading import load_weights
     from ddpilot.training.loop import Loop
+    from ddpilot.training.parameters import ParameterCount, count_parameters, freeze, unfreeze
+    from ddpilot.training.scaling import scale_lr
 
 _HOMES = {
+    "BatchSizeSearch": "ddpilot.training.batch_size",
     "Callback": "ddpilot.trainer.callback",
     "CellResult": "ddpilot.session.session",
     "CheckpointError": "ddpilot.errors",
@@ -67,6 +71,7 @@ _HOMES = {
     "MismatchedCheckpointError": "ddpilot.errors",
     "NonFiniteError": "ddpilot.errors",
     "OutOfMemoryError": "ddpilot.errors",
+    "ParameterCount": "ddpilot.training.parameters",
     "RankError": "ddpilot.errors",
     "RankResults": "ddpilot.launching.results",
     "RemoteRankError": "ddpilot.errors",
@@ -77,13 +82,18 @@ _HOMES = {
     "Topology": "ddpilot.environments.topology",
     "TopologyError": "ddpilot.errors",
     "Trainer": "ddpilot.trainer.trainer",
+    "count_parameters": "ddpilot.training.parameters",
     "ensure_on_device": "ddpilot.api.placement",
+    "find_batch_size": "ddpilot.training.batch_size",
+    "freeze": "ddpilot.training.parameters",
     "init_group": "ddpilot.group.enter",
     "launch": "ddpilot.api.launch",
     "load_weights": "ddpilot.training.checkpoint.loading",
     "on_ranks": "ddpilot.group.decorators",
     "rank_zero_only": "ddpilot.group.decorators",
+    "scale_lr": "ddpilot.training.scaling",
     "topology": "ddpilot.api.topology",
+    "unfreeze": "ddpilot.training.parameters",
 }
 
 _HOOKS = {
@@ -93,6 +103,7 @@ _HOOKS = {
 """What IPython looks for here on `%load_ext ddpilot`; nobody else calls them."""
 
 __all__ = [
+    "BatchSizeSearch",
     "Callback",
     "CellResult",
     "CheckpointError",
@@ -112,6 +123,7 @@ __all__ = [
     "MismatchedCheckpointError",
     "NonFiniteError",
     "OutOfMemoryError",
+    "ParameterCount",
     "RankError",
     "RankResults",
     "RemoteRankError",
@@ -122,13 +134,18 @@ __all__ = [
     "Topology",
     "TopologyError",
     "Trainer",
+    "count_parameters",
     "ensure_on_device",
+    "find_batch_size",
+    "freeze",
     "init_group",
     "launch",
     "load_weights",
     "on_ranks",
     "rank_zero_only",
+    "scale_lr",
     "topology",
+    "unfreeze",
 ]
 
 

@@ -94,7 +94,7 @@ def _prepare(trainer: Trainer, loop: Loop, fit: Fit) -> Run:
     wrapped = [loop.prepare(part, **options) for part in parts.values()]
     for name, optimizer in trainer.optimizers.items():
         if not isinstance(optimizer, Divided):  # by an earlier fit on these ranks
-            _bring_state(optimizer)
+            bring_state(optimizer)
             trainer.optimizers[name] = loop.prepare(optimizer, shard=shard)
         else:
             loop.prepare(optimizer)
@@ -116,7 +116,7 @@ def _prepare(trainer: Trainer, loop: Loop, fit: Fit) -> Run:
     )
 
 
-def _bring_state(optimizer: Optimizer) -> None:
+def bring_state(optimizer: Optimizer) -> None:
     """Bring what an earlier fit left in the optimizer to where the parameters are now."""
     first = optimizer.param_groups[0]["params"][0]
     if optimizer.state and first.device.type != "cpu":

@@ -25,6 +25,8 @@ from ddpilot.trainer.parts import make_ema, make_optimizers, make_schedulers
 from ddpilot.trainer.places import group_here, is_on_ranks, run_on_ranks
 from ddpilot.trainer.position import Position
 from ddpilot.trainer.run import Run
+from ddpilot.trainer.sizing import Search, find_batch_size_here
+from ddpilot.training.batch_size import BatchSizeSearch
 from ddpilot.training.evaluating import evaluate
 from ddpilot.training.grouping import Loader
 from ddpilot.training.precision import Kind, Precision
@@ -243,6 +245,29 @@ class Trainer:
         model = ensure_on_device(find_inner(self.ema or self.model), group.device)
         with Precision(self.precision, group.device).autocast():
             return call_model(model, method, *args, device=group.device, **kwargs)
+
+    def find_batch_size(
+        self,
+        dataset: Any,
+        *,
+        nproc_per_node: int | str | None = None,
+        max_per_rank: int | None = None,
+        headroom: float = 0.1,
+    ) -> BatchSizeSearch:
+        """The largest batch that fits on every rank, by real steps; its `global_batch_size` is for `fit`.
+
+        Where it runs is as for `fit`. Nothing is changed by it. `dataset`, `max_per_rank`, `headroom`: see
+        `ddpilot.find_batch_size`; a DataLoader's `collate_fn` is used. With `accumulate`, an update has as many batches
+        of that size. Raises what that raises, and LoopError for several optimizers or a `train_batch` of one's own.
+        """
+        search = Search(dataset=dataset, max_per_rank=max_per_rank, headroom=headroom)
+        if is_on_ranks() or nproc_per_node == 0:
+            return self._find_batch_size_here(search)
+        found: BatchSizeSearch = run_on_ranks(self.launcher, nproc_per_node, "find_batch_size", self, search)[0]
+        return found
+
+    def _find_batch_size_here(self, search: Search) -> BatchSizeSearch:
+        return find_batch_size_here(self, search, has_own_step=type(self).train_batch is not Trainer.train_batch)
 
     def plot(self) -> Figure:
         """Losses and metrics over the epochs, as a matplotlib figure; a notebook shows it as the value of a cell.

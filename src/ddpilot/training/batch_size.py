@@ -71,7 +71,7 @@ def find_batch_size(
     dataset: Any,
     step: Callable[[nn.Module, Any], torch.Tensor],
     *,
-    collate_fn: Callable[[list[Any]], Any] = default_collate,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
     max_per_rank: int | None = None,
     headroom: float = 0.1,
 ) -> BatchSizeSearch:
@@ -84,8 +84,9 @@ def find_batch_size(
     `model`, `optimizer`: on the device, before or after `prepare`; best before, since DDP holds memory for gradients
     of its own. `step(model, batch)` returns the loss of a batch on the device; it runs in the loop's precision.
     `dataset`: map-style; its first 16 samples are read once and repeated, so put the longest ones there where they
-    differ (`torch.utils.data.Subset`). `max_per_rank`: no more than this, by default the dataset's samples per rank.
-    `headroom`: the share of the largest size that is left free for what a run needs besides, 0 to below 1.
+    differ (`torch.utils.data.Subset`). `collate_fn`: of a list of samples; None: torch's. `max_per_rank`: no more than
+    this; None: the dataset's samples per rank. `headroom`: the share of the largest size that is left free for what a
+    run needs besides, 0 to below 1.
 
     On the CPU of Linux each trial may take what memory is free, divided by the ranks of the machine; without that limit
     the system would end a process instead of refusing. Raises LoopError, on all ranks, where not even one sample fits.
@@ -93,7 +94,7 @@ def find_batch_size(
     if not 0 <= headroom < 1:
         raise _refuse(loop, f"`headroom` is {headroom}", "Give a share of the batch, such as 0.1.")
     limit = max_per_rank or max(1, len(dataset) // loop.world_size)
-    trying = _Trying(loop, unwrap(model), _local(optimizer), step, _Repeated(dataset, collate_fn))
+    trying = _Trying(loop, unwrap(model), _local(optimizer), step, _Repeated(dataset, collate_fn or default_collate))
     with preserved(trying.model, trying.optimizer, loop.device):
         largest = largest_that(trying.fits, limit)
     if not largest:
