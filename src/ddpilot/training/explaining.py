@@ -17,8 +17,8 @@ from ddpilot.training.ddp_options import Choice
 from ddpilot.training.explanation import Explained, Explanation
 from ddpilot.training.optimizer_state import Divided
 from ddpilot.training.proposing import Seen, propose
-from ddpilot.training.reduction import reduced_names
-from ddpilot.training.wrapping import find_ddp, unwrap
+from ddpilot.training.reduction import reduced
+from ddpilot.training.wrapping import class_name, find_ddp, unwrap
 
 _NS_PER_MS = 1_000_000
 
@@ -35,7 +35,7 @@ class Prepared:
         """A model as it is given back; one that is prepared again takes the place of what was."""
         self._models = [one for one in self._models if unwrap(one.model) is not unwrap(model)]
         ddp = find_ddp(model)
-        self._models.append(_Model(model, choices, reduced_names(ddp) if ddp is not None else ()))
+        self._models.append(_Model(model, choices, tuple(reduced(ddp)) if ddp is not None else ()))
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """An optimizer as it is given back."""
@@ -90,7 +90,7 @@ def _look(one: _Model) -> Seen | None:
 
 
 def _explain_model(one: _Model, seen: Sequence[Seen | None], world_size: int) -> Explained:
-    name = type(unwrap(one.model)).__name__
+    name = class_name(one.model)
     facts = [fact for fact in seen if fact is not None]
     ddp = find_ddp(one.model)
     if ddp is None or not facts:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpilot.errors import DdpilotError, LoopError
+from ddpilot.training.wrapping import class_name
 
 _UNFINISHED = "Expected to have finished reduction in the prior iteration"
 _CHANGED = "Your training graph has changed in this iteration"
@@ -27,7 +28,7 @@ class Reductions:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._models: list[tuple[DistributedDataParallel, tuple[str, ...]]] = []
+        self._models: list[tuple[DistributedDataParallel, dict[str, nn.Parameter]]] = []
 
     def watch(self, model: nn.Module) -> None:
         """Watch `model`, which has just been made: the reducer counts what requires a gradient now.
@@ -38,15 +39,15 @@ class Reductions:
             return
         # A module that is prepared again is waited for by the new reducer alone.
         self._models = [(known, of) for known, of in self._models if known.module is not model.module]
-        self._models.append((model, reduced_names(model)))
+        self._models.append((model, reduced(model)))
 
     def check(self) -> None:
         """Raise LoopError where a backward pass has left a parameter out, so that others still wait. Not collective."""
-        for model, names in self._models:
+        for model, parameters in self._models:
             try:
                 model._check_reducer_finalized()  # type: ignore[no-untyped-call]
             except RuntimeError as error:
-                raise self._left_out(error, model, names) from error
+                raise self._left_out(error, model, parameters) from error
 
     def explain(self, error: BaseException) -> None:
         """Raise LoopError, chained to `error`, where that is a reducer's and what it is about can be named."""
@@ -58,13 +59,15 @@ class Reductions:
         if translated is not None:
             raise translated from error
 
-    def _left_out(self, error: RuntimeError, model: DistributedDataParallel, names: tuple[str, ...]) -> LoopError:
-        found = _MISSING.search(str(error))
+    def _left_out(
+        self, error: RuntimeError, model: DistributedDataParallel, parameters: dict[str, nn.Parameter]
+    ) -> LoopError:
+        found, names = _MISSING.search(str(error)), list(parameters)
         missing = [names[int(number)] for number in re.findall(r"\d+", found[1])] if found else []
-        frozen = [name for name in missing if not model.module.get_parameter(name).requires_grad]
+        frozen = [name for name in missing if not parameters[name].requires_grad]
         return LoopError(
             "synchronising gradients",
-            found=f"on this rank the backward pass left out {_say(missing)} of {type(model.module).__name__}; a rank "
+            found=f"on this rank the backward pass left out {_say(missing)} of {class_name(model)}; a rank "
             "that used it waits for this one",
             fix=_fix(model, frozen),
             rank=self._rank,
@@ -76,10 +79,9 @@ class Reductions:
             return self._error(found, "Use find_unused_parameters=True in place of static_graph=True.")
         if _TWICE in text:
             number = _AT_INDEX.search(text)
-            candidates = (
-                {names[int(number[1])] for _, names in self._models if int(number[1]) < len(names)} if number else ()
-            )
-            which = " or ".join(sorted(candidates)) or "a parameter"
+            at = int(number[1]) if number else 0
+            names = {list(parameters)[at] for _, parameters in self._models if at < len(parameters)}
+            which = " or ".join(sorted(names)) or "a parameter"
             hidden = _HIDDEN if any(model.find_unused_parameters for model, _ in self._models) else ""
             return self._error(
                 f"{which} got its gradient twice in one backward pass",
@@ -92,11 +94,13 @@ class Reductions:
         return LoopError("synchronising gradients", found=found, fix=fix, rank=self._rank)
 
 
-def reduced_names(model: DistributedDataParallel) -> tuple[str, ...]:
+def reduced(model: DistributedDataParallel) -> dict[str, nn.Parameter]:
     """The parameters whose gradients the reducer of `model`, just made, waits for, in the order of its numbers."""
-    ignored = model.parameters_to_ignore
-    parameters = model.module.named_parameters()
-    return tuple(name for name, parameter in parameters if parameter.requires_grad and name not in ignored)
+    return {
+        name.replace("_orig_mod.", ""): parameter
+        for name, parameter in model.module.named_parameters()
+        if parameter.requires_grad and name not in model.parameters_to_ignore
+    }
 
 
 def _say(names: list[str]) -> str:

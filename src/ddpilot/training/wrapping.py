@@ -89,6 +89,12 @@ def unwrap(model: nn.Module) -> nn.Module:
     return unwrap(inner) if isinstance(inner, DistributedDataParallel) else model
 
 
+def class_name(model: nn.Module) -> str:
+    """What the user calls the model: of the one inside DDP, and inside `torch.compile`."""
+    inner = unwrap(model)
+    return type(getattr(inner, "_orig_mod", inner)).__name__
+
+
 def crosses_as_fp16(model: nn.Module) -> bool:
     """Was `model` prepared with `comm="fp16"`, in which a gradient above 65,504 becomes infinite?"""
     ddp = find_ddp(model)

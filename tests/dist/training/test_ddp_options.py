@@ -156,9 +156,10 @@ def make_normed() -> nn.Module:
 def look_unequally(how: str, prepared: bool) -> list[list[float]]:
     """Two epochs with forwards through the wrapper that ranks run unequally often; buffers of each rank at the end.
 
-    `how`: "rank 0 looks": it alone runs a forward between updates; "validation": rank 1 has no batch to validate.
+    `how`: "rank 0 looks": it alone runs a forward between updates; "validation": rank 1 has no batch to validate;
+    "equally": neither.
     """
-    loop = Loop(timeout_s=None if prepared else 4.0)
+    loop = Loop(timeout_s=None if prepared else 6.0)
     model = make_normed()
     model = loop.prepare(model) if prepared else DistributedDataParallel(model)
     x = X[12 * loop.rank :][:12]
@@ -188,11 +189,19 @@ def test_forwards_that_ranks_run_unequally_often_wait_for_nobody() -> None:
     assert zero == one
 
 
+def look_plainly(how: str) -> None:
+    """With DDP as it is by itself: first as often on both ranks, which goes well, then not."""
+    look_unequally("equally", prepared=False)
+    print("equal forwards came through", flush=True)
+    look_unequally(how, prepared=False)
+
+
 @pytest.mark.parametrize("how", ["rank 0 looks", "validation"])
 def test_forwards_that_ranks_run_unequally_often_end_plain_ddp(how: str) -> None:
     """A rank's buffers meet another collective of the other one: the process aborts, or waits until the group's limit."""
     with pytest.raises(RankError) as caught:
-        launch(2, look_unequally, how, False)
+        launch(2, look_plainly, how)
+    assert "equal forwards came through" in "".join(caught.value.last_lines)
     cause = caught.value.__cause__  # gloo has several words for it
     assert caught.value.signal_name == "SIGABRT" or type(cause) in (RuntimeError, dist.DistBackendError)
 

@@ -202,3 +202,15 @@ def test_predict_of_a_shuffled_loader_comes_in_the_order_of_the_dataset() -> Non
     data = TensorDataset(torch.arange(10.0))
     loader = loop.loader(data, global_batch_size=4, shuffle=True)
     assert loop.predict(nn.Identity(), loader).tolist() == list(range(10))
+
+
+def test_explain_says_what_is_not_wrapped_and_why() -> None:
+    """Also of what torch.compile made of it; and what an optimizer's state takes."""
+    loop, model, optimizer, _ = make()
+    model(torch.ones(2, 1)).sum().backward()
+    optimizer.step()
+    loop.prepare(torch.compile(nn.Bilinear(1, 1, 1), backend="eager"))
+    linear, bilinear, sgd = str(loop.explain()).split("\n\n")
+    assert linear == "Linear: not wrapped, one rank alone: nothing is exchanged"
+    assert bilinear.startswith("Bilinear: not wrapped")
+    assert sgd == "SGD: as it is\n  state: 0 bytes"
