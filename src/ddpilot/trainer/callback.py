@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
+from ddpilot.errors import LoopError
 from ddpilot.trainer.run import Run
 from ddpilot.training.checkpoint.snapshot import can_hold
 
@@ -56,3 +58,14 @@ class Callback:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take what `state_dict` returned. Called before `on_fit_start`, and in the notebook after `fit`."""
         vars(self).update(state)
+
+
+def check_callbacks(given: Sequence[object]) -> None:
+    """Raise LoopError for what is no callback, or says that it runs on other ranks than there are."""
+    for one in given:
+        if not isinstance(one, Callback):
+            found = f"a {type(one).__name__} among `callbacks`"
+            raise LoopError("making a Trainer", found=found, fix="Derive its class from ddpilot.Callback.")
+        if str(one.ranks) not in ("zero", "all"):
+            found = f"{type(one).__name__}.ranks is {one.ranks!r}"
+            raise LoopError("making a Trainer", found=found, fix="Say 'zero' or 'all'.")

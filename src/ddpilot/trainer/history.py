@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import csv
+import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from ddpilot.training.checkpoint.snapshot import can_hold
 
@@ -43,14 +46,17 @@ class History:
         return f"History({len(self.epochs)} epochs, {num_updates} updates{'; last: ' * bool(said)}{said})"
 
     def state_dict(self) -> dict[str, Any]:
-        """Both lists, without what a checkpoint cannot hold."""
+        """Both lists, without what a checkpoint cannot hold; the updates, of which there are many, as a tensor."""
         rows = [{name: value for name, value in row.items() if can_hold(value)} for row in self.epochs]
-        return {"epochs": rows, "updates": [dict(row) for row in self.updates]}
+        names = list(dict.fromkeys(name for row in self.updates for name in row))
+        table = [[row.get(name, math.nan) for name in names] for row in self.updates]
+        return {"epochs": rows, "names": names, "updates": torch.tensor(table, dtype=torch.float64)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take what `state_dict` returned, in place."""
         self.epochs[:] = state["epochs"]
-        self.updates[:] = state["updates"]
+        named = (dict(zip(state["names"], row, strict=True)) for row in state["updates"].tolist())
+        self.updates[:] = ({**row, "update": int(row["update"])} for row in named)
 
 
 def flatten(row: dict[str, Any], prefix: str = "") -> dict[str, Any]:

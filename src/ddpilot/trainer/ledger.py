@@ -29,7 +29,7 @@ class Ledger:
         """For each update the sums of this rank's losses, and their weight."""
         self._is_open = False
         self.num_samples = 0
-        """Of all ranks together, where a batch knows; of this rank otherwise."""
+        """Of all ranks together."""
 
     def add(self, said: Any) -> torch.Tensor:
         """Take what a training step returned for the current batch; its first loss, detached.

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
 from ddpilot.api.launch import Launcher
 from ddpilot.environments.detect import detect_topology
@@ -23,8 +24,21 @@ STOP_GRACE_S = 60.0
 
 
 def is_on_ranks() -> bool:
-    """Whether this process is a rank already: of a launch, of torchrun, Slurm or MPI, of a session."""
-    return dist.is_initialized() or detect_topology(os.environ).is_distributed
+    """Whether this process is a rank already: of a launch, of torchrun, Slurm or MPI, of a session.
+
+    A notebook that is the one task of a Slurm job, or has a group of its own, is none.
+    """
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        return True
+    topology = detect_topology(os.environ)
+    return topology.world_size > 1 or topology.environment in ("ddpilot", "torchrun")
+
+
+def share_weights(model: nn.Module, group: GroupLike) -> None:
+    """Give all ranks rank 0's weights, as a fit does: a script on ranks may have made others on each. Collective."""
+    if group.world_size > 1:
+        for parameter in model.parameters():
+            group.broadcast(parameter.data)
 
 
 class _Verb:

@@ -15,14 +15,14 @@ from ddpilot.api.launch import Launcher
 from ddpilot.api.placement import ensure_on_device
 from ddpilot.errors import LoopError
 from ddpilot.trainer.batches import Forward, forward_batch, predict_batch, with_count
-from ddpilot.trainer.callback import Callback
+from ddpilot.trainer.callback import Callback, check_callbacks
 from ddpilot.trainer.calling import call_model, find_inner
 from ddpilot.trainer.fitting import Fit, fit_here
 from ddpilot.trainer.history import History
 from ddpilot.trainer.loading import NO_SIZES, make_loader_of
 from ddpilot.trainer.outcome import Outcome, apply, collect
 from ddpilot.trainer.parts import make_ema, make_optimizers, make_schedulers
-from ddpilot.trainer.places import group_here, is_on_ranks, run_on_ranks
+from ddpilot.trainer.places import group_here, is_on_ranks, run_on_ranks, share_weights
 from ddpilot.trainer.position import Position
 from ddpilot.trainer.run import Run
 from ddpilot.trainer.sizing import Search, find_batch_size_here
@@ -78,6 +78,7 @@ class Trainer:
         self.ema = make_ema(ema, model)
         self.metrics = dict(metrics or {})
         self.callbacks = list(callbacks)
+        check_callbacks(callbacks)
         self.forward: Forward = forward or forward_batch
         self.scheduler_per = scheduler_per
         self.clip_norm = clip_norm
@@ -281,6 +282,8 @@ class Trainer:
     def _place(self, dataset: Any, options: Mapping[str, Any]) -> tuple[nn.Module, Loader, Any]:
         group = group_here()
         model = ensure_on_device(find_inner(self.ema or self.model), group.device)
+        if not self.position.num_updates:
+            share_weights(model, group)
         sizes = {name: options.get(name) for name in NO_SIZES}
         if not any(sizes.values()) and not isinstance(dataset, DataLoader):
             sizes = {**NO_SIZES, "global_batch_size": self._batch_size}

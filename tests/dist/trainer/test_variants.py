@@ -162,6 +162,8 @@ def fit_on_a_rank() -> dict[str, Any]:
     torch.manual_seed(loop.rank)
     model = nn.Linear(4, 1).double()
     trainer = ddpilot.Trainer(model, nn.functional.mse_loss, make_optimizer)
+    x, y = make_data(21).tensors
+    own = nn.functional.mse_loss(model(x), y).item()
     first = trainer.evaluate(make_data(21))["loss"]
     before = signal.getsignal(signal.SIGINT)
     for _ in range(2):
@@ -169,6 +171,7 @@ def fit_on_a_rank() -> dict[str, Any]:
     assert signal.getsignal(signal.SIGINT) == before
     return {
         "first": first,
+        "own": own,
         "last": trainer.evaluate(make_data(21))["loss"],
         "weights": model.state_dict(),
         "predictions": trainer.predict(make_data(5)),
@@ -185,7 +188,8 @@ def test_a_trainer_on_a_rank_trains_right_there() -> None:
     assert zero["called"].shape == (1, 1)
     for name in ("first", "last", "history"):
         assert zero[name] == one[name], name
-    assert zero["last"] < zero["first"]
+    assert zero["last"] < zero["first"] == pytest.approx(zero["own"], rel=1e-10)
+    assert one["own"] != zero["own"]
     torch.testing.assert_close(zero["weights"], one["weights"], rtol=0, atol=0)
 
 

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A history is plain, thin, readable, and survives a checkpoint."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ddpilot.errors import LoopError
+from ddpilot.trainer.history import History, flatten, measured, thin
+from ddpilot.trainer.plotting import plot_history
+
+ROWS: list[dict[str, Any]] = [
+    {"epoch": 0, "update": 2, "loss": 0.5, "lr": 0.1, "samples": 8, "seconds": 1.0, "samples_per_s": 8.0},
+    {"epoch": 1, "update": 4, "loss": 0.25, "val_loss": 0.3, "val_by_class": {"a": 1.0, "b": torch.tensor([1.0, 2.0])}},
+]
+
+
+def make_history() -> History:
+    """Two epochs of two updates."""
+    return History([dict(row) for row in ROWS], [{"update": n, "loss": 1 / n} for n in (1, 2, 3, 4)])
+
+
+def test_history_says_what_is_in_it() -> None:
+    """The numbers of the last epoch, without bookkeeping; an empty one too."""
+    assert repr(make_history()) == "History(2 epochs, 4 updates; last: loss=0.25, val_loss=0.3, val_by_class.a=1)"
+    assert repr(History()) == "History(0 epochs, 0 updates)"
+
+
+def test_to_csv_writes_a_table_with_all_columns(tmp_path: Path) -> None:
+    """Values of dicts have columns of their own, and what a row lacks is empty."""
+    path = make_history().to_csv(tmp_path / "history.csv")
+    first, second = csv.DictReader(path.open())
+    assert (first["loss"], first["val_loss"]) == ("0.5", "")
+    assert (second["val_by_class.a"], second["val_by_class.b"], second["lr"]) == ("1.0", "[1.0, 2.0]", "")
+
+
+def test_state_dict_comes_back_in_place() -> None:
+    """What a checkpoint cannot hold is left out; numbers of updates are whole again."""
+    history = make_history()
+    history.epochs[0]["val_odd"] = object()
+    other = History()
+    epochs = other.epochs
+    other.load_state_dict(history.state_dict())
+    assert other.epochs is epochs
+    assert other.epochs[0] == ROWS[0]
+    assert other.updates == history.updates
+    assert [type(row["update"]) for row in other.updates] == [int] * 4
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "limit", "ends"), [(5, 5, [1, 2, 3, 4, 5]), (5, 2, [3, 5]), (1, 3, [1]), (0, 3, [])]
+)
+def test_thin_adds_up_neighbours(num_rows: int, limit: int, ends: list[int]) -> None:
+    """Nothing is lost, and each row has the number of the last in it."""
+    rows = [[1.0, float(number)] for number in range(num_rows)]
+    thinned = thin(rows, limit)
+    assert [end for end, _ in thinned] == ends
+    assert [sum(column) for column in zip(*(sums for _, sums in thinned), strict=True)] == (
+        [float(num_rows), sum(range(num_rows))] if num_rows else []
+    )
+
+
+def test_flatten_and_measured_take_dicts_apart() -> None:
+    """Names with dots; only numbers are measured."""
+    assert flatten({"a": {"b": {"c": 1}}, "d": torch.tensor([1, 2])}) == {"a.b.c": 1, "d": [1, 2]}
+    assert measured(ROWS[1]) == {"loss": 0.25, "val_loss": 0.3, "val_by_class.a": 1.0}
+
+
+@pytest.fixture(scope="module")
+def pyplot() -> Any:
+    """Takes a second to be imported, and to draw for the first time."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    pyplot.switch_backend("agg")
+    plot_history(make_history())
+    return pyplot
+
+
+def test_plot_draws_losses_and_metrics_over_epochs(pyplot: Any) -> None:
+    """Two panels, a line for each, with a point where there is a value; the figure is not left open."""
+    figure = plot_history(make_history())
+    losses, metrics = figure.axes
+    assert [line.get_label() for line in losses.lines] == ["loss", "val_loss"]
+    drawn = [np.asarray(line.get_xydata()).tolist() for line in losses.lines]
+    assert drawn == [[[1, 0.5], [2, 0.25]], [[2, 0.3]]]
+    assert [line.get_label() for line in metrics.lines] == ["val_by_class.a"]
+    assert pyplot.get_fignums() == []
+    with pytest.raises(LoopError, match=r"no epoch was recorded yet\. Call fit\(\) first"):
+        plot_history(History())
