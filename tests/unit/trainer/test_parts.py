@@ -19,8 +19,6 @@ from ddpilot.errors import LoopError
 from ddpilot.trainer.callback import Callback, check_callbacks
 from ddpilot.trainer.parts import make_ema, make_optimizers, make_schedulers, relink
 
-pytestmark = pytest.mark.usefixtures("compiler_is_loaded")
-
 
 def sgd(parameters: Any) -> SGD:
     """A function of parameters."""
