@@ -191,6 +191,11 @@ class Loop:
         """Seconds that this rank has waited for its data in `batches` so far."""
         return self._waiting.total_s
 
+    @property
+    def save_s(self) -> float:
+        """Seconds that this rank has waited for checkpoints so far; they are written while it trains on."""
+        return self._keeper.held_up_s
+
     def prepare(
         self,
         *things: Any,

@@ -16,7 +16,7 @@ from ddpilot.trainer.callbacks.forward_clock import ForwardClock, HostClock, mak
 from ddpilot.trainer.run import Run
 from ddpilot.training.wrapping import unwrap
 
-PARTS = ("data", "forward", "update", "evaluate")
+PARTS = ("data", "forward", "update", "save", "evaluate")
 _WORTH_SAYING = 0.05
 
 
@@ -24,11 +24,12 @@ class Timers(Callback):
     """Times the parts of each epoch on every rank, and says on rank 0 which rank is slow.
 
     "data": waiting for the loader. "forward": the forward passes of training. "update": the rest of training, which is
-    backward, exchange of gradients, optimizer, callbacks and saving. "evaluate": the validation. In "update" the ranks
-    wait for the slowest, so it shows in the first two which one that is: a rank is called slow where its "data" plus
-    "forward" is more than `slow` times (default 1.3) the median of the others', and the difference a twentieth of the
-    epoch or more. On a GPU "forward" is the device's own
-    time; nothing waits for it.
+    backward, exchange of gradients, optimizer and callbacks. "save": waiting for checkpoints, of those in the epoch and
+    the one at the end of the epoch before. "evaluate": the validation.
+
+    In "update" the ranks wait for the slowest, so it shows in the first two which one that is: a rank is called slow
+    where its "data" plus "forward" is more than `slow` times (default 1.3) the median of the others', and the
+    difference a twentieth of the epoch or more. On a GPU "forward" is the device's own time; nothing waits for it.
 
     Each epoch costs one small collective. The row of the epoch has {"data": ...} under "time": seconds, of the
     rank with the most. `say`: print a line for each epoch (default True). LoopError for `slow` not above 1.
@@ -44,12 +45,14 @@ class Timers(Callback):
         self._clock: ForwardClock = HostClock()
         self._handles: list[RemovableHandle] = []
         self._begin_s = self._trained_s = self._evaluated_s = self._data_s = 0.0
+        self._in_epoch_s = self._save_s = 0.0
         self.rows: list[dict[str, Any]] = []
-        """For each epoch {"epoch", "data", "forward", "update", "evaluate"}: seconds of each rank, in a list."""
+        """For each epoch {"epoch", "data", "forward", "update", "save", "evaluate"}: seconds of each rank, in lists."""
 
     def on_fit_start(self, run: Run) -> None:
         self.rows = [row for row in self.rows if row["epoch"] < run.epoch]
         self._clock = make_clock(run.loop.device)
+        self._save_s = run.loop.save_s
         models = run.wrapped.values() if isinstance(run.wrapped, dict) else [run.wrapped]
         for model in map(unwrap, models):
             self._handles.append(model.register_forward_pre_hook(self._begin_forward))
@@ -57,7 +60,7 @@ class Timers(Callback):
 
     def on_epoch_start(self, run: Run) -> None:
         self._begin_s = self._trained_s = self._evaluated_s = time.perf_counter()
-        self._data_s = run.loop.data_s
+        self._data_s, self._in_epoch_s = run.loop.data_s, run.loop.save_s
         self._clock.take_s()
 
     def on_update_end(self, run: Run) -> None:
@@ -68,8 +71,9 @@ class Timers(Callback):
 
     def on_epoch_end(self, run: Run) -> None:
         data_s, forward_s = run.loop.data_s - self._data_s, self._clock.take_s()
-        rest_s = self._trained_s - self._begin_s - data_s - forward_s
-        mine = (data_s, forward_s, max(rest_s, 0.0), self._evaluated_s - self._trained_s)
+        rest_s = self._trained_s - self._begin_s - data_s - forward_s - (run.loop.save_s - self._in_epoch_s)
+        save_s, self._save_s = run.loop.save_s - self._save_s, run.loop.save_s
+        mine = (data_s, forward_s, max(rest_s, 0.0), save_s, self._evaluated_s - self._trained_s)
         of_ranks = list(zip(*run.loop.group.all_gather_object(mine), strict=True))
         row = {part: list(seconds) for part, seconds in zip(PARTS, of_ranks, strict=True)}
         run.metrics["time"] = {part: max(seconds) for part, seconds in row.items()}
@@ -114,7 +118,7 @@ def find_slow(row: dict[str, Any], factor: float) -> list[tuple[int, float]]:
 
 
 def render_times(row: dict[str, Any], factor: float) -> str:
-    """A line such as "epoch 1: data 0.1 s, forward 1.2 s, update 2.0 s, evaluate 0.3 s; rank 1 is slow: ..."."""
+    """A line such as "epoch 1: data 0.1 s, forward 1.2 s, update 2 s, ...; rank 1 is slow: ..."."""
     parts = ", ".join(f"{part} {max(row[part]):.3g} s" for part in PARTS)
     slow = "".join(
         f"; rank {rank} is slow: data {row['data'][rank]:.3g} s and forward {row['forward'][rank]:.3g} s, "

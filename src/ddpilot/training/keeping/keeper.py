@@ -63,6 +63,8 @@ class Keeper:
         self._saved_s = time.monotonic()
         self.first_update = 0
         """Updates that were made before; checkpoints with no more of them are not gone on from."""
+        self.held_up_s = 0.0
+        """Seconds that training waited for checkpoints so far."""
         if options is not None:
             self._joint = JointCheckpoints(
                 group, CheckpointDir(options.checkpoint_dir, keep=options.keep, best=options.best)
@@ -176,6 +178,7 @@ class Keeper:
         return is_due
 
     def _save(self, next_batch: int) -> None:
+        began_s = time.perf_counter()
         joint = self._require("saving")
         self._check()
         weights, state = self._things.collect(self._group)
@@ -184,6 +187,7 @@ class Keeper:
         self._is_asked, self._metrics = False, {}
         self._num_updates_saved = self._num_updates
         self._saved_s = time.monotonic()
+        self.held_up_s += time.perf_counter() - began_s
 
     def _measure(self) -> int:
         weights, state = self._things.collect(self._group)

@@ -20,6 +20,7 @@ ROW = {
     "data": [0.1, 0.1, 0.5],
     "forward": [1.0, 1.1, 1.0],
     "update": [2.0, 2.0, 2.0],
+    "save": [0.0, 0.0, 0.0],
     "evaluate": [0.3] * 3,
 }
 
@@ -38,7 +39,7 @@ def test_find_slow_compares_a_rank_with_the_median_of_the_others() -> None:
 def test_render_times_is_a_line() -> None:
     """The longest of each part, and what the slow rank did longer."""
     assert render_times(ROW, 1.3) == (
-        "epoch 3: data 0.5 s, forward 1.1 s, update 2 s, evaluate 0.3 s; "
+        "epoch 3: data 0.5 s, forward 1.1 s, update 2 s, save 0 s, evaluate 0.3 s; "
         "rank 2 is slow: data 0.5 s and forward 1 s, 1.3 times the others'"
     )
 
