@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -15,6 +17,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import TensorDataset
 
+from ddpilot.errors import CheckpointError
 from ddpilot.training.loop import Loop
 from ddpilot.training.wrapping import unwrap
 
@@ -123,3 +126,57 @@ def read_log(folder: Path) -> dict[tuple[int, int], list[int]]:
             epoch, batch, numbers = json.loads(line)
             taken.setdefault((epoch, batch), []).extend(numbers)
     return taken
+
+
+def said_of(call: Callable[[], object]) -> str:
+    """What a call that has to fail says."""
+    try:
+        call()
+    except CheckpointError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def small_loop(folder: Path, width: int = 4) -> tuple[Loop, nn.Module, Any]:
+    """A loop over two batches of two, with a model of `width` outputs."""
+    loop = Loop(checkpoint_dir=folder)
+    model = loop.prepare(nn.Linear(2, width))
+    return loop, model, loop.loader(TensorDataset(torch.ones(4, 2)), global_batch_size=2)
+
+
+def run_small(loop: Loop, model: nn.Module, loader: Any, num_epochs: int, limits: dict[int, int]) -> None:
+    """Train; before epoch `n`, files of rank 0 may grow to `limits[n]` bytes, where it is given."""
+    for epoch in loop.epochs(num_epochs):
+        loop._keeper.wait()  # what is being written belongs to the epoch before
+        if loop.group.is_rank_zero and epoch in limits:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limits[epoch], resource.RLIM_INFINITY))
+        for (x,) in loop.batches(loader):
+            loop.backward(model(x).mean())
+
+
+def fail_together(folder: Path) -> list[str]:
+    """What this rank is told where one of them cannot go on, or where the directory is none."""
+    (folder / "file").write_text("")
+    said = [said_of(lambda: Loop(checkpoint_dir=folder / "file"))]
+    loop, model, loader = small_loop(folder / "ckpt")
+    run_small(loop, model, loader, 1, {})
+    before = unwrap(model).state_dict()["weight"].clone()
+    # One rank alone has another model.
+    other = Loop(checkpoint_dir=folder / "ckpt")
+    wide = nn.Linear(2, 5 if loop.rank == 1 else 4)
+    other.track(model=wide)
+    weight = wide.weight.clone()
+    said.append(said_of(other.resume))
+    said.append(said_of(lambda: loop.load(unwrap(model) if loop.rank else nn.Linear(2, 3), folder / "ckpt")))
+    said.append(said_of(lambda: loop.load(model, folder / ("ckpt" if loop.rank else "nowhere"))))
+    assert torch.equal(wide.weight, weight)
+    assert torch.equal(unwrap(model).state_dict()["weight"], before)
+    loop.load(model, folder / "ckpt")
+    return said
+
+
+def train_on_a_full_disk(folder: Path) -> tuple[int, list[str]]:
+    """Four epochs; from the second on nothing fits, in the fourth there is room again. Where it ended, and what is."""
+    loop, model, loader = small_loop(folder, 50_000)
+    run_small(loop, model, loader, 4, {1: 10_000, 3: resource.RLIM_INFINITY})
+    return loop.epoch, sorted(os.listdir(folder))

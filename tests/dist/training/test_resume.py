@@ -15,7 +15,16 @@ import torch
 from ddpilot import RankError
 from ddpilot.training.checkpoint.directory import CheckpointDir
 from tests.dist.training.bodies import launch
-from tests.dist.training.resuming import GLOBAL_BATCH_SIZE, NUM_EPOCHS, NUM_SAMPLES, Kill, read_log, train
+from tests.dist.training.resuming import (
+    GLOBAL_BATCH_SIZE,
+    NUM_EPOCHS,
+    NUM_SAMPLES,
+    Kill,
+    fail_together,
+    read_log,
+    train,
+    train_on_a_full_disk,
+)
 
 BATCHES = -(-NUM_SAMPLES // GLOBAL_BATCH_SIZE)
 NUM_TRIALS = 50
@@ -134,3 +143,26 @@ def test_resume_of_a_sharded_optimizer_goes_on_with_another_number_of_ranks_and_
     assert result["first"][0] == 1
     assert result["first"][1] > 0
     check_same(result, alone, "sharded, then not")
+
+
+def test_ranks_are_refused_together_when_one_cannot_go_on(tmp_path: Path) -> None:
+    """A directory that is none; a model, or a file, that does not fit on one rank: nothing is changed on any."""
+    first, second = launch(2, fail_together, tmp_path)
+    assert first == second
+    no_folder, other_model, other_load, no_file = first
+    assert "File exists (FileExistsError). Training has not started." in no_folder
+    assert other_model.startswith("MismatchedCheckpointError: [rank 1] loading 'model' of")
+    assert "2 mis-shaped: weight (4, 2) where the model has (5, 2), bias (4,) where the model has (5,)" in other_model
+    assert other_load.startswith("MismatchedCheckpointError: [rank 0] loading ")
+    assert no_file.startswith("CheckpointError: [rank 0] loading weights from ")
+
+
+def test_training_goes_on_when_there_is_no_space(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """What does not fit is told each time; the last good one stays until there is room."""
+    results = launch(2, train_on_a_full_disk, tmp_path)
+    assert [epoch for epoch, _ in results] == [4, 4]
+    assert {tuple(entries) for _, entries in results} == {("latest", "save-000001-step-0", "save-000002-step-0")}
+    told = [line for line in capfd.readouterr().err.splitlines() if "no checkpoint was written" in line]
+    assert len(told) == 2, told
+    for line in told:
+        assert "File too large: 'model.safetensors'. Training goes on; the last good one stays: save-000001" in line

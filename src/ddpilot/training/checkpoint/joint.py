@@ -127,16 +127,21 @@ class JointCheckpoints:
 
 def load_jointly(model: nn.Module, path: str | os.PathLike[str], name: str, group: GroupLike) -> None:
     """Do what `load_weights` does on all ranks, or on none. Collective. Raises what it raises, on every rank."""
-    failure: CheckpointError | None = None
-    matched: dict[str, Any] = {}
+    matched = on_all_ranks(group, lambda: match_weights(model, read_weights(path, name), source=os.fspath(path)))
+    model.load_state_dict(matched)
+
+
+def on_all_ranks(group: GroupLike, call: Callable[[], Value]) -> Value:
+    """What `call` returns, on every rank; the CheckpointError of one that cannot is raised on all. Collective."""
+    value, failure = None, None
     try:
-        matched = match_weights(model, read_weights(path, name), source=os.fspath(path))
+        value = call()
     except CheckpointError as error:
         error.rank = group.rank if group.world_size > 1 else None
         failure = error
     failures = group.all_gather_object(failure)
     _raise_first([failure, *failures])  # its own has the cause
-    model.load_state_dict(matched)
+    return cast(Value, value)
 
 
 def _raise_first(outcomes: Sequence[object]) -> None:

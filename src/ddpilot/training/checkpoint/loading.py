@@ -49,7 +49,7 @@ def match_weights(model: torch.nn.Module, weights: Mapping[str, Any], *, source:
     """
     own = model.state_dict()
     if set(own) == set(weights):
-        matched = dict(weights)
+        matched = {name: weights[name] for name in own}
         missing, unexpected = [], []
     else:
         own_names = plain_names(own)

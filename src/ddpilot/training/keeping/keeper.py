@@ -12,7 +12,7 @@ from ddpilot.errors import LoopError
 from ddpilot.group.protocol import GroupLike
 from ddpilot.launching.contract import EXIT_REQUEUE
 from ddpilot.training.checkpoint.directory import CheckpointDir
-from ddpilot.training.checkpoint.joint import RNG, JointCheckpoints
+from ddpilot.training.checkpoint.joint import RNG, JointCheckpoints, on_all_ranks
 from ddpilot.training.checkpoint.reading import Checkpoint
 from ddpilot.training.checkpoint.snapshot import measure
 from ddpilot.training.checkpoint.telling import tell_stderr
@@ -94,7 +94,8 @@ class Keeper:
         found = joint.latest()
         if found is None or 0 < found.manifest.progress.step <= self.first_update:
             return False
-        self._things.restore(found)
+        restore = on_all_ranks(self._group, lambda: self._match(found))
+        restore()
         same_size = found.manifest.progress.world_size == self._group.world_size
         part = found.part(self._group.rank if same_size else 0) or {}
         self._place.go_on(found.manifest.progress, found.state()["data"], part.get(RNG), other_data)
@@ -166,6 +167,10 @@ class Keeper:
             self._tell(_SAVED_BEFORE if kind is None else _LEFT_BY_BREAK)
         if self._group.is_rank_zero:
             self._joint.folder.wait()
+
+    def _match(self, found: Checkpoint) -> Callable[[], None]:
+        found.manifest.progress.require(seed=self._place.seed)
+        return self._things.match(found)
 
     def _is_due(self, joint: JointCheckpoints, options: KeepOptions) -> bool:
         every, every_s = options.save_every_updates, options.save_every_s

@@ -28,7 +28,7 @@ class Place:
         self.next_batch = 0
         self.num_updates = 0
         self.samples_seen = 0
-        self._seed = seed
+        self.seed = seed
         self._rank = rank
         self._world_size = world_size
         self._passes = 0
@@ -81,7 +81,7 @@ class Place:
             batch=next_batch,
             passes=self._passes,
             samples_seen=self.samples_seen,
-            seed=self._seed,
+            seed=self.seed,
             world_size=self._world_size,
             **facts,
         )
@@ -96,10 +96,9 @@ class Place:
     ) -> None:
         """Be where `progress` says.
 
-        `facts`: as they were then; `rng`: random state to go on with, for a place in the middle of a pass. Raises
-        MismatchedCheckpointError where the seed is another one. `other_data`: an epoch may begin with other data.
+        `facts`: as they were then; `rng`: random state to go on with, for a place in the middle of a pass.
+        `other_data`: an epoch may begin with other data.
         """
-        progress.require(seed=self._seed)
         self.epoch, self.next_batch = progress.epoch, progress.batch
         self.num_updates, self.samples_seen = progress.step, progress.samples_seen
         self._passes, self._num_to_skip = 0, progress.passes
@@ -116,11 +115,11 @@ class Place:
 
     def _set_random_state(self, device: torch.device) -> None:
         if not self.next_batch:
-            seed_epoch(self._seed, self.epoch, self._rank)
+            seed_epoch(self.seed, self.epoch, self._rank)
         elif self._rng is not None and self._resumed is not None:
             restore_rng(self._rng, device)
             if self._resumed.world_size != self._world_size:
-                seed_middle(self._seed, self.epoch, self._rank, self.next_batch)
+                seed_middle(self.seed, self.epoch, self._rank, self.next_batch)
         self._rng = None
 
 

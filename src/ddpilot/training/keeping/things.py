@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -81,8 +81,8 @@ class Things:
                 raise CheckpointError("collecting what is to be saved", found=found, rank=group.rank) from error
         return weights, state
 
-    def restore(self, found: Checkpoint) -> None:
-        """Put everything into the state that is in the checkpoint `found`; nothing is changed where it does not fit.
+    def match(self, found: Checkpoint) -> Callable[[], None]:
+        """What puts everything into the state that is in the checkpoint `found`, which is read and compared here.
 
         Raises MismatchedCheckpointError with what differs: names, shapes, kinds and parameters of optimizers.
         """
@@ -92,6 +92,9 @@ class Things:
         for name, thing in self._things.items():
             if name in state["optimizers"]:
                 _check_optimizer(name, thing, state["optimizers"][name], state["kinds"][name], found)
+        return lambda: self._load(found, matched, state)
+
+    def _load(self, found: Checkpoint, matched: Mapping[str, dict[str, Any]], state: Mapping[str, Any]) -> None:
         for name, model in self._models():
             _inner(model).load_state_dict(matched[name])
             if isinstance(model, AveragedModel):
