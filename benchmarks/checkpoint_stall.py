@@ -1,50 +1,65 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long training stands still while a 400 MB model is saved: in the background, against `torch.save`.
 
-Ours is the time until `CheckpointDir.save` returns; waiting until the former one is on the disk is not part of it,
-training would go on meanwhile. The first save of a run, whose memory was reserved while the model was built, has a row
-of its own. `torch.save` writes a new file each time, as a run does; it does not wait for the disk, ours does.
+Ours is the time from the end of a batch with `loop.save()` until the next batch is there, in a `Loop` on one rank;
+waiting until the former checkpoint is on the disk is not part of it, training would go on meanwhile. The first save of
+a run, whose memory was reserved after the first update, has a row of its own. `torch.save` writes a new file each time,
+as a run does; it does not wait for the disk, ours does.
 """
 
 from __future__ import annotations
 
+import shutil
 import statistics
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from torch import nn
+from torch.utils.data import TensorDataset
 
 from benchmarks.measure import Row, main, render_values, seconds
-from ddpilot.training.checkpoint.directory import CheckpointDir
-from ddpilot.training.checkpoint.manifest import Progress
+from ddpilot.training.loop import Loop
 
 NUM_TENSORS = 40
 TENSOR_BYTES = 10_000_000
 BAR = 0.2
 
 
-def make_weights() -> dict[str, torch.Tensor]:
-    """A state dict of 400 MB whose pages are really there."""
-    return {f"layer{i}.weight": torch.full((TENSOR_BYTES // 4,), float(i)) for i in range(NUM_TENSORS)}
+def make_model() -> nn.Module:
+    """A model of 400 MB whose pages are really there; its parameters are not used."""
+    parameters = [torch.full((TENSOR_BYTES // 4,), float(i)) for i in range(NUM_TENSORS)]
+    return nn.ParameterList([nn.Parameter(values, requires_grad=False) for values in parameters])
 
 
-def first_save(weights: dict[str, torch.Tensor], folder: Path) -> float:
-    """Seconds that the first save of a run stops training."""
-    with CheckpointDir(folder, keep=1) as directory:
-        directory.reserve(NUM_TENSORS * TENSOR_BYTES)
-        directory.wait()
-        return seconds(lambda: directory.save(Progress(step=0), weights={"model": weights}))
+class Training:
+    """A loop in the middle of its epoch, with the memory for copies reserved."""
+
+    def __init__(self, model: nn.Module, folder: Path) -> None:
+        self.loop = Loop(checkpoint_dir=folder, keep=1, progress=False)
+        self.loop.track(model=model)
+        self.batches = iter(
+            self.loop.batches(self.loop.loader(TensorDataset(torch.ones(1000, 1)), global_batch_size=1))
+        )
+        next(self.batches)
+        next(self.batches)  # after the first update
+        self.finish()
+
+    def finish(self) -> None:
+        """Wait until nothing is being written."""
+        assert self.loop._keeper.wait(), "the disk is full"
+
+    def save(self) -> float:
+        """Seconds that a save stops training; it is on the disk before this returns."""
+        self.loop.save()
+        took = seconds(lambda: next(self.batches))
+        self.finish()
+        return took
 
 
-def later_save(weights: dict[str, torch.Tensor], directory: CheckpointDir, step: int) -> float:
-    """Seconds that a further save stops training; the file is on the disk before the next is begun."""
-    took = seconds(lambda: directory.save(Progress(step=step), weights={"model": weights}))
-    assert directory.wait(), "the disk is full"
-    return took
-
-
-def peer_save(weights: dict[str, torch.Tensor], path: Path) -> float:
+def peer_save(weights: Mapping[str, torch.Tensor], path: Path) -> float:
     """Seconds that `torch.save` stops training."""
     path.unlink(missing_ok=True)
     return seconds(lambda: torch.save(weights, path))
@@ -65,14 +80,16 @@ def make_row(what: str, ours: list[float], peer: list[float]) -> Row:
 
 def measure(rounds: int) -> list[Row]:
     """First and later saves, in turn with `torch.save` of the same state dict into the same folder."""
-    weights = make_weights()
+    model = make_model()
     first, later, peer = [], [], []
-    with tempfile.TemporaryDirectory() as name, CheckpointDir(Path(name) / "later", keep=1) as directory:
-        later_save(weights, directory, 0)
-        for step in range(1, rounds + 1):
-            first.append(first_save(weights, Path(name) / "first"))
-            later.append(later_save(weights, directory, step))
-            peer.append(peer_save(weights, Path(name) / "peer.pt"))
+    with tempfile.TemporaryDirectory() as name:
+        training = Training(model, Path(name) / "later")
+        training.save()
+        for number in range(rounds):
+            first.append(Training(model, Path(name) / f"first-{number}").save())
+            shutil.rmtree(Path(name) / f"first-{number}")
+            later.append(training.save())
+            peer.append(peer_save(model.state_dict(), Path(name) / "peer.pt"))
     return [
         make_row("stall of saving 400 MB, first of a run", first, peer),
         make_row("stall of saving 400 MB, later", later, peer),
