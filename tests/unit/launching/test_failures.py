@@ -123,3 +123,14 @@ def test_build_error_asks_for_the_number_of_steps_when_a_rank_returned_early() -
     """A victim without a cause, beside a rank that returned, means unequal numbers of steps."""
     error = error_of(raising(1, 1.0, is_victim=True), returned=[0])
     assert "Rank 0 had already returned, so nobody answered: do all ranks run the same steps, with" in str(error)
+
+
+def test_error_of_a_rank_that_asks_to_be_started_again_says_so() -> None:
+    """Exit code 75, by `sys.exit` or by a process of a script, without the traceback of SystemExit."""
+    left = raising(0, 1.0, type_name="SystemExit", exitcode=75, traceback="Traceback ...")
+    for failure in (left, ending(0, 75 << 8)):
+        error = error_of(failure)
+        assert error.exitcode == 75
+        assert error.render().startswith("rank 0 left with exit code 75: it was asked to stop, and has saved where it")
+        assert "Start the same again: it goes on from there" in error.render()
+        assert error.rank_traceback == ""

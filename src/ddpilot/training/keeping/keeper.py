@@ -21,6 +21,7 @@ from ddpilot.training.keeping.options import KeepOptions
 from ddpilot.training.keeping.place import Place
 from ddpilot.training.keeping.things import Things
 
+_FACTS = "passes"
 _REQUEUE = ("SIGTERM", "SIGUSR1")
 _SAVED_BEFORE = (
     "loop.save() makes no second checkpoint of an epoch that all ranks left in its middle: the one that was made there "
@@ -98,7 +99,7 @@ class Keeper:
         restore()
         same_size = found.manifest.progress.world_size == self._group.world_size
         part = found.part(self._group.rank if same_size else 0) or {}
-        self._place.go_on(found.manifest.progress, found.state()["data"], part.get(RNG), other_data)
+        self._place.go_on(found.manifest.progress, part.get(_FACTS, ()), part.get(RNG), other_data)
         self._tell(_say_resumed(found, self._group.world_size))
         return True
 
@@ -187,8 +188,13 @@ class Keeper:
         joint = self._require("saving")
         self._check()
         weights, state = self._things.collect(self._group)
-        state["data"] = self._place.facts
-        joint.save(self._place.progress(next_batch), weights=weights, state=state, metrics=self._metrics)
+        joint.save(
+            self._place.progress(next_batch),
+            weights=weights,
+            state=state,
+            part={_FACTS: self._place.facts},
+            metrics=self._metrics,
+        )
         self._is_asked, self._metrics = False, {}
         self._num_updates_saved = self._num_updates
         self._saved_s = time.monotonic()

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A signal of a scheduler to `ddpilot run`: ranks save, the status asks for a requeue, the same command goes on."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.dist.run.commands import RUN, finish, run, started, wait_for_line, write
+
+SCRIPT = """
+import torch, ddpilot
+from torch.utils.data import TensorDataset
+loop = ddpilot.Loop(checkpoint_dir="ckpt", progress=False)
+model = torch.nn.Linear(1, 1)
+loader = loop.loader(TensorDataset(torch.ones(200, 1)), global_batch_size=2)
+model, optimizer = loop.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+is_new = not loop.resume()
+num_epochs = 1_000 if is_new else loop.epoch + 1
+for _ in loop.epochs(num_epochs):
+    for (x,) in loop.batches(loader):
+        with loop.accumulate(model):
+            loop.backward(model(x).mean())
+        loop.step(optimizer)
+        if is_new and loop.num_updates == 20:
+            print("ready", flush=True)
+loop.print("done", loop.num_updates == 100 * num_epochs)
+"""
+
+
+@pytest.mark.timeout(120)
+def test_run_ends_with_75_after_a_checkpoint_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    """SIGUSR1, as Slurm sends it before the time is up; both ranks stop after the same update."""
+    write(tmp_path, "train.py", SCRIPT)
+    with started([*RUN, "-n", 2, "train.py"], tmp_path) as process:
+        wait_for_line(process, "ready")
+        process.send_signal(signal.SIGUSR1)
+        done = finish(process, 30)
+    assert done.status == 75, done.err
+    assert "SIGUSR1: the checkpoint in ckpt is written; leaving epoch" in done.err
+    assert done.notes()[-1].endswith("rank 0 called sys.exit with code 75; rank 1 called sys.exit with code 75")
+    again = run(tmp_path, "-n", 2, "train.py")
+    assert again.status == 0, again.err
+    assert "done True" in again.out
+    assert "ddpilot: goes on from ckpt/save-" in again.err
