@@ -82,7 +82,7 @@ def refuse_other_loaders(loader: Any) -> None:
     """`DataError` unless `loader` is a torch DataLoader that makes its batches as torch's does."""
     if not isinstance(loader, DataLoader):
         raise DataError(
-            _DID, found=f"a {type(loader).__name__}", fix="Give a torch DataLoader, or make one with `make_loader`."
+            _DID, found=f"a {type(loader).__name__}", fix="Give a torch DataLoader; a dataset goes to loop.loader()."
         )
     if type(loader).__iter__ is not DataLoader.__iter__:
         raise DataError(

@@ -4,15 +4,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from ddpilot.data.batches import LocalBatch
 from ddpilot.data.division import Division
 from ddpilot.data.fetching import Collate
+from ddpilot.data.options import check_options, check_size
 from ddpilot.data.plan import Plan
 from ddpilot.data.sharded import ShardedLoader
 from ddpilot.data.streaming import StreamLoader
@@ -59,38 +60,36 @@ def make_loader(
     `prefetch_factor`, `timeout`, `multiprocessing_context`) are those of `torch.utils.data.DataLoader`. Raises
     `DataError`.
     """
+    _refuse_no_samples(dataset, rank)
+    options = {"num_workers": num_workers, **options}
+    check_options(options, rank, is_stream=False)
+    if cache and weights is not None:
+        refuse_cache("`weights`: a rank would have other samples in each epoch, and in the end keep all", rank)
+    size = resolve_global_size(global_batch_size, batch_size_per_rank, world_size, shares, rank)
+    given: dict[str, Any] = {"seed": seed, "shuffle": shuffle, "drop_last": drop_last, "shares": shares}
+    drawn: dict[str, Any] = {"weights": weights, "num_draws": num_draws, "replacement": replacement}
+    plan = Plan(len(dataset), size, world_size=world_size, keep_batches=cache, **given, **drawn)
+    reading: dict[str, Any] = {"collate": collate_fn or default_collate, "seed_samples": seed_samples, "cache": cache}
+    return ShardedLoader(dataset, plan, rank=rank, options=options, **reading)
+
+
+def refuse_cache(reason: str, rank: int) -> NoReturn:
+    """Raise `DataError`: `cache` with `reason`."""
+    raise DataError("making a loader", found=f"`cache` with {reason}", fix="Leave one of them out.", rank=rank)
+
+
+def _refuse_no_samples(dataset: Any, rank: int) -> None:
     # torch's iterable datasets inherit a `__getitem__` that only raises.
     is_stream = isinstance(dataset, IterableDataset)
-    if is_stream or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
-        what = "is an iterable dataset" if is_stream else "has not both `__len__` and `__getitem__`"
-        found = f"{type(dataset).__name__} {what}"
+    if not is_stream and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+        return
+    what = "is an iterable dataset" if is_stream else "has not both `__len__` and `__getitem__`"
+    fix = "For what can only be gone over, make an `IterableDataset` of it."
+    if is_stream:
         fix = "For an iterable dataset, use `make_stream_loader`."
-        raise DataError("making a loader", found=found, fix=fix, rank=rank)
-    if cache and weights is not None:
-        found = "`cache` with `weights`: a rank would have other samples in each epoch, and in the end keep all"
-        raise DataError("making a loader", found=found, fix="Leave one of them out.", rank=rank)
-    plan = Plan(
-        len(dataset),
-        resolve_global_size(global_batch_size, batch_size_per_rank, world_size, shares, rank),
-        world_size=world_size,
-        seed=seed,
-        shuffle=shuffle,
-        drop_last=drop_last,
-        shares=shares,
-        weights=weights,
-        num_draws=num_draws,
-        replacement=replacement,
-        keep_batches=cache,
-    )
-    return ShardedLoader(
-        dataset,
-        plan,
-        rank=rank,
-        collate=collate_fn or default_collate,
-        seed_samples=seed_samples,
-        cache=cache,
-        options={"num_workers": num_workers, **options},
-    )
+    elif isinstance(dataset, DataLoader):
+        fix = "Give its dataset, or the DataLoader itself to loop.shard()."
+    raise DataError("making a loader", found=f"{type(dataset).__name__} {what}", fix=fix, rank=rank)
 
 
 def make_stream_loader(
@@ -120,6 +119,8 @@ def make_stream_loader(
     `global_count` is None), and the order depends on the number of parts. The other arguments are those of
     `make_loader`. Raises `DataError`.
     """
+    options = {"num_workers": num_workers, **options}
+    check_options(options, rank, is_stream=True)
     size = resolve_global_size(global_batch_size, batch_size_per_rank, world_size, shares, rank)
     if divides_itself and drop_last:
         found = "`drop_last` with `divides_itself`: no rank knows which samples are in the last global batch"
@@ -133,7 +134,7 @@ def make_stream_loader(
         rank=rank,
         collate=collate_fn or default_collate,
         seed_samples=seed_samples,
-        options={"num_workers": num_workers, **options},
+        options=options,
     )
 
 
@@ -156,6 +157,8 @@ def resolve_global_size(
             fix="Give one of them: samples of all ranks together, or of each.",
             rank=rank,
         )
+    check_size("global_batch_size", global_batch_size, rank)
+    check_size("batch_size_per_rank", batch_size_per_rank, rank)
     if batch_size_per_rank is None:
         return global_batch_size or 0
     if shares is not None:

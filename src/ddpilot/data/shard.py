@@ -18,7 +18,7 @@ from ddpilot.data.existing import (
     refuse_whole_batches,
 )
 from ddpilot.data.given import GivenBatches
-from ddpilot.data.loader import make_stream_loader, resolve_global_size
+from ddpilot.data.loader import make_stream_loader, refuse_cache, resolve_global_size
 from ddpilot.data.plan import Plan
 from ddpilot.data.sharded import ShardedLoader
 from ddpilot.data.streaming import StreamLoader
@@ -33,6 +33,7 @@ def shard_loader(
     batch_size_per_rank: bool = False,
     seed: int = 0,
     shares: Sequence[float] | None = None,
+    cache: bool = False,
     divides_itself: bool = False,
     seed_samples: bool = True,
     say: Callable[[str], None] | None = None,
@@ -46,15 +47,23 @@ def shard_loader(
     the global batches. A DistributedSampler is replaced, its loader's batch size being that of a rank. Any other
     sampler that knows of ranks is used as given: then `is_joint` is True.
 
-    `say` gets one sentence, on rank 0, with the batch size of all ranks and of each. `divides_itself` and
-    `seed_samples` are those of `make_stream_loader`. Raises `DataError` where a loader cannot be divided exactly.
+    `say` gets one sentence, on rank 0 of several, with the batch size of all ranks and of each. `cache` is that of
+    `make_loader`, for what is in order or shuffled; `divides_itself` and `seed_samples` are those of
+    `make_stream_loader`. Raises `DataError` where a loader cannot be divided exactly.
     """
     refuse_other_loaders(loader)
     refuse_whole_batches(loader)
-    job = _Job(rank, world_size, shares, batch_size_per_rank, seed_samples, say if say and rank == 0 else _say_nothing)
+    is_heard = say is not None and rank == 0 and world_size > 1
+    job = _Job(
+        rank, world_size, shares, batch_size_per_rank, cache, seed_samples, say if say and is_heard else _say_nothing
+    )
     if isinstance(loader.dataset, IterableDataset):
+        if cache:
+            refuse_cache("an iterable dataset, of which a rank reads everything", rank)
         return _shard_stream(loader, job, read_seed(loader, seed), divides_itself)
     reading = read_loader(loader, seed)
+    if cache and (reading.batches is not None or {"weights", "sampler"} & set(reading.plan)):
+        refuse_cache("an order of its sampler's: a rank would have other samples in each epoch", rank)
     return _shard_samples(loader, job, reading) if reading.batches is None else _shard_batches(loader, job, reading)
 
 
@@ -65,6 +74,7 @@ class _Job(NamedTuple):
     world_size: int
     shares: Sequence[float] | None
     is_per_rank: bool
+    cache: bool
     seed_samples: bool
     say: Callable[[str], None]
 
@@ -94,6 +104,7 @@ def _shard_samples(loader: DataLoader[Any], job: _Job, reading: Reading) -> Shar
         seed=reading.seed,
         drop_last=reading.drop_last,
         shares=job.shares,
+        keep_batches=job.cache,
         **reading.plan,
     )
     return _made(loader, job, plan, is_joint=False)
@@ -118,6 +129,7 @@ def _made(loader: DataLoader[Any], job: _Job, plan: Plan | GivenBatches, *, is_j
         rank=job.rank,
         collate=loader.collate_fn,
         seed_samples=job.seed_samples,
+        cache=job.cache,
         is_joint=is_joint,
         options=read_options(loader),
     )

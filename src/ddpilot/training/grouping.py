@@ -11,8 +11,10 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.utils.data import DataLoader
 
 from ddpilot.data.batches import LocalBatch
+from ddpilot.data.streaming import StreamLoader
 from ddpilot.errors import DataError
 from ddpilot.group.protocol import GroupLike
 
@@ -56,12 +58,16 @@ def iterate_groups(
 
     A group's batches are read before the first of them is given out. Where ranks may have unequal numbers of samples
     and do not know each other's, they add them up, in one small collective per group; the epoch ends for all of them
-    when none has a sample. Collective. Raises DataError where the ranks would read different epochs.
+    when none has a sample. Collective. Raises DataError on all ranks where they would read different epochs, or see
+    different streams.
     """
+    _refuse_plain(loader, group)
     _check_agreement(loader, group)
     batches = loader.iterate(epoch, first_batch)
+    # Every rank reads the whole of a stream: that all see the same one is what the division rests on.
+    is_seen_by_all = isinstance(loader, StreamLoader) and not loader.is_joint and group.world_size > 1
     try:
-        yield from _group(batches, group, epoch, accumulation)
+        yield from _group(batches, group, epoch, accumulation, is_seen_by_all)
     finally:
         if isinstance(batches, Generator):  # its workers stop now, and not when it is collected
             batches.close()
@@ -83,8 +89,42 @@ def _check_agreement(loader: Loader, group: GroupLike) -> None:
         )
 
 
-def _group(batches: Iterator[LocalBatch], group: GroupLike, epoch: int, accumulation: int) -> Iterator[CurrentBatch]:
-    while members := list(islice(batches, accumulation)):
+def _refuse_plain(loader: Any, group: GroupLike) -> None:
+    if hasattr(loader, "iterate"):
+        return
+    is_torchs = isinstance(loader, DataLoader)
+    raise DataError(
+        "beginning an epoch",
+        found=f"a {type(loader).__name__}" + (", of which every rank would read everything" if is_torchs else ""),
+        fix="Pass what loop.shard(loader) returns." if is_torchs else "Pass what loop.loader(dataset, ...) returns.",
+        rank=group.rank,
+    )
+
+
+def _check_stream(num_samples: int, group: GroupLike, epoch: int) -> None:
+    """Raise DataError on all ranks unless each saw as many samples of the stream for this group. Collective."""
+    sums = torch.tensor([float(num_samples), float(num_samples) ** 2], dtype=torch.float64)
+    total, squares = group.all_reduce(sums.to(group.device)).tolist()
+    if total * total == squares * group.world_size:
+        return
+    raise DataError(
+        f"reading a stream in epoch {epoch}",
+        found=f"for the next update this rank sees {num_samples} samples, and the {group.world_size} ranks together "
+        f"{total:.0f}: they do not see the same stream",
+        fix="Let the dataset yield the same on every rank, or say `divides_itself=True` where it takes its own part.",
+        rank=group.rank,
+    )
+
+
+def _group(
+    batches: Iterator[LocalBatch], group: GroupLike, epoch: int, accumulation: int, is_seen_by_all: bool
+) -> Iterator[CurrentBatch]:
+    while True:
+        members = list(islice(batches, accumulation))
+        if is_seen_by_all:
+            _check_stream(sum(batch.global_count or 0 for batch in members), group, epoch)
+        if not members:
+            return
         counts = _global_counts(members, group)
         size = len(counts)
         for place, (batch, count) in enumerate(zip(members, counts, strict=False)):

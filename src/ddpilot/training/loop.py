@@ -40,7 +40,7 @@ from ddpilot.training.notices import never_had_a_sample, say_dropped, say_findin
 from ddpilot.training.parameters import TrainedWatch
 from ddpilot.training.precision import Kind, Precision
 from ddpilot.training.predicting import predict
-from ddpilot.training.printing import rank_zero_first
+from ddpilot.training.printing import SayOnce, rank_zero_first
 from ddpilot.training.progress import Progress
 from ddpilot.training.reducing import gather_rows, reduce_value
 from ddpilot.training.signals import StopSignals
@@ -109,6 +109,7 @@ class Loop:
         self._updates = Updates(self.group, self._decider, watch)
         self._signals = StopSignals(self._decider.ask)
         self._optimizers: list[Optimizer] = []
+        self._say_once = SayOnce(self.print)
         self._trained = TrainedWatch()
         self._waiting = WaitClock()
         self._things = Things()
@@ -291,9 +292,9 @@ class Loop:
         """The loader of this rank that does what an existing DataLoader does in one process; not collective.
 
         Its `batch_size` is that of all ranks together, which is said once; `batch_size_per_rank=True` is the other
-        reading. `options`: those of `ddpilot.data.shard.shard_loader`, such as `shares`. Raises DataError.
+        reading. `options`: those of `ddpilot.data.shard.shard_loader`: `shares`, `cache`. Raises DataError.
         """
-        job = {"rank": self.rank, "world_size": self.world_size, "seed": self.seed, "say": self.print}
+        job = {"rank": self.rank, "world_size": self.world_size, "seed": self.seed, "say": self._say_once}
         return shard_loader(loader, **{**job, **options})
 
     def epochs(self, num: int) -> Iterator[int]:

@@ -1,13 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What rank 0 does first while the others wait."""
+"""What rank 0 says once, and what it does first while the others wait."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ddpilot.errors import RemoteRankError
 from ddpilot.group.protocol import GroupLike
+
+
+class SayOnce:
+    """Calls `say` with a sentence, unless it did before."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._said: set[str] = set()
+
+    def __call__(self, sentence: str) -> None:
+        if sentence not in self._said:
+            self._said.add(sentence)
+            self._say(sentence)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from ddpilot import FakeGroup, Launcher, RankError
 from ddpilot.errors import LoopError
 from ddpilot.training.loop import Loop
 from ddpilot.training.predicting import read_predictions
+from tests.dist.data.bodies import give_freed_memory_back
 from tests.dist.training.bodies import launch
 
 SHIMS = Path(__file__).parents[2] / "notebook" / "shims"
@@ -124,6 +126,33 @@ def test_predict_says_on_every_rank_why_rank_0_could_not_write(tmp_path: Path, s
     assert isinstance(caught.value.__cause__, LoopError)
     assert ("not in the order of the dataset" if shuffle else "is there already") in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ([] if shuffle else ["out"])
+
+
+def measure_memory(folder: Path) -> list[int]:
+    """Bytes by which this rank's memory grew while it predicted 120 MB: streamed, then kept."""
+    give_freed_memory_back()
+    loop = Loop()
+    process = psutil.Process()
+    grown = []
+
+    def forward(_model: nn.Module, batch: Any) -> torch.Tensor:
+        largest[0] = max(largest[0], process.memory_info().rss)
+        return batch[0].float().expand(len(batch[0]), 125_000).clone()  # type: ignore[no-any-return]
+
+    for to in (folder, None):
+        largest, before = [0], process.memory_info().rss
+        outputs = loop.predict(nn.Identity(), loop.loader(Numbers(240), global_batch_size=4), to=to, forward=forward)
+        grown.append(max(largest[0], process.memory_info().rss) - before)
+        del outputs
+    return grown
+
+
+def test_predict_to_a_folder_holds_one_batch_in_memory(tmp_path: Path) -> None:
+    """2 MB batches of 120 MB: the rank that writes them grows by a few batches; by all of them where it keeps them."""
+    (streamed, kept), (other, _) = launch(2, measure_memory, tmp_path / "out")
+    assert kept > 110e6
+    assert max(streamed, other) < 40e6
+    assert sum(len(part) for part in read_predictions(tmp_path / "out")) == 240
 
 
 def metrics_of_torchmetrics(num_samples: int, group: Any = None) -> dict[str, Any]:

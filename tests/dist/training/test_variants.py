@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -161,3 +162,27 @@ def test_ranks_with_unequal_datasets_are_told_before_the_epoch() -> None:
     with pytest.raises(RankError, match="ranks 1 would read other batches than rank 0") as caught:
         launch(2, train_on_unequal_datasets)
     assert isinstance(caught.value.__cause__, DataError)
+
+
+class OwnShare(IterableDataset[torch.Tensor]):
+    """Reads the rank itself, as people write them, and says nothing of it: 8 samples for rank 0, 16 for rank 1."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.ones(8 * (1 + int(os.environ["RANK"])), 2))
+
+
+def train_on_own_shares() -> int:
+    """Updates until the end, or the error."""
+    loop = Loop()
+    model = loop.prepare(nn.Linear(2, 1))
+    for x in loop.batches(loop.loader(OwnShare(), global_batch_size=4)):
+        loop.backward(model(x).mean())
+    return 0
+
+
+def test_ranks_with_unequal_streams_are_told_and_do_not_wait() -> None:
+    """Rank 1 would go on after the end of rank 0's stream, and wait for it in its next backward."""
+    with pytest.raises(RankError, match="do not see the same stream. Let the dataset yield the same") as caught:
+        launch(2, train_on_own_shares)
+    assert isinstance(caught.value.__cause__, DataError)
+    assert "this rank sees 0 samples, and the 2 ranks together 4" in str(caught.value) or "sees 4" in str(caught.value)

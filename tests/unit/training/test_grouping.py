@@ -4,12 +4,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from ddpilot import FakeGroup
 from ddpilot.data.batches import LocalBatch
+from ddpilot.data.loader import make_stream_loader
+from ddpilot.errors import DataError
+from ddpilot.group.protocol import ReduceOp
 from ddpilot.training.grouping import iterate_groups
 
 
@@ -58,3 +64,41 @@ def test_iterate_groups_begins_in_the_middle_and_ends_with_the_data(known: bool)
 def test_iterate_groups_of_no_samples_is_empty(known: bool) -> None:
     """An empty dataset ends at once."""
     assert list(iterate_groups(Batches([], known=known), FakeGroup(), epoch=0)) == []
+
+
+@pytest.mark.parametrize(
+    ("loader", "text"),
+    [
+        (
+            DataLoader(TensorDataset(torch.ones(3))),
+            r"a DataLoader, of which every rank would read everything. Pass what loop.shard",
+        ),
+        ([1, 2], r"a list. Pass what loop.loader\(dataset, ...\) returns"),
+    ],
+)
+def test_iterate_groups_refuses_what_nobody_divided(loader: Any, text: str) -> None:
+    """With the call that divides it."""
+    with pytest.raises(DataError, match=text):
+        next(iterate_groups(loader, FakeGroup(), epoch=0))
+
+
+class Unequal(FakeGroup):
+    """Rank 0 of two, of which the other one sees a batch more."""
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
+        assert op == "sum"
+        return tensor + torch.tensor([2.0, 4.0])
+
+
+def test_iterate_groups_tells_ranks_that_they_see_different_streams() -> None:
+    """Before the update that one of them would have made alone."""
+
+    class Numbers(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(4))
+
+    loader = make_stream_loader(Numbers(), rank=0, world_size=2, global_batch_size=2)
+    with pytest.raises(DataError, match="sees 4 samples, and the 2 ranks together 6: they do not see the same stream"):
+        next(iterate_groups(loader, Unequal(world_size=2), epoch=0, accumulation=2))
+    seen = [batch.sample_ids.tolist() for batch in iterate_groups(loader, FakeGroup(world_size=2), epoch=0)]
+    assert seen == [[0], [2]]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from ddpilot import FakeGroup
 from ddpilot.data.loader import ShardedLoader, StreamLoader
@@ -214,3 +214,13 @@ def test_explain_says_what_is_not_wrapped_and_why() -> None:
     assert linear == "Linear: not wrapped, one rank alone: nothing is exchanged"
     assert bilinear.startswith("Bilinear: not wrapped")
     assert sgd == "SGD: as it is\n  state: 0 bytes"
+
+
+def test_shard_says_how_a_batch_size_is_read_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where the training and the test data have a loader each."""
+    loop = Loop(group=FakeGroup(world_size=2))
+    for _ in range(2):
+        loop.shard(DataLoader(TensorDataset(torch.ones(8)), batch_size=4))
+    loop.shard(DataLoader(TensorDataset(torch.ones(8)), batch_size=6))
+    said = capsys.readouterr().out.splitlines()
+    assert [line.partition(" samples")[0].rpartition(" ")[2] for line in said] == ["4", "6"]

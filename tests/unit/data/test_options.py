@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wrong options of a loader, each answered with what was given and what to write instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from ddpilot.data.loader import make_loader, make_stream_loader
+from ddpilot.errors import DataError
+from tests.unit.data.samples import Stream
+
+DATA = TensorDataset(torch.arange(4))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"batch_size": 4}, "`batch_size=4`. Say `global_batch_size`, samples of all ranks together"),
+        ({"batch_sampler": [[0]]}, "Give a DataLoader that has it to loop.shard()"),
+        ({"num_worker": 2}, "`num_worker=2`. Did you mean `num_workers`?"),
+        ({"colour": 2}, "`colour=2`. Leave it out."),
+        ({"persistent_workers": True}, "`persistent_workers=True` without workers. Give `num_workers` of at least 1"),
+        ({"timeout": 5}, "`timeout=5` without workers"),
+        ({"global_batch_size": 4.0}, "`global_batch_size=4.0`. Give a whole number of samples."),
+    ],
+)
+def test_make_loader_answers_options_that_it_does_not_have(options: dict[str, Any], text: str) -> None:
+    """Those of a DataLoader that mean something else with several ranks, slips of the pen, what asks for workers."""
+    with pytest.raises(DataError) as caught:
+        make_loader(DATA, rank=1, world_size=2, **{"global_batch_size": 4, **options})
+    assert text in str(caught.value)
+    assert str(caught.value).startswith("[rank 1] making a loader")
+
+
+@pytest.mark.parametrize("option", ["shuffle", "weights", "cache"])
+def test_make_stream_loader_answers_options_of_datasets_with_numbers(option: str) -> None:
+    """A stream has one order, and is read as a whole by each rank."""
+    options: dict[str, Any] = {option: True}
+    with pytest.raises(DataError, match=f"a loader of an iterable dataset: `{option}=True`"):
+        make_stream_loader(Stream(4), rank=0, world_size=1, global_batch_size=2, **options)
+
+
+def test_make_loader_sends_a_dataloader_to_shard() -> None:
+    """And a generator to an IterableDataset."""
+    with pytest.raises(DataError, match=r"Give its dataset, or the DataLoader itself to loop.shard\(\)"):
+        make_loader(DataLoader(DATA), rank=0, world_size=1, global_batch_size=2)
+    with pytest.raises(DataError, match="make an `IterableDataset` of it"):
+        make_loader(iter(range(3)), rank=0, world_size=1, global_batch_size=2)
