@@ -46,8 +46,17 @@ HAS_TENSORBOARD = find_spec("tensorboard") is not None
 def make_data(num_samples: int = 53) -> TensorDataset:
     """Small pictures in two classes."""
     generator = torch.Generator().manual_seed(3)
-    x = torch.randn(num_samples, 1, 4, 4, generator=generator, dtype=torch.float64)
+    x = torch.randn(num_samples, 3, 4, 4, generator=generator, dtype=torch.float64)
     return TensorDataset(x, (x.mean((1, 2, 3)) > 0).long())
+
+
+def make_model() -> nn.Module:
+    """With a weight whose memory is in another order, and a flag."""
+    with torch.random.fork_rng([]):
+        torch.manual_seed(1)
+        first = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        first.register_buffer("flag", torch.tensor([True, False]))
+        return nn.Sequential(first, nn.Flatten(), nn.Tanh(), nn.Linear(16, 2)).double()
 
 
 class Kill(Callback):
@@ -89,9 +98,6 @@ class Facts(Callback):
 
 def make_trainer(folder: Path, *more: Callback) -> tuple[Trainer, dict[str, Callback]]:
     """A trainer with all callbacks, which are given by name too."""
-    with torch.random.fork_rng([]):
-        torch.manual_seed(1)
-        model = nn.Sequential(nn.Flatten(), nn.Linear(16, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     callbacks: dict[str, Callback] = {
         "norms": Norms(every=1),
         "rates": LRMonitor(every=1),
@@ -109,7 +115,7 @@ def make_trainer(folder: Path, *more: Callback) -> tuple[Trainer, dict[str, Call
     if HAS_TENSORBOARD:
         callbacks["tensorboard"] = TensorBoardLog(folder / "curves", every=1)
     trainer = Trainer(
-        model,
+        make_model(),
         nn.functional.cross_entropy,
         lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
         scheduler=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
@@ -183,6 +189,6 @@ def test_callbacks_run_together_on_two_ranks_through_a_kill(tmp_path: Path) -> N
     assert times[1]["save"] == [0, 0]  # these ranks have made none before
     assert min(times[2]["save"]) > 0
     assert of_two["stopping"].state_dict()["best_epoch"] == 1
-    best, model = nn.Sequential(nn.Flatten(), nn.Linear(16, 4), nn.Tanh(), nn.Linear(4, 2)).double(), resumed.model
+    best, model = make_model(), resumed.model
     load_weights(best, tmp_path / "two" / "best.safetensors")
     assert all(torch.equal(a, b) for a, b in zip(best.parameters(), model.parameters(), strict=True))

@@ -114,7 +114,8 @@ def _copy(run: Run) -> list[torch.Tensor]:
 def _restore(run: Run, weights: list[torch.Tensor] | None) -> None:
     """Give all ranks rank 0's `weights`, which are None on the others. Collective."""
     for place, tensor in enumerate(_tensors(run)):
-        if weights is not None:
-            tensor.copy_(weights[place])
-        if run.loop.world_size > 1:
-            run.loop.group.broadcast(tensor.data)
+        # As bytes in a row: neither flags nor weights that are "channels last" travel as they are.
+        wire = (tensor if weights is None else weights[place].to(tensor.device)).detach().contiguous().reshape(-1)
+        if run.loop.world_size > 1 and wire.numel():
+            run.loop.group.broadcast(wire.view(torch.uint8))
+        tensor.copy_(wire.view(tensor.shape))

@@ -16,10 +16,11 @@ from ddpilot.trainer.run import Run
 class Schedule(Callback):
     """Sets `target` to `value(number)` before each update, or each epoch, on all ranks.
 
-    `target`: "weight_decay", "momentum" and so on: that key in each parameter group of each optimizer that has it;
-    "model.temperature" or "model.head.dropout.p": that attribute of the model, of which a tensor is filled in place.
-    `value`: a function of the number of updates (`by="update"`, the default) or epochs (`by="epoch"`) that are over: 0
-    for the first. `group`: the number of one parameter group, None (default) for all. `optimizer`: the name of one.
+    `target`: "weight_decay", "momentum", "betas" and so on: that key in each parameter group that has it, of each
+    optimizer; "model.temperature" or "model.head.dropout.p": that attribute of the model, of which a tensor is filled
+    in place. `value`: a function of the number of updates (`by="update"`, the default) or epochs (`by="epoch"`) that
+    are over: 0 for the first. `group`: the number of one parameter group, None (default) for all. `optimizer`: the name
+    of one.
 
     The value follows from the number alone, so a run that goes on from a checkpoint has the right one. Raises
     LoopError before the first epoch where there is no such target, and for "lr" beside a scheduler.
@@ -30,7 +31,7 @@ class Schedule(Callback):
     def __init__(
         self,
         target: str,
-        value: Callable[[int], float],
+        value: Callable[[int], Any],
         *,
         by: Literal["update", "epoch"] = "update",
         group: int | None = None,
@@ -86,7 +87,7 @@ class Schedule(Callback):
             raise self._refuse("no parameter group has it", f"There are {there}; of a model 'model.<attribute>'.", run)
         return groups
 
-    def _set_attribute(self, run: Run, value: float) -> None:
+    def _set_attribute(self, run: Run, value: Any) -> None:
         *path, name = self._target.split(".")[1:]
         owner: Any = run.model
         try:
