@@ -29,6 +29,7 @@ class Reductions:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._models: list[tuple[DistributedDataParallel, dict[str, nn.Parameter]]] = []
+        self._unordered: list[DistributedDataParallel] = []
 
     def watch(self, model: nn.Module) -> None:
         """Watch `model`, which has just been made: the reducer counts what requires a gradient now.
@@ -40,6 +41,23 @@ class Reductions:
         # A module that is prepared again is waited for by the new reducer alone.
         self._models = [(known, of) for known, of in self._models if known.module is not model.module]
         self._models.append((model, reduced(model)))
+        self._unordered = [known for known in self._unordered if known.module is not model.module]
+        if model.static_graph or not model.find_unused_parameters:
+            self._unordered.append(model)
+
+    def order_buckets(self) -> None:
+        """After a backward pass: let each new model's ranks agree, once, on the order of its buckets. Collective then.
+
+        DDP does so in the next forward with gradients: a rank that runs one more than the others, to look at
+        something, would wait for them there.
+        """
+        for model in tuple(self._unordered):
+            if not _is_finished(model):  # this backward pass was not all of it
+                continue
+            if not model._has_rebuilt_buckets:
+                model._has_rebuilt_buckets = model.reducer._rebuild_buckets()
+            if model._has_rebuilt_buckets:
+                self._unordered.remove(model)
 
     def check(self) -> None:
         """Raise LoopError where a backward pass has left a parameter out, so that others still wait. Not collective."""
@@ -92,6 +110,14 @@ class Reductions:
 
     def _error(self, found: str, fix: str) -> LoopError:
         return LoopError("synchronising gradients", found=found, fix=fix, rank=self._rank)
+
+
+def _is_finished(model: DistributedDataParallel) -> bool:
+    try:
+        model._check_reducer_finalized()  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        return False
+    return True
 
 
 def reduced(model: DistributedDataParallel) -> dict[str, nn.Parameter]:

@@ -80,6 +80,8 @@ class Updates:
         except RuntimeError as error:
             self.reductions.explain(error)
             raise
+        if self.is_update:
+            self.reductions.order_buckets()
         if correction != 1.0:
             gradients = [p.grad for model in self.accumulating for p in model.parameters() if p.grad is not None]
             torch._foreach_mul_(gradients, correction)

@@ -178,14 +178,34 @@ def look_unequally(how: str, prepared: bool) -> list[list[float]]:
     return [buffer.tolist() for name, buffer in unwrap(model).named_buffers() if "running" in name]
 
 
-def look_both_ways() -> list[Any]:
+def look_in_a_loop(when: str) -> list[float]:
+    """Rank 0 looks with gradients before or after an update, and all ranks have a collective soon after it."""
+    loop = Loop(timeout_s=20)
+    model = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 1))
+    model, optimizer = loop.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    losses = []
+    for (x,) in loop.batches(loop.loader(TensorDataset(X), global_batch_size=8)):
+        with loop.accumulate(model):
+            loss = model(x).pow(2).mean()
+            loop.backward(loss)
+        for moment in ("before", "after"):
+            if when == moment and loop.rank == 0:
+                model(x)
+            if moment == "before":
+                loop.step(optimizer)
+        losses.append(loop.reduce(loss).item())
+    return losses
+
+
+def look_all_ways() -> list[Any]:
     """Prepared as the loop does."""
-    return [look_unequally(how, prepared=True) for how in ("rank 0 looks", "validation")]
+    found: list[Any] = [look_unequally(how, prepared=True) for how in ("rank 0 looks", "validation")]
+    return found + [look_in_a_loop(when) for when in ("before", "after")]
 
 
 def test_forwards_that_ranks_run_unequally_often_wait_for_nobody() -> None:
-    """As prepared: both ranks come to the end, and have the same buffers after an evaluation."""
-    zero, one = launch(2, look_both_ways)
+    """As prepared: both ranks come to the end with the same losses, and the same buffers after an evaluation."""
+    zero, one = launch(2, look_all_ways)
     assert zero == one
 
 
