@@ -63,6 +63,32 @@ def check_session() -> None:
     ddpilot.Session(2, output="labelled", nonsense=1)  # type: ignore[call-arg]
 
 
+class Stop(ddpilot.Callback):
+    """A user's callback."""
+
+    ranks = "all"
+
+    def on_epoch_end(self, run: ddpilot.Run) -> None:
+        """What it is given has types."""
+        assert_type(run.epoch, int)
+        assert_type(run.model, torch.nn.Module)
+        assert_type(run.loss, torch.Tensor | None)
+        run.stop(everywhere=True)
+
+
+def check_trainer(data: torch.utils.data.Dataset[torch.Tensor]) -> None:
+    """What belongs to the constructor and what to `fit` is told apart."""
+    model = torch.nn.Linear(1, 1)
+    trainer = ddpilot.Trainer(
+        model, torch.nn.functional.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1), ema=0.9, callbacks=[Stop()]
+    )
+    assert_type(trainer.fit(data, epochs=2, global_batch_size=8, nproc_per_node=2), ddpilot.History)
+    assert_type(trainer.evaluate(data), dict[str, Any])
+    assert_type(trainer.history.epochs, list[dict[str, Any]])
+    trainer.fit(data, precision="bf16")  # type: ignore[call-arg]
+    trainer.call("sample", 3, ranks="some")  # type: ignore[arg-type]
+
+
 def check_ensure_on_device() -> None:
     """What it returns is of the type that it was given."""
     assert_type(ddpilot.ensure_on_device(torch.nn.Linear(1, 1), "cpu"), torch.nn.Linear)

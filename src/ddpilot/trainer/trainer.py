@@ -9,28 +9,22 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import DataLoader
 
 from ddpilot.api.launch import Launcher
-from ddpilot.api.placement import ensure_on_device
 from ddpilot.errors import LoopError
 from ddpilot.trainer.batches import Forward, forward_batch, predict_batch, with_count
 from ddpilot.trainer.callback import Callback, check_callbacks
-from ddpilot.trainer.calling import call_model, find_inner
 from ddpilot.trainer.fitting import Fit, fit_here
 from ddpilot.trainer.history import History
-from ddpilot.trainer.loading import NO_SIZES, make_loader_of
+from ddpilot.trainer.looking import call_here, evaluate_here, predict_here
 from ddpilot.trainer.outcome import Outcome, apply, collect
 from ddpilot.trainer.parts import make_ema, make_optimizers, make_schedulers
-from ddpilot.trainer.places import group_here, is_on_ranks, run_on_ranks, share_weights
+from ddpilot.trainer.places import group_here, is_on_ranks, run_on_ranks
 from ddpilot.trainer.position import Position
 from ddpilot.trainer.run import Run
 from ddpilot.trainer.sizing import Search, find_batch_size_here
 from ddpilot.training.batch_size import BatchSizeSearch
-from ddpilot.training.evaluating import evaluate
-from ddpilot.training.grouping import Loader
-from ddpilot.training.precision import Kind, Precision
-from ddpilot.training.predicting import predict
+from ddpilot.training.precision import Kind
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -91,7 +85,8 @@ class Trainer:
         self.position = Position()
         """How far it has come, over all fits: `epoch`, `num_updates`."""
         self._has_own_forward = forward is not None
-        self._batch_size = 64
+        self.batch_size = 64
+        """Samples of all ranks in a batch of `evaluate` and `predict`, by default: that of the last fit."""
 
     @property
     def all_metrics(self) -> dict[str, Any]:
@@ -134,7 +129,7 @@ class Trainer:
         the same data goes on there. Where a rank raises, RankError, and everything here is as it was before.
         """
         sizes = {"global_batch_size": global_batch_size, "batch_size_per_rank": batch_size_per_rank}
-        self._batch_size = global_batch_size or getattr(train_set, "batch_size", None) or self._batch_size
+        self.batch_size = global_batch_size or getattr(train_set, "batch_size", None) or self.batch_size
         fit = Fit(
             train_set=train_set,
             val_set=val_set,
@@ -189,15 +184,12 @@ class Trainer:
         wanted = self.all_metrics if metrics is None else dict(metrics)
         if is_on_ranks() or nproc_per_node == 0:
             return self._evaluate_here(dataset, wanted, options)
-        said: dict[str, Any] = run_on_ranks(self.launcher, nproc_per_node, "evaluate", self, dataset, wanted, options)[
-            0
-        ]
-        return said
+        said = run_on_ranks(self.launcher, nproc_per_node, "evaluate", self, dataset, wanted, options)
+        found: dict[str, Any] = said[0]
+        return found
 
     def _evaluate_here(self, dataset: Any, metrics: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-        model, loader, group = self._place(dataset, options)
-        with Precision(self.precision, group.device).autocast():
-            return evaluate(model, loader, metrics, group, self.forward)
+        return evaluate_here(self, dataset, metrics, options)
 
     def predict(
         self,
@@ -217,9 +209,11 @@ class Trainer:
         return run_on_ranks(self.launcher, nproc_per_node, "predict", self, dataset, to, options)[0]
 
     def _predict_here(self, dataset: Any, to: str | os.PathLike[str] | None, options: dict[str, Any]) -> Any:
-        model, loader, group = self._place(dataset, options)
-        with Precision(self.precision, group.device).autocast():
-            return predict(model, loader, group, to=to, forward=self._output)
+        return predict_here(self, dataset, to, options)
+
+    def output_of(self, model: nn.Module, batch: Any) -> Any:
+        """What is predicted for a batch; it needs no target, unless `forward` does."""
+        return self.forward(model, batch)[0] if self._has_own_forward else predict_batch(model, batch)
 
     def call(
         self,
@@ -240,12 +234,7 @@ class Trainer:
         return list(said) if ranks == "all" else said[0]
 
     def _call_here(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], ranks: str) -> Any:
-        group = group_here()
-        if ranks == "zero" and not group.is_rank_zero:
-            return None
-        model = ensure_on_device(find_inner(self.ema or self.model), group.device)
-        with Precision(self.precision, group.device).autocast():
-            return call_model(model, method, *args, device=group.device, **kwargs)
+        return call_here(self, method, args, kwargs, ranks)
 
     def find_batch_size(
         self,
@@ -278,17 +267,3 @@ class Trainer:
         from ddpilot.trainer.plotting import plot_history
 
         return plot_history(self.history)
-
-    def _place(self, dataset: Any, options: Mapping[str, Any]) -> tuple[nn.Module, Loader, Any]:
-        group = group_here()
-        model = ensure_on_device(find_inner(self.ema or self.model), group.device)
-        if not self.position.num_updates:
-            share_weights(model, group)
-        sizes = {name: options.get(name) for name in NO_SIZES}
-        if not any(sizes.values()) and not isinstance(dataset, DataLoader):
-            sizes = {**NO_SIZES, "global_batch_size": self._batch_size}
-        left = {name: value for name, value in options.items() if name not in NO_SIZES}
-        return model, make_loader_of(dataset, group, self.seed, sizes, left), group
-
-    def _output(self, model: nn.Module, batch: Any) -> Any:
-        return self.forward(model, batch)[0] if self._has_own_forward else predict_batch(model, batch)

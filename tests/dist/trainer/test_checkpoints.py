@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +17,22 @@ from tests.dist.trainer.bodies import BATCH_SIZE, make_data, make_trainer
 
 
 class Counts(ddpilot.Callback):
-    """Remembers updates; on one rank it kills itself once."""
+    """Remembers updates; one rank kills itself once, after a checkpoint is on the disk."""
 
     ranks = "all"
 
-    def __init__(self, flag: Path | None = None) -> None:
+    def __init__(self, folder: Path | None = None) -> None:
         self.updates: list[int] = []
-        self._flag = flag
+        self._folder = folder
 
     def on_update_end(self, run: ddpilot.Run) -> None:
         self.updates.append(run.update)
-        if self._flag is not None and run.update == 5 and run.loop.rank == 1 and not self._flag.exists():
-            self._flag.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+        if self._folder is None or run.update != 5 or run.loop.rank != 1 or (self._folder / "flag").exists():
+            return
+        while not (self._folder / "ckpt" / "latest").exists():
+            time.sleep(0.01)
+        (self._folder / "flag").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def fit(trainer: ddpilot.Trainer, num_ranks: int, **options: Any) -> None:
@@ -37,9 +41,11 @@ def fit(trainer: ddpilot.Trainer, num_ranks: int, **options: Any) -> None:
     trainer.fit(make_data(), make_data(21, first=60), **data, **options)
 
 
-def test_fit_goes_on_from_its_checkpoint_after_a_rank_was_killed(tmp_path: Path) -> None:
+def test_fit_goes_on_from_its_checkpoint_after_a_rank_was_killed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """At another number of ranks: weights, average, history and callbacks are those of a run that nobody disturbed."""
-    counts, folder = Counts(tmp_path / "flag"), tmp_path / "ckpt"
+    counts, folder = Counts(tmp_path), tmp_path / "ckpt"
     trainer = make_trainer(callbacks=[counts])
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     with pytest.raises(ddpilot.RankError, match="rank 1 was killed by SIGKILL"):
@@ -47,6 +53,7 @@ def test_fit_goes_on_from_its_checkpoint_after_a_rank_was_killed(tmp_path: Path)
     torch.testing.assert_close(trainer.model.state_dict(), before, rtol=0, atol=0)
     fit(trainer, 2, epochs=3, checkpoint_dir=folder, checkpoints={"best": "max val_distance", "keep": 1})
     assert counts.updates == list(range(1, 10))
+    assert "epoch 1, after 3 updates, on 2 ranks instead of 3" in capfd.readouterr().err
 
     whole = make_trainer()
     fit(whole, 0, epochs=3)

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a trainer does with its model besides training it: evaluate, predict, call; in this process or on this rank."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.utils.data import DataLoader
+
+from ddpilot.api.placement import ensure_on_device
+from ddpilot.group.protocol import GroupLike
+from ddpilot.trainer.calling import call_model, find_inner
+from ddpilot.trainer.loading import NO_SIZES, make_loader_of
+from ddpilot.trainer.places import group_here, share_weights
+from ddpilot.training.evaluating import evaluate
+from ddpilot.training.grouping import Loader
+from ddpilot.training.precision import Precision
+from ddpilot.training.predicting import predict
+
+if TYPE_CHECKING:
+    from ddpilot.trainer.trainer import Trainer
+
+
+def evaluate_here(
+    trainer: Trainer, dataset: Any, metrics: Mapping[str, Any], options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """See `Trainer.evaluate`. Collective on ranks."""
+    group = group_here()
+    model, loader = _place(trainer, dataset, options, group)
+    with Precision(trainer.precision, group.device).autocast():
+        return evaluate(model, loader, metrics, group, trainer.forward)
+
+
+def predict_here(trainer: Trainer, dataset: Any, to: str | os.PathLike[str] | None, options: Mapping[str, Any]) -> Any:
+    """See `Trainer.predict`. Collective on ranks."""
+    group = group_here()
+    model, loader = _place(trainer, dataset, options, group)
+    with Precision(trainer.precision, group.device).autocast():
+        return predict(model, loader, group, to=to, forward=trainer.output_of)
+
+
+def call_here(trainer: Trainer, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], ranks: str) -> Any:
+    """See `Trainer.call`. Not collective."""
+    group = group_here()
+    if ranks == "zero" and not group.is_rank_zero:
+        return None
+    model = ensure_on_device(find_inner(trainer.ema or trainer.model), group.device)
+    with Precision(trainer.precision, group.device).autocast():
+        return call_model(model, method, *args, device=group.device, **kwargs)
+
+
+def _place(trainer: Trainer, dataset: Any, options: Mapping[str, Any], group: GroupLike) -> tuple[nn.Module, Loader]:
+    """The model on the device, and the loader of this rank's part."""
+    model = ensure_on_device(find_inner(trainer.ema or trainer.model), group.device)
+    if not trainer.position.num_updates:
+        share_weights(model, group)
+    sizes = {name: options.get(name) for name in NO_SIZES}
+    if not any(sizes.values()) and not isinstance(dataset, DataLoader):
+        sizes = {**NO_SIZES, "global_batch_size": trainer.batch_size}
+    left = {name: value for name, value in options.items() if name not in NO_SIZES}
+    return model, make_loader_of(dataset, group, trainer.seed, sizes, left)
