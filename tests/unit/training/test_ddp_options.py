@@ -19,6 +19,8 @@ from ddpilot.training.optimizer_state import full_state, load_full_state
 from ddpilot.training.proposing import MIN_UPDATES, Seen, propose
 from ddpilot.training.wrapping import prepare_optimizer
 
+pytestmark = pytest.mark.usefixtures("compiler_is_loaded")
+
 SEEN = Seen(num_updates=MIN_UPDATES, finds_unused=True, is_steady=True, left_out=())
 
 
@@ -106,7 +108,6 @@ def test_explanation_shows_text_as_text() -> None:
     assert str(Explanation(())) == "nothing is prepared yet"
 
 
-@pytest.mark.usefixtures("compiler_is_loaded")
 def test_full_state_of_a_plain_optimizer_is_its_state_dict() -> None:
     """It loads back, and an optimizer of other groups is refused before anything changes."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
