@@ -170,6 +170,8 @@ def test_callbacks_run_together_on_two_ranks_through_a_kill(tmp_path: Path) -> N
     kept = {"checkpoint_dir": tmp_path / "two" / "checkpoints"}
     with pytest.raises(RankError, match="SIGKILL"):
         fit(killed, 2, **kept)
+    lines = [json.loads(line) for line in (tmp_path / "two" / "log.jsonl").read_text().splitlines()]
+    assert [row["update"] for row in lines if row["row"] == "update"] == list(range(1, PER_EPOCH + 4))
     resumed, of_two = make_trainer(tmp_path / "two")
     fit(resumed, 2, **kept)
 
