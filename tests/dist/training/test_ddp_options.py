@@ -78,6 +78,9 @@ def explain_all() -> dict[str, Any]:
     for name, uses in {"always": ALWAYS, "never": NEVER, "late": LATE, "on one rank": ON_ONE_RANK}.items():
         found[name] = train_branching(uses, find_unused_parameters=True)
     found["default"] = train_branching(ALWAYS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DDP_FIND_UNUSED_PARAMETERS", "1")
+        found["by the variable"] = train_branching(LATE)
     for name, uses, options in (
         ("late by default", LATE, {}),
         ("late in a static graph", LATE, {"static_graph": True}),
@@ -126,6 +129,8 @@ def test_explain_proposes_only_what_every_rank_and_every_update_bear_out(explain
     for rank in explained:
         assert rank["late"][1] == explained[0]["late"][1] != rank["always"][1]
         assert rank["on one rank"][1] == explained[0]["on one rank"][1]
+        assert rank["by the variable"][1] == rank["late"][1]
+        assert "DDP_FIND_UNUSED_PARAMETERS=1 says so; a search through" in str(rank["by the variable"][0])
 
 
 def test_a_branch_that_is_taken_late_is_an_error_that_names_the_parameters(explained: list[dict[str, Any]]) -> None:
