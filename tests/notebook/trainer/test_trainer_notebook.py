@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -60,14 +61,14 @@ class Slow(ddpilot.Callback):
     ranks = "all"
 
     def on_update_end(self, run):
-        if run.loop.rank == 0 and run.update == 3:
-            print("update 3 is done", flush=True)
+        if run.loop.rank == 0 and run.update == 20:
+            print("update 20 is done", flush=True)
         time.sleep(0.05)
 
 slow = lambda parameters: torch.optim.SGD(parameters, lr=0.01)
 endless = ddpilot.Trainer(Net(), torch.nn.functional.mse_loss, slow, callbacks=[Slow()])
 weight = endless.model.layers[0].weight.detach().clone()
-endless.fit(data, epochs=10_000, global_batch_size=50, nproc_per_node=2)
+endless.fit(data, epochs=10_000, global_batch_size=2, nproc_per_node=2)
 """
 
 
@@ -113,12 +114,13 @@ def test_fit_predict_export_and_fit_again_in_one_notebook(kernel: Kernel) -> Non
 
 @pytest.mark.timeout(120)
 def test_the_stop_button_keeps_the_model_so_far(kernel: Kernel) -> None:
-    """fit returns after the update; weights and history are here, and the notebook goes on."""
-    stopped = kernel.run(SLOW, interrupt_on="update 3 is done")
+    """fit returns after the update; weights and history are here, and the notebook goes on. There was a bar."""
+    stopped = kernel.run(SLOW, interrupt_on="update 20 is done")
     assert stopped.error == "", stopped.error
     assert "stopped after update" in stopped.stdout
     assert "(SIGINT)" in stopped.stdout
-    check = "print(endless.position.num_updates >= 3, len(endless.history.updates) == endless.position.num_updates)"
+    assert re.search(r"epoch 1/10000: .*\| \d+/50 \[.*batches/s, loss 0\.\d", stopped.stderr)
+    check = "print(endless.position.num_updates >= 20, len(endless.history.updates) == endless.position.num_updates)"
     assert ok(kernel, check) == "True True\n"
     assert ok(kernel, "print(torch.equal(weight, endless.model.layers[0].weight))") == "False\n"
     assert ok(kernel, "endless.callbacks.clear(); print(tuple(endless.predict(data).shape))") == "(100, 1)\n"
