@@ -106,7 +106,7 @@ def make_trainer(folder: Path, *more: Callback) -> tuple[Trainer, dict[str, Call
         "score": Score(),
         "csv": CsvLog(folder / "epochs.csv"),
         "json": JsonLinesLog(folder / "log.jsonl", every=1),
-        "pictures": Pictures(make_data(), folder / "pictures"),
+        "pictures": Pictures(make_data(), folder / "pictures", samples=[0, 1]),
         "best": BestWeights(folder / "best.safetensors", "val_score", mode="max"),
         "stopping": EarlyStopping("val_score", mode="max", patience=1, restore_best=True),
         "garbage": GarbageCollection(every=5),

@@ -38,7 +38,9 @@ def test_garbage_collection_is_at_fixed_updates_and_ends_of_epochs(collections: 
     start = Each("on_epoch_start", lambda run: collections.clear())
     trainer.callbacks.append(start)
     trainer.callbacks.append(Each("on_epoch_end", lambda run: collections.append(100 + run.epoch)))
+    frozen = gc.get_freeze_count()
     fit(trainer, validate=False)
+    assert gc.get_freeze_count() == frozen
     assert collections[: collections.index(100)] == [-1, -2, 1, -3, 2]
     assert gc.isenabled()
 
@@ -59,3 +61,15 @@ def test_garbage_collection_is_as_before_when_training_fails(was_enabled: bool) 
         assert gc.isenabled() == was_enabled
     finally:
         gc.enable()
+
+
+def test_garbage_collection_leaves_what_others_have_frozen() -> None:
+    """As ranks have from the server that they were forked from."""
+    seen: list[int] = []
+    gc.freeze()
+    try:
+        fit(make_trainer(GarbageCollection(), Each("on_update_end", lambda run: seen.append(gc.get_freeze_count()))))
+        assert min(seen) > 0
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
