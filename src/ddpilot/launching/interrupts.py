@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ctrl-C in the parent, as something that a loop can wait for, so that it never cuts a message in two; in a rank."""
+"""Ctrl-C and a scheduler's signals in the parent, as something that a loop can wait for; Ctrl-C in a rank.
+
+No signal cuts a message in two.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,16 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
+STOPS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
+"""What schedulers send before they kill."""
+
 
 class InterruptCatcher:
     """While entered, SIGINT is counted and makes `fd` readable instead of raising KeyboardInterrupt.
 
-    An interrupt that nobody took is delivered on leaving, unless an exception is on its way already. Does nothing
-    outside the main thread, where Python delivers no signals.
+    An interrupt that nobody took is delivered on leaving, unless an exception is on its way already. SIGTERM and
+    SIGUSR1 make `fd` readable too, and end this process when it leaves, unless `stop` was set to None; they are left
+    alone where other code handles them. Does nothing outside the main thread, where Python delivers no signals.
     """
 
     def __init__(self) -> None:
@@ -22,11 +29,17 @@ class InterruptCatcher:
         self._taken = 0
         self.fd, self._writer = os.pipe()
         self._previous: Any = None
+        self._caught: list[signal.Signals] = []
+        self.stop: signal.Signals | None = None
+        """The last of SIGTERM and SIGUSR1 that came."""
 
     def __enter__(self) -> InterruptCatcher:
         os.set_blocking(self._writer, False)
         if threading.current_thread() is threading.main_thread():
             self._previous = signal.signal(signal.SIGINT, self._on_signal)
+            self._caught = [number for number in STOPS if signal.getsignal(number) == signal.SIG_DFL]
+            for number in self._caught:
+                signal.signal(number, self._on_stop)
         return self
 
     def __exit__(
@@ -34,13 +47,24 @@ class InterruptCatcher:
     ) -> None:
         if self._previous is not None:
             signal.signal(signal.SIGINT, self._previous)
+        for number in self._caught:
+            signal.signal(number, signal.SIG_DFL)
         os.close(self.fd)
         os.close(self._writer)
+        if self.stop is not None:
+            signal.raise_signal(self.stop)
         if self._count > self._taken and kind is None:
             signal.raise_signal(signal.SIGINT)
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         self._count += 1
+        self._wake()
+
+    def _on_stop(self, number: int, _frame: FrameType | None) -> None:
+        self.stop = signal.Signals(number)
+        self._wake()
+
+    def _wake(self) -> None:
         try:
             os.write(self._writer, b"i")
         except BlockingIOError:  # the pipe is full of earlier ones, which wake the loop too

@@ -100,3 +100,21 @@ def test_interrupt_catcher_leaves_signals_alone_when_in_a_thread() -> None:
     thread.start()
     thread.join()
     assert seen == [(before, True)]
+
+
+def test_interrupt_catcher_holds_a_scheduler_s_signal_until_it_leaves() -> None:
+    """It wakes a selector, and can be settled; what other code handles is left alone."""
+    with InterruptCatcher() as catcher:
+        signal.raise_signal(signal.SIGTERM)
+        assert select.select([catcher.fd], [], [], 0)[0] == [catcher.fd]
+        assert catcher.stop == signal.SIGTERM
+        catcher.stop = None
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    came: list[int] = []
+    signal.signal(signal.SIGUSR1, lambda number, frame: came.append(number))
+    try:
+        with InterruptCatcher() as catcher:
+            signal.raise_signal(signal.SIGUSR1)
+            assert (came, catcher.stop) == ([signal.SIGUSR1], None)
+    finally:
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 from collections.abc import Callable, Sequence
 
@@ -15,6 +16,7 @@ from ddpilot.launching.local.process import STACKS_SIGNAL
 _TERM_GRACE_S = 1.0
 _FREE_GRACE_S = 1.0
 _STACKS_S = 0.3
+_STOP_GRACE_S = 30.0
 
 
 class Ladder:
@@ -43,6 +45,12 @@ class Ladder:
         self._say(f"interrupting {ranks}; they have {grace_s:g} s (interrupt again to kill them now)")
         free_at_s = now_s + grace_s
         self._steps = [(now_s, self._interrupt), (free_at_s, self._free), (free_at_s + _FREE_GRACE_S, self._say_kill)]
+
+    def start_stopped(self, now_s: float, number: signal.Signals) -> None:
+        """A scheduler's signal to the parent: the ranks get it, and SIGKILL 30 seconds later."""
+        self._say(f"{number.name} to {render_ranks(self._live())}; they have {_STOP_GRACE_S:g} s")
+        pass_on = functools.partial(self._pass_on, number)
+        self._steps = [(now_s, pass_on), (now_s + _STOP_GRACE_S, self._say_kill)]
 
     def start_impatient(self, now_s: float) -> None:
         """Ctrl-C once more: SIGKILL at once."""
@@ -76,6 +84,9 @@ class Ladder:
 
     def _print_stacks(self, live: tuple[int, ...]) -> None:
         self._ask(Signal(live, STACKS_SIGNAL, group=False))
+
+    def _pass_on(self, number: signal.Signals, live: tuple[int, ...]) -> None:
+        self._ask(Signal(live, number, group=False))
 
     def _terminate(self, live: tuple[int, ...]) -> None:
         self._ask(Signal(live, signal.SIGTERM))

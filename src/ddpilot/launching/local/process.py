@@ -9,6 +9,8 @@ import os
 import signal
 import sys
 
+from ddpilot.launching.interrupts import STOPS
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _LINE_BUFFERED = 1  # _IOLBF of the C library
@@ -28,11 +30,20 @@ def become_process_of(server_pid: int) -> None:
     if os.getppid() != server_pid:
         os._exit(1)
     signal.set_wakeup_fd(-1)
-    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGPIPE):
+    for number in (signal.SIGCHLD, signal.SIGPIPE, *STOPS):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as in every Python process
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
+
+
+def outlive_stops() -> None:
+    """Do nothing at SIGTERM and SIGUSR1: a scheduler sends them to every process of a job, and ranks need this one.
+
+    It ends with its parent. Not by SIG_IGN, which a process that it starts would inherit.
+    """
+    for number in STOPS:
+        signal.signal(number, lambda number, frame: None)
 
 
 def adopt_orphans() -> None:

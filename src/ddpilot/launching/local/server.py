@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 from ddpilot.launching.local import wire
 from ddpilot.launching.local.clean import CleanWatch
 from ddpilot.launching.local.jobs import Job, kill_orphans
-from ddpilot.launching.local.process import adopt_orphans, become_process_of
+from ddpilot.launching.local.process import adopt_orphans, become_process_of, outlive_stops
 from ddpilot.launching.local.report import Hello
 
 _IDLE_IMPORTS = ("torch._dynamo",)
@@ -120,6 +120,7 @@ class Server:
         signal.set_wakeup_fd(self._wake_writer, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        outlive_stops()
         self._selector.register(self._wake_reader, selectors.EVENT_READ, self._on_child)
         if self._parent_fd is not None:  # a fork of the parent may hold its socket open after its death
             self._selector.register(self._parent_fd, selectors.EVENT_READ, self._on_parent_end)

@@ -9,6 +9,8 @@ import signal
 import socket
 from typing import NoReturn
 
+from ddpilot.launching.local.process import outlive_stops
+
 
 def run_store(listen_fd: int) -> NoReturn:
     """Serve the store until this process is killed."""
@@ -21,6 +23,7 @@ def run_store(listen_fd: int) -> NoReturn:
         store = serve()
     except NotImplementedError:  # torch 2.6's libuv store cannot take a socket
         store = serve(use_libuv=False)
+    outlive_stops()
     while store is not None:
         signal.pause()
     raise AssertionError("unreachable")

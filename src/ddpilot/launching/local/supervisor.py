@@ -12,8 +12,9 @@ from typing import Any
 
 import psutil
 
-from ddpilot.errors import LaunchError, LaunchInterrupted, LaunchTimeoutError
+from ddpilot.errors import LaunchError, LaunchInterrupted, LaunchTimeoutError, RankError
 from ddpilot.findings.words import render_ranks
+from ddpilot.launching.contract import EXIT_REQUEUE
 from ddpilot.launching.failures import Failure, build_error, choose_failure
 from ddpilot.launching.interrupts import InterruptCatcher
 from ddpilot.launching.local import wire
@@ -55,12 +56,14 @@ class Supervisor:
         self._failures: list[Failure] = []
         self._ending: BaseException | None = None
         self._ladder = Ladder(handles, self._ask, pump.display.note)
-        self._finish_sent = False
+        self._finish_sent = self._has_passed_on = False
         self._finished = False
         self._timeout_at_s = float("inf") if options.timeout_s is None else time.monotonic() + options.timeout_s
 
     def run(self, answers: Sequence[Any] = ()) -> None:
         """Wait for the end of every rank. Raises RankError, LaunchTimeoutError, LaunchInterrupted or LaunchError.
+
+        SIGTERM and SIGUSR1 are passed on. SystemExit(75) where a rank then left with it, having saved where it stands.
 
         `answers`: what the rank server said while the ranks were being started.
 
@@ -80,6 +83,7 @@ class Supervisor:
                 now = time.monotonic()
                 self._pump.show(now)
                 self._on_interrupts(now)
+                self._on_stop(now)
                 self._judge(now)
                 self._ladder.climb(now)
                 self._notice_slow_exits(now)
@@ -94,6 +98,10 @@ class Supervisor:
             if len(returned) == len(self._handles) and any(each.saw_interrupt for each in returned):
                 return  # the function took the interrupt as its cue and returned
             raise LaunchInterrupted(f"the launch of `{self._function_name}` was stopped: {self._describe_ends()}")
+        is_requeue = isinstance(self._ending, RankError) and self._ending.exitcode == EXIT_REQUEUE
+        if is_requeue and self._interrupts.stop is not None:  # the ranks have saved, and whoever sent it wants the code
+            self._interrupts.stop = None
+            raise SystemExit(EXIT_REQUEUE) from self._ending
         raise self._ending
 
     def _watch(self, handle: RankHandle) -> None:
@@ -272,6 +280,12 @@ class Supervisor:
             self._ladder.start_interrupted(now, self._options.stop_grace_s)
         else:
             self._ladder.start_impatient(now)
+
+    def _on_stop(self, now: float) -> None:
+        if self._interrupts.stop is not None and not self._has_passed_on and not self._finish_sent:
+            self._has_passed_on = True
+            if self._ending is None:
+                self._ladder.start_stopped(now, self._interrupts.stop)
 
     def _notice_slow_exits(self, now: float) -> None:
         for handle in self._handles:
