@@ -23,7 +23,8 @@ _MEANINGS = {
     "dataset_length": "the dataset has another length, so the rest of the epoch would be other samples",
     "global_batch_size": "the position in the epoch counts global batches of another size",
     "seed": "another seed gives another order of samples",
-    "batches": "shuffling, drop_last, weights or a sampler are others, so the rest of the epoch would be other samples",
+    "batches": "shuffling, drop_last, weights, a sampler, or who divides the data is another, so the rest of the epoch "
+    "would be other samples",
 }
 
 

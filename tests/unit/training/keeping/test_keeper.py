@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import IterableDataset
 
 from ddpilot import CheckpointError, FakeGroup, LoopError, MismatchedCheckpointError
 from ddpilot.training.checkpoint.directory import CheckpointDir
@@ -231,7 +233,7 @@ def test_resume_refuses_another_run(tmp_path: Path) -> None:
         Run(tmp_path, batch_size=5).train(1)
     other = Run(tmp_path)
     other.loader = other.loop.loader(other.loader.dataset, global_batch_size=4, shuffle=True)
-    with pytest.raises(MismatchedCheckpointError, match="shuffling, drop_last, weights or a sampler are others"):
+    with pytest.raises(MismatchedCheckpointError, match="shuffling, drop_last, weights, a sampler, or who divides"):
         other.train(1)
     assert other.seen == []
 
@@ -246,3 +248,42 @@ def test_resume_at_the_beginning_of_an_epoch_takes_other_batches_and_on_request_
     longer = Run(tmp_path, num_samples=12, batch_size=5)
     assert longer.loop.resume(other_data=True)
     assert len(longer.train(3).seen) == 3
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    """Ten samples, one after the other."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.arange(10.0).reshape(-1, 1))
+
+
+def test_a_stream_goes_on_in_the_middle(tmp_path: Path) -> None:
+    """What was read is passed over, and what was not comes."""
+    seen: list[float] = []
+    for stops in (True, False):
+        loop = Loop(group=FakeGroup(), checkpoint_dir=tmp_path)
+        loader = loop.loader(Stream(), global_batch_size=4)
+        for _ in loop.epochs(1):
+            for x in loop.batches(loader):
+                seen += x.flatten().tolist()
+                if stops:
+                    loop.stop()
+    assert seen == [float(number) for number in range(10)]
+
+
+def test_batches_that_ranks_divide_themselves_are_refused_in_the_middle_at_another_number_of_ranks(
+    tmp_path: Path,
+) -> None:
+    """Nobody knows which of their samples are left."""
+    for size, refused in ((1, False), (2, True)):
+        loop = Loop(group=FakeGroup(world_size=size), checkpoint_dir=tmp_path)
+        loader = loop.loader(Stream(), global_batch_size=4, divides_itself=True)
+        batches = loop.batches(loader)
+        for _ in loop.epochs(1):
+            if refused:
+                with pytest.raises(MismatchedCheckpointError, match="the rest of the epoch would be other samples"):
+                    next(batches)
+                return
+            for _ in batches:
+                loop.stop()
+    pytest.fail("it went on")
