@@ -60,8 +60,8 @@ def main(epochs: int, nproc_per_node: int) -> float:
     scores_NK = trainer.predict(test_set)
     if scores_NK is not None:  # on ranks, rank 0 has them
         print(f"test accuracy {accuracy:.1%}; the first ten digits are {scores_NK[:10].argmax(dim=1).tolist()}")
-    exported = torch.export.export(model.eval(), (test_set.tensors[0][:2].to(next(model.parameters()).device),))
-    assert len(exported.module()(*exported.example_inputs[0])) == 2
+        exported = torch.export.export(model.eval(), (test_set.tensors[0][:2].to(next(model.parameters()).device),))
+        assert len(exported.module()(*exported.example_inputs[0])) == 2
     return accuracy
 
 
