@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -13,16 +14,19 @@ from benchmarks.same_training import Learnt, train_with_loop
 from benchmarks.small_models import loss_fn, make_data
 from ddpilot.training.loop import Loop
 
+LIMIT_S = 600 if os.environ.get("DDPILOT_SOAK") else 100
 SHARES = {2: [2.0, 1.0], 4: [3.0, 1.0, 2.0, 1.0]}
 UPDATES_PER_EPOCH = 4
 KINDS = ("mlp", "cnn", "gpt")
 
 
 def launch(num_ranks: int, fn: Any, *args: Any, **kwargs: Any) -> Any:
-    """What every rank returned, in at most 100 seconds."""
+    """What every rank returned, in at most `LIMIT_S` seconds."""
     # The first optimizer of a process imports torch's compiler: seconds for each rank, unless their server has it; and
     # a sharded one imports more.
-    launcher = ddpilot.Launcher(nproc_per_node=num_ranks, timeout_s=100, preload=("torch._dynamo", "torch.distributed.optim"))
+    launcher = ddpilot.Launcher(
+        nproc_per_node=num_ranks, timeout_s=LIMIT_S, preload=("torch._dynamo", "torch.distributed.optim")
+    )
     return launcher.run(fn, *args, **kwargs)
 
 
