@@ -23,6 +23,8 @@ class Workers:
         self._loader: DataLoader[Any] = DataLoader(
             reader, batch_sampler=orders, collate_fn=_as_it_is, generator=self._generator, **options
         )
+        self._reader: Any = reader
+        self._orders = orders
         self._rank = rank
         self._number = 0
 
@@ -56,6 +58,9 @@ class Workers:
             yield result
 
     def _start(self) -> Iterator[Any]:
+        if not self._loader.num_workers and not self._loader.pin_memory:
+            # What torch's loader would do for each batch, without what it does around it.
+            return map(self._reader.__getitems__, self._orders)
         try:
             return iter(self._loader)
         except (pickle.PicklingError, AttributeError, TypeError) as error:

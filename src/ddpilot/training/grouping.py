@@ -26,7 +26,7 @@ class Loader(Protocol):
         """The pieces from batch `first_batch` on. Those of which `global_count` is None come without end."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)  # to freeze it would cost more than all else that is done here for a batch
 class CurrentBatch:
     """The batch that the loop is at, and the accumulation group it belongs to: batches that make one update."""
 

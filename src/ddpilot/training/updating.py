@@ -28,6 +28,7 @@ class Updates:
         self._watch = watch
         self._totals: dict[tuple[int, ...], CountTotals] = {}
         self._is_due = False
+        self._is_whole = False  # the last backward pass is known to have left nothing out
         self._reduced: set[int] = set()
         self._checked: set[int] = set()
         self.reductions = Reductions(group.rank)
@@ -54,6 +55,7 @@ class Updates:
         """Go to the next batch."""
         self.batch = batch
         self._is_due = batch.is_last and self._decider.next_update()
+        self._is_whole = False
         self._checked.clear()
         if batch.is_first:
             self._totals.clear()
@@ -64,6 +66,7 @@ class Updates:
         """See `Loop.backward`. Collective where the gradients are synchronised or `count` is given."""
         if loss.ndim:
             raise self._refuse(f"a loss of shape {tuple(loss.shape)}", "Pass its mean over this rank's samples.")
+        self._is_whole = False
         num_local = self._local_count(count)
         total, correction = self._total(count)
         seed = self._seed(loss, num_local * self._group.world_size / total) if num_local and total else None
@@ -91,7 +94,9 @@ class Updates:
 
         Raises NonFiniteError on all ranks alike, and LoopError on a rank whose backward pass left a parameter out.
         """
-        self.reductions.check()
+        if not self._is_whole:
+            self.reductions.check()
+            self._is_whole = True
         if self._is_due and not self._decider.is_under_way:
             self._begin()
         if self._decider.is_under_way:
