@@ -67,7 +67,7 @@ class JointCheckpoints:
         except CheckpointError as error:
             error.rank = self._group.rank
             own = error
-        parts = self._group.all_gather_object(own)
+        parts = self._group.all_gather_object(own) if self._group.world_size > 1 else [own]
         _raise_first(parts)
         self._on_rank_zero(
             lambda: self.folder.save(progress, weights=weights, state=state, parts=parts, metrics=metrics)
@@ -120,7 +120,7 @@ class JointCheckpoints:
                 outcome[1] = CheckpointError(f"using {self.folder.path}", found=str(error), rank=0)
                 outcome[1].__cause__ = error
         own_failure = outcome[1]
-        value, failure = self._group.broadcast_object(outcome)
+        value, failure = self._group.broadcast_object(outcome) if self._group.world_size > 1 else outcome
         _raise_first([own_failure or failure])  # its own has the cause
         return cast(Value, value)
 
