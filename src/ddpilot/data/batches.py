@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ddpilot.data.glimpses import Glimpse
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LocalBatch:
@@ -36,6 +38,10 @@ class LocalBatch:
     stream_state: Any = None
     """For an iterable dataset with `state_dict`: its state after this batch, the same on every rank. Else None, and
     after a last batch that is smaller."""
+
+    first_seen: Glimpse | None = None
+    """Of a stream that every rank reads as a whole: the first sample of the global batch, to be compared between ranks.
+    None for anything else, and where samples are not seeded: they may differ then."""
 
 
 def without_rows(one: Any, two: Any) -> Any:

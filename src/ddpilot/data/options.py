@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the options of a loader may be, so that a wrong one is answered in its own words and not from torch's depths."""
+"""What the options of a loader may be, so that a wrong one is answered in its own words, and by its rank."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from ddpilot.errors import DataError
@@ -33,18 +34,45 @@ _OF_STREAMS = {
     "weights": "An iterable dataset has the order that it yields: draw by weight in it.",
     "cache": "Leave it out, or give a dataset with `__len__` and `__getitem__`.",
 }
+_NAMES = (
+    "global_batch_size",
+    "batch_size_per_rank",
+    "shuffle",
+    "drop_last",
+    "shares",
+    "weights",
+    "num_draws",
+    "replacement",
+    "cache",
+    "collate_fn",
+    "seed_samples",
+    "seed",
+    *WORKER_OPTIONS,
+)
+_OF_SHARDS = ("batch_size_per_rank", "shares", "cache", "divides_itself", "seed_samples", "seed")
+
+
+@contextmanager
+def naming_rank(rank: int) -> Iterator[None]:
+    """A `DataError` from inside says that it is of `rank`, unless it names one already."""
+    try:
+        yield
+    except DataError as error:
+        if error.rank is None:
+            error.rank = rank
+            error.args = (error.render(),)
+        raise
 
 
 def check_options(options: Mapping[str, Any], rank: int, *, is_stream: bool) -> None:
     """`DataError` for an option that a loader does not have, or has only with workers."""
     did = "making a loader" + (" of an iterable dataset" if is_stream else "")
     instead = {**_INSTEAD, **(_OF_STREAMS if is_stream else {})}
+    names = (*_NAMES, "divides_itself") if is_stream else _NAMES
     for name, value in options.items():
-        if name in WORKER_OPTIONS:
-            continue
-        close = difflib.get_close_matches(name, [*WORKER_OPTIONS, "shuffle", "drop_last", "shares", "collate_fn"], 1)
-        guess = f"Did you mean `{close[0]}`?" if close else "Leave it out."
-        raise DataError(did, found=f"`{name}={value!r}`", fix=instead.get(name, guess), rank=rank)
+        if name not in WORKER_OPTIONS:
+            raise DataError(did, found=f"`{name}={value!r}`", fix=instead.get(name) or _guess(name, names), rank=rank)
+    check_size("num_workers", options.get("num_workers"), rank)
     if options.get("num_workers", 0):
         return
     for name in ("persistent_workers", "prefetch_factor", "timeout"):
@@ -53,8 +81,24 @@ def check_options(options: Mapping[str, Any], rank: int, *, is_stream: bool) -> 
             raise DataError(did, found=found, fix="Give `num_workers` of at least 1, or leave it out.", rank=rank)
 
 
+def check_shard_options(options: Mapping[str, Any], rank: int) -> None:
+    """`DataError` for `options`, none of which `shard_loader` has."""
+    for name, value in options.items():
+        fix = _guess(name, _OF_SHARDS)
+        if name in {"global_batch_size", "batch_size"}:
+            fix = "The DataLoader's `batch_size` is that of all ranks; with `batch_size_per_rank=True`, of each."
+        elif name in {*_NAMES, *_INSTEAD}:
+            fix = "Say it in the DataLoader, or give its dataset to loop.loader()."
+        raise DataError("sharding a DataLoader", found=f"`{name}={value!r}`", fix=fix, rank=rank)
+
+
+def _guess(name: str, names: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, names, 1)
+    return f"Did you mean `{close[0]}`?" if close else f"There are {', '.join(names)}."
+
+
 def check_size(name: str, size: object, rank: int) -> None:
     """`DataError` unless `size` is a whole number or None."""
     if size is not None and (isinstance(size, bool) or not hasattr(size, "__index__")):
         found = f"`{name}={size!r}`"
-        raise DataError("making a loader", found=found, fix="Give a whole number of samples.", rank=rank)
+        raise DataError("making a loader", found=found, fix="Give a whole number.", rank=rank)

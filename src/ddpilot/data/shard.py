@@ -19,6 +19,7 @@ from ddpilot.data.existing import (
 )
 from ddpilot.data.given import GivenBatches
 from ddpilot.data.loader import make_stream_loader, refuse_cache, resolve_global_size
+from ddpilot.data.options import check_shard_options
 from ddpilot.data.plan import Plan
 from ddpilot.data.sharded import ShardedLoader
 from ddpilot.data.streaming import StreamLoader
@@ -37,6 +38,7 @@ def shard_loader(
     divides_itself: bool = False,
     seed_samples: bool = True,
     say: Callable[[str], None] | None = None,
+    **options: Any,
 ) -> ShardedLoader | StreamLoader:
     """The loader of `rank` that does what the existing torch `loader` does in one process. Not collective.
 
@@ -49,9 +51,11 @@ def shard_loader(
 
     `say` gets one sentence, on rank 0 of several, with the batch size of all ranks and of each. `cache` is that of
     `make_loader`, for what is in order or shuffled; `divides_itself` and `seed_samples` are those of
-    `make_stream_loader`. Raises `DataError` where a loader cannot be divided exactly.
+    `make_stream_loader`. Raises `DataError` where a loader cannot be divided exactly, and
+    for any other `options`.
     """
     refuse_other_loaders(loader)
+    check_shard_options(options, rank)
     refuse_whole_batches(loader)
     is_heard = say is not None and rank == 0 and world_size > 1
     job = _Job(

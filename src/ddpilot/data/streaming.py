@@ -43,7 +43,9 @@ class StreamLoader:
         self.is_joint = plan.divides_itself
         self._orders = _StreamOrders()
         seeded = seed_samples and draws_randomly(dataset, collate)
-        reader = StreamReader(dataset, plan, rank=rank, collate=collate, seeded=seeded)
+        # Without seeds, what is drawn in a sample may be another thing on each rank.
+        compared = seed_samples and plan.world_size > 1 and not plan.divides_itself
+        reader = StreamReader(dataset, plan, rank=rank, collate=collate, seeded=seeded, compared=compared)
         self._workers = Workers(reader, self._orders, rank, options)
 
     def __len__(self) -> int:
@@ -117,4 +119,4 @@ class _StreamOrders(Sampler[list[StreamOrder]]):
 
 def _as_batch(piece: StreamPiece, index: int, global_count: int | None, start: int) -> LocalBatch:
     ids = np.arange(piece.num_samples, dtype=np.int64) + start if start >= 0 else np.full(piece.num_samples, -1)
-    return LocalBatch(piece.data, index, piece.num_samples, global_count, ids, piece.state)
+    return LocalBatch(piece.data, index, piece.num_samples, global_count, ids, piece.state, piece.first_seen)

@@ -15,6 +15,7 @@ from torch.utils.data._utils import worker as torch_worker
 from ddpilot.data.batches import without_rows
 from ddpilot.data.division import Division, digest
 from ddpilot.data.fetching import Collate, Failure, catch_failure
+from ddpilot.data.glimpses import Glimpse, glimpse
 from ddpilot.data.seeding import mix_seed, random_kept, seed_random
 
 
@@ -42,6 +43,9 @@ class StreamPiece(NamedTuple):
 
     part: int
     """Number of the worker among those of all ranks where the dataset divides itself, else 0."""
+
+    first_seen: Glimpse | None = None
+    """The first sample of the global batch; None where ranks need not see the same one, and at the end."""
 
 
 @dataclass(frozen=True)
@@ -71,15 +75,18 @@ class StreamReader(Dataset[Any]):
 
     It keeps its place in the stream between calls. Without `divides_itself` it goes over the whole stream, takes the
     batches that it is asked for and cuts this rank's piece out of them: every worker of every rank sees the same
-    stream. With it, the stream is this worker's own.
+    stream. With it, the stream is this worker's own. `compared`: say what the first sample of each batch looks like.
     """
 
-    def __init__(self, dataset: Any, plan: StreamPlan, *, rank: int, collate: Collate, seeded: bool) -> None:
+    def __init__(
+        self, dataset: Any, plan: StreamPlan, *, rank: int, collate: Collate, seeded: bool, compared: bool = False
+    ) -> None:
         self._dataset = dataset
         self._plan = plan
         self._rank = rank
         self._collate = collate
         self._seeded = seeded
+        self._compared = compared
         self._pass_number = -1
         self._stream: Iterator[Any] = iter(())
         self._position = 0
@@ -122,7 +129,8 @@ class StreamReader(Dataset[Any]):
             samples = []
         self._shown = samples[:1] or self._shown
         start, stop = self._plan.division.piece(len(samples), self._rank)
-        return self._piece(order, samples[start:stop], len(samples), order.batch * size + start)
+        piece = self._piece(order, samples[start:stop], len(samples), order.batch * size + start)
+        return piece._replace(first_seen=glimpse(samples[0])) if samples and self._compared else piece
 
     def _piece(self, order: StreamOrder, samples: list[Any], global_count: int, start: int) -> StreamPiece:
         if self._seeded:

@@ -14,7 +14,7 @@ from ddpilot.data.devices import to_device
 from ddpilot.errors import LoopError
 from ddpilot.group.protocol import GroupLike
 from ddpilot.training.grouping import CurrentBatch, Loader, iterate_groups
-from ddpilot.training.metrics import make_meters
+from ddpilot.training.metrics import make_meters, naming_metric
 from ddpilot.training.wrapping import sync_buffers, unwrap
 
 
@@ -50,13 +50,21 @@ def evaluate(
     forward: Callable[[nn.Module, Any], tuple[Any, ...]] | None = None,
 ) -> dict[str, Any]:
     """The value of each metric over all samples of `loader`; see `Loop.evaluate`. Collective."""
+    if not isinstance(metrics, Mapping):
+        raise LoopError(
+            "evaluating",
+            found=f"`metrics` is a {type(metrics).__name__}",
+            fix='Give a dict: {"accuracy": metric}.',
+            rank=group.rank,
+        )
     meters = make_meters(metrics, group.device)
     with evaluation_mode(model, group) as inner:
         for batch in iterate_groups(loader, group, epoch=0):
             if batch.count:
                 arguments = (forward or _output_and_target)(inner, to_device(batch.data, group.device))
-                for meter in meters.values():
-                    meter.update(arguments, batch.count)
+                for name, meter in meters.items():
+                    with naming_metric(name, batch.index, group.rank):
+                        meter.update(arguments, batch.count)
             for meter in meters.values():
                 meter.end_batch(group)
     return {name: meter.compute(group) for name, meter in meters.items()}

@@ -14,9 +14,11 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
 from ddpilot.data.batches import LocalBatch
+from ddpilot.data.options import naming_rank
 from ddpilot.data.streaming import StreamLoader
 from ddpilot.errors import DataError
 from ddpilot.group.protocol import GroupLike
+from ddpilot.training.streams_alike import check_stream
 
 
 class Loader(Protocol):
@@ -67,7 +69,8 @@ def iterate_groups(
     # Every rank reads the whole of a stream: that all see the same one is what the division rests on.
     is_seen_by_all = isinstance(loader, StreamLoader) and not loader.is_joint and group.world_size > 1
     try:
-        yield from _group(batches, group, epoch, accumulation, is_seen_by_all)
+        with naming_rank(group.rank):
+            yield from _group(batches, group, epoch, accumulation, is_seen_by_all)
     finally:
         if isinstance(batches, Generator):  # its workers stop now, and not when it is collected
             batches.close()
@@ -101,28 +104,13 @@ def _refuse_plain(loader: Any, group: GroupLike) -> None:
     )
 
 
-def _check_stream(num_samples: int, group: GroupLike, epoch: int) -> None:
-    """Raise DataError on all ranks unless each saw as many samples of the stream for this group. Collective."""
-    sums = torch.tensor([float(num_samples), float(num_samples) ** 2], dtype=torch.float64)
-    total, squares = group.all_reduce(sums.to(group.device)).tolist()
-    if total * total == squares * group.world_size:
-        return
-    raise DataError(
-        f"reading a stream in epoch {epoch}",
-        found=f"for the next update this rank sees {num_samples} samples, and the {group.world_size} ranks together "
-        f"{total:.0f}: they do not see the same stream",
-        fix="Let the dataset yield the same on every rank, or say `divides_itself=True` where it takes its own part.",
-        rank=group.rank,
-    )
-
-
 def _group(
     batches: Iterator[LocalBatch], group: GroupLike, epoch: int, accumulation: int, is_seen_by_all: bool
 ) -> Iterator[CurrentBatch]:
     while True:
         members = list(islice(batches, accumulation))
         if is_seen_by_all:
-            _check_stream(sum(batch.global_count or 0 for batch in members), group, epoch)
+            check_stream(members, group, epoch)
         if not members:
             return
         counts = _global_counts(members, group)

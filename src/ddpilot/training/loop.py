@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ddpilot.data.devices import to_device
 from ddpilot.data.loader import ShardedLoader, StreamLoader, make_loader, make_stream_loader
+from ddpilot.data.options import naming_rank
 from ddpilot.data.shard import shard_loader
 from ddpilot.errors import LoopError
 from ddpilot.findings.finding import Finding
@@ -284,9 +285,9 @@ class Loop:
         `make_stream_loader`. Raises DataError.
         """
         job = {"rank": self.rank, "world_size": self.world_size, "seed": self.seed}
-        if isinstance(dataset, IterableDataset):
-            return make_stream_loader(dataset, **{**job, **options})
-        return make_loader(dataset, **{**job, **options})
+        make: Any = make_stream_loader if isinstance(dataset, IterableDataset) else make_loader
+        with naming_rank(self.rank):
+            return make(dataset, **{**job, **options})  # type: ignore[no-any-return]
 
     def shard(self, loader: DataLoader[Any], **options: Any) -> ShardedLoader | StreamLoader:
         """The loader of this rank that does what an existing DataLoader does in one process; not collective.
@@ -295,7 +296,8 @@ class Loop:
         reading. `options`: those of `ddpilot.data.shard.shard_loader`: `shares`, `cache`. Raises DataError.
         """
         job = {"rank": self.rank, "world_size": self.world_size, "seed": self.seed, "say": self._say_once}
-        return shard_loader(loader, **{**job, **options})
+        with naming_rank(self.rank):
+            return shard_loader(loader, **{**job, **options})
 
     def epochs(self, num: int) -> Iterator[int]:
         """The numbers of the epochs up to `num` - 1, from `epoch` on, until all ranks decide to stop. Collective.

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import numbers
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from ddpilot.data.devices import to_device
@@ -30,6 +33,23 @@ class Meter(Protocol):
 def make_meters(metrics: Mapping[str, Any], device: torch.device) -> dict[str, Meter]:
     """A meter for each metric. LoopError for what is neither a callable nor has torchmetrics' methods."""
     return {name: _make(name, metric, device) for name, metric in metrics.items()}
+
+
+@contextmanager
+def naming_metric(name: str, batch: int, rank: int) -> Iterator[None]:
+    """What the metric `name` raises comes as LoopError with the batch and the rank; the original is its cause."""
+    try:
+        yield
+    except LoopError as error:
+        did = f"{error.did} for batch {batch}"
+        raise LoopError(did, found=error.found, fix=error.fix, rank=rank) from error.__cause__
+    except Exception as error:
+        raise LoopError(
+            f"evaluating the metric {name!r} for batch {batch}",
+            found=f"it raised {type(error).__name__}: {error}",
+            fix="It is called with what `forward` returns, (output, target) by default, for this rank's samples.",
+            rank=rank,
+        ) from error
 
 
 def _make(name: str, metric: Any, device: torch.device) -> Meter:
@@ -78,7 +98,13 @@ class MeanOf:
 
     def update(self, arguments: tuple[Any, ...], count: int) -> None:
         said = self._function(*arguments)
-        mean, weight = said if isinstance(said, tuple) else (said, None)
+        mean, weight = said if isinstance(said, tuple) and len(said) == 2 else (said, None)
+        if not isinstance(mean, torch.Tensor | np.ndarray | np.generic | numbers.Number | list):
+            raise LoopError(
+                f"evaluating the metric {self._name!r}",
+                found=f"it returned {said!r:.60}, a {type(said).__name__}",
+                fix="Return one value per sample, their mean as a scalar, or (mean, count).",
+            )
         value = torch.as_tensor(mean).detach().to(device="cpu", dtype=torch.float64)
         if value.ndim and (len(value) != count or weight is not None):
             raise LoopError(

@@ -165,24 +165,47 @@ def test_ranks_with_unequal_datasets_are_told_before_the_epoch() -> None:
 
 
 class OwnShare(IterableDataset[torch.Tensor]):
-    """Reads the rank itself, as people write them, and says nothing of it: 8 samples for rank 0, 16 for rank 1."""
+    """Reads the rank itself, as people write them, and says nothing of it."""
+
+    def __init__(self, num_samples: list[int]) -> None:
+        self.num_samples = num_samples
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(torch.ones(8 * (1 + int(os.environ["RANK"])), 2))
+        rank = int(os.environ["RANK"])
+        return iter(torch.arange(self.num_samples[rank] * 2.0).reshape(-1, 2) * 2 + rank)
 
 
-def train_on_own_shares() -> int:
-    """Updates until the end, or the error."""
+def train_on_own_shares() -> list[str]:
+    """What each way to use such a dataset says."""
     loop = Loop()
     model = loop.prepare(nn.Linear(2, 1))
-    for x in loop.batches(loop.loader(OwnShare(), global_batch_size=4)):
-        loop.backward(model(x).mean())
-    return 0
+
+    def train(**options: Any) -> None:
+        for x in loop.batches(loop.loader(global_batch_size=4, **options)):
+            loop.backward(model(x).mean())
+
+    equal = OwnShare([8, 8])
+    ways: list[Any] = [
+        lambda: train(dataset=OwnShare([8, 16])),
+        lambda: train(dataset=equal),
+        lambda: train(dataset=equal, num_workers=1),
+        lambda: loop.evaluate(model, loop.loader(equal, global_batch_size=4), {"x": len}),
+        lambda: loop.predict(model, loop.loader(equal, global_batch_size=4)),
+    ]
+    said = []
+    for way in ways:
+        with pytest.raises(DataError) as caught:
+            way()
+        said.append(str(caught.value))
+    return said
 
 
-def test_ranks_with_unequal_streams_are_told_and_do_not_wait() -> None:
-    """Rank 1 would go on after the end of rank 0's stream, and wait for it in its next backward."""
-    with pytest.raises(RankError, match="do not see the same stream. Let the dataset yield the same") as caught:
-        launch(2, train_on_own_shares)
-    assert isinstance(caught.value.__cause__, DataError)
-    assert "this rank sees 0 samples, and the 2 ranks together 4" in str(caught.value) or "sees 4" in str(caught.value)
+def test_ranks_with_streams_of_their_own_are_told_and_lose_no_samples() -> None:
+    """Unequal ones would wait for each other; of equal ones, half of the samples would be lost without a word."""
+    for rank, (unequal, *equal) in enumerate(launch(2, train_on_own_shares)):
+        assert "for the next update rank 0 " in unequal
+        for text in equal:
+            assert text.startswith(f"[rank {rank}] reading a stream in epoch 0: the ranks do not see the same stream")
+            assert "rank 0 4 samples, the first [0, 2]; rank 1 4 samples, the first [1, 3]" in text
+            assert "yield every sample on every rank" in text
+            assert "`divides_itself=True`" in text

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from ddpilot import FakeGroup, Loop
 from ddpilot.data.loader import make_loader, make_stream_loader
+from ddpilot.data.shard import shard_loader
 from ddpilot.errors import DataError
 from tests.unit.data.samples import Stream
 
@@ -22,10 +24,13 @@ DATA = TensorDataset(torch.arange(4))
         ({"batch_size": 4}, "`batch_size=4`. Say `global_batch_size`, samples of all ranks together"),
         ({"batch_sampler": [[0]]}, "Give a DataLoader that has it to loop.shard()"),
         ({"num_worker": 2}, "`num_worker=2`. Did you mean `num_workers`?"),
-        ({"colour": 2}, "`colour=2`. Leave it out."),
+        ({"shufle": True}, "`shufle=True`. Did you mean `shuffle`?"),
+        ({"weight": [1]}, "`weight=[1]`. Did you mean `weights`?"),
+        ({"colour": 2}, "`colour=2`. There are global_batch_size, batch_size_per_rank, shuffle,"),
+        ({"num_workers": "2"}, "`num_workers='2'`. Give a whole number."),
         ({"persistent_workers": True}, "`persistent_workers=True` without workers. Give `num_workers` of at least 1"),
         ({"timeout": 5}, "`timeout=5` without workers"),
-        ({"global_batch_size": 4.0}, "`global_batch_size=4.0`. Give a whole number of samples."),
+        ({"global_batch_size": 4.0}, "`global_batch_size=4.0`. Give a whole number."),
     ],
 )
 def test_make_loader_answers_options_that_it_does_not_have(options: dict[str, Any], text: str) -> None:
@@ -50,3 +55,32 @@ def test_make_loader_sends_a_dataloader_to_shard() -> None:
         make_loader(DataLoader(DATA), rank=0, world_size=1, global_batch_size=2)
     with pytest.raises(DataError, match="make an `IterableDataset` of it"):
         make_loader(iter(range(3)), rank=0, world_size=1, global_batch_size=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"global_batch_size": 4}, "The DataLoader's `batch_size` is that of all ranks"),
+        ({"shuffle": True}, "`shuffle=True`. Say it in the DataLoader"),
+        ({"share": [1, 1]}, "`share=[1, 1]`. Did you mean `shares`?"),
+    ],
+)
+def test_shard_loader_answers_options_that_it_does_not_have(options: dict[str, Any], text: str) -> None:
+    """What the DataLoader says already, and slips of the pen; of a dataset, that it is none."""
+    with pytest.raises(DataError) as caught:
+        shard_loader(DataLoader(DATA, batch_size=2), rank=1, world_size=2, **options)
+    assert text in str(caught.value)
+    with pytest.raises(DataError, match=r"a TensorDataset. Give a torch DataLoader; a dataset goes to loop.loader\(\)"):
+        shard_loader(DATA, rank=1, world_size=2, **options)  # type: ignore[arg-type]
+
+
+def test_loop_names_the_rank_in_what_its_loaders_refuse() -> None:
+    """Also in what the plan finds, which knows of no rank."""
+    loop = Loop(group=FakeGroup(rank=1, world_size=2))
+    with pytest.raises(
+        DataError, match=r"^\[rank 1\] dividing 4 samples among 2 ranks: `shares` is \[1, 0\]"
+    ) as caught:
+        loop.loader(DATA, global_batch_size=4, shares=[1, 0])
+    assert caught.value.args == (str(caught.value),)
+    with pytest.raises(DataError, match=r"^\[rank 1\] sharding a DataLoader: its `batch_size` is None"):
+        loop.shard(DataLoader(DATA, batch_size=None))

@@ -83,22 +83,32 @@ def test_iterate_groups_refuses_what_nobody_divided(loader: Any, text: str) -> N
 
 
 class Unequal(FakeGroup):
-    """Rank 0 of two, of which the other one sees a batch more."""
+    """Rank 0 of two, of which the other one sees `others` (samples and what the first ones look like)."""
+
+    def __init__(self, *others: float) -> None:
+        super().__init__(world_size=2)
+        self._others = others
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
-        assert op == "sum"
-        return tensor + torch.tensor([2.0, 4.0])
+        assert op == "max"
+        count, content = self._others
+        mine = tensor.tolist()
+        other = [count, -count, content or mine[2], -(content or mine[2])]
+        return torch.tensor([max(pair) for pair in zip(mine, other, strict=True)], dtype=torch.float64)
 
 
-def test_iterate_groups_tells_ranks_that_they_see_different_streams() -> None:
-    """Before the update that one of them would have made alone."""
+@pytest.mark.parametrize("others", [(6.0, 0.0), (4.0, 1.0)])
+def test_iterate_groups_tells_ranks_that_they_see_different_streams(others: tuple[float, float]) -> None:
+    """Before the update that one of them would have made alone, or of which samples would have been lost."""
 
     class Numbers(IterableDataset[int]):
         def __iter__(self) -> Iterator[int]:
             return iter(range(4))
 
     loader = make_stream_loader(Numbers(), rank=0, world_size=2, global_batch_size=2)
-    with pytest.raises(DataError, match="sees 4 samples, and the 2 ranks together 6: they do not see the same stream"):
-        next(iterate_groups(loader, Unequal(world_size=2), epoch=0, accumulation=2))
+    with pytest.raises(DataError, match="not see the same stream; for the next update rank 0 4 samples, the first 0;"):
+        next(iterate_groups(loader, Unequal(*others), epoch=0, accumulation=2))
     seen = [batch.sample_ids.tolist() for batch in iterate_groups(loader, FakeGroup(world_size=2), epoch=0)]
     assert seen == [[0], [2]]
+    unseeded = make_stream_loader(Numbers(), rank=0, world_size=2, global_batch_size=2, seed_samples=False)
+    assert next(unseeded.iterate(0)).first_seen is None

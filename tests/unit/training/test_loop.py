@@ -196,6 +196,25 @@ def test_evaluate_restores_modes_and_refuses_metrics_it_cannot_use() -> None:
         loop.evaluate(model, loader, {"mean": lambda y, target: y})
 
 
+@pytest.mark.parametrize(
+    ("metric", "text", "cause"),
+    [
+        (lambda y: "good", "it returned 'good', a str. Return one value per sample", None),
+        (lambda y: (1, 2, 3), r"it returned \(1, 2, 3\), a tuple", None),
+        (lambda y: {}["key"], "it raised KeyError: 'key'. It is called with what `forward` returns", KeyError),
+        (lambda y, target: y, "it raised TypeError: .* missing 1 required positional argument", TypeError),
+    ],
+)
+def test_evaluate_names_the_metric_that_fails(metric: Any, text: str, cause: Any) -> None:
+    """With the batch and the rank, and the original as its cause."""
+    loop, _, _, loader = make()
+    with pytest.raises(LoopError, match=rf"^\[rank 0\] evaluating the metric 'bad' for batch 0: {text}") as caught:
+        loop.evaluate(nn.Identity(), loader, {"bad": metric}, forward=lambda m, batch: (m(batch[0]),))
+    assert type(caught.value.__cause__) is (cause or type(None))
+    with pytest.raises(LoopError, match="`metrics` is a function. Give a dict"):
+        loop.evaluate(nn.Identity(), loader, metric)
+
+
 def test_predict_of_a_shuffled_loader_comes_in_the_order_of_the_dataset() -> None:
     """By the samples' numbers."""
     loop, *_ = make()

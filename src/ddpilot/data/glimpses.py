@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a sample looks like, in a number and in a few words: so that ranks can tell whether they read the same one."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+_MAX_PARTS = 64
+_MAX_VALUES = 1024
+"""Of a large array, so many values are looked at, spread over it: a few microseconds for an image."""
+_MAX_CHARACTERS = 60
+
+
+class Glimpse(NamedTuple):
+    """A sample as this process read it."""
+
+    number: int
+    """Of its content, 0 to 2**32 - 1; equal for equal samples."""
+
+    text: str
+    """Its beginning, at most some 60 characters."""
+
+
+NOTHING = Glimpse(0, "nothing")
+
+
+def glimpse(sample: Any) -> Glimpse:
+    """A look at `sample`: numbers, texts, bytes, tensors, arrays and PIL images, also in tuples, lists, mappings
+    and dataclasses. Of any other object, only the class.
+    """
+    number = 0
+    words = []
+    for place, part in zip(range(_MAX_PARTS), _parts(sample), strict=False):
+        content, text = _look(part)
+        number = zlib.crc32(content, number)
+        if place < 3:
+            words.append(text)
+    said = ", ".join(words)
+    return Glimpse(number, said if len(said) <= _MAX_CHARACTERS else f"{said[: _MAX_CHARACTERS - 3]}...")
+
+
+def _parts(sample: Any) -> Iterator[Any]:
+    if isinstance(sample, Mapping):
+        for key, value in sample.items():
+            yield str(key)
+            yield from _parts(value)
+    elif isinstance(sample, list | tuple):
+        for value in sample:
+            yield from _parts(value)
+    elif dataclasses.is_dataclass(sample) and not isinstance(sample, type):
+        for field in dataclasses.fields(sample):
+            yield from _parts(getattr(sample, field.name))
+    else:
+        yield sample
+
+
+def _look(part: Any) -> tuple[bytes, str]:
+    if isinstance(part, str | bytes):
+        text = repr(part[:4096])
+        return text.encode(errors="replace"), text
+    if isinstance(part, int | float | complex | np.generic | None):
+        text = repr(part.item() if isinstance(part, np.generic) else part)
+        return text.encode(), text
+    if isinstance(part, torch.Tensor) and _has_values(part):
+        flat = part.detach().reshape(-1)
+        some = flat[:: max(1, flat.numel() // _MAX_VALUES)]
+        content = some.contiguous().view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+        return content + str(tuple(part.shape)).encode(), _few(flat[:3].tolist(), flat.numel())
+    if hasattr(part, "__array_interface__"):
+        array = np.asarray(part)
+        if array.dtype != object:
+            flat_array = array.reshape(-1)
+            content = flat_array[:: max(1, flat_array.size // _MAX_VALUES)].tobytes()
+            return content + str(array.shape).encode(), _few(flat_array[:3].tolist(), array.size)
+    name = type(part).__name__
+    return name.encode(), f"a {name}"
+
+
+def _has_values(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
+
+
+def _few(values: list[Any], num: int) -> str:
+    if num == 1:
+        return str(values[0])
+    return f"[{', '.join(f'{value:.4g}' if isinstance(value, float) else str(value) for value in values)}" + (
+        ", ...]" if num > len(values) else "]"
+    )
