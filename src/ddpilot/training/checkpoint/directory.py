@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ddpilot.errors import CheckpointError, CorruptCheckpointError
+from ddpilot.training.checkpoint.aside import move_aside
 from ddpilot.training.checkpoint.background import Background
 from ddpilot.training.checkpoint.choosing import better, parse_best
 from ddpilot.training.checkpoint.files import probe, remove_stale, replace_text
@@ -29,7 +30,6 @@ LATEST = "latest"
 BEST = "best"
 _NAME = re.compile(r"save-(\d{6,})-step-(\d+)")
 _DELETING_PREFIX = ".deleting-"
-_EARLIER = "earlier-"
 
 
 class CheckpointDir:
@@ -87,17 +87,8 @@ class CheckpointDir:
         A new run begins with none, and neither goes on from an earlier one's nor deletes it. OSError where that fails.
         """
         names = self.names()
-        if not names:
-            return None
-        number = 1 + sum(path.name.startswith(_EARLIER) for path in self.path.iterdir())
-        while (aside := self.path / f"{_EARLIER}{number}").exists():
-            number += 1
-        aside.mkdir()
         # Oldest first: what a crash leaves here ends with the newest, which `latest` names until it goes too.
-        for name in [*reversed(names), BEST, LATEST]:
-            if (self.path / name).exists():
-                (self.path / name).rename(aside / name)
-        return aside
+        return move_aside(self.path, [*reversed(names), BEST, LATEST]) if names else None
 
     def reserve(self, num_bytes: int) -> None:
         """Have memory for the copy of `num_bytes` ready, in the background, so that also the first save is fast.
