@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from ddpilot.data.batches import LocalBatch
 from ddpilot.data.options import naming_rank
 from ddpilot.data.streaming import StreamLoader
-from ddpilot.errors import DataError
+from ddpilot.errors import DataError, LoopError
 from ddpilot.group.protocol import GroupLike
 from ddpilot.training.streams_alike import check_stream
 
@@ -63,7 +63,7 @@ def iterate_groups(
     when none has a sample. Collective. Raises DataError on all ranks where they would read different epochs, or see
     different streams.
     """
-    _refuse_plain(loader, group)
+    check_loader(loader, group)
     _check_agreement(loader, group)
     batches = loader.iterate(epoch, first_batch)
     # Every rank reads the whole of a stream: that all see the same one is what the division rests on.
@@ -92,14 +92,17 @@ def _check_agreement(loader: Loader, group: GroupLike) -> None:
         )
 
 
-def _refuse_plain(loader: Any, group: GroupLike) -> None:
+def check_loader(loader: Any, group: GroupLike) -> None:
+    """Raise LoopError for what is no loader of a rank's, such as a plain DataLoader. Not collective."""
     if hasattr(loader, "iterate"):
         return
     is_torchs = isinstance(loader, DataLoader)
-    raise DataError(
+    raise LoopError(
         "beginning an epoch",
         found=f"a {type(loader).__name__}" + (", of which every rank would read everything" if is_torchs else ""),
-        fix="Pass what loop.shard(loader) returns." if is_torchs else "Pass what loop.loader(dataset, ...) returns.",
+        fix="Pass what loop.shard(loader) returns, or loop.loader(dataset, global_batch_size=...)."
+        if is_torchs
+        else "Pass what loop.loader(dataset, global_batch_size=...) returns.",
         rank=group.rank,
     )
 

@@ -30,7 +30,7 @@ from ddpilot.training.deciding import Decider
 from ddpilot.training.evaluating import evaluate
 from ddpilot.training.explaining import Prepared
 from ddpilot.training.explanation import Explanation
-from ddpilot.training.grouping import CurrentBatch, Loader, iterate_groups
+from ddpilot.training.grouping import CurrentBatch, Loader, check_loader, iterate_groups
 from ddpilot.training.keeping.keeper import Keeper
 from ddpilot.training.keeping.options import KeepOptions
 from ddpilot.training.keeping.place import Place
@@ -45,6 +45,7 @@ from ddpilot.training.printing import SayOnce, rank_zero_first
 from ddpilot.training.progress import Progress
 from ddpilot.training.reducing import gather_rows, reduce_value
 from ddpilot.training.signals import StopSignals
+from ddpilot.training.unprepared import PreparedWatch
 from ddpilot.training.updating import Updates
 from ddpilot.training.waiting import WaitClock
 from ddpilot.training.wrapping import prepare_optimizer, wrap
@@ -112,6 +113,7 @@ class Loop:
         self._optimizers: list[Optimizer] = []
         self._say_once = SayOnce(self.print)
         self._trained = TrainedWatch()
+        self._unprepared = PreparedWatch(self.group.rank)
         self._waiting = WaitClock()
         self._things = Things()
         if self._precision.scaler is not None:
@@ -265,6 +267,7 @@ class Loop:
         model, choices = wrap(given, self.group, options)
         self._updates.add(model)
         self._trained.remember(self._updates.models)
+        self._unprepared.add(model)
         self._prepared.add_model(model, choices)
         return model
 
@@ -284,6 +287,13 @@ class Loop:
         `shares`, `weights`, `num_workers` and the others of `ddpilot.data.loader.make_loader`, or, for an iterable,
         `make_stream_loader`. Raises DataError.
         """
+        if isinstance(dataset, DataLoader):
+            raise LoopError(
+                "making a loader",
+                found="a DataLoader instead of a dataset",
+                fix="Write loop.shard(loader), which divides it among the ranks.",
+                rank=self.rank,
+            )
         job = {"rank": self.rank, "world_size": self.world_size, "seed": self.seed}
         make: Any = make_stream_loader if isinstance(dataset, IterableDataset) else make_loader
         with naming_rank(self.rank):
@@ -325,10 +335,14 @@ class Loop:
         """This rank's piece of every batch of the epoch, on the device; all ranks leave together, after an update.
 
         A rank for which a batch has no sample gets one of zero rows, and takes part. Collective: every rank iterates
-        to the end or to the joint stop. SIGINT, SIGTERM and SIGUSR1 end it after the current update on all ranks; a
-        second SIGINT at once. Raises NonFiniteError on all ranks, and LoopError before the first batch where
-        BatchNorm would see a part of one sample.
+        to the end or to the joint stop; after one every further pass of the epoch is empty. SIGINT, SIGTERM and SIGUSR1
+        end it after the current update on all ranks; a second SIGINT at once. Raises NonFiniteError on all ranks, and
+        LoopError before the first batch for what `loader` and `shard` did not make, and where BatchNorm would see a
+        part of one sample.
         """
+        check_loader(loader, self.group)
+        if self.should_stop and self.next_batch:
+            return  # an earlier pass of the epoch was left, and that is where it goes on
         self._trained.begin()
         found = check_batch_norms(self._updates.models, getattr(loader, "plan", None), self.rank)
         say_findings(new := tuple(one for one in found if one not in self.findings), self.group)
@@ -417,10 +431,12 @@ class Loop:
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
         """Forward and backward of one batch: gradients cross between ranks only with the last batch of a group.
 
-        Pass the models that `prepare` returned and whose gradients the backward inside adds up. Where memory runs out
-        inside, OutOfMemoryError is raised, on this rank alone: the others end as after any error of one rank.
+        Pass the models that `prepare` returned and whose gradients the backward inside adds up. Raises LoopError for
+        others, at any number of ranks. Where memory runs out inside, OutOfMemoryError is raised, on this rank alone:
+        the others end as after any error of one rank.
         """
         self._trained.check(models, self.rank)
+        self._unprepared.check_models(models)
         return Accumulation(models, self._updates, self._precision, self.group, self._sharing)
 
     def backward(self, loss: torch.Tensor, count: float | None = None, *, retain_graph: bool = False) -> None:
@@ -454,10 +470,14 @@ class Loop:
         """Update the weights, clear the gradients, step the `scheduler`; whether it did. Collective.
 
         False, and nothing done, while gradients are still accumulated; False too where fp16 skips the update, on all
-        ranks alike. Raises NonFiniteError on all ranks, before anything is updated.
+        ranks alike. Raises NonFiniteError on all ranks, before anything is updated, and LoopError at any number of
+        ranks: for parameters that are in no prepared model, and in `batches` for gradients without any `loop.backward`.
+        For what is meant otherwise call `optimizer.step()`.
         """
         if not self.is_update:
             return False
+        self._unprepared.check_optimizer(optimizer)
+        self._updates.check_backward(optimizer)
         self._updates.settle()
         self._updates.check(optimizer)
         try:
@@ -494,25 +514,26 @@ class Loop:
     def evaluate(
         self,
         model: nn.Module,
-        loader: Loader,
+        loader: Loader | DataLoader[Any],
         metrics: Mapping[str, Any],
         *,
         forward: Callable[[nn.Module, Any], tuple[Any, ...]] | None = None,
     ) -> dict[str, Any]:
         """The value of each metric over all samples of `loader`, each counted once; the same on every rank. Collective.
 
+        `loader`: what `loader` or `shard` made, or a plain DataLoader, which is divided here.
         `metrics`: name -> torchmetrics object (left as it is), or function of (output, target) that returns a value
         per sample, the batch's mean, or (mean, count of what it is over); NaN where there are no samples. The model
         runs unwrapped, in eval mode, with rank 0's buffers, and not at all where a rank has no sample.
         `forward(model, batch)` returns what metrics are called with; default: `(model(batch[0]), batch[1])`.
         """
         with self.autocast():
-            return evaluate(model, loader, metrics, self.group, forward)
+            return evaluate(model, self._divided(loader), metrics, self.group, forward)
 
     def predict(
         self,
         model: nn.Module,
-        loader: Loader,
+        loader: Loader | DataLoader[Any],
         *,
         to: str | os.PathLike[str] | None = None,
         on_all_ranks: bool = False,
@@ -520,13 +541,20 @@ class Loop:
     ) -> Any:
         """The model's outputs for all samples of `loader`, in the order of the dataset, on rank 0. Collective.
 
+        `loader`: what `loader` or `shard` made, or a plain DataLoader, which is divided here.
         Outputs: tensors with a row per sample, tuples and dicts of them, or a list with an object per sample; on the
         CPU. None on the other ranks, unless `on_all_ranks`, and where there are no samples. `to`: a folder that rank 0
         writes batch by batch, so that memory holds one batch only; `read_predictions` reads it; the path is returned
         on every rank. `forward(model, batch)`; default: `model(batch[0])`, or `model(batch)` where that is no tuple.
         """
         with self.autocast():
-            return predict(model, loader, self.group, to=to, on_all_ranks=on_all_ranks, forward=forward)
+            return predict(model, self._divided(loader), self.group, to=to, on_all_ranks=on_all_ranks, forward=forward)
+
+    def _divided(self, loader: Loader | DataLoader[Any]) -> Loader:
+        if not isinstance(loader, DataLoader):
+            return loader
+        # Which batch size is meant does not matter here, so nothing is said of it.
+        return shard_loader(loader, rank=self.rank, world_size=self.world_size, seed=self.seed)
 
     def stop(self, *, everywhere: bool = False) -> None:
         """Ask all ranks to stop, from any of them: they leave after the same update, or before the next epoch.

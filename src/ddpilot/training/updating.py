@@ -27,7 +27,7 @@ class Updates:
         self._decider = decider
         self._watch = watch
         self._totals: dict[tuple[int, ...], CountTotals] = {}
-        self._is_due = False
+        self._is_due = self._has_backward = False
         self._is_whole = False  # the last backward pass is known to have left nothing out
         self._reduced: set[int] = set()
         self._checked: set[int] = set()
@@ -59,6 +59,7 @@ class Updates:
         self._checked.clear()
         if batch.is_first:
             self._totals.clear()
+            self._has_backward = False
 
     def backward(
         self, loss: torch.Tensor, count: float | None, scaler: torch.amp.GradScaler | None, retain_graph: bool
@@ -68,6 +69,7 @@ class Updates:
             raise self._refuse(f"a loss of shape {tuple(loss.shape)}", "Pass its mean over this rank's samples.")
         self._is_whole = False
         num_local = self._local_count(count)
+        self._has_backward = True
         total, correction = self._total(count)
         seed = self._seed(loss, num_local * self._group.world_size / total) if num_local and total else None
         if self._is_due and count is None and not self._decider.is_under_way:
@@ -124,6 +126,20 @@ class Updates:
         reduced = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._reduced]
         if reduced and not (self._checked and self._checked.issuperset(map(id, reduced))):
             self._look([parameter.grad for parameter in reduced if parameter.grad is not None])
+
+    def check_backward(self, optimizer: Optimizer) -> None:
+        """Raise LoopError where `optimizer` is to apply gradients and no backward of the update went through here."""
+        if self.batch is None or self._has_backward:
+            return
+        if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+            raise LoopError(
+                "updating the weights",
+                found=f"there are gradients, and no loop.backward() was called for this update (batch "
+                f"{self.batch.index} of epoch {self.batch.epoch}), so they are not weighted by samples",
+                fix="Write loop.backward(loss) instead of loss.backward(). Gradients that you make in another way are "
+                "applied by optimizer.step().",
+                rank=self._group.rank,
+            )
 
     def check_norm(self, parameters: Sequence[torch.Tensor], norm: torch.Tensor) -> None:
         """The same for `parameters` that were clipped, by the `norm` of their gradients, which is known then."""

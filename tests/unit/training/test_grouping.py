@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from ddpilot import FakeGroup
 from ddpilot.data.batches import LocalBatch
 from ddpilot.data.loader import make_stream_loader
-from ddpilot.errors import DataError
+from ddpilot.errors import DataError, LoopError
 from ddpilot.group.protocol import ReduceOp
 from ddpilot.training.grouping import iterate_groups
 
@@ -73,12 +73,12 @@ def test_iterate_groups_of_no_samples_is_empty(known: bool) -> None:
             DataLoader(TensorDataset(torch.ones(3))),
             r"a DataLoader, of which every rank would read everything. Pass what loop.shard",
         ),
-        ([1, 2], r"a list. Pass what loop.loader\(dataset, ...\) returns"),
+        ([1, 2], r"a list. Pass what loop.loader\(dataset, global_batch_size=...\) returns"),
     ],
 )
 def test_iterate_groups_refuses_what_nobody_divided(loader: Any, text: str) -> None:
     """With the call that divides it."""
-    with pytest.raises(DataError, match=text):
+    with pytest.raises(LoopError, match=text):
         next(iterate_groups(loader, FakeGroup(), epoch=0))
 
 

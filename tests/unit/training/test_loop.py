@@ -243,3 +243,58 @@ def test_shard_says_how_a_batch_size_is_read_once(capsys: pytest.CaptureFixture[
     loop.shard(DataLoader(TensorDataset(torch.ones(8)), batch_size=6))
     said = capsys.readouterr().out.splitlines()
     assert [line.partition(" samples")[0].rpartition(" ")[2] for line in said] == ["4", "6"]
+
+
+def test_what_was_not_prepared_is_refused_before_it_is_trained() -> None:
+    """A model in `accumulate`; an optimizer in `step`, also one that got another group later. Alone too."""
+    loop, model, optimizer, loader = make()
+    other = nn.Linear(1, 1)
+    with pytest.raises(LoopError, match="weight, bias of this Linear went through no prepare.*model = loop.prepare"):
+        loop.accumulate(other)
+    lonely = torch.optim.SGD(other.parameters(), lr=0.1)
+    with pytest.raises(LoopError, match=r"2 of the 2 parameters of this SGD \(shapes \(1, 1\), \(1,\)\) are in"):
+        loop.step(lonely)
+    other.requires_grad_(False)
+    loop.step(torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1))  # what is frozen is not trained
+    compiled: Any = torch.compile(model, backend="eager")
+    for (x,) in loop.batches(loader):
+        with loop.accumulate(compiled):
+            loop.backward(model(x).mean())
+        loop.step(optimizer)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(()))]})
+    with pytest.raises(LoopError, match="1 of the 3 parameters"):
+        loop.step(optimizer)
+
+
+def test_gradients_of_a_plain_backward_are_refused() -> None:
+    """In `batches`, before the weights change; several steps after one backward are fine."""
+    loop, model, optimizer, loader = make(accumulate=2)
+    before = model.state_dict()["weight"].clone()
+    for (x,) in loop.batches(loader):
+        loop.backward(model(x).mean())
+        if loop.is_update:
+            assert loop.step(optimizer)
+            loop.step(optimizer)
+    changed = model.state_dict()["weight"].clone()
+    assert not torch.equal(before, changed)
+    batches = loop.batches(loader)
+    for (x,) in batches:
+        model(x).mean().backward()
+        if loop.is_update:
+            break
+    with pytest.raises(LoopError, match=r"no loop.backward.*batch 1 of epoch 0.*instead of loss.backward"):
+        loop.step(optimizer)
+    assert torch.equal(model.state_dict()["weight"], changed)
+
+
+def test_a_plain_dataloader_is_refused_for_training_and_taken_for_evaluation() -> None:
+    """There its batches are only a way to read every sample once."""
+    loop = Loop(group=FakeGroup())
+    plain = DataLoader(TensorDataset(torch.arange(10.0)), batch_size=3, shuffle=True)
+    with pytest.raises(LoopError, match=r"a DataLoader, .*Pass what loop.shard\(loader\) returns"):
+        next(loop.batches(plain))  # type: ignore[arg-type]
+    with pytest.raises(LoopError, match=r"a DataLoader.*loop.shard\(loader\)"):
+        loop.loader(plain, global_batch_size=4)
+    mean = loop.evaluate(nn.Identity(), plain, {"mean": lambda x: x}, forward=lambda model, batch: (model(batch[0]),))
+    assert mean == {"mean": 4.5}
+    assert loop.predict(nn.Identity(), plain).tolist() == list(range(10))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -137,6 +138,33 @@ def test_an_epoch_of_two_passes_goes_on_in_the_second(tmp_path: Path) -> None:
         again.read()
     assert len(run.seen) + len(again.seen) == 2 * BATCHES
     assert position(tmp_path)[:3] == (1, 0, 0)
+
+
+@pytest.mark.parametrize("how", ["asked", "SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("batch", [1, BATCHES + 1])
+def test_an_epoch_of_two_passes_that_was_left_in_one_of_them_loses_no_batch(
+    tmp_path: Path, how: str, batch: int
+) -> None:
+    """The passes after it are empty, and the next run goes on in that one."""
+    run = Run(tmp_path)
+
+    def ask() -> None:
+        if len(run.seen) == batch:
+            run.loop.stop(everywhere=True) if how == "asked" else signal.raise_signal(getattr(signal, how))
+
+    with contextlib.suppress(SystemExit):
+        for _ in run.loop.epochs(2):
+            run.read(ask)
+            run.read(ask)
+    assert len(run.seen) in (batch, batch + 1)
+    assert position(tmp_path)[:3] == (0, len(run.seen) - (BATCHES if batch > BATCHES else 0), int(batch > BATCHES))
+    again = Run(tmp_path)
+    for _ in again.loop.epochs(2):
+        again.read()
+        again.read()
+    assert len(run.seen + again.seen) == 4 * BATCHES
+    one_pass = Run(tmp_path / "other").train(1).seen
+    assert [samples for _, samples in run.seen + again.seen] == 4 * [samples for _, samples in one_pass]
 
 
 def test_a_save_that_cannot_be_made_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
