@@ -67,7 +67,7 @@ class JointCheckpoints:
         except CheckpointError as error:
             error.rank = self._group.rank
             own = error
-        parts = self._group.all_gather_object(own) if self._group.world_size > 1 else [own]
+        parts: list[Any] = self._group.all_gather_object(own) if self._group.world_size > 1 else [own]
         _raise_first(parts)
         self._on_rank_zero(
             lambda: self.folder.save(progress, weights=weights, state=state, parts=parts, metrics=metrics)
