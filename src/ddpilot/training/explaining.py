@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +18,7 @@ from ddpilot.group.protocol import GroupLike
 from ddpilot.training.ddp_options import Choice
 from ddpilot.training.explanation import Explained, Explanation
 from ddpilot.training.optimizer_state import Divided
-from ddpilot.training.proposing import Seen, propose
+from ddpilot.training.proposing import Seen, find_value, list_remedies, propose
 from ddpilot.training.reduction import reduced
 from ddpilot.training.wrapping import class_name, find_ddp, unwrap
 
@@ -42,16 +44,23 @@ class Prepared:
         self._optimizers = [one for one in self._optimizers if one is not optimizer]
         self._optimizers.append(optimizer)
 
-    def explain(self) -> Explanation:
-        """See `Loop.explain`. Collective where there are several ranks."""
+    def explain(self, accumulation: int, name_of: Callable[[object], str]) -> Explanation:
+        """See `Loop.explain`. Collective where there are several ranks.
+
+        `accumulation`: batches in an update. `name_of`: what a model or optimizer is called in a checkpoint.
+        """
+        names = _tell_apart([(class_name(one.model), name_of(one.model)) for one in self._models])
         own = [_look(one) for one in self._models], [_count_state(one) for one in self._optimizers]
         of_ranks = self._group.all_gather_object(own) if self._group.world_size > 1 else [own]
         parts = [
-            _explain_model(one, [models[place] for models, _ in of_ranks], self._group.world_size)
+            _explain_model(
+                one, names[place], [models[place] for models, _ in of_ranks], self._group.world_size, accumulation
+            )
             for place, one in enumerate(self._models)
         ]
+        names = _tell_apart([(_class_of(one), name_of(one)) for one in self._optimizers])
         for place, optimizer in enumerate(self._optimizers):
-            parts.append(_explain_optimizer(optimizer, [sizes[place] for _, sizes in of_ranks]))
+            parts.append(_explain_optimizer(optimizer, names[place], [sizes[place] for _, sizes in of_ranks]))
         return Explanation(tuple(parts))
 
 
@@ -59,6 +68,14 @@ class _Model(NamedTuple):
     model: nn.Module
     choices: tuple[Choice, ...]
     names: tuple[str, ...]
+
+
+def _tell_apart(named: Sequence[tuple[str, str]]) -> list[str]:
+    """The class of each, with its own name where others are of that class or the user gave the name."""
+    counts = Counter(kind for kind, _ in named)
+    is_given = [not re.fullmatch(r"(model|averaged|optimizer)\d*", name) for _, name in named]
+    pairs = zip(named, is_given, strict=True)
+    return [f"{kind} ({name})" if given or counts[kind] > 1 else kind for (kind, name), given in pairs]
 
 
 def _look(one: _Model) -> Seen | None:
@@ -74,13 +91,16 @@ def _look(one: _Model) -> Seen | None:
         for name in ("forward_compute", "backward_compute", "backward_comm", "backward_compute_comm_overlap")
     ]
     sizes = data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes") or ""
+    bucket_bytes = tuple(int(size) for size in sizes.split(",") if size.strip())
+    num_elements = sum(p.numel() for p in ddp.module.parameters() if p.requires_grad)
     return Seen(
         num_updates=int(data.get("iteration", 0)),
         finds_unused=ddp.find_unused_parameters,
         # The reducer's own answer: of several models, the logger records only the first one's `can_set_static_graph`.
         is_steady=ddp.reducer._ddp_graph_static(),  # type: ignore[attr-defined]
         left_out=tuple(name for n, name in enumerate(one.names) if n not in ready) if ready else (),
-        bucket_bytes=tuple(int(size) for size in sizes.split(",") if size.strip()),
+        bucket_bytes=bucket_bytes,
+        exchanged_bytes=sum(bucket_bytes) if find_value(one.choices, "comm") == "None" else 2 * num_elements,
         is_rebuilt=bool(data.get("has_rebuilt_buckets")),
         forward_ms=times[0],
         backward_ms=times[1],
@@ -89,29 +109,33 @@ def _look(one: _Model) -> Seen | None:
     )
 
 
-def _explain_model(one: _Model, seen: Sequence[Seen | None], world_size: int) -> Explained:
-    name = class_name(one.model)
+def _explain_model(
+    one: _Model, name: str, seen: Sequence[Seen | None], world_size: int, accumulation: int
+) -> Explained:
     facts = [fact for fact in seen if fact is not None]
     ddp = find_ddp(one.model)
     if ddp is None or not facts:
         why = "one rank alone" if world_size == 1 else "nothing in it is trained"
         return Explained(f"{name}: not wrapped, {why}: nothing is exchanged")
     title = f"{name}: DistributedDataParallel over {world_size} ranks"
-    comm = next(choice.value for choice in one.choices if choice.option == "comm")
-    measured = [_say_buckets(facts[0], ddp, comm), *_say_times(facts), *_say_left_out(facts)]
-    return Explained(title, one.choices, tuple(measured), propose(facts, name, comm))
+    measured = [_say_buckets(facts[0], ddp), *_say_times(facts), *_say_left_out(facts)]
+    return Explained(
+        title,
+        one.choices,
+        tuple(measured),
+        propose(facts, name, list_remedies(unwrap(one.model), one.choices, accumulation)),
+    )
 
 
-def _say_buckets(fact: Seen, ddp: DistributedDataParallel, comm: str) -> str:
+def _say_buckets(fact: Seen, ddp: DistributedDataParallel) -> str:
     total = sum(fact.bucket_bytes)
-    cross = sum(p.numel() for p in ddp.module.parameters() if p.requires_grad) * 2 if comm != "None" else total
     order = "in the order in which gradients came" if fact.is_rebuilt else "in the order of definition"
     views = f"; as views they save {_size(total)} on each rank" if ddp.gradient_as_bucket_view else ""
     sizes = ", ".join(_size(size) for size in fact.bucket_bytes)
     num = len(fact.bucket_bytes)
     return (
-        f"gradients: {_size(total)} in {num} bucket{'s' if num != 1 else ''} ({sizes}) {order}; {_size(cross)} of each "
-        f"rank are exchanged in an update{views}"
+        f"gradients: {_size(total)} in {num} bucket{'s' if num != 1 else ''} ({sizes}) {order}; "
+        f"{_size(fact.exchanged_bytes)} of each rank are exchanged in an update{views}"
     )
 
 
@@ -139,9 +163,11 @@ def _count_state(optimizer: Optimizer) -> int:
     return sum(v.nbytes for values in state.values() for v in values.values() if isinstance(v, torch.Tensor) and v.ndim)
 
 
-def _explain_optimizer(optimizer: Optimizer, sizes: Sequence[int]) -> Explained:
-    local = getattr(optimizer, "optim", optimizer)
-    name = type(local).__name__
+def _class_of(optimizer: Optimizer) -> str:
+    return type(getattr(optimizer, "optim", optimizer)).__name__
+
+
+def _explain_optimizer(optimizer: Optimizer, name: str, sizes: Sequence[int]) -> Explained:
     if isinstance(optimizer, Divided):
         held = f"state: {', '.join(map(_size, sizes))} on ranks 0 to {len(sizes) - 1}, {_size(sum(sizes))} in all"
         why = "each rank updates its share of the parameters, and sends it to the others after the update"

@@ -278,7 +278,7 @@ class Loop:
         for `find_unused_parameters`, `static_graph` and the exchange. Nothing is switched on by itself: a branch may
         be taken later, or on one rank only. Every rank calls it and gets the same; `loop.print(loop.explain())`.
         """
-        return self._prepared.explain()
+        return self._prepared.explain(self._accumulate, self._things.name_of)
 
     def loader(self, dataset: Any, **options: Any) -> ShardedLoader | StreamLoader:
         """A loader of this rank's samples of `dataset`, map-style or iterable; not collective.

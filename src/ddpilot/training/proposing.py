@@ -6,12 +6,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+from torch import nn
+
 from ddpilot.findings.finding import Finding
+from ddpilot.training.ddp_options import Choice
 
 MIN_UPDATES = 10
 """Nothing is proposed before so many updates."""
 _MAX_WAITING = 0.25
 """More of the time than this waiting for the exchange alone is worth a word."""
+_MIN_BYTES = 1_000_000
+"""At 10 gigabit per second a megabyte takes about a millisecond. An exchange of less is as long as messages and late
+ranks make it, whatever is in them: fewer bytes would not shorten it, and such a model trains fast on one rank."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +32,8 @@ class Seen:
     left_out: tuple[str, ...]
     """Parameters without a gradient in the last update that DDP looked at."""
     bucket_bytes: tuple[int, ...] = ()
+    exchanged_bytes: int = 0
+    """What crosses in an update, of one rank: with `comm`, half of the buckets."""
     is_rebuilt: bool = False
     forward_ms: float = 0.0
     backward_ms: float = 0.0
@@ -33,11 +42,32 @@ class Seen:
     """Of the exchange, what ran beside the backward pass."""
 
 
-def propose(facts: Sequence[Seen], model: str, comm: str) -> tuple[Finding, ...]:
-    """Findings of severity "info" on one model; `facts`: in the order of ranks."""
+def find_value(choices: Sequence[Choice], option: str) -> str:
+    """What was chosen for `option`, as a text; "None" where there was no choice."""
+    return next((choice.value for choice in choices if choice.option == option), "None")
+
+
+def list_remedies(model: nn.Module, choices: Sequence[Choice], accumulation: int) -> list[str]:
+    """What would shorten the exchange of the gradients of `model`, unless it is done already or does not go with it."""
+    halves = all(parameter.dtype == torch.float32 for parameter in model.parameters() if parameter.requires_grad)
+    remedies = {
+        "Loop(accumulate=...), which exchanges once for several": accumulation == 1,
+        'comm="bf16", which halves the bytes and rounds gradients to 8 bits': (
+            halves and find_value(choices, "comm") == "None"
+        ),
+        "another bucket_cap_mb": find_value(choices, "bucket_cap_mb") == "25",
+    }
+    return [remedy for remedy, is_open in remedies.items() if is_open]
+
+
+def propose(facts: Sequence[Seen], model: str, remedies: Sequence[str]) -> tuple[Finding, ...]:
+    """Findings of severity "info" on one model; `facts`: in the order of ranks.
+
+    `remedies`: what would shorten the exchange and is not done yet.
+    """
     if min(fact.num_updates for fact in facts) < MIN_UPDATES:
         return ()
-    return (*_about_unused(facts, model), *_about_exchange(facts, comm))
+    return (*_about_unused(facts, model), *_about_exchange(facts, remedies))
 
 
 def _about_unused(facts: Sequence[Seen], model: str) -> Iterable[Finding]:
@@ -72,14 +102,15 @@ def _about_unused(facts: Sequence[Seen], model: str) -> Iterable[Finding]:
         )
 
 
-def _about_exchange(facts: Sequence[Seen], comm: str) -> Iterator[Finding]:
+def _about_exchange(facts: Sequence[Seen], remedies: Sequence[str]) -> Iterator[Finding]:
+    if facts[0].exchanged_bytes < _MIN_BYTES:
+        return
     # The rank that waits least has come last: what it waits is the exchange itself, and not another rank.
     least = min(facts, key=lambda fact: fact.exchange_ms - fact.overlap_ms)
     waiting = least.exchange_ms - least.overlap_ms
     whole = least.forward_ms + least.backward_ms + waiting
     if waiting <= _MAX_WAITING * whole:
         return
-    halved = "" if comm != "None" else 'comm="bf16", which halves the bytes and rounds gradients to 8 bits; '
     parts = f"forward {least.forward_ms:.2f} ms, backward {least.backward_ms:.2f} ms"
     yield Finding(
         code="DDP504",
@@ -89,5 +120,5 @@ def _about_exchange(facts: Sequence[Seen], comm: str) -> Iterator[Finding]:
         ranks=(facts.index(least),),
         evidence=(f"{parts}, then {waiting:.2f} ms of exchange alone, on the rank that waits least",),
         why="The exchange of a bucket runs beside the backward pass of earlier layers; the rest is waited for.",
-        fix=f"Larger batches; Loop(accumulate=...), which exchanges once for several; {halved}another bucket_cap_mb.",
+        fix=f"{'; '.join(['Larger batches', *remedies])}.",
     )

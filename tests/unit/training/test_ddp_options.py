@@ -13,10 +13,10 @@ from torch import nn
 from ddpilot import FakeGroup
 from ddpilot.errors import LoopError, MismatchedCheckpointError
 from ddpilot.training.comm_hooks import check_compressible
-from ddpilot.training.ddp_options import DdpOptions, find_unused
+from ddpilot.training.ddp_options import Choice, DdpOptions, find_unused
 from ddpilot.training.explanation import Explained, Explanation
 from ddpilot.training.optimizer_state import full_state, load_full_state
-from ddpilot.training.proposing import MIN_UPDATES, Seen, propose
+from ddpilot.training.proposing import MIN_UPDATES, Seen, list_remedies, propose
 from ddpilot.training.wrapping import prepare_optimizer
 
 pytestmark = pytest.mark.usefixtures("compiler_is_loaded")
@@ -86,20 +86,46 @@ def test_comm_refuses_gradients_that_16_bits_cannot_stand_for(model: nn.Module, 
 )
 def test_propose_asks_every_rank(seen: list[Seen], codes: list[str]) -> None:
     """One rank that has seen too little, or something else, is enough to say nothing."""
-    assert [finding.code for finding in propose(seen, "Net", "None")] == codes
+    assert [finding.code for finding in propose(seen, "Net", ())] == codes
 
 
 def test_propose_looks_at_the_rank_that_waits_least() -> None:
     """The others wait for it, and not for the exchange."""
-    waiting = replace(SEEN, finds_unused=False, forward_ms=10, backward_ms=20, exchange_ms=60, overlap_ms=10)
+    waiting = replace(
+        SEEN,
+        finds_unused=False,
+        forward_ms=10,
+        backward_ms=20,
+        exchange_ms=60,
+        overlap_ms=10,
+        exchanged_bytes=10_000_000,
+    )
     last = replace(waiting, exchange_ms=30, overlap_ms=10)
-    (finding,) = propose([waiting, last], "Net", "None")
+    (finding,) = propose([waiting, last], "Net", ["another bucket_cap_mb"])
     assert finding.code == "DDP504"
     assert finding.ranks == (1,)
     assert finding.summary == "40 % of an update is spent waiting for gradients"
-    assert 'comm="bf16"' in finding.fix
-    assert propose([waiting, replace(last, overlap_ms=25)], "Net", "None") == ()
-    assert "comm=" not in propose([waiting, last], "Net", "bf16")[0].fix
+    assert finding.fix == "Larger batches; another bucket_cap_mb."
+    assert propose([waiting, replace(last, overlap_ms=25)], "Net", ()) == ()
+
+
+def test_list_remedies_leaves_out_what_is_on_already_or_does_not_go() -> None:
+    """Accumulation, 16 bits, a size of buckets; float64 cannot cross in 16 bits."""
+    default, chosen = (Choice("comm", "None", ""), Choice("bucket_cap_mb", "25", "")), (Choice("comm", "bf16", ""),)
+    assert [text[:11] for text in list_remedies(nn.Linear(1, 1), default, 1)] == [
+        "Loop(accumu",
+        'comm="bf16"',
+        "another buc",
+    ]
+    assert list_remedies(nn.Linear(1, 1), chosen, 4) == []
+    assert list_remedies(nn.Linear(1, 1).double(), default, 4) == ["another bucket_cap_mb"]
+
+
+def test_propose_says_nothing_of_an_exchange_of_few_bytes() -> None:
+    """Fewer of them would not shorten it."""
+    waiting = replace(SEEN, finds_unused=False, forward_ms=1, backward_ms=1, exchange_ms=9, exchanged_bytes=356)
+    assert propose([waiting, waiting], "Net", ['comm="bf16"']) == ()
+    assert len(propose([replace(waiting, exchanged_bytes=2_000_000)] * 2, "Net", ())) == 1
 
 
 def test_explanation_shows_text_as_text() -> None:

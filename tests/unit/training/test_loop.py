@@ -235,6 +235,17 @@ def test_explain_says_what_is_not_wrapped_and_why() -> None:
     assert sgd == "SGD: as it is\n  state: 0 bytes"
 
 
+def test_explain_tells_models_of_one_class_apart() -> None:
+    """By the names that they have in checkpoints, which the user may have given."""
+    loop = Loop(group=FakeGroup())
+    generator, critic, net = nn.Linear(1, 1), nn.Linear(1, 1), nn.Bilinear(1, 1, 1)
+    steps = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (generator, critic)]
+    loop.prepare(generator, critic, net, *steps)
+    loop.track(generator=generator)
+    titles = [part.title.split(":")[0] for part in loop.explain().parts]
+    assert titles == ["Linear (generator)", "Linear (model2)", "Bilinear", "SGD (optimizer)", "SGD (optimizer2)"]
+
+
 def test_shard_says_how_a_batch_size_is_read_once(capsys: pytest.CaptureFixture[str]) -> None:
     """Also where the training and the test data have a loader each."""
     loop = Loop(group=FakeGroup(world_size=2))

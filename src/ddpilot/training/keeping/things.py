@@ -59,6 +59,10 @@ class Things:
         if optional:
             self._optional.add(name)
 
+    def name_of(self, thing: object) -> str:
+        """The name that `thing` has, also in another DDP; "" where it is not there."""
+        return next((name for name, other in self._things.items() if _inner(other) is _inner(thing)), "")
+
     def collect(self, group: GroupLike) -> tuple[Weights, dict[str, Any]]:
         """Weights of the models, and state dicts of the rest, as they are now; rank 0's count.
 
