@@ -201,7 +201,7 @@ def test_evaluate_restores_modes_and_refuses_metrics_it_cannot_use() -> None:
     [
         (lambda y: "good", "it returned 'good', a str. Return one value per sample", None),
         (lambda y: (1, 2, 3), r"it returned \(1, 2, 3\), a tuple", None),
-        (lambda y: {}["key"], "it raised KeyError: 'key'. It is called with what `forward` returns", KeyError),
+        (lambda y: {0: y}[7], "it raised KeyError: 7. It is called with what `forward` returns", KeyError),
         (lambda y, target: y, "it raised TypeError: .* missing 1 required positional argument", TypeError),
     ],
 )
