@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from ddpilot.training.loop import Loop
     from ddpilot.training.parameters import ParameterCount, count_parameters, freeze, unfreeze
     from ddpilot.training.scaling import scale_lr
+    from ddpilot.training.wrapping import unwrap
 
 _HOMES = {
     "BatchSizeSearch": "ddpilot.training.batch_size",
@@ -94,6 +95,7 @@ _HOMES = {
     "scale_lr": "ddpilot.training.scaling",
     "topology": "ddpilot.api.topology",
     "unfreeze": "ddpilot.training.parameters",
+    "unwrap": "ddpilot.training.wrapping",
 }
 
 _HOOKS = {
@@ -146,6 +148,7 @@ __all__ = [
     "scale_lr",
     "topology",
     "unfreeze",
+    "unwrap",
 ]
 
 

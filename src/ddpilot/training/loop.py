@@ -284,8 +284,8 @@ class Loop:
         """A loader of this rank's samples of `dataset`, map-style or iterable; not collective.
 
         `options`: `global_batch_size` (samples of all ranks together) or `batch_size_per_rank`, `shuffle`, `drop_last`,
-        `shares`, `weights`, `num_workers` and the others of `ddpilot.data.loader.make_loader`, or, for an iterable,
-        `make_stream_loader`. Raises DataError.
+        `shares`, `weights`, `num_workers` and others: docs/data.md has a table of them. Raises DataError, also for a
+        name that is none of them.
         """
         if isinstance(dataset, DataLoader):
             raise LoopError(
@@ -303,7 +303,8 @@ class Loop:
         """The loader of this rank that does what an existing DataLoader does in one process; not collective.
 
         Its `batch_size` is that of all ranks together, which is said once; `batch_size_per_rank=True` is the other
-        reading. `options`: those of `ddpilot.data.shard.shard_loader`: `shares`, `cache`. Raises DataError.
+        reading. `options`: also `shares`, `cache`, `seed`, `divides_itself` and `seed_samples`, see docs/data.md.
+        Raises DataError.
         """
         job = {"rank": self.rank, "world_size": self.world_size, "seed": self.seed, "say": self._say_once}
         with naming_rank(self.rank):

@@ -67,8 +67,8 @@ def freeze(model: nn.Module, *patterns: str) -> list[str]:
     ("blocks.[0-3]", "*.bias"); none at all: every parameter. Their gradients are dropped, so an optimizer that holds
     them leaves them as they are, weight decay too. A BatchNorm that is frozen still takes statistics in `train()`.
 
-    To be called before `prepare`: DDP then leaves them out. Later it is `freeze(unwrap(model), ...)`, and after that
-    `model = loop.prepare(unwrap(model))`.
+    To be called before `prepare`: DDP then leaves them out. Later it is `freeze(ddpilot.unwrap(model), ...)`, and after that
+    `model = loop.prepare(ddpilot.unwrap(model))`.
 
     Raises LoopError for a pattern that matches nothing, naming near ones, and for a model in DDP; nothing is changed.
     """
@@ -119,7 +119,7 @@ def _changed_since(names: list[str], rank: int) -> LoopError:
     return LoopError(
         "training a prepared model",
         found=f"{named} were frozen or unfrozen after prepare(), which DDP does not follow",
-        fix="Do it before; or once more model = loop.prepare(unwrap(model)) after it.",
+        fix="Do it before; or once more model = loop.prepare(ddpilot.unwrap(model)) after it.",
         rank=rank,
     )
 
@@ -130,8 +130,8 @@ def _set(model: nn.Module, patterns: tuple[str, ...], *, trained: bool) -> list[
         raise LoopError(
             did,
             found="the model is in DDP, which decided at its making which gradients it waits for",
-            fix=f"Do it before prepare(); or {'un' * trained}freeze(unwrap(model), ...) and then "
-            "model = loop.prepare(unwrap(model)).",
+            fix=f"Do it before prepare(); or {'un' * trained}freeze(ddpilot.unwrap(model), ...) and then "
+            "model = loop.prepare(ddpilot.unwrap(model)).",
         )
     named = dict(unwrap(model).named_parameters(remove_duplicate=False))
     chosen = list(named) if not patterns else list(_match(named, patterns, did))

@@ -82,7 +82,11 @@ def find_ddp(model: nn.Module) -> DistributedDataParallel | None:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside DDP, also inside `torch.compile(ddp)` and an `AveragedModel(ddp)`; else `model` itself."""
+    """The model inside DDP, also inside `torch.compile(ddp)` and an `AveragedModel(ddp)`; else `model` itself.
+
+    The same weights and no collective: for a forward pass from which no gradient of its own is to cross, for methods
+    other than `forward`, and for changing the model before it is prepared again. Not collective.
+    """
     if isinstance(model, DistributedDataParallel):
         return unwrap(model.module)
     inner = getattr(model, "_orig_mod", None) or (model.module if isinstance(model, AveragedModel) else None)

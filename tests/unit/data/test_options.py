@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ddpilot import FakeGroup, Loop
 from ddpilot.data.loader import make_loader, make_stream_loader
+from ddpilot.data.options import WORKER_OPTIONS
 from ddpilot.data.shard import shard_loader
 from ddpilot.errors import DataError
 from tests.unit.data.samples import Stream
@@ -84,3 +88,15 @@ def test_loop_names_the_rank_in_what_its_loaders_refuse() -> None:
     assert caught.value.args == (str(caught.value),)
     with pytest.raises(DataError, match=r"^\[rank 1\] sharding a DataLoader: its `batch_size` is None"):
         loop.shard(DataLoader(DATA, batch_size=None))
+
+
+def test_docs_have_a_row_for_every_option() -> None:
+    """And none that is not there."""
+    page = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
+    of_loader, of_shard = page.split("## Options")[1].split("## Batch sizes")[0].split("Of `loop.shard")
+    for text, makers in ((of_loader, (make_loader, make_stream_loader)), (of_shard, (shard_loader,))):
+        names = {name for maker in makers for name in inspect.signature(maker).parameters}
+        names -= {"dataset", "loader", "rank", "world_size", "options", "say"}
+        rows = [row.split("|")[1] for row in text.splitlines() if row.startswith("| `")]
+        more = set(WORKER_OPTIONS) if makers[0] is make_loader else set()
+        assert set(re.findall(r"`(\w+)`", " ".join(rows))) == names | more
