@@ -39,7 +39,7 @@ class Decision:
 class Decider:
     """Collects this rank's flags and exchanges them with the other ranks'.
 
-    `max_time_s`: seconds from now after which training ends, None for no limit. A flag that comes after an exchange
+    `max_time_s`: seconds after `start` when training ends, None for no limit. A flag that comes after an exchange
     began goes with the next one. Which updates have an exchange is the same on all ranks: it follows from how long
     updates took, which they tell each other with the flags. `clock`: seconds from any beginning.
     """
@@ -49,7 +49,8 @@ class Decider:
     ) -> None:
         self._group = group
         self._clock = clock
-        self._deadline = None if max_time_s is None else clock() + max_time_s
+        self._max_time_s = max_time_s
+        self._deadline: float | None = None
         self._asked: set[str] = set()
         self._asks_save = self._decided_save = False
         self._sent: list[float] | None = None
@@ -60,6 +61,11 @@ class Decider:
         self._since_s = clock()
         self.reasons: tuple[str, ...] = ()
         """Why all ranks stop, () while none has to."""
+
+    def start(self) -> None:
+        """Training begins: the time counts from here; a second call changes nothing. Not collective."""
+        if self._deadline is None and self._max_time_s is not None:
+            self._deadline = self._clock() + self._max_time_s
 
     def ask(self, reason: str) -> None:
         """Ask for a stop of all ranks, for one of `REASONS`. Not collective; safe in a signal handler."""

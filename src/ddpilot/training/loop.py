@@ -33,7 +33,7 @@ from ddpilot.training.explanation import Explanation
 from ddpilot.training.grouping import CurrentBatch, Loader, check_loader, iterate_groups
 from ddpilot.training.keeping.keeper import Keeper
 from ddpilot.training.keeping.options import KeepOptions
-from ddpilot.training.keeping.place import Place
+from ddpilot.training.keeping.place import Place, describe_data
 from ddpilot.training.keeping.things import Things, has_state
 from ddpilot.training.memory import explain_out_of_memory, find_sharing, is_out_of_memory
 from ddpilot.training.nonfinite import FiniteWatch
@@ -56,7 +56,8 @@ class Loop:
 
     `seed`: of weights made after this line (the same on every rank), of the data's order, and, with the rank, of
     dropout in each epoch. `accumulate`: batches that make one update. `precision`: "fp32" (leaves dtypes alone),
-    "bf16" or "fp16". `max_time_s`: seconds after which all ranks leave the loop together; None: no limit.
+    "bf16" or "fp16". `max_time_s`: seconds after which all ranks leave the loop together, counted from the first
+    `epochs` or `batches`; None: no limit.
     `check_finite`: raise NonFiniteError on all ranks where a loss is NaN or infinite (with fp16 overflowing updates are
     skipped instead). `backend`, `timeout_s`: of `init_group`, which enters or adopts the process group, also of a rank
     that is alone. `group`: use this one instead.
@@ -118,9 +119,9 @@ class Loop:
         self._things = Things()
         if self._precision.scaler is not None:
             self._things.add(self._precision.scaler, "scaler", optional=True)
-        self._place = Place(seed, self.group.rank, self.group.world_size)
-        options = checkpoint_dir and KeepOptions(
-            checkpoint_dir=checkpoint_dir,
+        self._place = Place(seed, self.group.rank, self.group.world_size, accumulate)
+        options = KeepOptions.of(
+            checkpoint_dir,
             keep=keep,
             best=best,
             save_every_s=save_every_s,
@@ -128,7 +129,7 @@ class Loop:
             resume=resume,
         )
         check = self._updates.check_pending
-        self._keeper = Keeper(self.group, self._things, self._place, self._decider, check, options or None)
+        self._keeper = Keeper(self.group, self._things, self._place, self._decider, check, options)
         self._prepared = Prepared(self.group)
         seed_all(seed)
 
@@ -318,8 +319,10 @@ class Loop:
         SystemExit(75) on all ranks, after a checkpoint: for a scheduler that starts the job again.
         """
         self._keeper.begin()
+        self._decider.start()
         self._num_epochs = num
         with self._signals, self._keeper:
+            self._keeper.say_if_finished(num)
             while self.epoch < num:
                 self._updates.settle_outside()
                 if self.should_stop:
@@ -350,6 +353,8 @@ class Loop:
         self.findings += new
         if not self._place.begin_pass(loader, self.device):
             return
+        self._decider.start()
+        self._keeper.say_resumed()
         groups = self._waiting.over(
             iterate_groups(
                 loader, self.group, epoch=self.epoch, first_batch=self.next_batch, accumulation=self._accumulate
@@ -377,6 +382,8 @@ class Loop:
                     self.next_batch = batch.index + 1
                     break
             else:
+                if self.next_batch and self._updates.batch is None and "dataset_length" not in describe_data(loader):
+                    self._keeper.say_nothing_left()
                 self._place.end_pass()
             self._updates.batch = None
 
@@ -410,9 +417,9 @@ class Loop:
         """Go on from the latest checkpoint that is whole; whether there is one. Collective.
 
         `epochs` does it by itself: this is for who wants the weights before it. Everything that was prepared or tracked
-        is restored, and the place in the data; one line on rank 0's stderr says from where. `other_data`: an epoch may
-        begin with a dataset of another length. Raises CorruptCheckpointError where none is whole, and
-        MismatchedCheckpointError, on all ranks and with nothing changed, where it is another run's.
+        is restored, and the place in the data; rank 0 says on stderr from where when training or an evaluation begins.
+        `other_data`: an epoch may begin with a dataset of another length. Raises CorruptCheckpointError where none is
+        whole, and MismatchedCheckpointError, on all ranks and with nothing changed, where it is another run's.
         """
         return self._keeper.resume(other_data=other_data)
 
@@ -528,6 +535,7 @@ class Loop:
         runs unwrapped, in eval mode, with rank 0's buffers, and not at all where a rank has no sample.
         `forward(model, batch)` returns what metrics are called with; default: `(model(batch[0]), batch[1])`.
         """
+        self._keeper.say_resumed()
         with self.autocast():
             return evaluate(model, self._divided(loader), metrics, self.group, forward)
 
@@ -548,6 +556,7 @@ class Loop:
         writes batch by batch, so that memory holds one batch only; `read_predictions` reads it; the path is returned
         on every rank. `forward(model, batch)`; default: `model(batch[0])`, or `model(batch)` where that is no tuple.
         """
+        self._keeper.say_resumed()
         with self.autocast():
             return predict(model, self._divided(loader), self.group, to=to, on_all_ranks=on_all_ranks, forward=forward)
 

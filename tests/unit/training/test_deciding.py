@@ -24,10 +24,16 @@ def test_decider_exchanges_counts_and_reasons(world_size: int) -> None:
 
 
 def test_decider_stops_when_the_time_is_up() -> None:
-    """A limit of no time ends with the first exchange."""
-    decider = Decider(FakeGroup(), max_time_s=-1.0)
-    assert decider.finish().reasons == ("time",)
-    assert Decider(FakeGroup(), max_time_s=1e6).finish().reasons == ()
+    """It counts from the start of training, once."""
+    clock = [0.0]
+    decider = Decider(FakeGroup(), max_time_s=1.0, clock=lambda: clock[0])
+    clock[0] = 100.0  # a model was made, and data downloaded
+    assert decider.finish().reasons == ()
+    expected: list[tuple[float, tuple[str, ...]]] = [(100.0, ()), (101.0, ()), (101.1, ("time",))]
+    for now_s, reasons in expected:
+        clock[0] = now_s
+        decider.start()
+        assert decider.finish().reasons == reasons
 
 
 def gaps(decider: Decider, clock: list[float], duration_s: float, num: int) -> list[int]:

@@ -20,12 +20,13 @@ FORMAT = 1
 """What this version writes; it reads this and older ones."""
 
 _MEANINGS = {
-    "dataset_length": "the dataset has another length, so the rest of the epoch would be other samples",
+    "dataset_length": "the dataset has another length",
     "global_batch_size": "the position in the epoch counts global batches of another size",
     "seed": "another seed gives another order of samples",
-    "batches": "shuffling, drop_last, weights, a sampler, or who divides the data is another, so the rest of the epoch "
-    "would be other samples",
+    "batches": "shuffling, drop_last, weights, a sampler, or who divides the data is another",
+    "accumulate": "the rest of the epoch would make other updates",
 }
+_OTHER_SAMPLES = ("dataset_length", "batches")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,12 +53,14 @@ class Progress:
     """Samples of a global batch; None: unknown."""
     batches: str | None = None
     """Fingerprint of how samples make global batches; None: unknown."""
+    accumulate: int | None = None
+    """Batches that make one update; None: unknown."""
 
     def require(self, **now: int | str | None) -> None:
         """Refuse to go on with other data.
 
-        `now`: `dataset_length`, `global_batch_size`, `seed` and `batches` of this run, as keywords; None says nothing.
-        Raises MismatchedCheckpointError that names each one that differs.
+        `now`: `dataset_length`, `global_batch_size`, `seed`, `batches` and `accumulate` of this run, as keywords;
+        None says nothing. Raises MismatchedCheckpointError that names each one that differs.
         """
         unknown = set(now) - set(_MEANINGS)
         if unknown:
@@ -67,11 +70,15 @@ class Progress:
         if len(differing) > 1 and "batches" in differing:
             differing.remove("batches")  # a consequence of the others
         if differing:
-            changes = [f"`{name}` was {before[name]}, is {now[name]} ({_MEANINGS[name]})" for name in differing]
+            rest = ", so the rest of the epoch would be other samples" if self.batch else ""
+            meanings = {name: _MEANINGS[name] + (rest if name in _OTHER_SAMPLES else "") for name in differing}
+            changes = [f"`{name}` was {before[name]}, is {now[name]} ({meanings[name]})" for name in differing]
+            takes_other = differing == ["dataset_length"] and not self.batch
             raise MismatchedCheckpointError(
                 f"resuming at step {self.step}",
                 found="; ".join(changes),
-                fix="Resume with the old values, or begin a new run from the weights alone (`load_weights`).",
+                fix=("Go on with the new data by loop.resume(other_data=True). Or resume" if takes_other else "Resume")
+                + " with the old values, begin anew with `resume=False`, or take the weights alone (`loop.load`).",
             )
 
 

@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import NoReturn
 
-from ddpilot.errors import LoopError
+from ddpilot.errors import CorruptCheckpointError, LoopError
 from ddpilot.group.protocol import GroupLike
 from ddpilot.launching.contract import EXIT_REQUEUE
+from ddpilot.training.checkpoint.choosing import parse_best
 from ddpilot.training.checkpoint.directory import CheckpointDir
 from ddpilot.training.checkpoint.joint import RNG, JointCheckpoints, on_all_ranks
 from ddpilot.training.checkpoint.reading import Checkpoint
@@ -19,18 +20,20 @@ from ddpilot.training.checkpoint.telling import tell_stderr
 from ddpilot.training.deciding import Decider
 from ddpilot.training.keeping.options import KeepOptions
 from ddpilot.training.keeping.place import Place
+from ddpilot.training.keeping.sentences import (
+    LEFT_BY_BREAK,
+    SAVED_BEFORE,
+    say_finished,
+    say_left,
+    say_no_metric,
+    say_nothing_left,
+    say_resumed,
+    say_saved,
+)
 from ddpilot.training.keeping.things import Things
 
 _FACTS = "passes"
 _REQUEUE = ("SIGTERM", "SIGUSR1")
-_SAVED_BEFORE = (
-    "loop.save() makes no second checkpoint of an epoch that all ranks left in its middle: the one that was made there "
-    "goes on there."
-)
-_LEFT_BY_BREAK = (
-    "a checkpoint that loop.save() asked for was not made: the epoch was left before its end. To end training early, "
-    "call loop.stop() instead of `break`."
-)
 
 
 class Keeper:
@@ -58,7 +61,9 @@ class Keeper:
         self._joint: JointCheckpoints | None = None
         self._has_begun = False
         self._is_in_epochs = False
-        self._is_asked = False
+        self._is_asked = self._is_unsaid = self._is_metric_missed = False
+        self._resumed = ""
+        self._best = parse_best(None if options is None else options.best)
         self._metrics: dict[str, float] = {}
         self._num_updates = self._num_updates_saved = 0
         self._saved_s = time.monotonic()
@@ -92,7 +97,11 @@ class Keeper:
         if self._place.num_updates != self.first_update or self._has_begun:
             raise self._refuse("resuming", "training has begun already", "Resume before the first epoch.")
         self._has_begun = True
-        found = joint.latest()
+        try:
+            found = joint.latest()
+        except CorruptCheckpointError as error:
+            error.fix = "Restore one from a copy; or begin anew with `resume=False`, which moves what is there aside."
+            raise
         if found is None or 0 < found.manifest.progress.step <= self.first_update:
             return False
         restore = on_all_ranks(self._group, lambda: self._match(found))
@@ -100,16 +109,33 @@ class Keeper:
         same_size = found.manifest.progress.world_size == self._group.world_size
         part = found.part(self._group.rank if same_size else 0) or {}
         self._place.go_on(found.manifest.progress, part.get(_FACTS, ()), part.get(RNG), other_data)
-        self._tell(_say_resumed(found, self._group.world_size))
+        self._resumed = say_resumed(
+            found.path, found.manifest.progress, self._group.world_size, self._place.accumulation
+        )
         return True
+
+    def say_resumed(self) -> None:
+        """Say from where the run goes on, once it is known that it does. Not collective."""
+        if self._resumed:
+            self._tell(self._resumed)
+            self._resumed = ""
+
+    def say_if_finished(self, num_epochs: int) -> None:
+        """Say instead that nothing is left to do, where that is so. Not collective."""
+        if self._resumed and self._place.epoch >= num_epochs:
+            self._resumed = ""
+            self._tell(say_finished(self._require("resuming").folder.path, self._place.epoch, num_epochs))
+
+    def say_nothing_left(self) -> None:
+        """Say that the stream of a resumed pass is shorter than where it goes on, or just as long."""
+        self._tell(say_nothing_left(self._place.epoch, self._place.next_batch))
 
     def ask(self, metrics: Mapping[str, float] | None, *, in_batch: bool) -> None:
         """See `Loop.save`. Collective where it is outside of epochs and batches."""
         self._require("saving")
-        best = self._options.best if self._options is not None else None
         self._metrics = {name: float(value) for name, value in (metrics or {}).items()}
-        if best is not None and metrics is not None and best.split()[-1] not in self._metrics:
-            found = f"`best` is {best!r}, and the metrics are {', '.join(map(repr, metrics)) or 'none'}"
+        if self._best is not None and metrics is not None and self._best[0] not in self._metrics:
+            found = f"`best` is {self._said_best()!r}, and the metrics are {', '.join(map(repr, metrics)) or 'none'}"
             raise self._refuse("saving", found, "Give the metric under the name that `best` has.")
         self._is_asked = True
         if not in_batch and not self._is_in_epochs:
@@ -137,6 +163,9 @@ class Keeper:
         """An epoch is over: the place is at the next one, and it is saved. Collective."""
         self._place.end_epoch()
         if self._joint is not None:
+            if self._best is not None and self._best[0] not in self._metrics and not self._is_metric_missed:
+                self._is_metric_missed = True
+                self._tell(say_no_metric(self._said_best(), self._best[0]))
             self._save(0)
 
     def leave(self) -> None:
@@ -147,6 +176,10 @@ class Keeper:
         names = [reason for reason in self._decider.reasons if reason in _REQUEUE]
         if names:
             self._exit(names[0], is_written)
+        said = [say_left(reason, self._joint.folder.path, is_written) for reason in self._decider.reasons]
+        if self._is_unsaid and any(said):
+            self._tell(next(filter(None, said)))
+        self._is_unsaid = False
 
     def wait(self) -> bool:
         """Wait until the last save is on the disk; whether it is, the same on all ranks. Collective."""
@@ -161,16 +194,19 @@ class Keeper:
     ) -> None:
         """Not collective: one rank may be here alone, with an exception."""
         self._is_in_epochs = False
+        if kind is None:
+            self.say_resumed()
         if self._joint is None:
             return
         if self._is_asked:
             self._is_asked = False
-            self._tell(_SAVED_BEFORE if kind is None else _LEFT_BY_BREAK)
+            self._tell(SAVED_BEFORE if kind is None else LEFT_BY_BREAK)
         if self._group.is_rank_zero:
             self._joint.folder.wait()
 
     def _match(self, found: Checkpoint) -> Callable[[], None]:
-        found.manifest.progress.require(seed=self._place.seed)
+        progress = found.manifest.progress
+        progress.require(seed=self._place.seed, accumulate=self._place.accumulation if progress.batch else None)
         return self._things.match(found)
 
     def _is_due(self, joint: JointCheckpoints, options: KeepOptions) -> bool:
@@ -195,7 +231,7 @@ class Keeper:
             part={_FACTS: self._place.facts},
             metrics=self._metrics,
         )
-        self._is_asked, self._metrics = False, {}
+        self._is_asked, self._is_unsaid, self._metrics = False, True, {}
         self._num_updates_saved = self._num_updates
         self._saved_s = time.monotonic()
         self.held_up_s += time.perf_counter() - began_s
@@ -206,9 +242,8 @@ class Keeper:
 
     def _exit(self, name: str, is_written: bool) -> NoReturn:
         path = self._require("leaving").folder.path
-        saved = f"the checkpoint in {path} is written" if is_written else "the last checkpoint could not be written"
         self._tell(
-            f"{name}: {saved}; leaving epoch {self._place.epoch} with exit code {EXIT_REQUEUE}. "
+            f"{name}: {say_saved(path, is_written)}; leaving epoch {self._place.epoch} with exit code {EXIT_REQUEUE}. "
             "The same command goes on from there."
         )
         raise SystemExit(EXIT_REQUEUE)
@@ -222,14 +257,8 @@ class Keeper:
             raise self._refuse(did, "this loop has no directory for checkpoints", "Make it with `checkpoint_dir=`.")
         return self._joint
 
+    def _said_best(self) -> str:
+        return str(self._options and self._options.best)
+
     def _refuse(self, did: str, found: str, fix: str) -> LoopError:
         return LoopError(did, found=found, fix=fix, rank=self._group.rank)
-
-
-def _say_resumed(found: Checkpoint, world_size: int) -> str:
-    progress = found.manifest.progress
-    place = f"epoch {progress.epoch}" + (f", batch {progress.batch}" if progress.batch else "")
-    sizes = f", on {world_size} rank{'s' * (world_size > 1)}"
-    if progress.world_size != world_size:
-        sizes += f" instead of {progress.world_size}"
-    return f"goes on from {found.path}: {place}, after {progress.step} updates{sizes}"

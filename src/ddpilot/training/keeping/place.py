@@ -23,12 +23,14 @@ class Place:
     the next in the middle where it was left there.
     """
 
-    def __init__(self, seed: int, rank: int, world_size: int) -> None:
+    def __init__(self, seed: int, rank: int, world_size: int, accumulation: int = 1) -> None:
         self.epoch = 0
         self.next_batch = 0
         self.num_updates = 0
         self.samples_seen = 0
         self.seed = seed
+        self.accumulation = accumulation
+        """Batches that make one update."""
         self._rank = rank
         self._world_size = world_size
         self._passes = 0
@@ -83,6 +85,7 @@ class Place:
             samples_seen=self.samples_seen,
             seed=self.seed,
             world_size=self._world_size,
+            accumulate=self.accumulation,
             **facts,
         )
 
@@ -111,7 +114,9 @@ class Place:
         assert self._resumed is not None  # the caller has looked
         # Where an epoch begins, another batch size or order loses no sample.
         names = before.keys() if self.next_batch else before.keys() & {"dataset_length"}
-        Progress(step=self._resumed.step, **before).require(**{name: now.get(name) for name in names})
+        Progress(step=self._resumed.step, batch=self.next_batch, **before).require(
+            **{name: now.get(name) for name in names}
+        )
 
     def _set_random_state(self, device: torch.device) -> None:
         if not self.next_batch:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from ddpilot import CheckpointError, FakeGroup, LoopError, MismatchedCheckpointError
+from ddpilot import CheckpointError, CorruptCheckpointError, FakeGroup, LoopError, MismatchedCheckpointError
 from ddpilot.training.checkpoint.directory import CheckpointDir
 from ddpilot.training.loop import Loop
 from tests.unit.training.keeping.runs import BATCHES, Run, latest, position
@@ -35,7 +35,8 @@ def test_epochs_save_after_each_and_go_on_there(tmp_path: Path, capsys: pytest.C
     assert Run(tmp_path).train(3).seen == []
     said = capsys.readouterr().err.splitlines()
     assert said[0] == f"ddpilot: goes on from {tmp_path}/save-000001-step-3: epoch 1, after 3 updates, on 1 rank"
-    assert len(said) == 2
+    done = f"ddpilot: the run in {tmp_path} is finished: it has made 3 epochs, and 3 are asked for. Ask for more epochs"
+    assert said[1:] == [f"{done} to train longer, or begin anew with `resume=False`."]
 
 
 @pytest.mark.parametrize("how", ["asked", "SIGINT"])
@@ -69,6 +70,67 @@ def test_a_scheduler_s_signal_ends_the_process_with_75_after_a_checkpoint(
     assert (
         f"ddpilot: {number.name}: the checkpoint in {tmp_path} is written; leaving epoch 0 with exit code 75." in said
     )
+
+
+def test_ctrl_c_says_once_where_the_run_was_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the middle of an epoch, and no more than once; a stop that the program asked for says nothing."""
+    run = Run(tmp_path)
+    run.train(2, lambda: signal.raise_signal(signal.SIGINT) if len(run.seen) == 1 else None)
+    run.train(2)
+    said = f"ddpilot: Ctrl-C: the checkpoint in {tmp_path} is written. The same lines go on from there.\n"
+    assert capsys.readouterr().err == said
+    asked = Run(tmp_path / "asked")
+    asked.train(2, asked.loop.stop)
+    assert capsys.readouterr().err == ""
+
+
+def test_accumulate_may_change_at_the_end_of_an_epoch_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """There it is said; the rest of an epoch would make other updates."""
+    middle = Run(tmp_path / "middle")
+    middle.train(1, middle.loop.stop)
+    with pytest.raises(MismatchedCheckpointError, match=r"`accumulate` was 1, is 2 \(the rest of the epoch"):
+        Run(tmp_path / "middle", accumulate=2).train(1)
+    assert "goes on" not in capsys.readouterr().err
+    Run(tmp_path / "end").train(1)
+    assert Run(tmp_path / "end", accumulate=2).train(2).loop.num_updates == BATCHES + 2
+    assert "after 3 updates, on 1 rank, with accumulate=2 instead of 1\n" in capsys.readouterr().err
+
+
+def test_what_is_refused_says_how_to_go_on_and_not_that_it_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Other data where an epoch begins; nothing that is whole."""
+    Run(tmp_path).train(1)
+    said = r"another length\)\. Go on with .* by loop.resume\(other_data=True\). Or .* with `resume=False`, or .*load"
+    with pytest.raises(MismatchedCheckpointError, match=said):
+        Run(tmp_path, num_samples=11).train(2)
+    assert capsys.readouterr().err == ""
+    (latest(tmp_path).path / "state.pt").write_bytes(b"torn")
+    with pytest.raises(CorruptCheckpointError, match="begin anew with `resume=False`, which moves what is there aside"):
+        Run(tmp_path).train(2)
+
+
+def test_a_best_without_its_metric_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the first checkpoint of an epoch that lacks it."""
+    Run(tmp_path, best="max acc").train(2)
+    said = "there is no best checkpoint: `best` is 'max acc', and this epoch's has no 'acc'. Give it in the epoch: "
+    assert capsys.readouterr().err == f"ddpilot: {said}loop.save({{'acc': ...}}).\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({"keep": None}, "`keep` is None, and there is no `checkpoint_dir`"),
+        ({"best": "max acc"}, "`best` is 'max acc', and there is no `checkpoint_dir`.*Say where"),
+        ({"save_every_s": 5.0}, "`save_every_s` is 5.0, and there"),
+        ({"resume": "auto"}, "`resume` is 'auto'. Pass True"),
+        ({"checkpoint_dir": ""}, "`checkpoint_dir` is empty"),
+    ],
+)
+def test_loop_refuses_options_of_checkpoints_that_are_not_made(options: dict[str, Any], found: str) -> None:
+    """Each with its value."""
+    with pytest.raises(LoopError, match=found):
+        Loop(group=FakeGroup(), **options)
 
 
 def test_save_is_made_after_the_update_that_is_under_way(tmp_path: Path) -> None:
@@ -285,8 +347,8 @@ class Stream(IterableDataset[torch.Tensor]):
         return iter(torch.arange(10.0).reshape(-1, 1))
 
 
-def test_a_stream_goes_on_in_the_middle(tmp_path: Path) -> None:
-    """What was read is passed over, and what was not comes."""
+def test_a_stream_goes_on_in_the_middle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What was read is passed over, and what was not comes; where nothing does, that is said."""
     seen: list[float] = []
     for stops in (True, False):
         loop = Loop(group=FakeGroup(), checkpoint_dir=tmp_path)
@@ -297,6 +359,13 @@ def test_a_stream_goes_on_in_the_middle(tmp_path: Path) -> None:
                 if stops:
                     loop.stop()
     assert seen == [float(number) for number in range(10)]
+    assert "nothing was left" not in capsys.readouterr().err
+    place = Loop(group=FakeGroup())
+    place.next_batch = 7
+    assert list(place.batches(place.loader(Stream(), global_batch_size=4))) == []
+    assert (
+        "nothing was left of epoch 0, which goes on at batch 7: the stream has none there." in capsys.readouterr().err
+    )
 
 
 def test_batches_that_ranks_divide_themselves_are_refused_in_the_middle_at_another_number_of_ranks(

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run with checkpoints says on stderr."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ddpilot.training.checkpoint.manifest import Progress
+
+SAVED_BEFORE = (
+    "loop.save() makes no second checkpoint of an epoch that all ranks left in its middle: the one that was made there "
+    "goes on there."
+)
+LEFT_BY_BREAK = (
+    "a checkpoint that loop.save() asked for was not made: the epoch was left before its end. To end training early, "
+    "call loop.stop() instead of `break`."
+)
+_REASONS = {"SIGINT": "Ctrl-C", "time": "the time is up (`max_time_s`)"}
+
+
+def say_resumed(path: Path, progress: Progress, world_size: int, accumulation: int) -> str:
+    """From where a run goes on, and what is another now."""
+    place = f"epoch {progress.epoch}" + (f", batch {progress.batch}" if progress.batch else "")
+    sizes = f", on {world_size} rank{'s' * (world_size > 1)}"
+    if progress.world_size != world_size:
+        sizes += f" instead of {progress.world_size}"
+    if progress.accumulate not in (None, accumulation):
+        sizes += f", with accumulate={accumulation} instead of {progress.accumulate}"
+    return f"goes on from {path}: {place}, after {progress.step} updates{sizes}"
+
+
+def say_finished(folder: Path, num_done: int, num: int) -> str:
+    """That a run that was begun again has nothing left to do."""
+    return (
+        f"the run in {folder} is finished: it has made {num_done} epochs, and {num} are asked for. Ask for more epochs "
+        "to train longer, or begin anew with `resume=False`."
+    )
+
+
+def say_left(reason: str, folder: Path, is_written: bool) -> str | None:
+    """Where a run was saved that was ended by Ctrl-C or by the clock; None for a stop that the program asked for."""
+    if reason not in _REASONS:
+        return None
+    goes_on = ". The same lines go on from there." if is_written else "."
+    return f"{_REASONS[reason]}: {say_saved(folder, is_written)}{goes_on}"
+
+
+def say_saved(folder: Path, is_written: bool) -> str:
+    """Whether the last checkpoint is on the disk."""
+    return f"the checkpoint in {folder} is written" if is_written else "the last checkpoint could not be written"
+
+
+def say_no_metric(best: str, name: str) -> str:
+    """That nothing can be chosen by the metric of `best`."""
+    return (
+        f"there is no best checkpoint: `best` is {best!r}, and this epoch's has no {name!r}. Give it in the epoch: "
+        f"loop.save({{{name!r}: ...}})."
+    )
+
+
+def say_nothing_left(epoch: int, batch: int) -> str:
+    """That a resumed pass over a stream is at its end at once."""
+    return (
+        f"nothing was left of epoch {epoch}, which goes on at batch {batch}: the stream has none there. If it was "
+        "longer before, it is another one now."
+    )
