@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from ddpilot.errors import LoopError
@@ -41,3 +42,15 @@ def predict_batch(model: nn.Module, batch: Any) -> Any:
 def with_count(loss: Any) -> tuple[Any, float | None]:
     """What a loss function returned, as the loss and what its mean is over (None: samples)."""
     return (loss[0], float(loss[1])) if isinstance(loss, tuple) else (loss, None)
+
+
+def check_attached(loss: Any, rank: int) -> None:
+    """Raise LoopError for a loss that no parameter is behind."""
+    if not getattr(loss, "requires_grad", False):
+        what = f"a {type(loss).__name__}" if not isinstance(loss, torch.Tensor) else "a tensor without a gradient"
+        raise LoopError(
+            "training a batch",
+            found=f"`loss_fn` returned {what}: nothing would be trained",
+            fix="Return a tensor that is computed from the output, without `.detach()`, `.item()` or `no_grad`.",
+            rank=rank,
+        )

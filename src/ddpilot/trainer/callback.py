@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
@@ -20,7 +21,7 @@ class Callback:
     make collective calls; what it raises on one rank ends that rank there and then, as in a loop of one's own.
 
     Callbacks are called in the order in which `Trainer` was given them. They travel to the ranks with what they have;
-    open files and threads belong into `on_fit_start`.
+    open files and threads belong into `on_fit_start`. A method `on_...` that is none of these is refused.
     """
 
     ranks: ClassVar[Literal["zero", "all"]] = "zero"
@@ -61,7 +62,7 @@ class Callback:
 
 
 def check_callbacks(given: Sequence[object]) -> None:
-    """Raise LoopError for what is no callback, or says that it runs on other ranks than there are."""
+    """Raise LoopError for what is no callback, says other ranks than there are, or has a method that nobody calls."""
     for one in given:
         if not isinstance(one, Callback):
             found = f"a {type(one).__name__} among `callbacks`"
@@ -69,3 +70,10 @@ def check_callbacks(given: Sequence[object]) -> None:
         if str(one.ranks) not in ("zero", "all"):
             found = f"{type(one).__name__}.ranks is {one.ranks!r}"
             raise LoopError("making a Trainer", found=found, fix="Say 'zero' or 'all'.")
+        for name in dir(type(one)):
+            if name.startswith("on_") and not hasattr(Callback, name) and callable(getattr(one, name)):
+                known = [each for each in vars(Callback) if each.startswith("on_")]
+                near = difflib.get_close_matches(name, known, 1)
+                fix = f"Did you mean `{near[0]}`?" if near else f"Those that are: {', '.join(known)}."
+                found = f"{type(one).__name__}.{name}, which is never called"
+                raise LoopError("making a Trainer", found=found, fix=fix)

@@ -39,12 +39,14 @@ class Fit:
     train_set: Any
     val_set: Any
     epochs: int
+    until_epoch: int | None
     sizes: Mapping[str, int | None]
     shuffle: bool
     num_workers: int
     max_time_s: float | None
     checkpoints: Mapping[str, Any]
     """Arguments of `Loop`: `checkpoint_dir`, `resume`, `keep` and so on."""
+    check_finite: bool
     progress: bool | None
     loader: Mapping[str, Any]
     ddp: Mapping[str, Any]
@@ -57,6 +59,7 @@ def fit_here(trainer: Trainer, fit: Fit) -> None:
         accumulate=trainer.accumulate,
         precision=trainer.precision,
         max_time_s=fit.max_time_s,
+        check_finite=fit.check_finite,
         progress=fit.progress,
         group=group_here(),
         **fit.checkpoints,
@@ -66,7 +69,7 @@ def fit_here(trainer: Trainer, fit: Fit) -> None:
     _start(loop, trainer.position, data)
     run = _prepare(trainer, loop, fit)
     if fit.checkpoints["checkpoint_dir"] is not None and fit.checkpoints["resume"]:
-        loop.resume()
+        _resume(loop, run, fit)
     watchers = Watchers(trainer.callbacks, run)
     try:
         watchers.tell("on_fit_start")
@@ -85,6 +88,14 @@ def _start(loop: Loop, position: Position, data: Mapping[str, Any]) -> None:
     if next_batch and position.data != data:  # of other data there is no rest: another epoch begins
         epoch, next_batch = epoch + 1, 0
     loop.start_at(epoch, next_batch=next_batch, num_updates=position.num_updates)
+
+
+def _resume(loop: Loop, run: Run, fit: Fit) -> None:
+    if not loop.resume() or fit.progress is False:
+        return
+    left = max(0, run.num_epochs - loop.epoch)
+    goal = f"until_epoch={fit.until_epoch}" if fit.until_epoch is not None else f"epochs={fit.epochs}"
+    loop.print(f"goes on with epoch {loop.epoch + 1}; {goal}: {left} more, up to {run.num_epochs}", flush=True)
 
 
 def _prepare(trainer: Trainer, loop: Loop, fit: Fit) -> Run:
@@ -112,7 +123,7 @@ def _prepare(trainer: Trainer, loop: Loop, fit: Fit) -> Run:
         schedulers={name: one for name, one in trainer.schedulers.items() if _is_per_update(trainer, one)},
         ema=trainer.ema,
         history=trainer.history,
-        num_epochs=loop.epoch + fit.epochs,
+        num_epochs=loop.epoch + fit.epochs if fit.until_epoch is None else fit.until_epoch,
     )
 
 
@@ -142,6 +153,7 @@ def _train_epoch(trainer: Trainer, run: Run, train: Loader, val: Loader | None, 
     loop = run.loop
     run.metrics = {}
     watchers.tell("on_epoch_start")
+    _say_untrained(run)
     rows = _train_batches(trainer, run, train, watchers)
     if val is not None and not loop.next_batch:  # not after a stop in the middle
         found = {f"val_{name}": value for name, value in _validate(trainer, run, val).items()}
@@ -157,6 +169,22 @@ def _train_epoch(trainer: Trainer, run: Run, train: Loader, val: Loader | None, 
         loop.save({name: value for name, value in run.metrics.items() if isinstance(value, int | float)})
     if fit.progress is not False:
         loop.print(render_row(run.metrics, run.num_epochs), flush=True)
+
+
+def _say_untrained(run: Run) -> None:
+    """Say it where parameters are trained that no optimizer has: frozen when it was made, and unfrozen since."""
+    if any(isinstance(one, Divided) for one in run.optimizers.values()):  # which has an own way to hold them
+        return
+    held = {id(p) for one in run.optimizers.values() for group in one.param_groups for p in group["params"]}
+    left = [name for name, p in run.model.named_parameters() if p.requires_grad and id(p) not in held]
+    if left and left != run.left_out:
+        more = f" and {len(left) - 4} more" if len(left) > 4 else ""
+        run.loop.print(
+            f"ddpilot: no optimizer has {', '.join(left[:4])}{more}, which are not frozen: they will not change. "
+            "Give them to the optimizer, or freeze them.",
+            flush=True,
+        )
+    run.left_out = left
 
 
 def _train_batches(trainer: Trainer, run: Run, loader: Loader, watchers: Watchers) -> list[dict[str, Any]]:

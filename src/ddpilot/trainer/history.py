@@ -14,7 +14,7 @@ import torch
 
 from ddpilot.training.checkpoint.snapshot import can_hold
 
-_BOOKKEEPING = ("epoch", "update", "lr", "samples", "seconds", "samples_per_s", "time")
+BOOKKEEPING = ("epoch", "update", "lr", "samples", "seconds", "samples_per_s", "time")
 
 
 @dataclass(repr=False)
@@ -72,7 +72,7 @@ def flatten(row: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def measured(row: dict[str, Any]) -> dict[str, float]:
     """The losses and metrics of a row of `History.epochs`, those that are numbers."""
-    flat = flatten({name: value for name, value in row.items() if name not in _BOOKKEEPING})
+    flat = flatten({name: value for name, value in row.items() if name not in BOOKKEEPING})
     return {name: value for name, value in flat.items() if isinstance(value, int | float)}
 
 

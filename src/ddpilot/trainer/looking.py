@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from ddpilot.api.placement import ensure_on_device
 from ddpilot.group.protocol import GroupLike
+from ddpilot.trainer.batches import Forward
 from ddpilot.trainer.calling import call_model, find_inner
 from ddpilot.trainer.loading import NO_SIZES, make_loader_of
 from ddpilot.trainer.places import group_here, share_weights
@@ -25,21 +26,27 @@ if TYPE_CHECKING:
 
 
 def evaluate_here(
-    trainer: Trainer, dataset: Any, metrics: Mapping[str, Any], options: Mapping[str, Any]
+    trainer: Trainer, dataset: Any, metrics: Mapping[str, Any], forward: Forward, options: Mapping[str, Any]
 ) -> dict[str, Any]:
     """See `Trainer.evaluate`. Collective on ranks."""
     group = group_here()
     model, loader = _place(trainer, dataset, options, group)
     with Precision(trainer.precision, group.device).autocast():
-        return evaluate(model, loader, metrics, group, trainer.forward)
+        return evaluate(model, loader, metrics, group, forward)
 
 
-def predict_here(trainer: Trainer, dataset: Any, to: str | os.PathLike[str] | None, options: Mapping[str, Any]) -> Any:
+def predict_here(
+    trainer: Trainer,
+    dataset: Any,
+    to: str | os.PathLike[str] | None,
+    forward: Callable[[nn.Module, Any], Any],
+    options: Mapping[str, Any],
+) -> Any:
     """See `Trainer.predict`. Collective on ranks."""
     group = group_here()
     model, loader = _place(trainer, dataset, options, group)
     with Precision(trainer.precision, group.device).autocast():
-        return predict(model, loader, group, to=to, forward=trainer.output_of)
+        return predict(model, loader, group, to=to, forward=forward)
 
 
 def call_here(trainer: Trainer, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], ranks: str) -> Any:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from ddpilot.group.enter import init_group
 from ddpilot.group.fake import FakeGroup
 from ddpilot.group.protocol import GroupLike
 from ddpilot.launching.results import RankResults
+from ddpilot.trainer.settings import TorchSettings
 
 HEAVY = "ddpilot.trainer.heavy"
 STOP_GRACE_S = 60.0
@@ -41,14 +43,34 @@ def share_weights(model: nn.Module, group: GroupLike) -> None:
             group.broadcast(parameter.data)
 
 
+def say_ignored(nproc_per_node: int | str | None) -> None:
+    """Say on rank 0 that a number of ranks was asked for where this process is a rank already."""
+    if not isinstance(nproc_per_node, int) or nproc_per_node == 0 or not is_on_ranks():
+        return
+    topology = detect_topology(os.environ)
+    rank, size = topology.rank, topology.world_size
+    if dist.is_initialized():
+        rank, size = dist.get_rank(), dist.get_world_size()
+    if rank == 0 and size != nproc_per_node:
+        sys.stderr.write(
+            f"ddpilot: nproc_per_node={nproc_per_node} is not used: this process is rank 0 of {size} already, "
+            "as its environment or process group says, and trains there\n"
+        )
+
+
 class _Verb:
-    """A method of the trainer's by the name that the user called; errors tell of that one."""
+    """A method of the trainer's by the name that the user called; errors tell of that one.
+
+    It brings the settings of torch that change numbers along, as they are where it is made.
+    """
 
     def __init__(self, name: str) -> None:
+        self._settings = TorchSettings()
         self._name = f"_{name}_here"
         self.__qualname__ = f"Trainer.{name}"
 
     def __call__(self, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        self._settings.apply()
         return getattr(trainer, self._name)(*args, **kwargs)
 
 

@@ -12,14 +12,23 @@ from torch.optim.swa_utils import AveragedModel
 
 from ddpilot.api.launch import Launcher
 from ddpilot.errors import LoopError
-from ddpilot.trainer.batches import Forward, forward_batch, predict_batch, with_count
+from ddpilot.trainer.batches import Forward, check_attached, forward_batch, predict_batch, with_count
 from ddpilot.trainer.callback import Callback, check_callbacks
+from ddpilot.trainer.checking import (
+    check_choice,
+    check_fit,
+    check_loader_options,
+    check_model,
+    check_trainer,
+    check_whole,
+)
 from ddpilot.trainer.fitting import Fit, fit_here
 from ddpilot.trainer.history import History
+from ddpilot.trainer.inside import run_inside
 from ddpilot.trainer.looking import call_here, evaluate_here, predict_here
 from ddpilot.trainer.outcome import Outcome, apply, collect
 from ddpilot.trainer.parts import make_ema, make_optimizers, make_schedulers
-from ddpilot.trainer.places import group_here, is_on_ranks, run_on_ranks
+from ddpilot.trainer.places import group_here, is_on_ranks, run_on_ranks, say_ignored
 from ddpilot.trainer.position import Position
 from ddpilot.trainer.run import Run
 from ddpilot.trainer.sizing import Search, find_batch_size_here
@@ -64,6 +73,7 @@ class Trainer:
         seed: int = 0,
         launcher: Launcher | None = None,
     ) -> None:
+        check_model(model)
         self.model = model
         """The model that was given; after a fit with the trained weights."""
         self.loss_fn = loss_fn
@@ -87,6 +97,9 @@ class Trainer:
         self._has_own_forward = forward is not None
         self.batch_size = 64
         """Samples of all ranks in a batch of `evaluate` and `predict`, by default: that of the last fit."""
+        self.nproc_per_node: int | str | None = None
+        """Ranks of the last fit that said a number of them, which the next one starts too."""
+        check_trainer(self)
 
     @property
     def all_metrics(self) -> dict[str, Any]:
@@ -99,6 +112,7 @@ class Trainer:
         val_set: Any = None,
         *,
         epochs: int = 1,
+        until_epoch: int | None = None,
         global_batch_size: int | None = None,
         batch_size_per_rank: int | None = None,
         shuffle: bool = True,
@@ -108,25 +122,29 @@ class Trainer:
         checkpoint_dir: str | os.PathLike[str] | None = None,
         resume: bool = True,
         checkpoints: Mapping[str, Any] | None = None,
+        check_finite: bool = True,
         progress: bool | None = None,
         loader: Mapping[str, Any] | None = None,
         ddp: Mapping[str, Any] | None = None,
     ) -> History:
-        """Train for `epochs` more epochs and return `history`.
+        """Train for `epochs` more epochs, or until there are `until_epoch` of them, and return `history`.
 
         Collective on a rank (of torchrun, Slurm, `launch`, a session), where it trains right there. Anywhere else it
-        starts ranks, `nproc_per_node` of them (None: as `launcher` says, and otherwise one for each accelerator, or
-        one), sends them the trainer and the data, and takes weights, optimizer state, history and what callbacks
-        recorded back into this process's objects, in place; 0: trains in this process. Nothing here touches a GPU.
+        starts ranks, `nproc_per_node` of them (None: as in the last fit, and otherwise as `launcher` says, one for each
+        accelerator, or one), sends them the trainer and the data, and takes weights, optimizer state, history and what
+        callbacks recorded back into this process's objects, in place; 0: trains in this process. Nothing here touches
+        a GPU.
 
         `train_set`, `val_set`: datasets, with `global_batch_size` or `batch_size_per_rank`; or DataLoaders, with their
         own batch size. `loader`: more options of `Loop.loader` for the training data; `ddp`: options of `Loop.prepare`.
         `checkpoint_dir`, `resume`: as for `Loop`, which goes on from the latest checkpoint there if that is further
         than this trainer; `checkpoints`: `keep`, `best` (of the history's names, "max val_acc") and the other options.
-        `progress`: False shows no bar and no line for each epoch.
+        `epochs` counts from where the trainer is, so a call that is repeated trains on; `until_epoch` is a total, with
+        which it does not. `check_finite`: as for `Loop`. `progress`: False shows no bar and no line for each epoch.
 
         After Ctrl-C, `max_time_s` seconds or a callback's stop it returns after the current update; the next fit on
-        the same data goes on there. Where a rank raises, RankError, and everything here is as it was before.
+        the same data goes on there. Where a rank raises, RankError, and everything here is as it was before. Raises
+        LoopError, before a rank starts, for what cannot be meant.
         """
         sizes = {"global_batch_size": global_batch_size, "batch_size_per_rank": batch_size_per_rank}
         self.batch_size = global_batch_size or getattr(train_set, "batch_size", None) or self.batch_size
@@ -134,19 +152,24 @@ class Trainer:
             train_set=train_set,
             val_set=val_set,
             epochs=epochs,
+            until_epoch=until_epoch,
             sizes=sizes,
             shuffle=shuffle,
             num_workers=num_workers,
             max_time_s=max_time_s,
             checkpoints={"checkpoint_dir": checkpoint_dir, "resume": resume, **(checkpoints or {})},
+            check_finite=check_finite,
             progress=progress,
             loader=loader or {},
             ddp=ddp or {},
         )
+        check_fit(self, fit, has_own_step=self._has_own_step)
         if is_on_ranks() or nproc_per_node == 0:
+            say_ignored(nproc_per_node)
             fit_here(self, fit)
         else:
-            outcomes = run_on_ranks(self.launcher, nproc_per_node, "fit", self, fit)
+            self.nproc_per_node = self.nproc_per_node if nproc_per_node is None else nproc_per_node
+            outcomes = run_on_ranks(self.launcher, self.nproc_per_node, "fit", self, fit)
             apply(self, outcomes[0])
         return self.history
 
@@ -164,7 +187,9 @@ class Trainer:
         if self.loss_fn is None:
             raise LoopError("training a batch", found="no `loss_fn`", fix="Give one, or override `train_batch`.")
         with loop.accumulate(run.wrapped):
-            loss, count = with_count(self.loss_fn(*self.forward(run.wrapped, batch)))
+            output, target = run_inside(run.wrapped, lambda model: self.forward(model, batch))
+            loss, count = with_count(self.loss_fn(output, target))
+            check_attached(loss, loop.rank)
             loop.backward(loss, count)
         if self.clip_norm is not None:
             loop.clip_grad_norm_(run.model.parameters(), self.clip_norm)
@@ -173,43 +198,64 @@ class Trainer:
         return loss if count is None else (loss, count)
 
     def evaluate(
-        self, dataset: Any, *, metrics: Mapping[str, Any] | None = None, nproc_per_node: int | str = 0, **options: Any
+        self,
+        dataset: Any,
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        forward: Forward | None = None,
+        nproc_per_node: int | str = 0,
+        **options: Any,
     ) -> dict[str, Any]:
         """The loss and the value of each metric over all samples of `dataset`, each counted once.
 
         In this process, where the model then moves to the device; with `nproc_per_node` on ranks that are started for
-        it; on a rank right there, which is collective. `metrics`: instead of the trainer's. `options`: those of
-        `Loop.loader`, such as `global_batch_size` (default: that of the last fit, or 64) and `num_workers`.
+        it; on a rank right there, which is collective. `metrics`, `forward`: instead of the trainer's. `options`: those
+        of `Loop.loader`, such as `global_batch_size` (default: that of the last fit, or 64) and `num_workers`.
         """
         wanted = self.all_metrics if metrics is None else dict(metrics)
+        check_loader_options("evaluating", "`evaluate`", options)
+        check_whole("evaluating", "`dataset`", dataset)
         if is_on_ranks() or nproc_per_node == 0:
-            return self._evaluate_here(dataset, wanted, options)
-        said = run_on_ranks(self.launcher, nproc_per_node, "evaluate", self, dataset, wanted, options)
+            return self._evaluate_here(dataset, wanted, forward, options)
+        said = run_on_ranks(self.launcher, nproc_per_node, "evaluate", self, dataset, wanted, forward, options)
         found: dict[str, Any] = said[0]
         return found
 
-    def _evaluate_here(self, dataset: Any, metrics: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-        return evaluate_here(self, dataset, metrics, options)
+    def _evaluate_here(
+        self, dataset: Any, metrics: dict[str, Any], forward: Forward | None, options: dict[str, Any]
+    ) -> dict[str, Any]:
+        return evaluate_here(self, dataset, metrics, forward or self.forward, options)
 
     def predict(
         self,
         dataset: Any,
         *,
         to: str | os.PathLike[str] | None = None,
+        forward: Callable[[nn.Module, Any], Any] | None = None,
         nproc_per_node: int | str = 0,
         **options: Any,
     ) -> Any:
         """The model's outputs for all samples of `dataset`, in its order, on the CPU; see `Loop.predict`.
 
-        Where it runs, and `options`, are as for `evaluate`. `to`: a folder to write them into, batch by batch. On a
-        rank they are returned on rank 0 alone.
+        Where it runs, and `options`, are as for `evaluate`. `to`: a folder to write them into, batch by batch, which
+        must not exist yet. `forward(model, batch)` returns what is kept of the output, with a row for each sample:
+        `lambda model, batch: model(**batch)["logits"]`. On a rank they are returned on rank 0 alone; None where
+        there are no samples.
         """
+        check_loader_options("predicting", "`predict`", options)
+        check_whole("predicting", "`dataset`", dataset)
         if is_on_ranks() or nproc_per_node == 0:
-            return self._predict_here(dataset, to, options)
-        return run_on_ranks(self.launcher, nproc_per_node, "predict", self, dataset, to, options)[0]
+            return self._predict_here(dataset, to, forward, options)
+        return run_on_ranks(self.launcher, nproc_per_node, "predict", self, dataset, to, forward, options)[0]
 
-    def _predict_here(self, dataset: Any, to: str | os.PathLike[str] | None, options: dict[str, Any]) -> Any:
-        return predict_here(self, dataset, to, options)
+    def _predict_here(
+        self,
+        dataset: Any,
+        to: str | os.PathLike[str] | None,
+        forward: Callable[[nn.Module, Any], Any] | None,
+        options: dict[str, Any],
+    ) -> Any:
+        return predict_here(self, dataset, to, forward or self.output_of, options)
 
     def output_of(self, model: nn.Module, batch: Any) -> Any:
         """What is predicted for a batch; it needs no target, unless `forward` does."""
@@ -228,6 +274,7 @@ class Trainer:
         In this process; with `nproc_per_node` on ranks that are started for it: what rank 0 returned, or with `ranks`
         "all" every rank's, in a list; on a rank right there, None where it is not one of `ranks`. Not collective.
         """
+        check_choice(f"calling `{method}` of the model", "ranks", ranks, ("zero", "all"))
         if is_on_ranks() or nproc_per_node == 0:
             return self._call_here(method, args, kwargs, ranks)
         said = run_on_ranks(self.launcher, nproc_per_node, "call", self, method, args, kwargs, ranks)
@@ -251,13 +298,18 @@ class Trainer:
         of that size. Raises what that raises, and LoopError for several optimizers or a `train_batch` of one's own.
         """
         search = Search(dataset=dataset, max_per_rank=max_per_rank, headroom=headroom)
+        nproc_per_node = self.nproc_per_node if nproc_per_node is None else nproc_per_node
         if is_on_ranks() or nproc_per_node == 0:
             return self._find_batch_size_here(search)
         found: BatchSizeSearch = run_on_ranks(self.launcher, nproc_per_node, "find_batch_size", self, search)[0]
         return found
 
     def _find_batch_size_here(self, search: Search) -> BatchSizeSearch:
-        return find_batch_size_here(self, search, has_own_step=type(self).train_batch is not Trainer.train_batch)
+        return find_batch_size_here(self, search, has_own_step=self._has_own_step)
+
+    @property
+    def _has_own_step(self) -> bool:
+        return type(self).train_batch is not Trainer.train_batch
 
     def plot(self) -> Figure:
         """Losses and metrics over the epochs, as a matplotlib figure; a notebook shows it as the value of a cell.

@@ -47,12 +47,22 @@ class Watchers:
     def _call(self, event: str) -> None:
         for callback in self._here():
             if callback.ranks == "all":
-                getattr(callback, event)(self._run)
+                self._tell_one(callback, event)
             elif self._failure is None:
                 try:
-                    getattr(callback, event)(self._run)
+                    self._tell_one(callback, event)
                 except Exception as error:  # noqa: BLE001  (the other ranks go on: so does this one, to the next exchange)
                     self._failure = error
+
+    def _tell_one(self, callback: Callback, event: str) -> None:
+        try:
+            getattr(callback, event)(self._run)
+        except OSError as error:
+            if error.errno is None:
+                raise
+            where = f"{type(callback).__name__}.{event} on rank {self._run.loop.rank}"
+            said = f"{error.strerror} (in {where}; make room or give it another path, and fit again)"
+            raise OSError(error.errno, said, error.filename) from error
 
     def _here(self) -> list[Callback]:
         is_zero = self._run.loop.group.is_rank_zero

@@ -143,7 +143,8 @@ def raise_nonfinite(group: GroupLike, watch: FiniteWatch, models: Iterable[nn.Mo
             "computing the loss",
             found="; ".join(f"on rank {rank} {text}" for rank, text in by_rank),
             fix="Look at those samples first. Weights that are not finite point to an earlier step: a smaller learning "
-            "rate, or clip_grad_norm_(); finite weights point to data or loss. Loop(check_finite=False) goes on.",
+            "rate, or clip_grad_norm_(); finite weights point to data or loss. "
+            "check_finite=False, of Loop or of fit, goes on.",
             rank=by_rank[0][0],
         )
     fp16 = (
@@ -153,6 +154,6 @@ def raise_nonfinite(group: GroupLike, watch: FiniteWatch, models: Iterable[nn.Mo
         "computing gradients",
         found=f"they are not finite on all ranks, though every rank's loss was finite; {describe_parameters(models)}",
         fix=f"{fp16}Look for a square root, a logarithm or a division by zero in the loss or the model; "
-        "torch.autograd.set_detect_anomaly(True) finds the line. Loop(check_finite=False) goes on.",
+        "torch.autograd.set_detect_anomaly(True) finds the line. check_finite=False, of Loop or of fit, goes on.",
         rank=group.rank,
     )

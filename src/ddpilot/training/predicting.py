@@ -90,16 +90,19 @@ def _finish(sink: _Sink | None, failure: Exception | None, group: GroupLike, to:
             failure = error
     if to is None:
         return value
-    text = "" if failure is None else f"{type(failure).__name__}: {failure}"
-    said = group.broadcast_object(text) if group.world_size > 1 else text
-    if said:
-        raise LoopError(
-            f"{_DID} into {Path(to)}",
-            found=f"rank 0 said: {said}",
-            fix="Give a folder that does not exist yet, where rank 0 can write and where there is room.",
-            rank=0,
-        ) from failure
+    told = None if failure is None else _tell(failure)
+    told = group.broadcast_object(told) if group.world_size > 1 else told
+    if told is not None:
+        raise LoopError(f"{_DID} into {Path(to)}", found=told[0], fix=told[1], rank=0) from failure
     return Path(to)
+
+
+def _tell(failure: Exception) -> tuple[str, str]:
+    """What was found, and what to do."""
+    if isinstance(failure, LoopError):
+        return failure.found, failure.fix
+    fix = "Give a folder that does not exist yet, where rank 0 can write and where there is room."
+    return f"{type(failure).__name__}: {failure}", fix
 
 
 class _InMemory:

@@ -91,6 +91,53 @@ def test_mappings_tokens_and_methods(num_ranks: int) -> None:
         trainer.call("draw")
 
 
+class Flow(nn.Module):
+    """Trained by a method of its own, and by a part of it; made in torch's default dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.inner = nn.Linear(4, 4)
+        self.prior = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (samples, 4)."""
+        return torch.as_tensor(self.inner(x))
+
+    def log_likelihood(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (samples, 4); what it makes itself has the default dtype."""
+        return torch.as_tensor(-(self(x) - torch.full((4,), 1 / 3)).square().sum(1))
+
+
+def score(model: Any, batch: Any) -> Any:
+    """By a method and a part of the model."""
+    return model.log_likelihood(batch[0]) - model.prior(batch[0])[:, 0] ** 2, batch[0]
+
+
+def train_flow(num_ranks: int) -> dict[str, Any]:
+    """Two epochs, with the default dtype of this process; the weights."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        trainer = ddpilot.Trainer(
+            Flow(),
+            lambda likelihood, _: -likelihood.mean(),
+            make_optimizer,
+            forward=score,
+            accumulate=2,
+            launcher=launcher(),
+        )
+        trainer.fit(make_data(), epochs=2, global_batch_size=BATCH_SIZE, nproc_per_node=num_ranks)
+    finally:
+        torch.set_default_dtype(before)
+    return trainer.model.state_dict()
+
+
+def test_methods_and_parts_of_a_model_train_in_ddp_as_alone() -> None:
+    """`forward=` may call anything of the model; the ranks have the notebook's default dtype."""
+    torch.testing.assert_close(train_flow(2), train_flow(0), rtol=1e-9, atol=1e-12)
+
+
 class GanTrainer(ddpilot.Trainer):
     """Two models in turn."""
 

@@ -40,6 +40,11 @@ class BestWeights(Callback):
         """The epoch whose weights are in the file."""
 
     @property
+    def monitor(self) -> str:
+        """The metric that is watched."""
+        return self._watched.monitor
+
+    @property
     def best(self) -> float | None:
         """The value of that epoch."""
         return self._watched.best

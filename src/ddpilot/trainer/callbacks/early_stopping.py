@@ -54,6 +54,11 @@ class EarlyStopping(Callback):
         """Why training was ended, "" where it was not by this callback."""
 
     @property
+    def monitor(self) -> str:
+        """The metric that is watched."""
+        return self._watched.monitor
+
+    @property
     def best(self) -> float | None:
         """The best value so far."""
         return self._watched.best

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -76,10 +77,12 @@ class Watched:
             return float(value)
         if run.loop.next_batch:
             return None
+        close = difflib.get_close_matches(self.monitor, numbers(row), 1)
+        near = f"Did you mean {close[0]!r}? " if close else ""
         raise LoopError(
             f"watching {self.monitor!r} in epoch {run.epoch}",
             found=f"its row has {', '.join(map(repr, numbers(row)))}",
-            fix="Choose one of those; names that begin with 'val_' need a validation set.",
+            fix=f"{near}Choose one of those; names that begin with 'val_' need a validation set.",
             rank=run.loop.rank,
         )
 

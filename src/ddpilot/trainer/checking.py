@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a `Trainer` and its verbs are asked for, looked at before a rank starts; what is misspelt is named."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING
+
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+from torch.optim import LBFGS
+from torch.utils.data import DataLoader
+
+from ddpilot.data.loader import make_loader, make_stream_loader
+from ddpilot.data.shard import shard_loader
+from ddpilot.errors import LoopError
+from ddpilot.trainer.history import BOOKKEEPING
+from ddpilot.training.keeping.options import KeepOptions
+
+if TYPE_CHECKING:
+    from ddpilot.trainer.fitting import Fit
+    from ddpilot.trainer.trainer import Trainer
+
+_MAKING = "making a Trainer"
+_FITTING = "starting a fit"
+_OWN = ("self", "dataset", "loader", "rank", "world_size", "seed", "say", "options")
+"""Arguments that are not the user's to say: they come from the trainer, the group and the data."""
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """ "Did you mean `x`?", or all that there is where nothing is near."""
+    known = list(dict.fromkeys(known))
+    near = difflib.get_close_matches(name, known, 1, cutoff=0.55)
+    return f"Did you mean {near[0]!r}?" if near else f"There is {', '.join(map(repr, known))}."
+
+
+def check_names(did: str, what: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Raise LoopError for the first of `given` that is not among `known`; it names a near one."""
+    for name in given:
+        if name not in known:
+            raise LoopError(did, found=f"{what} has no {name!r}", fix=suggest(name, known))
+
+
+def check_choice(did: str, what: str, given: object, known: Collection[str]) -> None:
+    """Raise LoopError unless `given` is one of `known`."""
+    if given not in known:
+        raise LoopError(did, found=f"`{what}` is {given!r}", fix=f"Say {' or '.join(map(repr, known))}.")
+
+
+def check_model(model: object) -> None:
+    """Raise LoopError for what is no module, and for one whose parameters have no shape yet."""
+    if not isinstance(model, nn.Module):
+        raise LoopError(_MAKING, found=f"`model` is a {type(model).__name__}", fix="Give a torch.nn.Module.")
+    lazy = [name for name, parameter in model.named_parameters() if isinstance(parameter, UninitializedParameter)]
+    if lazy:
+        found = f"parameters without a shape yet: {', '.join(lazy[:4])}"
+        raise LoopError(_MAKING, found=found, fix="Call the model with one batch first, which gives them theirs.")
+
+
+def check_trainer(trainer: Trainer) -> None:
+    """Raise LoopError for arguments that would train or measure something else than what they say."""
+    loss_fn: object = trainer.loss_fn
+    if loss_fn is not None and not callable(loss_fn):
+        found = f"`loss_fn` is {loss_fn!r}"
+        raise LoopError(_MAKING, found=found, fix="Give a function of (output, target): torch.nn.functional.mse_loss.")
+    if trainer.loss_fn is not None and "loss" in trainer.metrics:
+        found = "a metric called 'loss', which is the name of `loss_fn` in the history and in evaluations"
+        raise LoopError(_MAKING, found=found, fix="Call the metric by another name.")
+    check_choice(_MAKING, "scheduler_per", trainer.scheduler_per, ("update", "epoch"))
+    if trainer.clip_norm is not None and not trainer.clip_norm > 0:
+        found = f"`clip_norm` is {trainer.clip_norm}"
+        raise LoopError(_MAKING, found=found, fix="Give a limit above 0; None does not clip.")
+    if not _is_count(trainer.accumulate) or trainer.accumulate < 1:
+        found = f"`accumulate` is {trainer.accumulate!r}"
+        raise LoopError(_MAKING, found=found, fix="Give a number of batches, 1 or more.")
+
+
+def check_fit(trainer: Trainer, fit: Fit, *, has_own_step: bool) -> None:
+    """Raise LoopError for what cannot be done on any rank, before one is started."""
+    for name in ("epochs", "until_epoch"):
+        number = getattr(fit, name)
+        if not (number is None and name == "until_epoch") and (not _is_count(number) or number < 0):
+            found = f"`{name}` is {number!r}"
+            raise LoopError(_FITTING, found=found, fix="Give a whole number of epochs, 0 or more.")
+    if fit.train_set is None:
+        raise LoopError(_FITTING, found="`train_set` is None", fix="Give a dataset or a DataLoader.")
+    check_whole(_FITTING, "`val_set`", fit.val_set)
+    check_loader_options(_FITTING, "`loader`", fit.loader)
+    _check_checkpoints(fit)
+    _check_step(trainer, has_own_step)
+    _check_watched(trainer, fit, has_own_step)
+
+
+def check_loader_options(did: str, what: str, options: Iterable[str]) -> None:
+    """Raise LoopError for names that no loader takes."""
+    functions = (make_loader, make_stream_loader, shard_loader, DataLoader.__init__)
+    named = (name for function in functions for name in inspect.signature(function).parameters)
+    known = [name for name in dict.fromkeys(named) if name not in (*_OWN, "batch_size", "sampler", "batch_sampler")]
+    check_names(did, what, options, known)
+
+
+def check_whole(did: str, what: str, data: object) -> None:
+    """Raise LoopError for a DataLoader that leaves samples out where all of them are to be counted."""
+    if not isinstance(data, DataLoader) or not data.drop_last or not data.batch_size:
+        return
+    size = len(data.dataset) if hasattr(data.dataset, "__len__") else None
+    if size is None or size % data.batch_size:
+        kept = "" if size is None else f": {size - size % data.batch_size} of {size} samples would count"
+        found = f"{what} is a DataLoader with drop_last=True{kept}"
+        raise LoopError(did, found=found, fix="Make it with drop_last=False, or give the dataset itself.")
+
+
+def _is_count(number: object) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool)
+
+
+def _check_checkpoints(fit: Fit) -> None:
+    options = fit.checkpoints
+    known = [field.name for field in dataclasses.fields(KeepOptions)]
+    check_names(_FITTING, "`checkpoints`", options, known)
+    more = [name for name in options if name not in ("checkpoint_dir", "resume")]
+    if more and options["checkpoint_dir"] is None:
+        found = f"`checkpoints` with {', '.join(map(repr, more))}, and no `checkpoint_dir`: nothing would be saved"
+        raise LoopError(_FITTING, found=found, fix="Give a `checkpoint_dir`.")
+
+
+def _check_step(trainer: Trainer, has_own_step: bool) -> None:
+    if not any(parameter.requires_grad for parameter in trainer.model.parameters()):
+        found = "all parameters of the model are frozen, so there is nothing to train"
+        raise LoopError(_FITTING, found=found, fix='Unfreeze some: `ddpilot.unfreeze(model, "head")`.')
+    if has_own_step:
+        return
+    if trainer.loss_fn is None:
+        raise LoopError(_FITTING, found="no `loss_fn`", fix="Give one, or override `train_batch`.")
+    for optimizer in trainer.optimizers.values():
+        if isinstance(optimizer, LBFGS):
+            found = "LBFGS, whose step calls the model several times"
+            raise LoopError(_FITTING, found=found, fix="Use another optimizer, or override `train_batch`.")
+
+
+def _check_watched(trainer: Trainer, fit: Fit, has_own_step: bool) -> None:
+    """The names that rows will have are known where nobody else writes into them."""
+    if has_own_step or any(not type(one).__module__.startswith("ddpilot.") for one in trainer.callbacks):
+        return
+    validation = [] if fit.val_set is None else [f"val_{name}" for name in trainer.all_metrics]
+    known = ["loss", *validation, *BOOKKEEPING]
+    best = str(fit.checkpoints.get("best") or "").split()
+    watched = [("`checkpoints` with best", best[1])] if len(best) == 2 else []
+    for callback in trainer.callbacks:
+        if isinstance(name := getattr(callback, "monitor", None), str):
+            watched.append((type(callback).__name__, name))
+    for who, name in watched:
+        if name not in known and name.split(".")[0] not in known:
+            needs = " There is no `val_set`." if name.startswith("val_") and fit.val_set is None else ""
+            raise LoopError(
+                _FITTING, found=f"{who} watches {name!r}, which no epoch will have", fix=suggest(name, known) + needs
+            )

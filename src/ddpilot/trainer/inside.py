@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run any function of a model as the forward pass of its DDP, so that its methods and parts train like `forward`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+class _Once(nn.Module):
+    """In the model's place inside DDP for one forward pass, so that hooks of the model run as without DDP."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self) -> Any:
+        return self._function()
+
+
+def run_inside(wrapped: Any, function: Callable[[Any], Any]) -> Any:
+    """`function(model)`, of the user's own model, between what DDP does before and after a forward pass.
+
+    Without DDP, of `wrapped` itself. What DDP looks for in the output (`find_unused_parameters`) it finds in what
+    `function` returns: tensors, and tuples and dicts of them.
+    """
+    if not isinstance(wrapped, DistributedDataParallel):
+        return function(wrapped)
+    model: nn.Module = wrapped.module
+
+    def call() -> Any:
+        wrapped.module = model
+        return function(model)
+
+    wrapped.module = _Once(call)
+    try:
+        return wrapped()
+    finally:
+        wrapped.module = model
