@@ -37,7 +37,7 @@ from ddpilot.training.keeping.place import Place, describe_data
 from ddpilot.training.keeping.things import Things, has_state
 from ddpilot.training.memory import explain_out_of_memory, find_sharing, is_out_of_memory
 from ddpilot.training.nonfinite import FiniteWatch
-from ddpilot.training.notices import never_had_a_sample, say_dropped, say_findings
+from ddpilot.training.notices import Line, never_had_a_sample, say_dropped, say_findings, user_line
 from ddpilot.training.parameters import TrainedWatch
 from ddpilot.training.precision import Kind, Precision
 from ddpilot.training.predicting import predict
@@ -115,6 +115,7 @@ class Loop:
         self._say_once = SayOnce(self.print)
         self._trained = TrainedWatch()
         self._unprepared = PreparedWatch(self.group.rank)
+        self._left_at: Line | None = None
         self._waiting = WaitClock()
         self._things = Things()
         if self._precision.scaler is not None:
@@ -324,6 +325,7 @@ class Loop:
         with self._signals, self._keeper:
             self._keeper.say_if_finished(num)
             while self.epoch < num:
+                self._say_dropped()
                 self._updates.settle_outside()
                 if self.should_stop:
                     self._keeper.leave()
@@ -333,6 +335,7 @@ class Loop:
                 if self.next_batch:  # left in the middle, and saved there: a later run goes on
                     return
                 self._keeper.end_epoch()
+            self._say_dropped()
             self._keeper.wait()
 
     def batches(self, loader: Loader) -> Iterator[Any]:
@@ -347,6 +350,7 @@ class Loop:
         check_loader(loader, self.group)
         if self.should_stop and self.next_batch:
             return  # an earlier pass of the epoch was left, and that is where it goes on
+        self._say_dropped()
         self._trained.begin()
         found = check_batch_norms(self._updates.models, getattr(loader, "plan", None), self.rank)
         say_findings(new := tuple(one for one in found if one not in self.findings), self.group)
@@ -371,7 +375,7 @@ class Loop:
                 except GeneratorExit:
                     self._place.end_pass()
                     if self._updates.drop_unfinished():
-                        say_dropped(self.group)
+                        self._left_at = user_line()
                     raise
                 self.progress.advance()
                 if batch.is_last:
@@ -386,6 +390,12 @@ class Loop:
                     self._keeper.say_nothing_left()
                 self._place.end_pass()
             self._updates.batch = None
+
+    def _say_dropped(self) -> None:
+        # Not when the loop is left: that looks the same where an error or another rank's end is the reason.
+        if self._left_at is not None:
+            say_dropped(self._left_at, self.group)
+            self._left_at = None
 
     def start_at(self, epoch: int, *, next_batch: int = 0, num_updates: int = 0) -> None:
         """Begin there, with the state that everything has: from an earlier loop in this process, say. Not collective.

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
+from types import FrameType
 
 from ddpilot.errors import DataError
 from ddpilot.findings.as_text import render_text
@@ -11,23 +13,38 @@ from ddpilot.findings.finding import Finding
 from ddpilot.group.protocol import GroupLike
 from ddpilot.training.grouping import CurrentBatch
 
-_STACK_LEVEL = 4
+_PACKAGE = __name__.partition(".")[0]
+
+Line = tuple[str, int]
+"""File and number of a line of the user's program."""
 
 
 def say_findings(findings: tuple[Finding, ...], group: GroupLike) -> None:
     """Warn of `findings` on rank 0, as text."""
     if findings and group.is_rank_zero:
-        warnings.warn(render_text(findings), stacklevel=_STACK_LEVEL)
+        _warn(render_text(findings), user_line())
 
 
-def say_dropped(group: GroupLike) -> None:
-    """Warn on rank 0 that gradients of an unfinished accumulation group were dropped."""
+def say_dropped(line: Line, group: GroupLike) -> None:
+    """Warn on rank 0 that gradients of an accumulation group were dropped that was left at `line`."""
     if group.is_rank_zero:
-        warnings.warn(
+        _warn(
             "a loop over batches() was left in the middle of an accumulation group: the gradients of that group are "
             "dropped, since they were not synchronised. Leave it where loop.is_update is True.",
-            stacklevel=_STACK_LEVEL,
+            line,
         )
+
+
+def user_line() -> Line:
+    """The innermost line that is at work now and not ddpilot's; the outermost of all where there is none."""
+    frame: FrameType = sys._getframe(1)
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == _PACKAGE:
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+def _warn(text: str, line: Line) -> None:
+    warnings.warn_explicit(text, UserWarning, *line)
 
 
 def never_had_a_sample(batch: CurrentBatch, group: GroupLike) -> DataError:

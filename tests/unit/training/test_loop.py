@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import signal
+import sys
+import warnings
 from typing import Any
 
 import numpy as np
@@ -149,8 +152,9 @@ def test_backward_refuses_what_it_cannot_weight() -> None:
             with pytest.raises(LoopError, match="two losses with `count=` for one model"):
                 loop.backward(model(x).mean(), count=4)
         break
+    batches.close()  # type: ignore[attr-defined]
     with pytest.warns(UserWarning, match="left in the middle of an accumulation group"):
-        batches.close()  # type: ignore[attr-defined]
+        next(loop.batches(loader))
 
 
 @pytest.mark.parametrize(
@@ -309,3 +313,27 @@ def test_a_plain_dataloader_is_refused_for_training_and_taken_for_evaluation() -
     mean = loop.evaluate(nn.Identity(), plain, {"mean": lambda x: x}, forward=lambda model, batch: (model(batch[0]),))
     assert mean == {"mean": 4.5}
     assert loop.predict(nn.Identity(), plain).tolist() == list(range(10))
+
+
+def test_leaving_an_accumulation_group_is_said_at_the_line_that_did_it_and_not_after_an_error() -> None:
+    """An error says what it is by itself; a `break` is said when training goes on."""
+    loop, model, _, loader = make(accumulate=2)
+
+    def leave(error: bool) -> int:
+        for (x,) in loop.batches(loader):
+            loop.backward(model(x).mean())
+            if error:
+                raise ValueError("mine")
+            break
+        return sys._getframe().f_lineno
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(ValueError, match="mine"):
+            leave(error=True)
+        gc.collect()
+    assert caught == []
+    loop, model, _, loader = make(accumulate=2)
+    with pytest.warns(UserWarning, match="left in the middle") as said:
+        lines = [leave(error=False) for _ in loop.epochs(1)]
+    assert (said[0].filename, said[0].lineno) == (__file__, lines[0] - 1)
