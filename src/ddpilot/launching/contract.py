@@ -68,14 +68,15 @@ def default_variables() -> dict[str, str]:
     A group on one node listens on loopback, NCCL's errors end the rank, and ranks know whether somebody is watching.
     """
     return {
-        **({WATCHED_VARIABLE: "1"} if _is_watched() else {}),
+        **({WATCHED_VARIABLE: "1"} if is_watched() else {}),
         "GLOO_SOCKET_IFNAME": _LOOPBACK_INTERFACE,
         "NCCL_SOCKET_IFNAME": _LOOPBACK_INTERFACE,
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",  # as torchrun sets it
     }
 
 
-def _is_watched() -> bool:
+def is_watched() -> bool:
+    """Is stderr a terminal, or a cell of a notebook?"""
     stream = sys.stderr
     return stream is not None and (stream.isatty() or type(stream).__module__.partition(".")[0] == "ipykernel")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
@@ -84,11 +85,12 @@ class RankInterrupt:
     """The SIGINT handler of a rank: raises KeyboardInterrupt while it is entered, which is in the user's function.
 
     An interrupt that comes earlier is raised on entering: what runs before may swallow it (`random.seed` does). One
-    that comes later changes nothing any more.
+    that comes later changes nothing any more. `on_taken` is called where the function took one as its cue to end.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_taken: Callable[[], None] = lambda: None) -> None:
         self.was_raised = False
+        self._on_taken = on_taken
         self._is_entered = False
         self._came_early = False
 
@@ -107,6 +109,11 @@ class RankInterrupt:
         self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
     ) -> None:
         self._is_entered = False
+
+    def take(self) -> None:
+        """An interrupt came to a handler of the function's own, which will end soon: what it returns is wanted."""
+        self.was_raised = True
+        self._on_taken()
 
     def _raise(self) -> NoReturn:
         self.was_raised = True

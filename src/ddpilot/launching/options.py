@@ -49,7 +49,8 @@ class LaunchOptions:
 
     stop_grace_s: float = 3.0
     """Seconds that ranks have after Ctrl-C or the stop button, for instance to save a checkpoint, before the group is
-    freed under them; one second later they are killed."""
+    freed under them; one second later they are killed. Ranks in a `Loop` or a `Trainer`, which end together after an
+    update, have 60 seconds for that where it is less, as long as none of them has ended otherwise."""
 
     start_method: StartMethod = "auto"
     """"fork" from the rank server, "spawn" a fresh interpreter per rank (slower, the same otherwise), or "auto": fork

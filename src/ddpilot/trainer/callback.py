@@ -16,9 +16,10 @@ class Callback:
     """Base of callbacks: override what you need. Each method is called with the `Run`, on the ranks of `ranks`.
 
     `ranks`: "zero" (the default), for what writes or shows something. Its methods must make no collective call: the
-    other ranks train on meanwhile. What one of them raises ends `fit` with that error on all ranks, at once where it
-    is between updates, and after the next update where it is `on_update_end`. "all": every rank calls it, and it may
-    make collective calls; what it raises on one rank ends that rank there and then, as in a loop of one's own.
+    other ranks train on meanwhile. Those of `run.loop` and its `group` raise LoopError there. What a method raises ends
+    `fit` with that error on all ranks, at once where it is between updates, and as soon as after `Run.stop` where it is
+    `on_update_end`. "all": every rank calls it, and it may make collective calls; what it raises on one rank ends that
+    rank there and then, as in a loop of one's own.
 
     Callbacks are called in the order in which `Trainer` was given them. They travel to the ranks with what they have;
     open files and threads belong into `on_fit_start`. A method `on_...` that is none of these is refused.

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from ddpilot.training.grouping import Loader
 from ddpilot.training.keeping.place import describe_data
 from ddpilot.training.loop import Loop
 from ddpilot.training.optimizer_state import Divided
+from ddpilot.training.signals import StopSignals
 from ddpilot.training.wrapping import unwrap
 
 if TYPE_CHECKING:
@@ -52,8 +54,11 @@ class Fit:
     ddp: Mapping[str, Any]
 
 
-def fit_here(trainer: Trainer, fit: Fit) -> None:
-    """Train `trainer`'s model on this rank, together with the others. Collective."""
+def fit_here(trainer: Trainer, fit: Fit, signals: StopSignals) -> None:
+    """Train `trainer`'s model on this rank, together with the others. Collective.
+
+    `signals`: entered, so that the stop button loses nothing before the first update and after the last one either.
+    """
     loop = Loop(
         trainer.seed,
         accumulate=trainer.accumulate,
@@ -64,6 +69,7 @@ def fit_here(trainer: Trainer, fit: Fit) -> None:
         group=group_here(),
         **fit.checkpoints,
     )
+    loop.stop_by(signals)
     train_loader, val_loader = _make_loaders(fit, loop)
     data = describe_data(train_loader)
     _start(loop, trainer.position, data)
@@ -202,6 +208,9 @@ def _train_batches(trainer: Trainer, run: Run, loader: Loader, watchers: Watcher
     run.metrics |= {"epoch": loop.epoch, "update": loop.num_updates, **means}
     run.metrics |= {"lr": float(run.optimizer.param_groups[0]["lr"]), "samples": ledger.num_samples}
     run.metrics |= {"seconds": seconds, "samples_per_s": ledger.num_samples / seconds}
+    written = run.history.epochs
+    if not ledger.num_samples and written and written[-1]["epoch"] == loop.epoch:
+        run.metrics |= written.pop()  # a stop came after the last batch: that row gets what is still missing
     return rows
 
 
@@ -214,7 +223,7 @@ def _step_per_epoch(trainer: Trainer, run: Run) -> None:
     for scheduler in trainer.schedulers.values():
         if isinstance(scheduler, ReduceLROnPlateau):
             watched = run.metrics.get("val_loss", run.metrics.get("loss"))
-            if watched is not None:
+            if watched is not None and not math.isnan(watched):
                 scheduler.step(watched)
         elif not _is_per_update(trainer, scheduler):
             scheduler.step()

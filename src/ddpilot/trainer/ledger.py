@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -67,14 +68,18 @@ class Ledger:
         self._waiting, self._weights, self._ends = [], [], []
 
     def close(self, num_updates: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Means over the epoch, and the rows of its updates, the last of which is number `num_updates`. Collective."""
+        """Means over the epoch, NaN where it had no samples, and the rows of its updates. Collective.
+
+        The last of them is number `num_updates`.
+        """
         self._flush()
         width = len(self._names) + 1
         table = torch.tensor(self._updates, dtype=torch.float64).reshape(-1, width)
         table = self._loop.reduce(table, "sum").cpu()
         totals = table.sum(0).tolist()
-        # There is none where a fit goes on behind the last batch of an epoch.
-        means = {name: total / totals[-1] for name, total in zip(self._names, totals, strict=False) if totals[-1]}
+        # There is no sample where a fit goes on behind the last batch of an epoch.
+        weight = totals[-1] or math.nan
+        means = {name: total / weight for name, total in zip(self._names, totals, strict=False)}
         first = num_updates - len(table)
         rows: list[dict[str, Any]] = [
             {"update": first + last} | {name: total / weight for name, total in zip(self._names, sums, strict=True)}

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -36,10 +39,12 @@ class Outcome:
 
 def collect(trainer: Trainer, group: GroupLike) -> Outcome | None:
     """The outcome on rank 0; None on the others. Collective where an optimizer's state is divided among the ranks."""
-    model = trainer.model
     optimizers = {name: full_state(optimizer) for name, optimizer in trainer.optimizers.items()}
-    if not group.is_rank_zero:
-        return None
+    return _gather(trainer, optimizers) if group.is_rank_zero else None
+
+
+def _gather(trainer: Trainer, optimizers: dict[str, dict[str, Any]]) -> Outcome:
+    model = trainer.model
     return Outcome(
         weights=model.state_dict(),
         frozen=frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad),
@@ -72,6 +77,19 @@ def apply(trainer: Trainer, outcome: Outcome) -> None:
         callback.load_state_dict(state)
     trainer.history.load_state_dict(outcome.history)
     trainer.position = outcome.position
+
+
+@contextmanager
+def as_it_was(trainer: Trainer) -> Iterator[None]:
+    """Bring everything back where an exception comes out, as a fit on ranks does, which trains copies."""
+    before = copy.deepcopy(_gather(trainer, {name: each.state_dict() for name, each in trainer.optimizers.items()}))
+    try:
+        yield
+    except BaseException:
+        apply(trainer, before)
+        for optimizer in trainer.optimizers.values():
+            optimizer.zero_grad(set_to_none=True)
+        raise
 
 
 def _public(module: nn.Module) -> dict[str, Any]:

@@ -21,8 +21,6 @@ from ddpilot.launching.results import RankResults
 from ddpilot.trainer.settings import TorchSettings
 
 HEAVY = "ddpilot.trainer.heavy"
-STOP_GRACE_S = 60.0
-"""After Ctrl-C ranks go on to the end of their update, which is seldom longer."""
 
 
 def is_on_ranks() -> bool:
@@ -78,7 +76,7 @@ def run_on_ranks(
     launcher: Launcher | None, nproc_per_node: int | str | None, name: str, trainer: Any, *args: Any, **kwargs: Any
 ) -> RankResults:
     """Call `trainer._<name>_here` on ranks that are started for it. Raises what `Launcher.run` raises."""
-    launcher = launcher or Launcher(stop_grace_s=STOP_GRACE_S)
+    launcher = launcher or Launcher()
     count = launcher.nproc_per_node if nproc_per_node is None else nproc_per_node
     preload = (HEAVY, *launcher.preload)
     return replace(launcher, nproc_per_node=count, preload=preload).run(_Verb(name), trainer, *args, **kwargs)

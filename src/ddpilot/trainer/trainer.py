@@ -26,7 +26,7 @@ from ddpilot.trainer.fitting import Fit, fit_here
 from ddpilot.trainer.history import History
 from ddpilot.trainer.inside import run_inside
 from ddpilot.trainer.looking import call_here, evaluate_here, predict_here
-from ddpilot.trainer.outcome import Outcome, apply, collect
+from ddpilot.trainer.outcome import Outcome, apply, as_it_was, collect
 from ddpilot.trainer.parts import make_ema, make_optimizers, make_schedulers
 from ddpilot.trainer.places import group_here, is_on_ranks, run_on_ranks, say_ignored
 from ddpilot.trainer.position import Position
@@ -34,6 +34,7 @@ from ddpilot.trainer.run import Run
 from ddpilot.trainer.sizing import Search, find_batch_size_here
 from ddpilot.training.batch_size import BatchSizeSearch
 from ddpilot.training.precision import Kind
+from ddpilot.training.signals import StopSignals
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -142,8 +143,10 @@ class Trainer:
         `epochs` counts from where the trainer is, so a call that is repeated trains on; `until_epoch` is a total, with
         which it does not. `check_finite`: as for `Loop`. `progress`: False shows no bar and no line for each epoch.
 
-        After Ctrl-C, `max_time_s` seconds or a callback's stop it returns after the current update; the next fit on
-        the same data goes on there. Where a rank raises, RankError, and everything here is as it was before. Raises
+        After Ctrl-C, `max_time_s` seconds or a callback's stop all ranks leave after the same update, within about 40
+        ms (see `Run.stop`), and it returns; the next fit on the same data goes on there. Where a rank raises,
+        RankError, and with `nproc_per_node=0` what was raised: everything here is then as it was before. On a rank
+        that was there already, an exception leaves things as the updates so far made them. Raises
         LoopError, before a rank starts, for what cannot be meant.
         """
         sizes = {"global_batch_size": global_batch_size, "batch_size_per_rank": batch_size_per_rank}
@@ -164,9 +167,13 @@ class Trainer:
             ddp=ddp or {},
         )
         check_fit(self, fit, has_own_step=self._has_own_step)
-        if is_on_ranks() or nproc_per_node == 0:
+        if is_on_ranks():
             say_ignored(nproc_per_node)
-            fit_here(self, fit)
+            with StopSignals() as signals:
+                fit_here(self, fit, signals)
+        elif nproc_per_node == 0:
+            with StopSignals() as signals, as_it_was(self):
+                fit_here(self, fit, signals)
         else:
             self.nproc_per_node = self.nproc_per_node if nproc_per_node is None else nproc_per_node
             outcomes = run_on_ranks(self.launcher, self.nproc_per_node, "fit", self, fit)
@@ -174,8 +181,9 @@ class Trainer:
         return self.history
 
     def _fit_here(self, fit: Fit) -> Outcome | None:
-        fit_here(self, fit)
-        return collect(self, group_here())
+        with StopSignals() as signals:
+            fit_here(self, fit, signals)
+            return collect(self, group_here())
 
     def train_batch(self, run: Run, batch: Any) -> Any:
         """One batch: forward, backward, and the update where one is due; override it for a step of another kind.

@@ -4,11 +4,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import cast
 
 from ddpilot.group.decorators import on_ranks
 from ddpilot.trainer.callback import Callback
+from ddpilot.trainer.guarded import GuardedLoop
 from ddpilot.trainer.run import Run
+from ddpilot.training.loop import Loop
 
 
 class Watchers:
@@ -19,6 +23,11 @@ class Watchers:
         self._run = run
         self._has_own_of_zero = any(callback.ranks == "zero" for callback in callbacks)
         self._failure: Exception | None = None
+        self._guarded = {
+            id(callback): GuardedLoop(run.loop, type(callback).__qualname__)
+            for callback in callbacks
+            if callback.ranks == "zero"
+        }
 
     def tell(self, event: str) -> None:
         """Call method `event` of each callback. Collective. What one raised on rank 0 is raised on all ranks."""
@@ -40,7 +49,8 @@ class Watchers:
         """Call `on_exception`, on this rank alone; what that raises becomes a warning beside `error`."""
         for callback in self._here():
             try:
-                callback.on_exception(self._run, error)
+                with self._seen_by(callback) as run:
+                    callback.on_exception(run, error)
             except Exception as second:  # noqa: BLE001  (the first error is the one to be raised)
                 warnings.warn(f"{type(callback).__name__}.on_exception raised {second!r}", stacklevel=2)
 
@@ -56,13 +66,24 @@ class Watchers:
 
     def _tell_one(self, callback: Callback, event: str) -> None:
         try:
-            getattr(callback, event)(self._run)
+            with self._seen_by(callback) as run:
+                getattr(callback, event)(run)
         except OSError as error:
             if error.errno is None:
                 raise
             where = f"{type(callback).__name__}.{event} on rank {self._run.loop.rank}"
             said = f"{error.strerror} (in {where}; make room or give it another path, and fit again)"
             raise OSError(error.errno, said, error.filename) from error
+
+    @contextmanager
+    def _seen_by(self, callback: Callback) -> Iterator[Run]:
+        """The run as `callback` is to see it: where the others are not called, without what needs them."""
+        loop = self._run.loop
+        self._run.loop = cast(Loop, self._guarded.get(id(callback), loop))
+        try:
+            yield self._run
+        finally:
+            self._run.loop = loop
 
     def _here(self) -> list[Callback]:
         is_zero = self._run.loop.group.is_rank_zero

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from ddpilot.data.batches import LocalBatch
 from ddpilot.data.options import naming_rank
+from ddpilot.data.plan import Plan
 from ddpilot.data.streaming import StreamLoader
 from ddpilot.errors import DataError, LoopError
 from ddpilot.group.protocol import GroupLike
@@ -74,6 +75,15 @@ def iterate_groups(
     finally:
         if isinstance(batches, Generator):  # its workers stop now, and not when it is collected
             batches.close()
+
+
+def is_at_end(loader: Loader, batch: CurrentBatch) -> bool:
+    """Is `batch` known to be the last of its epoch? Of streams, and of batches that a user's sampler makes, it is not.
+
+    The same on all ranks.
+    """
+    plan = getattr(loader, "plan", None)
+    return isinstance(plan, Plan) and not getattr(loader, "is_joint", True) and batch.index + 1 >= plan.num_batches
 
 
 def _check_agreement(loader: Loader, group: GroupLike) -> None:

@@ -30,7 +30,7 @@ from ddpilot.training.deciding import Decider
 from ddpilot.training.evaluating import evaluate
 from ddpilot.training.explaining import Prepared
 from ddpilot.training.explanation import Explanation
-from ddpilot.training.grouping import CurrentBatch, Loader, check_loader, iterate_groups
+from ddpilot.training.grouping import CurrentBatch, Loader, check_loader, is_at_end, iterate_groups
 from ddpilot.training.keeping.keeper import Keeper
 from ddpilot.training.keeping.options import KeepOptions
 from ddpilot.training.keeping.place import Place, describe_data
@@ -382,7 +382,7 @@ class Loop:
                     self._updates.settle()
                     self._place.samples_seen += batch.group_count
                     self._keeper.after_update(batch.index + 1, leaves=self.should_stop)
-                if batch.is_last and self.should_stop:
+                if batch.is_last and self.should_stop and not is_at_end(loader, batch):
                     self.next_batch = batch.index + 1
                     break
             else:
@@ -404,6 +404,11 @@ class Loop:
         """
         self._place.epoch, self._place.next_batch, self._place.num_updates = epoch, next_batch, num_updates
         self._keeper.first_update = num_updates
+
+    def stop_by(self, signals: StopSignals) -> None:
+        """Have `signals`, which may be entered already, ask for stops, and those that came before. Not collective."""
+        self._signals = signals
+        signals.tell_to(self._decider.ask)
 
     def track(self, **things: Any) -> None:
         """Save and restore `things` with the checkpoints, each under its name; not collective.

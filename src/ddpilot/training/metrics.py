@@ -113,7 +113,8 @@ class MeanOf:
                 fix="Return one value per sample, their mean as a scalar, or (mean, count).",
             )
         if weight is not None:
-            self._sum += torch.tensor([value.item() * weight if weight else 0.0, weight], dtype=torch.float64)
+            number = float(weight)  # a count in a tensor would make a 32-bit product
+            self._sum += torch.tensor([value.item() * number if number else 0.0, number], dtype=torch.float64)
             return
         per_sample = value.reshape(count, -1).mean(dim=1) if value.ndim else value.expand(count)
         self._sum += torch.stack([per_sample.sum(), torch.tensor(float(count), dtype=torch.float64)])

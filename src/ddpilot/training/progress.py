@@ -15,6 +15,7 @@ import torch
 from tqdm import tqdm
 
 from ddpilot.launching.contract import WATCHED_VARIABLE
+from ddpilot.launching.contract import is_watched as is_shown_here
 
 LINE_INTERVAL_S = 30.0
 _BAR_INTERVAL_S = 0.2
@@ -169,4 +170,4 @@ def _length(loader: Any) -> int | None:
 
 def is_watched() -> bool:
     """Does somebody see what this process writes: on a terminal, in a notebook, or as the rank of one that does?"""
-    return WATCHED_VARIABLE in os.environ or bool(sys.stderr and sys.stderr.isatty())
+    return WATCHED_VARIABLE in os.environ or is_shown_here()

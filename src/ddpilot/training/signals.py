@@ -17,15 +17,18 @@ _SIGNALS = tuple(
 
 
 class StopSignals:
-    """While entered, SIGINT, SIGTERM and SIGUSR1 call `tell` with their name and nothing else: no collective, no I/O.
+    """While entered, SIGINT, SIGTERM and SIGUSR1 call `tell` with their name and nothing else: no collective.
+
+    A rank of a launch says to its parent, besides, that it took SIGINT, and will end by itself.
 
     A second SIGINT is for those who cannot wait for the step: it does what it would do without this. SIGTERM and
     SIGUSR1 are left alone where other code handles them. Does nothing outside the main thread. Can be entered again
     inside itself.
     """
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
+    def __init__(self, tell: Callable[[str], None] | None = None) -> None:
         self._tell = tell
+        self._untold: list[str] = []
         self._depth = 0
         self._was_interrupted = False
         self._previous: dict[int, Any] = {}
@@ -60,5 +63,15 @@ class StopSignals:
         if number == signal.SIGINT:
             self._was_interrupted = True
             if isinstance(before := self._previous[number], RankInterrupt):
-                before.was_raised = True  # the function was told: what it returns is wanted
-        self._tell(signal.Signals(number).name)
+                before.take()  # the function was told: what it returns is wanted
+        name = signal.Signals(number).name
+        if self._tell is None:
+            self._untold.append(name)
+        else:
+            self._tell(name)
+
+    def tell_to(self, tell: Callable[[str], None]) -> None:
+        """Call `tell` from now on, and now with what came while there was nobody to be told."""
+        self._tell = tell
+        while self._untold:
+            tell(self._untold.pop(0))

@@ -17,6 +17,8 @@ WAYS = {
     "in_a_collective": "time.sleep(600) if rank == 0 else dist.all_reduce(torch.ones(1))",
     "in_a_collective_all": "dist.recv(torch.ones(1), src=1 - rank)",
     "catching": "try: time.sleep(600)\n    except KeyboardInterrupt: return 'saved'",
+    "taking": "StopSignals(said.append).__enter__()\n    while not said: time.sleep(0.01)\n    time.sleep(2)\n    return said",
+    "taking_alone": "if rank: StopSignals(said.append).__enter__()\n    while True: time.sleep(0.01)",
     "ignoring": "signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(600)",
     "in_c": "signal.signal(signal.SIGINT, signal.SIG_IGN); ctypes.PyDLL(None).sleep(600)",
 }
@@ -27,8 +29,10 @@ from ddpilot import Launcher
 
 def train(folder):
     import torch, torch.distributed as dist
+    from ddpilot.training.signals import StopSignals
     dist.init_process_group("gloo")
     dist.barrier()
+    said = []
     rank = dist.get_rank()
     with open(f"{folder}/{rank}.writing", "w") as file:
         file.write(str(os.getpid()))
@@ -109,6 +113,20 @@ def test_ctrl_c_gives_the_values_of_ranks_that_take_it_as_their_cue(tmp_path: Pa
     """A function that catches KeyboardInterrupt and returns has its values come back."""
     out, _, _ = interrupt("catching", tmp_path, grace_s=20)
     assert out.startswith("['saved', 'saved']\n")
+
+
+def test_ctrl_c_leaves_ranks_that_take_it_the_time_for_an_update(tmp_path: Path) -> None:
+    """What `Loop` does: an update that is longer than the grace comes to its end, and the values come back."""
+    out, err, _ = interrupt("taking", tmp_path)
+    assert out.startswith("[['SIGINT'], ['SIGINT']]\n")
+    assert "ranks 0,1: still ending after the update (interrupt again to kill them now)" in err
+
+
+def test_ctrl_c_leaves_no_such_time_to_a_rank_whose_peer_has_ended(tmp_path: Path) -> None:
+    """One was interrupted before its loop began: what the other one goes on to never comes."""
+    out, _, took_s = interrupt("taking_alone", tmp_path)
+    assert "rank 0 ended at KeyboardInterrupt; rank 1 was ended by SIGKILL" in out
+    assert took_s < 20
 
 
 STARTING = """

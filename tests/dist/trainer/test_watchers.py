@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,38 @@ def test_a_stop_of_rank_zero_ends_fit_on_all_ranks() -> None:
     trainer = make_trainer(callbacks=[Stop(4)])
     fit(trainer, epochs=1000)
     assert 4 <= trainer.position.num_updates < 4 + 40
+
+
+class Impatient(ddpilot.Callback):
+    """Presses Ctrl-C on its rank when something happens."""
+
+    ranks = "all"
+
+    def __init__(self, event: str) -> None:
+        self._event = event
+
+    def on_fit_start(self, run: ddpilot.Run) -> None:
+        self._press("fit_start")
+
+    def on_fit_end(self, run: ddpilot.Run) -> None:
+        self._press("fit_end")
+
+    def _press(self, event: str) -> None:
+        if event == self._event:
+            signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("num_ranks", [0, 2])
+def test_ctrl_c_before_the_first_and_after_the_last_update_loses_nothing(num_ranks: int) -> None:
+    """`fit` returns with what was learnt until then."""
+    trainer = make_trainer(callbacks=[Impatient("fit_end")])
+    fit(trainer, num_ranks, epochs=2)
+    assert trainer.position.num_updates == 6
+    trainer.callbacks[0] = Impatient("fit_start")
+    fit(trainer, num_ranks, epochs=2)
+    assert trainer.position.num_updates == 6
+    assert [row["epoch"] for row in trainer.history.epochs] == [0, 1]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 class FullDisk(ddpilot.Callback):

@@ -108,6 +108,8 @@ def test_fit_predict_export_and_fit_again_in_one_notebook(kernel: Kernel) -> Non
     assert ok(kernel, again) == "True True\n"
     steps = "print({int(state['step']) for state in optimizer.state.values()}, losses.seen[-1] < losses.seen[0])"
     assert ok(kernel, steps) == "{20} True\n"
+    is_watched = "from ddpilot.training.progress import is_watched; print(is_watched())"
+    assert ok(kernel, is_watched) == "True\n"  # so that a fit in this process has a bar
     plotted = kernel.run("trainer.plot()")
     assert [("image/png" in output["data"]) for output in plotted.outputs if "data" in output] == [True]
 

@@ -17,6 +17,8 @@ _TERM_GRACE_S = 1.0
 _FREE_GRACE_S = 1.0
 _STACKS_S = 0.3
 _STOP_GRACE_S = 30.0
+TAKEN_GRACE_S = 60.0
+"""Ranks that took Ctrl-C as their cue go on to the end of their update, which is seldom longer."""
 
 
 class Ladder:
@@ -43,8 +45,19 @@ class Ladder:
         """Ctrl-C: SIGINT, `grace_s` later the group is freed under the ranks, another second later SIGKILL."""
         ranks = render_ranks(self._live())
         self._say(f"interrupting {ranks}; they have {grace_s:g} s (interrupt again to kill them now)")
-        free_at_s = now_s + grace_s
-        self._steps = [(now_s, self._interrupt), (free_at_s, self._free), (free_at_s + _FREE_GRACE_S, self._say_kill)]
+        self._steps = [(now_s, self._interrupt)]
+        self.free_at(now_s + grace_s)
+
+    def wait_longer(self, notice_at_s: float, until_s: float) -> None:
+        """After Ctrl-C: ranks go on to the end of their update until then; said if they still do at `notice_at_s`."""
+        self.free_at(until_s)
+        if notice_at_s < until_s:
+            self._steps.insert(len(self._steps) - 2, (notice_at_s, self._say_waiting))
+
+    def free_at(self, at_s: float) -> None:
+        """After Ctrl-C: free the group under the ranks then instead, and kill them a second later."""
+        first = [step for step in self._steps if step[1] == self._interrupt]
+        self._steps = [*first, (at_s, self._free), (at_s + _FREE_GRACE_S, self._say_kill)]
 
     def start_stopped(self, now_s: float, number: signal.Signals) -> None:
         """A scheduler's signal to the parent: the ranks get it, and SIGKILL 30 seconds later."""
@@ -73,6 +86,9 @@ class Ladder:
 
     def _interrupt(self, live: tuple[int, ...]) -> None:
         self._ask(Signal(live, signal.SIGINT, group=False))
+
+    def _say_waiting(self, live: tuple[int, ...]) -> None:
+        self._say(f"{render_ranks(live)}: still ending after the update (interrupt again to kill them now)")
 
     def _free(self, live: tuple[int, ...]) -> None:
         self._say(f"{render_ranks(live)} did not end; freeing the process group under them")

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import functools
 import importlib
 import os
 import random
@@ -23,7 +25,7 @@ from ddpilot.launching.exitcode import exitcode_of
 from ddpilot.launching.interrupts import RankInterrupt, saw_interrupt
 from ddpilot.launching.local import wire
 from ddpilot.launching.local.process import write_to
-from ddpilot.launching.local.report import Raised, RankStart, Returned
+from ddpilot.launching.local.report import Raised, RankStart, Returned, Taken
 from ddpilot.launching.shipping.blame import ship
 from ddpilot.launching.shipping.pickling import importable_from_main, map_parcel, open_parcel, pack_parcel
 from ddpilot.launching.shipping.sources import install_sources
@@ -36,9 +38,9 @@ _MAX_TEXT_CHARS = 100_000
 def run_rank(control_fd: int, out_fd: int, err_fd: int) -> NoReturn:
     """Be a rank: read who this is from `control_fd`, run the function, send its value or its exception, exit."""
     write_to(out_fd, err_fd)
-    interrupts = RankInterrupt()
-    signal.signal(signal.SIGINT, interrupts)
     control = socket.socket(fileno=control_fd)
+    interrupts = RankInterrupt(functools.partial(_say_taken, control))
+    signal.signal(signal.SIGINT, interrupts)
     try:
         start, parcel = wire.receive(control)
     except wire.Closed:  # the parent gave up before this rank began
@@ -113,6 +115,11 @@ def _obey(control: socket.socket) -> None:
         wire.close_all(fds)
         if request == "free":
             free_group()
+
+
+def _say_taken(control: socket.socket) -> None:
+    with contextlib.suppress(wire.Closed):  # nobody is there who could be impatient
+        wire.send(control, Taken())
 
 
 def _send_value(control: socket.socket, start: RankStart, value: Any, known: list[Any]) -> None:

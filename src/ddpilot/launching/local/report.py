@@ -38,6 +38,11 @@ class Returned:
     """Whether SIGINT reached the function, which took it as its cue to return."""
 
 
+@dataclass(frozen=True)
+class Taken:
+    """SIGINT reached the function, which goes on to a place where it can end, such as the end of an update."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Raised:
     """The function raised. `time_s` is of the machine's monotonic clock. A parcel with the exception may be beside."""

@@ -20,8 +20,8 @@ from ddpilot.launching.interrupts import InterruptCatcher
 from ddpilot.launching.local import wire
 from ddpilot.launching.local.handles import RankHandle
 from ddpilot.launching.local.jobs import STORE, Finish, Finished, NotStarted, Signal, Started
-from ddpilot.launching.local.ladder import Ladder
-from ddpilot.launching.local.report import Exited, Raised, Returned
+from ddpilot.launching.local.ladder import TAKEN_GRACE_S, Ladder
+from ddpilot.launching.local.report import Exited, Raised, Returned, Taken
 from ddpilot.launching.options import LaunchOptions
 from ddpilot.launching.output.pump import OutputPump
 from ddpilot.launching.shipping.pickling import map_parcel, open_parcel
@@ -58,6 +58,8 @@ class Supervisor:
         self._ladder = Ladder(handles, self._ask, pump.display.note)
         self._finish_sent = self._has_passed_on = False
         self._finished = False
+        self._interrupted_at_s: float | None = None
+        self._has_taken = self._is_patient = False
         self._timeout_at_s = float("inf") if options.timeout_s is None else time.monotonic() + options.timeout_s
 
     def run(self, answers: Sequence[Any] = ()) -> None:
@@ -83,6 +85,7 @@ class Supervisor:
                 now = time.monotonic()
                 self._pump.show(now)
                 self._on_interrupts(now)
+                self._set_grace(now)
                 self._on_stop(now)
                 self._judge(now)
                 self._ladder.climb(now)
@@ -180,6 +183,8 @@ class Supervisor:
         if isinstance(message, Returned):
             handle.returned = message
             handle.exited_notice_at_s = time.monotonic() + _SLOW_EXIT_NOTICE_S
+        elif isinstance(message, Taken):
+            self._has_taken = True
         elif isinstance(message, Raised):
             handle.raised = message
             self._add_failure(handle)
@@ -277,9 +282,25 @@ class Supervisor:
             return
         if self._ending is None:
             self._ending = LaunchInterrupted()
+            self._interrupted_at_s = now
             self._ladder.start_interrupted(now, self._options.stop_grace_s)
         else:
+            self._interrupted_at_s = None
             self._ladder.start_impatient(now)
+
+    def _set_grace(self, now: float) -> None:
+        """Ranks that go on to the end of their update have longer, while none has gone that they would wait for."""
+        if self._interrupted_at_s is None:
+            return
+        grace_s = self._options.stop_grace_s
+        has_lost = any(each.returned is None and (each.raised or not each.is_live) for each in self._handles)
+        is_patient = self._has_taken and not has_lost
+        if is_patient and not self._is_patient:
+            at_s = self._interrupted_at_s
+            self._ladder.wait_longer(at_s + grace_s, at_s + max(grace_s, TAKEN_GRACE_S))
+        elif self._is_patient and not is_patient:
+            self._ladder.free_at(now + grace_s)
+        self._is_patient = is_patient
 
     def _on_stop(self, now: float) -> None:
         if self._interrupts.stop is not None and not self._has_passed_on and not self._finish_sent:
