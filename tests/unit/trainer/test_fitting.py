@@ -92,6 +92,7 @@ def test_fit_in_this_process_leaves_all_as_it_was_when_it_fails() -> None:
     for each in (trainer, other):
         fit(each)
     before, position, history = state_of(trainer), trainer.position, copy.deepcopy(trainer.history)
+    assert isinstance(trainer.model, Faulty)
     trainer.model.calls_left = 5
     with pytest.raises(ArithmeticError, match="a bad sample"):
         fit(trainer, epochs=2)
