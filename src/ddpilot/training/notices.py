@@ -36,11 +36,17 @@ def say_dropped(line: Line, group: GroupLike) -> None:
 
 
 def user_line() -> Line:
-    """The innermost line that is at work now and not ddpilot's; the outermost of all where there is none."""
+    """The innermost line that is at work now and not ddpilot's; ("ddpilot", 0) where there is none."""
     frame: FrameType = sys._getframe(1)
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == _PACKAGE:
         frame = frame.f_back
-    return frame.f_code.co_filename, frame.f_lineno
+    return ("ddpilot", 0) if _began_the_process(frame) else (frame.f_code.co_filename, frame.f_lineno)
+
+
+def _began_the_process(frame: FrameType) -> bool:
+    """Is it of what started this rank? It is all that there is below ddpilot where a `Trainer` started it."""
+    name = str(frame.f_globals.get("__name__")).partition(".")[0]
+    return name in sys.stdlib_module_names or (name == "__main__" and frame.f_code.co_filename == "<string>")
 
 
 def _warn(text: str, line: Line) -> None:

@@ -185,19 +185,31 @@ def test_a_step_of_its_own_trains_two_models() -> None:
     assert together.history.epochs[-1]["d_loss"] < together.history.epochs[0]["d_loss"]
 
 
+class Sizes(ddpilot.Callback):
+    """On how many ranks each fit was."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def on_fit_start(self, run: ddpilot.Run) -> None:
+        self.seen.append(run.loop.world_size)
+
+
 def test_data_loaders_plateaus_and_sharded_optimizers() -> None:
     """DataLoaders keep their batch size, ReduceLROnPlateau looks at the validation, and sharded state comes back."""
 
     def plateau(optimizer: torch.optim.Optimizer) -> Any:
         return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=1e9)
 
-    trainer = make_trainer(scheduler=plateau, ema=None)
+    sizes = Sizes()
+    trainer = make_trainer(scheduler=plateau, ema=None, callbacks=[sizes])
     training = DataLoader(make_data(), batch_size=BATCH_SIZE, shuffle=True)
     validation = DataLoader(make_data(21, first=60), batch_size=5)
     trainer.fit(training, validation, epochs=2, nproc_per_node=2, ddp={"shard": "optimizer"})
     assert [row["lr"] for row in trainer.history.epochs] == pytest.approx([0.05, 0.005])
     assert trainer.optimizers["optimizer"].param_groups[0]["lr"] == pytest.approx(0.0005)
-    trainer.fit(training, validation, epochs=1, nproc_per_node=2)
+    trainer.fit(training, validation, epochs=1)  # on as many
+    assert sizes.seen == [2, 2]
     alone = make_trainer(scheduler=plateau, ema=None)
     alone.fit(training, validation, epochs=3, nproc_per_node=0)
     torch.testing.assert_close(trainer.model.state_dict(), alone.model.state_dict(), rtol=1e-10, atol=1e-13)
