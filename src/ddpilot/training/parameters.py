@@ -67,8 +67,8 @@ def freeze(model: nn.Module, *patterns: str) -> list[str]:
     ("blocks.[0-3]", "*.bias"); none at all: every parameter. Their gradients are dropped, so an optimizer that holds
     them leaves them as they are, weight decay too. A BatchNorm that is frozen still takes statistics in `train()`.
 
-    To be called before `prepare`: DDP then leaves them out. Later it is `freeze(ddpilot.unwrap(model), ...)`, and after that
-    `model = loop.prepare(ddpilot.unwrap(model))`.
+    To be called before `prepare`: DDP then leaves them out. Later it is `freeze(ddpilot.unwrap(model), ...)`, and after
+    that `model = loop.prepare(ddpilot.unwrap(model))`.
 
     Raises LoopError for a pattern that matches nothing, naming near ones, and for a model in DDP; nothing is changed.
     """
