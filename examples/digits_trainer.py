@@ -2,7 +2,8 @@
 """Handwritten digits with `ddpilot.Trainer`: a small CNN on two ranks, then predictions and an export, in one script.
 
 Run `python examples/digits_trainer.py --epochs 5 --nproc-per-node 2`, or under `ddpilot run` or torchrun, where it
-trains on the ranks that are there. Paste it into a notebook, and it does the same.
+trains on the ranks that are there. In a notebook: paste all but the last lines, and call
+`main(epochs=5, nproc_per_node=2)`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 
     python examples/gan.py --epochs 40
     ddpilot run examples/gan.py -n 2 -- --epochs 40
-    results = ddpilot.launch(gan.train, 40, nproc_per_node=2)     # in a notebook
+    results = ddpilot.launch(gan.train, 40, nproc_per_node=2)  # in a notebook here, after `import gan`
 
 It learns from the digits of scikit-learn (1,797 scans of 8 x 8 pixels, read from the installed package).
 

@@ -3,11 +3,12 @@
 
     python examples/gpt.py --epochs 2
     ddpilot run examples/gpt.py -n 2 -- --epochs 2 --checkpoint-dir ckpt
-    results = ddpilot.launch(gpt.train, 2, nproc_per_node=2)     # in a notebook
+    results = ddpilot.launch(gpt.train, 2, nproc_per_node=2)  # in a notebook here, after `import gpt`
 
 Gradients are accumulated, matrices are multiplied in bfloat16, and each character counts the same: the last piece of a
 file is shorter than the others and padded, so batches have unequal numbers of characters, and `count=` says how many.
 With a checkpoint directory the run goes on where it was stopped or killed, on as many ranks as there are then.
+On a CPU an epoch takes a minute or more; `--files 8` has a tenth of the text.
 
 Shapes: B pieces in the batch of one rank, T characters in a piece, D numbers for a character.
 """
@@ -118,7 +119,10 @@ def train(
     precision: Any = "bf16",
 ) -> dict[str, Any]:
     """Train; losses of each batch, the loss of a character of files that were held out, weights. Collective."""
-    loop = ddpilot.Loop(seed=0, accumulate=2, precision=precision, checkpoint_dir=checkpoint_dir, save_every_s=60)
+    save_every_s = 60 if checkpoint_dir else None
+    loop = ddpilot.Loop(
+        seed=0, accumulate=2, precision=precision, checkpoint_dir=checkpoint_dir, save_every_s=save_every_s
+    )
     train_data, test_data = load_texts(num_files)
     model = GPT()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

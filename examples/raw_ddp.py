@@ -6,7 +6,7 @@ The same file runs alone, under torchrun, under Slurm, and from a notebook:
     python examples/raw_ddp.py --epochs 5
     torchrun --standalone --nproc-per-node 2 examples/raw_ddp.py --epochs 5
     srun --ntasks 2 python examples/raw_ddp.py --epochs 5
-    results = ddpilot.launch(raw_ddp.train, 5, nproc_per_node=2)
+    results = ddpilot.launch(raw_ddp.train, 5, nproc_per_node=2)  # in a notebook here, after `import raw_ddp`
 
 It classifies the handwritten digits of scikit-learn (1,797 scans of 8 x 8 pixels, read from the installed package).
 
