@@ -337,3 +337,13 @@ def test_leaving_an_accumulation_group_is_said_at_the_line_that_did_it_and_not_a
     with pytest.warns(UserWarning, match="left in the middle") as said:
         lines = [leave(error=False) for _ in loop.epochs(1)]
     assert (said[0].filename, said[0].lineno) == (__file__, lines[0] - 1)
+
+
+def test_a_finding_is_said_at_the_line_of_the_loop_over_batches() -> None:
+    """And not at one of the launcher's."""
+    loop = Loop(group=FakeGroup(world_size=2))
+    loop.prepare(nn.BatchNorm1d(1))
+    batches = loop.batches(loop.loader(TensorDataset(torch.ones(8, 1)), global_batch_size=8))
+    with pytest.warns(UserWarning, match="DDP501") as said:
+        next(batches)
+    assert (said[0].filename, said[0].lineno) == (__file__, sys._getframe().f_lineno - 1)
