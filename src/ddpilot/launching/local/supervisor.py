@@ -292,11 +292,11 @@ class Supervisor:
         """Ranks that go on to the end of their update have longer, while none has gone that they would wait for."""
         if self._interrupted_at_s is None:
             return
-        grace_s = self._options.stop_grace_s
+        grace_s, at_s = self._options.stop_grace_s, self._interrupted_at_s
         has_lost = any(each.returned is None and (each.raised or not each.is_live) for each in self._handles)
-        is_patient = self._has_taken and not has_lost
+        # What is said after the grace was said by a rank that had been stuck until the group was freed.
+        is_patient = self._has_taken and not has_lost and (self._is_patient or now < at_s + grace_s)
         if is_patient and not self._is_patient:
-            at_s = self._interrupted_at_s
             self._ladder.wait_longer(at_s + grace_s, at_s + max(grace_s, TAKEN_GRACE_S))
         elif self._is_patient and not is_patient:
             self._ladder.free_at(now + grace_s)
