@@ -65,7 +65,8 @@ def iterate_groups(
     different streams.
     """
     check_loader(loader, group)
-    _check_agreement(loader, group)
+    with naming_rank(group.rank):
+        _check_agreement(loader, group)
     batches = loader.iterate(epoch, first_batch)
     # Every rank reads the whole of a stream: that all see the same one is what the division rests on.
     is_seen_by_all = isinstance(loader, StreamLoader) and not loader.is_joint and group.world_size > 1

@@ -352,10 +352,12 @@ class Loop:
             return  # an earlier pass of the epoch was left, and that is where it goes on
         self._say_dropped()
         self._trained.begin()
-        found = check_batch_norms(self._updates.models, getattr(loader, "plan", None), self.rank)
+        with naming_rank(self.rank):  # where a plan looks at its sampler, it does not know the rank
+            found = check_batch_norms(self._updates.models, getattr(loader, "plan", None), self.rank)
+            is_open = self._place.begin_pass(loader, self.device)
         say_findings(new := tuple(one for one in found if one not in self.findings), self.group)
         self.findings += new
-        if not self._place.begin_pass(loader, self.device):
+        if not is_open:
             return
         self._decider.start()
         self._keeper.say_resumed()

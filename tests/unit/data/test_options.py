@@ -88,6 +88,9 @@ def test_loop_names_the_rank_in_what_its_loaders_refuse() -> None:
     assert caught.value.args == (str(caught.value),)
     with pytest.raises(DataError, match=r"^\[rank 1\] sharding a DataLoader: its `batch_size` is None"):
         loop.shard(DataLoader(DATA, batch_size=None))
+    wrong = loop.shard(DataLoader(DATA, batch_size=2, sampler=[0, 1, 50]))
+    with pytest.raises(DataError, match=r"^\[rank 1\] taking the order of epoch 0 from a sampler: sample 50 of 4"):
+        next(loop.batches(wrong))
 
 
 def test_docs_have_a_row_for_every_option() -> None:
