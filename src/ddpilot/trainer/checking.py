@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import LBFGS
 from torch.utils.data import DataLoader
@@ -19,6 +20,7 @@ from ddpilot.data.shard import shard_loader
 from ddpilot.errors import LoopError
 from ddpilot.trainer.history import BOOKKEEPING
 from ddpilot.training.keeping.options import KeepOptions
+from ddpilot.training.loop import Loop
 
 if TYPE_CHECKING:
     from ddpilot.trainer.fitting import Fit
@@ -69,6 +71,7 @@ def check_trainer(trainer: Trainer) -> None:
     if trainer.loss_fn is not None and "loss" in trainer.metrics:
         found = "a metric called 'loss', which is the name of `loss_fn` in the history and in evaluations"
         raise LoopError(_MAKING, found=found, fix="Call the metric by another name.")
+    check_choice(_MAKING, "precision", trainer.precision, ("fp32", "bf16", "fp16"))
     check_choice(_MAKING, "scheduler_per", trainer.scheduler_per, ("update", "epoch"))
     if trainer.clip_norm is not None and not trainer.clip_norm > 0:
         found = f"`clip_norm` is {trainer.clip_norm}"
@@ -88,7 +91,12 @@ def check_fit(trainer: Trainer, fit: Fit, *, has_own_step: bool) -> None:
     if fit.train_set is None:
         raise LoopError(_FITTING, found="`train_set` is None", fix="Give a dataset or a DataLoader.")
     check_whole(_FITTING, "`val_set`", fit.val_set)
+    _check_sizes(fit)
     check_loader_options(_FITTING, "`loader`", fit.loader)
+    options = [*inspect.signature(Loop.prepare).parameters, *inspect.signature(DistributedDataParallel).parameters]
+    check_names(
+        _FITTING, "`ddp`", fit.ddp, [name for name in options if name not in ("self", "things", "more", "module")]
+    )
     _check_checkpoints(fit)
     _check_step(trainer, has_own_step)
     _check_watched(trainer, fit, has_own_step)
@@ -115,6 +123,16 @@ def check_whole(did: str, what: str, data: object) -> None:
 
 def _is_count(number: object) -> bool:
     return isinstance(number, int) and not isinstance(number, bool)
+
+
+def _check_sizes(fit: Fit) -> None:
+    if isinstance(fit.train_set, DataLoader) or hasattr(fit.train_set, "iterate"):
+        return
+    given = [name for name, size in fit.sizes.items() if size is not None]
+    if len(given) != 1:
+        found = f"{' and '.join(map(repr, given)) or 'no batch size'}, and a {type(fit.train_set).__name__}"
+        fix = "Give `global_batch_size`, of all ranks together, or `batch_size_per_rank`."
+        raise LoopError(_FITTING, found=found, fix=fix)
 
 
 def _check_checkpoints(fit: Fit) -> None:
