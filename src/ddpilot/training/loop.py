@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -19,39 +18,21 @@ from ddpilot.data.loader import ShardedLoader, StreamLoader, make_loader, make_s
 from ddpilot.data.options import naming_rank
 from ddpilot.data.shard import shard_loader
 from ddpilot.errors import LoopError
-from ddpilot.findings.finding import Finding
-from ddpilot.group.enter import init_group, seed_all
-from ddpilot.group.protocol import GroupLike
 from ddpilot.training.accumulating import Accumulation
 from ddpilot.training.batch_norm import check_batch_norms
-from ddpilot.training.checkpoint.joint import load_jointly
 from ddpilot.training.ddp_options import DdpOptions
-from ddpilot.training.deciding import Decider
-from ddpilot.training.evaluating import evaluate
-from ddpilot.training.explaining import Prepared
 from ddpilot.training.explanation import Explanation
-from ddpilot.training.grouping import CurrentBatch, Loader, check_loader, is_at_end, iterate_groups
-from ddpilot.training.keeping.keeper import Keeper
-from ddpilot.training.keeping.options import KeepOptions
-from ddpilot.training.keeping.place import Place, describe_data
-from ddpilot.training.keeping.things import Things, has_state
-from ddpilot.training.memory import explain_out_of_memory, find_sharing, is_out_of_memory
-from ddpilot.training.nonfinite import FiniteWatch
-from ddpilot.training.notices import Line, never_had_a_sample, say_dropped, say_findings, user_line
-from ddpilot.training.parameters import TrainedWatch
-from ddpilot.training.precision import Kind, Precision
-from ddpilot.training.predicting import predict
-from ddpilot.training.printing import SayOnce, rank_zero_first
-from ddpilot.training.progress import Progress
-from ddpilot.training.reducing import gather_rows, reduce_value
-from ddpilot.training.signals import StopSignals
-from ddpilot.training.unprepared import PreparedWatch
-from ddpilot.training.updating import Updates
-from ddpilot.training.waiting import WaitClock
+from ddpilot.training.grouping import Loader, check_loader, is_at_end, iterate_groups
+from ddpilot.training.keeping.place import describe_data
+from ddpilot.training.keeping.things import has_state
+from ddpilot.training.loop_keeping import KeepingLoop
+from ddpilot.training.loop_looking import LookingLoop
+from ddpilot.training.memory import explain_out_of_memory, is_out_of_memory
+from ddpilot.training.notices import never_had_a_sample, say_dropped, say_findings, user_line
 from ddpilot.training.wrapping import prepare_optimizer, wrap
 
 
-class Loop:
+class Loop(KeepingLoop, LookingLoop):
     """Primitives for a training loop of one's own, the same at 1 rank and at many. Making one is collective.
 
     `seed`: of weights made after this line (the same on every rank), of the data's order, and, with the rank, of
@@ -75,132 +56,6 @@ class Loop:
     Raises what `init_group` raises, LoopError for arguments that make no sense, and CheckpointError on all ranks where
     the directory cannot be written.
     """
-
-    def __init__(
-        self,
-        seed: int = 0,
-        *,
-        accumulate: int = 1,
-        precision: Kind = "fp32",
-        max_time_s: float | None = None,
-        check_finite: bool = True,
-        checkpoint_dir: str | os.PathLike[str] | None = None,
-        keep: int | None = 3,
-        best: str | None = None,
-        save_every_s: float | None = None,
-        save_every_updates: int | None = None,
-        resume: bool = True,
-        progress: bool | None = None,
-        backend: str | None = None,
-        timeout_s: float | None = None,
-        group: GroupLike | None = None,
-    ) -> None:
-        if accumulate < 1:
-            raise LoopError("making a Loop", found=f"`accumulate` is {accumulate}", fix="Pass 1 or more batches.")
-        self.group: GroupLike = init_group(backend, timeout_s) if group is None else group
-        self.seed = seed
-        self.findings: tuple[Finding, ...] = ()
-        """What was found to be unwise, each said once."""
-        self.progress = Progress(progress, is_rank_zero=self.group.is_rank_zero)
-        """What rank 0 shows of the epoch; `loop.progress.show(acc=0.9)` adds to it."""
-        self._num_epochs: int | None = None
-        self._accumulate = accumulate
-        self._precision = Precision(precision, self.group.device)
-        self._sharing = find_sharing(self.group)
-        self._decider = Decider(self.group, max_time_s)
-        watch = FiniteWatch(self.group.device) if check_finite and precision != "fp16" else None
-        self._updates = Updates(self.group, self._decider, watch)
-        self._signals = StopSignals(self._decider.ask)
-        self._optimizers: list[Optimizer] = []
-        self._say_once = SayOnce(self.print)
-        self._trained = TrainedWatch()
-        self._unprepared = PreparedWatch(self.group.rank)
-        self._left_at: Line | None = None
-        self._waiting = WaitClock()
-        self._things = Things()
-        if self._precision.scaler is not None:
-            self._things.add(self._precision.scaler, "scaler", optional=True)
-        self._place = Place(seed, self.group.rank, self.group.world_size, accumulate)
-        options = KeepOptions.of(
-            checkpoint_dir,
-            keep=keep,
-            best=best,
-            save_every_s=save_every_s,
-            save_every_updates=save_every_updates,
-            resume=resume,
-        )
-        check = self._updates.check_pending
-        self._keeper = Keeper(self.group, self._things, self._place, self._decider, check, options)
-        self._prepared = Prepared(self.group)
-        seed_all(seed)
-
-    @property
-    def rank(self) -> int:
-        """This rank's number, 0 to `world_size` - 1."""
-        return self.group.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self.group.world_size
-
-    @property
-    def device(self) -> torch.device:
-        """Where this rank's models and batches are."""
-        return self.group.device
-
-    @property
-    def batch(self) -> CurrentBatch | None:
-        """The batch that `batches` is at, with its counts and the numbers of this rank's samples; None outside."""
-        return self._updates.batch
-
-    @property
-    def epoch(self) -> int:
-        """The epoch that `epochs` is at, or will begin with; can be set."""
-        return self._place.epoch
-
-    @epoch.setter
-    def epoch(self, epoch: int) -> None:
-        self._place.epoch = epoch
-
-    @property
-    def next_batch(self) -> int:
-        """The batch that the next `batches` begins with: 0, unless all ranks left in the middle of an epoch."""
-        return self._place.next_batch
-
-    @next_batch.setter
-    def next_batch(self, batch: int) -> None:
-        self._place.next_batch = batch
-
-    @property
-    def num_updates(self) -> int:
-        """Updates made by `step`, skipped ones not counted; of the first optimizer where there are several."""
-        return self._place.num_updates
-
-    @property
-    def is_update(self) -> bool:
-        """Is this the last batch of an accumulation group, after which the weights change?"""
-        return self._updates.is_update
-
-    @property
-    def should_stop(self) -> bool:
-        """Have all ranks decided to stop? The same on every rank; not collective."""
-        return bool(self._decider.reasons)
-
-    @property
-    def stop_reasons(self) -> tuple[str, ...]:
-        """Why: of "asked", "time", "SIGINT", "SIGTERM", "SIGUSR1"."""
-        return self._decider.reasons
-
-    @property
-    def data_s(self) -> float:
-        """Seconds that this rank has waited for its data in `batches` so far."""
-        return self._waiting.total_s
-
-    @property
-    def save_s(self) -> float:
-        """Seconds that this rank has waited for checkpoints so far; they are written while it trains on."""
-        return self._keeper.held_up_s
 
     def prepare(
         self,
@@ -242,28 +97,30 @@ class Loop:
             sync_batch_norm=sync_batch_norm,
             more=more,
         )
-        returned: list[Any] = []
+        returned = []
         for thing in things:
-            if isinstance(thing, AveragedModel):
-                returned.append(thing.to(self.device))
-            elif isinstance(thing, nn.Module):
-                returned.append(self._prepare_model(thing, options))
-            elif isinstance(thing, Optimizer):
-                optimizer = prepare_optimizer(thing, self.group, shard)
-                self._optimizers.append(optimizer)
-                self._prepared.add_optimizer(optimizer)
-                returned.append(optimizer)
-            elif has_state(thing):
-                returned.append(thing)
-            else:
-                raise LoopError(
-                    "preparing",
-                    found=f"a {type(thing).__name__}",
-                    fix="Pass models, optimizers, and what else has a state_dict; datasets go to loop.loader().",
-                    rank=self.rank,
-                )
+            returned.append(self._prepare_thing(thing, options, shard))
             self._things.add(returned[-1])
         return returned[0] if len(returned) == 1 else tuple(returned)
+
+    def _prepare_thing(self, thing: Any, options: DdpOptions, shard: Literal["optimizer"] | None) -> Any:
+        if isinstance(thing, AveragedModel):
+            return thing.to(self.device)
+        if isinstance(thing, nn.Module):
+            return self._prepare_model(thing, options)
+        if isinstance(thing, Optimizer):
+            optimizer = prepare_optimizer(thing, self.group, shard)
+            self._optimizers.append(optimizer)
+            self._prepared.add_optimizer(optimizer)
+            return optimizer
+        if has_state(thing):
+            return thing
+        raise LoopError(
+            "preparing",
+            found=f"a {type(thing).__name__}",
+            fix="Pass models, optimizers, and what else has a state_dict; datasets go to loop.loader().",
+            rank=self.rank,
+        )
 
     def _prepare_model(self, given: nn.Module, options: DdpOptions) -> nn.Module:
         model, choices = wrap(given, self.group, options)
@@ -347,20 +204,8 @@ class Loop:
         LoopError before the first batch for what `loader` and `shard` did not make, and where BatchNorm would see a
         part of one sample.
         """
-        check_loader(loader, self.group)
-        if self.should_stop and self.next_batch:
-            return  # an earlier pass of the epoch was left, and that is where it goes on
-        self._say_dropped()
-        self._trained.begin()
-        with naming_rank(self.rank):  # where a plan looks at its sampler, it does not know the rank
-            found = check_batch_norms(self._updates.models, getattr(loader, "plan", None), self.rank)
-            is_open = self._place.begin_pass(loader, self.device)
-        say_findings(new := tuple(one for one in found if one not in self.findings), self.group)
-        self.findings += new
-        if not is_open:
+        if not self._begin_pass(loader):
             return
-        self._decider.start()
-        self._keeper.say_resumed()
         groups = self._waiting.over(
             iterate_groups(
                 loader, self.group, epoch=self.epoch, first_batch=self.next_batch, accumulation=self._accumulate
@@ -393,65 +238,27 @@ class Loop:
                 self._place.end_pass()
             self._updates.batch = None
 
+    def _begin_pass(self, loader: Loader) -> bool:
+        check_loader(loader, self.group)
+        if self.should_stop and self.next_batch:
+            return False  # an earlier pass of the epoch was left, and that is where it goes on
+        self._say_dropped()
+        self._trained.begin()
+        with naming_rank(self.rank):  # where a plan looks at its sampler, it does not know the rank
+            found = check_batch_norms(self._updates.models, getattr(loader, "plan", None), self.rank)
+            is_open = self._place.begin_pass(loader, self.device)
+        say_findings(new := tuple(one for one in found if one not in self.findings), self.group)
+        self.findings += new
+        if is_open:
+            self._decider.start()
+            self._keeper.say_resumed()
+        return is_open
+
     def _say_dropped(self) -> None:
         # Not when the loop is left: that looks the same where an error or another rank's end is the reason.
         if self._left_at is not None:
             say_dropped(self._left_at, self.group)
             self._left_at = None
-
-    def start_at(self, epoch: int, *, next_batch: int = 0, num_updates: int = 0) -> None:
-        """Begin there, with the state that everything has: from an earlier loop in this process, say. Not collective.
-
-        A checkpoint is gone on from only where it has more than `num_updates` updates.
-        """
-        self._place.epoch, self._place.next_batch, self._place.num_updates = epoch, next_batch, num_updates
-        self._keeper.first_update = num_updates
-
-    def stop_by(self, signals: StopSignals) -> None:
-        """Have `signals`, which may be entered already, ask for stops, and those that came before. Not collective."""
-        self._signals = signals
-        signals.tell_to(self._decider.ask)
-
-    def track(self, **things: Any) -> None:
-        """Save and restore `things` with the checkpoints, each under its name; not collective.
-
-        Anything with `state_dict` and `load_state_dict` that is not passed to `prepare`, and what is, to name it:
-        `loop.track(generator=gen)`. The state of rank 0 is what counts. Raises LoopError.
-        """
-        for name, thing in things.items():
-            self._things.add(thing, name)
-
-    def save(self, metrics: Mapping[str, float] | None = None) -> None:
-        """Make a checkpoint, with `metrics` to choose the best by. Collective: every rank calls it.
-
-        In `batches` it is made after the update that is under way; in the rest of an epoch when the epoch ends, where
-        one is made anyway; elsewhere at once, and it is on the disk on return. What goes wrong on the disk is told on
-        stderr and ends nothing. Raises LoopError without a `checkpoint_dir`.
-        """
-        self._keeper.ask(metrics, in_batch=self._updates.batch is not None)
-
-    def resume(self, *, other_data: bool = False) -> bool:
-        """Go on from the latest checkpoint that is whole; whether there is one. Collective.
-
-        `epochs` does it by itself: this is for who wants the weights before it. Everything that was prepared or tracked
-        is restored, and the place in the data; rank 0 says on stderr from where when training or an evaluation begins.
-        `other_data`: an epoch may begin with a dataset of another length. Raises CorruptCheckpointError where none is
-        whole, and MismatchedCheckpointError, on all ranks and with nothing changed, where it is another run's.
-        """
-        return self._keeper.resume(other_data=other_data)
-
-    def load(self, model: nn.Module, path: str | os.PathLike[str], *, name: str = "model") -> None:
-        """Load weights alone, from a file or a directory of checkpoints, into `model`, where it is. Collective.
-
-        `path`, `name`: those of `load_weights`. Raises what it raises, on all ranks where one of them cannot, and no
-        model is changed then.
-        """
-        self._keeper.wait()
-        load_jointly(model, path, name, self.group)
-
-    def autocast(self) -> AbstractContextManager[object]:
-        """Forward passes in the loop's precision, where that is not fp32. `accumulate` does it by itself."""
-        return self._precision.autocast()
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
         """Forward and backward of one batch: gradients cross between ranks only with the last batch of a group.
@@ -516,94 +323,3 @@ class Loop:
             scheduler.step()
         self._place.num_updates += done and (not self._optimizers or optimizer is self._optimizers[0])
         return done
-
-    def reduce(
-        self, value: Any, op: Literal["mean", "sum", "min", "max"] = "mean", *, count: float | None = None
-    ) -> torch.Tensor:
-        """`value` (a number or a tensor of the same shape on all ranks) over all ranks. Collective.
-
-        "mean" weights each rank by `count`, by default its samples in the current batch (1 outside of `batches`), so
-        the mean of the batch's local losses is that of all its samples.
-        """
-        batch = self._updates.batch
-        weight = count if count is not None else 1.0 if batch is None else float(batch.count)
-        return reduce_value(value, op, weight, self.group)
-
-    def gather(self, data: Any) -> Any:
-        """The rows of all ranks in the order of ranks, on every rank, on the CPU. Collective.
-
-        `data`: tensors with any number of rows on each rank, tuples and dicts of them, or lists.
-        """
-        return gather_rows(data, self.group)
-
-    def evaluate(
-        self,
-        model: nn.Module,
-        loader: Loader | DataLoader[Any],
-        metrics: Mapping[str, Any],
-        *,
-        forward: Callable[[nn.Module, Any], tuple[Any, ...]] | None = None,
-    ) -> dict[str, Any]:
-        """The value of each metric over all samples of `loader`, each counted once; the same on every rank. Collective.
-
-        `loader`: what `loader` or `shard` made, or a plain DataLoader, which is divided here.
-        `metrics`: name -> torchmetrics object (left as it is), or function of (output, target) that returns a value
-        per sample, the batch's mean, or (mean, count of what it is over); NaN where there are no samples. The model
-        runs unwrapped, in eval mode, with rank 0's buffers, and not at all where a rank has no sample.
-        `forward(model, batch)` returns what metrics are called with; default: `(model(batch[0]), batch[1])`.
-        """
-        self._keeper.say_resumed()
-        with self.autocast():
-            return evaluate(model, self._divided(loader), metrics, self.group, forward)
-
-    def predict(
-        self,
-        model: nn.Module,
-        loader: Loader | DataLoader[Any],
-        *,
-        to: str | os.PathLike[str] | None = None,
-        on_all_ranks: bool = False,
-        forward: Callable[[nn.Module, Any], Any] | None = None,
-    ) -> Any:
-        """The model's outputs for all samples of `loader`, in the order of the dataset, on rank 0. Collective.
-
-        `loader`: what `loader` or `shard` made, or a plain DataLoader, which is divided here.
-        Outputs: tensors with a row per sample, tuples and dicts of them, or a list with an object per sample; on the
-        CPU. None on the other ranks, unless `on_all_ranks`, and where there are no samples. `to`: a folder that rank 0
-        writes batch by batch, so that memory holds one batch only; `read_predictions` reads it; the path is returned
-        on every rank. `forward(model, batch)`; default: `model(batch[0])`, or `model(batch)` where that is no tuple.
-        """
-        self._keeper.say_resumed()
-        with self.autocast():
-            return predict(model, self._divided(loader), self.group, to=to, on_all_ranks=on_all_ranks, forward=forward)
-
-    def _divided(self, loader: Loader | DataLoader[Any]) -> Loader:
-        if not isinstance(loader, DataLoader):
-            return loader
-        # Which batch size is meant does not matter here, so nothing is said of it.
-        return shard_loader(loader, rank=self.rank, world_size=self.world_size, seed=self.seed)
-
-    def stop(self, *, everywhere: bool = False) -> None:
-        """Ask all ranks to stop, from any of them: they leave after the same update, or before the next epoch.
-
-        Which update that is depends on when the ranks exchange their flags: about every 40 ms, after 32 updates at
-        most. `everywhere`: every rank calls this at the same point, as where the number of updates decides; then all
-        leave after this very update. Not collective.
-        """
-        if everywhere:
-            self._decider.agree("asked")
-        else:
-            self._decider.ask("asked")
-
-    def print(self, *values: object, **options: Any) -> None:
-        """`print` on rank 0, above the progress bar; nothing on the others."""
-        if self.group.is_rank_zero:
-            with self.progress.aside():
-                print(*values, **options)  # noqa: T201  (that is what it is for)
-
-    def rank_zero_first(self) -> AbstractContextManager[None]:
-        """`with loop.rank_zero_first():` runs its body on rank 0, then on the others at once. Collective.
-
-        Where rank 0 raises, the others raise RemoteRankError. For what is downloaded or prepared once.
-        """
-        return rank_zero_first(self.group)
