@@ -125,7 +125,7 @@ def test_run_shows_the_traceback_that_plain_python_shows(tmp_path: Path) -> None
 
 @pytest.mark.timeout(120)
 def test_run_gives_ranks_the_variables_of_torchrun_and_their_share_of_the_cores(tmp_path: Path) -> None:
-    """Every variable that torchrun sets is there, with its value but for addresses and SIGUSR1; ddpilot finds itself."""
+    """Every variable that torchrun sets is there, with its value but for addresses and SIGUSR1; ddpilot finds them."""
     write(
         tmp_path,
         "look.py",
