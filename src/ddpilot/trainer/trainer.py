@@ -150,7 +150,6 @@ class Trainer:
         LoopError, before a rank starts, for what cannot be meant.
         """
         sizes = {"global_batch_size": global_batch_size, "batch_size_per_rank": batch_size_per_rank}
-        self.batch_size = global_batch_size or getattr(train_set, "batch_size", None) or self.batch_size
         fit = Fit(
             train_set=train_set,
             val_set=val_set,
@@ -167,6 +166,7 @@ class Trainer:
             ddp=ddp or {},
         )
         check_fit(self, fit, has_own_step=self._has_own_step)
+        self.batch_size = global_batch_size or getattr(train_set, "batch_size", None) or self.batch_size
         if is_on_ranks():
             say_ignored(nproc_per_node)
             with StopSignals() as signals:

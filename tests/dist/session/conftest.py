@@ -15,6 +15,7 @@ import pytest
 
 from ddpilot import RankError, Session
 from ddpilot.session.view import RankMessage, SendToRank
+from tests.dist.launching.scripts import wait_until
 
 MODEL = """
 import torch, torch.distributed as dist
@@ -109,6 +110,24 @@ def start(view: Kept) -> Iterator[Callable[..., Session]]:
             return stack.enter_context(Session(num_ranks, **options))
 
         yield start_one
+
+
+@contextlib.contextmanager
+def stopping_once_noted(session: Session, view: Kept) -> Iterator[None]:
+    """The session is interrupted as soon as something is noted, or after 30 seconds."""
+
+    def stop() -> None:
+        try:
+            wait_until(lambda: bool(view.notes), limit_s=30)
+        finally:
+            session.interrupt()
+
+    stopper = threading.Thread(target=stop)
+    stopper.start()
+    try:
+        yield
+    finally:
+        stopper.join()
 
 
 @contextlib.contextmanager

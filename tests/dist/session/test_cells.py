@@ -10,8 +10,7 @@ import pytest
 import zmq
 
 from ddpilot import LaunchError, LaunchInterrupted, RankError, Session
-from tests.dist.launching.scripts import wait_until
-from tests.dist.session.conftest import Kept
+from tests.dist.session.conftest import Kept, stopping_once_noted
 
 Start = Callable[..., Session]
 
@@ -238,18 +237,8 @@ def test_a_collective_in_a_cell_on_some_ranks_is_named_and_the_next_cell_works(s
     session = start(3)
     session.execute("import torch, torch.distributed as dist\npair = dist.new_group([0, 1])")
     session.execute("dist.barrier(pair)", ranks=[0, 1])
-
-    def stop_once_noted() -> None:
-        try:
-            wait_until(lambda: bool(view.notes), limit_s=30)
-        finally:
-            session.interrupt()
-
-    stopper = threading.Thread(target=stop_once_noted)
-    stopper.start()
-    with pytest.raises(LaunchInterrupted):
+    with stopping_once_noted(session, view), pytest.raises(LaunchInterrupted):
         session.execute("ones = torch.ones(1)\ndist.all_reduce(ones)", ranks=[0], cell=7)
-    stopper.join()
     assert view.notes[0] == (
         "rank 0 waits in all_reduce of Cell In[7], line 2, which every rank must call, but the cell runs on rank 0 "
         "only: press stop, and run it on all ranks"

@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 import pytest
 
 from ddpilot import LaunchInterrupted, RankError, Session
-from tests.dist.launching.scripts import wait_until
-from tests.dist.session.conftest import Kept
+from tests.dist.session.conftest import Kept, stopping_once_noted
 
 Start = Callable[..., Session]
 
@@ -21,18 +19,8 @@ def test_different_collectives_are_named_while_the_ranks_wait(start: Start, view
     """Nothing in either rank could know; after the stop button the next cell works."""
     session = start(2)
     session.execute("import torch, torch.distributed as dist\ndist.barrier()")
-
-    def stop_once_noted() -> None:
-        try:
-            wait_until(lambda: bool(view.notes), limit_s=30)
-        finally:
-            session.interrupt()
-
-    stopper = threading.Thread(target=stop_once_noted)
-    stopper.start()
-    with pytest.raises(LaunchInterrupted):
+    with stopping_once_noted(session, view), pytest.raises(LaunchInterrupted):
         session.execute(BRANCH, cell=7)
-    stopper.join()
     assert view.notes[0] == (
         "collective 1 of the default group is not the same on all ranks: rank 0 called all_reduce in Cell In[7], line "
         "4 (dist.all_reduce(torch.ones(4))), rank 1 called barrier in Cell In[7], line 2 (dist.barrier()); press stop, "
