@@ -73,7 +73,7 @@ def settle(look_now: Callable[[], list[str]], *, grace_s: float) -> list[str]:
 def marked_pids(mark: str) -> set[int]:
     """Pids of all live processes whose environment at `exec` carried `mark`; itself included, zombies not."""
     wanted = f"{MARK}={mark}".encode()
-    return {int(entry.name) for entry in _PROC.iterdir() if entry.name.isdigit() and wanted in _read(entry / "environ")}
+    return {int(entry.name) for entry in _PROC.iterdir() if entry.name.isdigit() and wanted in _environment(entry)}
 
 
 def describe_process(pid: int) -> str:
@@ -94,6 +94,33 @@ def unused_shared_memory(names: Collection[str]) -> list[str]:
     return sorted(left)
 
 
+def _environment(process: Path) -> bytes:
+    text = _read(process / "environ")
+    # While a program is being replaced by `exec`, it has no environment for a moment: a leak must not hide in that.
+    for _ in range(1000):
+        if text or _has_no_environment(process):
+            break
+        text = _read(process / "environ")
+    return text
+
+
+def _has_no_environment(process: Path) -> bool:
+    """Whether there is nothing to read in any case: gone, a zombie, not ours to read, or started with none."""
+    fields = _read(process / "stat").rpartition(b") ")[2].split()  # from the third field of proc(5) on
+    if len(fields) < 49 or fields[0] == b"Z" or not _target(process / "exe"):
+        return True
+    start, end = fields[47:49]
+    code_is_in_place = fields[23] != b"0"  # `exec` writes this one after the environment
+    return code_is_in_place and start == end
+
+
+def _target(link: Path) -> str:
+    try:
+        return os.readlink(link)
+    except OSError:
+        return ""
+
+
 def _children() -> set[int]:
     children: set[int] = set()
     for task in _PROC.joinpath("self", "task").iterdir():
@@ -109,10 +136,8 @@ def _descriptors(pid: int | str = "self") -> dict[str, str]:
     except OSError:
         return found  # the process ended between two reads
     for number in numbers:
-        try:
-            found[number] = os.readlink(folder / number)
-        except OSError:
-            continue  # the descriptor that listed the folder
+        if target := _target(folder / number):  # none: the descriptor that listed the folder
+            found[number] = target
     return found
 
 

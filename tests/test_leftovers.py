@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from benchmarks.leftovers import MARK, marked_pids
 
 ROOT = Path(__file__).parents[1]
 SHARED = Path(f"/dev/shm/ddpilot-leak-test-{os.getpid()}")
@@ -48,3 +51,15 @@ def test_no_leaks_fails_a_test_for_every_kind_of_leftover(pytester: pytest.Pytes
     outcome.stdout.fnmatch_lines_random([f"*{line}*" for line in LEAKS.values()])
     outcome.stdout.fnmatch_lines(["*after the whole run and after stopping the rank servers, these were left:*"])
     outcome.assert_outcomes(passed=len(LEAKS) + 1, errors=len(LEAKS) + 1)
+
+
+def test_marked_pids_sees_a_process_while_it_is_replacing_its_program(tmp_path: Path) -> None:
+    """A process that does nothing but `exec` is among the marked ones at each of 200 looks."""
+    script = tmp_path / "again.sh"
+    script.write_text('exec sh "$0"\n')
+    with subprocess.Popen(["sh", script], env={**os.environ, MARK: "again"}) as process:
+        try:
+            seen = [marked_pids("again") for _ in range(200)]
+        finally:
+            process.kill()
+    assert seen == [{process.pid}] * 200
