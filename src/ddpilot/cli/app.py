@@ -73,6 +73,19 @@ def topology(
 
 
 @app.command()
+def explain(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(help="A code (DDP201), a name (desync), or a message as it was printed; - reads it from stdin."),
+    ] = None,
+) -> None:
+    """Say what a finding or an error message means, and what to do; without words, list all findings."""
+    from ddpilot.cli.explain_verb import explain
+
+    print(explain(sys.stdin.read() if words == ["-"] else " ".join(words or ())), end="")
+
+
+@app.command()
 def demo() -> None:
     """Run the quickstart notebook on two ranks."""
     from ddpilot.cli.demo_verb import run_demo

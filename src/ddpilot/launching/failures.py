@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ddpilot.errors import RankError
+from ddpilot.findings.catalog import find_known
 from ddpilot.findings.words import render_ranks
 from ddpilot.launching.contract import EXIT_REQUEUE
 from ddpilot.launching.crash import find_crash_line, tidy_lines
@@ -102,7 +103,7 @@ def build_error(
     error = RankError(
         f"running `{function_name}` on {num_ranks} rank{'s' * (num_ranks > 1)}",
         found=found,
-        fix=fix,
+        fix=fix or _describe_known(raised),
         rank=failure.rank,
         host=platform.node(),
         exitcode=exitcode,
@@ -130,6 +131,15 @@ def describe_exit(exited: Exited, function_name: str, crash_line: str | None) ->
         return f"was killed by {exited.signal_name}; {peak}", ""
     how = f"exited with code {exited.exitcode} before `{function_name}` returned"
     return how, "Look for `os._exit` or a C library that calls `exit`; return from the function instead"
+
+
+def _describe_known(raised: Raised | None) -> str:
+    """What the page of a message of torch's or Python's says; errors of ddpilot say themselves what to do."""
+    known = find_known(f"{raised.type_name}: {raised.message}") if raised is not None else ()
+    if not known:
+        return ""
+    entry = known[0]
+    return f"{entry.first_fix} ({entry.code} {entry.name}: `ddpilot explain {entry.code}`)"
 
 
 def _describe_others(failure: Failure, victims: Sequence[int], returned: Sequence[int], ended: str) -> str:

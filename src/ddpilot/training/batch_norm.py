@@ -44,7 +44,7 @@ def check_batch_norms(models: Iterable[nn.Module], plan: object, rank: int) -> t
     return (
         Finding(
             code="DDP501",
-            name="small_batch_norm",
+            name="small-batch-norm",
             severity="warning",
             summary=f"BatchNorm takes its statistics from {min(sizes)} samples",
             ranks=small,

@@ -77,7 +77,7 @@ def _about_unused(facts: Sequence[Seen], model: str) -> Iterable[Finding]:
     if not any(fact.left_out for fact in facts):
         yield Finding(
             code="DDP502",
-            name="needless_find_unused_parameters",
+            name="needless-find-unused",
             severity="info",
             summary=f"every update so far has used every parameter of {model}, on every rank",
             evidence=(f"{num} updates, ranks 0-{len(facts) - 1}",),
@@ -90,7 +90,7 @@ def _about_unused(facts: Sequence[Seen], model: str) -> Iterable[Finding]:
         names = facts[0].left_out
         yield Finding(
             code="DDP503",
-            name="parameters_never_used",
+            name="parameters-never-used",
             severity="info",
             summary=f"the same parameters of {model} were left out in every update so far, on every rank",
             evidence=(
@@ -114,7 +114,7 @@ def _about_exchange(facts: Sequence[Seen], remedies: Sequence[str]) -> Iterator[
     parts = f"forward {least.forward_ms:.2f} ms, backward {least.backward_ms:.2f} ms"
     yield Finding(
         code="DDP504",
-        name="exchange_not_hidden",
+        name="exchange-not-hidden",
         severity="info",
         summary=f"{100 * waiting / whole:.0f} % of an update is spent waiting for gradients",
         ranks=(facts.index(least),),

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page of every code: what it means, what users see, why it happens, what to do. Read from this package's files."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import cast, get_args
+
+from ddpilot.errors import DdpilotError
+from ddpilot.findings.finding import Severity
+
+SECTIONS = ("What you see", "What it means", "Why it happens", "How to fix it", "Sources")
+"""The headings of a page, in their order."""
+
+_TITLE = re.compile(r"^# (?P<code>DDP\d{3}) (?P<name>[a-z0-9-]+): (?P<title>.+)$")
+_SYMPTOM = re.compile(r"^- `(?P<text>.+)`$", re.MULTILINE)
+_GAP = "..."
+_MAX_GAP_CHARS = 300
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One page."""
+
+    code: str
+    """Such as ``DDP201``."""
+    name: str
+    """Such as ``desync``."""
+    severity: Severity
+    title: str
+    """What it is, in one sentence without its end."""
+    symptoms: tuple[str, ...]
+    """Messages that users see, word for word; ``...`` stands for what differs from case to case."""
+    text: str
+    """The whole page, in Markdown."""
+
+    def matches(self, message: str) -> bool:
+        """Whether one of the symptoms is in `message`, whatever its line breaks."""
+        words = " ".join(message.split())
+        return any(pattern.search(words) for pattern in _patterns(self.symptoms))
+
+    def section(self, heading: str) -> str:
+        """What stands under `heading`, one of `SECTIONS`."""
+        return self.text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0].strip()
+
+    @property
+    def first_fix(self) -> str:
+        """The first thing to do, on one line, without its end."""
+        first = self.section("How to fix it").partition("\n- ")[0].partition("\n\n")[0]
+        return " ".join(first.removeprefix("- ").split()).rstrip(".:")
+
+
+@cache
+def all_entries() -> tuple[Entry, ...]:
+    """Every page, by code."""
+    pages = [page for page in files("ddpilot.findings").joinpath("pages").iterdir() if page.name.endswith(".md")]
+    return tuple(parse_page(page.read_text("utf-8")) for page in sorted(pages, key=lambda page: page.name))
+
+
+def find_entry(code_or_name: str) -> Entry:
+    """The page of a code such as ``DDP201`` or ``201``, or of a name such as ``desync``.
+
+    Raises `DdpilotError` for one that does not exist, with those that are alike.
+    """
+    wanted = code_or_name.strip().lower()
+    wanted = f"ddp{wanted}" if wanted.isdecimal() else wanted
+    for entry in all_entries():
+        if wanted in (entry.code.lower(), entry.name):
+            return entry
+    alike = [f"{entry.code} {entry.name}" for entry in all_entries() if _is_alike(wanted, entry)]
+    raise DdpilotError(
+        f"looking up {code_or_name!r}",
+        found="no finding has this code or name",
+        fix=f"Near it: {', '.join(alike[:8])}" if alike else "`ddpilot explain` lists all of them",
+    )
+
+
+def find_known(message: str) -> tuple[Entry, ...]:
+    """The pages that have a symptom which is in `message`, the one with the longest first."""
+    found = [entry for entry in all_entries() if entry.matches(message)]
+    return tuple(sorted(found, key=lambda entry: -_longest_in(entry, message)))
+
+
+def parse_page(text: str) -> Entry:
+    """The entry that a page holds. Raises `DdpilotError` where it does not have the shape of one."""
+    lines = [line for line in text.splitlines() if not line.startswith("<!--")]
+    title = _TITLE.match(lines[0]) if lines else None
+    severity = lines[1].removeprefix("severity: ") if len(lines) > 1 else ""
+    headings = tuple(line.removeprefix("## ") for line in lines if line.startswith("## "))
+    if title is None or severity not in get_args(Severity) or headings != SECTIONS:
+        raise DdpilotError(
+            f"reading the page that begins with {lines[:2]}",
+            found=f"headings {headings}",
+            fix=f"Begin with '# DDPnnn name: title' and 'severity: ...', then {', '.join(SECTIONS)}",
+        )
+    seen = "\n".join(lines).partition("\n## What you see\n")[2].partition("\n## ")[0]
+    return Entry(
+        code=title["code"],
+        name=title["name"],
+        severity=cast(Severity, severity),
+        title=title["title"],
+        symptoms=tuple(found["text"] for found in _SYMPTOM.finditer(seen)),
+        text="\n".join(lines).strip() + "\n",
+    )
+
+
+@cache
+def _patterns(symptoms: tuple[str, ...]) -> tuple[re.Pattern[str], ...]:
+    gap = f".{{0,{_MAX_GAP_CHARS}}}?"
+    return tuple(
+        re.compile(gap.join(re.escape(" ".join(part.split())) for part in symptom.strip(". ").split(_GAP)))
+        for symptom in symptoms
+    )
+
+
+def _longest_in(entry: Entry, message: str) -> int:
+    words = " ".join(message.split())
+    hits = zip(entry.symptoms, _patterns(entry.symptoms), strict=True)
+    return max(len(symptom) for symptom, pattern in hits if pattern.search(words))
+
+
+def _is_alike(wanted: str, entry: Entry) -> bool:
+    digits = wanted.removeprefix("ddp")
+    if digits.isdecimal():
+        return entry.code[3] == digits[0]
+    return any(word in entry.name for word in re.split(r"[\W_]+", wanted) if len(word) > 2)

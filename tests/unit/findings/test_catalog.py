@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pages of the findings: their shape, that each code has one, and the way from a message to its page."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from ddpilot.errors import DdpilotError
+from ddpilot.findings.catalog import Entry, all_entries, find_entry, find_known, parse_page
+
+SOURCE = Path(__file__).parents[3] / "src" / "ddpilot"
+PAGE = """# DDP999 a-name: What it is
+severity: warning
+
+## What you see
+- `Timed out after ... waiting for clients.`
+- `another: message`
+
+## What it means
+Words.
+
+## Why it happens
+Words.
+
+## How to fix it
+- Do this,
+  and that.
+- Or else that.
+
+## Sources
+None.
+"""
+
+
+def test_parse_page_reads_title_severity_and_symptoms() -> None:
+    """All that the report and the search need stands in the page itself."""
+    entry = parse_page(PAGE)
+    assert (entry.code, entry.name, entry.severity, entry.title) == ("DDP999", "a-name", "warning", "What it is")
+    assert entry.symptoms == ("Timed out after ... waiting for clients.", "another: message")
+    assert entry.section("Why it happens") == "Words."
+    assert entry.first_fix == "Do this, and that"
+
+
+@pytest.mark.parametrize(
+    "wrong", ["", "# DDP999: no name", PAGE.replace("warning", "grave"), PAGE.replace("## Sou", "# ")]
+)
+def test_parse_page_refuses_another_shape(wrong: str) -> None:
+    """A page without its parts would show up as a gap in a report."""
+    with pytest.raises(DdpilotError, match="Begin with"):
+        parse_page(wrong)
+
+
+def test_entry_matches_a_message_whatever_differs_and_however_it_is_wrapped() -> None:
+    """What `...` stands for may be anything, within the message; words alone are no match."""
+    entry = parse_page(PAGE)
+    assert entry.matches("DistStoreError: Timed out after 9 seconds\n   waiting for clients. 1/2 clients joined.")
+    assert not entry.matches("Timed out after lunch")
+
+
+@pytest.mark.parametrize("entry", all_entries(), ids=lambda entry: entry.code)
+def test_every_page_is_found_by_its_code_its_name_and_its_symptoms(entry: Entry) -> None:
+    """Codes, names and symptoms are each page's own, and every section says something."""
+    assert find_entry(entry.code) is find_entry(entry.name) is find_entry(entry.code[3:]) is entry
+    for symptom in entry.symptoms:
+        assert find_known(f"SomeError: {symptom.replace('...', '17')} and more")[0] is entry, symptom
+    for heading in ("What it means", "Why it happens", "How to fix it", "Sources"):
+        assert entry.section(heading), heading
+    assert entry.first_fix
+
+
+def test_find_entry_names_what_is_near() -> None:
+    """A code that does not exist gives those of its hundred."""
+    with pytest.raises(DdpilotError, match="Near it: .*DDP308 unused-parameters"):
+        find_entry("DDP399")
+
+
+def test_every_code_in_the_source_has_a_page() -> None:
+    """A report never names a page that is not there."""
+    used = {code for path in SOURCE.rglob("*.py") for code in re.findall(r'"(DDP\d{3})"', path.read_text())}
+    assert used - {entry.code for entry in all_entries()} == set()
