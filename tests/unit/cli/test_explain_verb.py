@@ -10,8 +10,6 @@ from ddpilot.errors import DdpilotError
 from ddpilot.findings.catalog import all_entries
 
 UNUSED = "RuntimeError: Expected to have finished reduction in the prior iteration before starting a new one. It"
-    "RuntimeError: Expected to have finished reduction in the prior iteration before starting a new one. This error"
-)
 
 
 @pytest.mark.parametrize("words", ["DDP308", "308", "unused-parameters", UNUSED])
