@@ -28,6 +28,11 @@ def ring_path(folder: str | os.PathLike[str], rank: int) -> Path:
     return Path(folder) / f"rank{rank}.ring"
 
 
+def journal_path(folder: str | os.PathLike[str], rank: int) -> Path:
+    """Where guard notes what `rank` does, in the folder that `RING_DIR_VARIABLE` names."""
+    return Path(folder) / f"rank{rank}.journal"
+
+
 def find_rings(folder: str | os.PathLike[str]) -> Mapping[int, Path]:
     """The rings in `folder`, by rank; empty where there is no such folder."""
     names = {path.stem.removeprefix("rank"): path for path in Path(folder).glob("rank*.ring")}

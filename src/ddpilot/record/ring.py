@@ -42,7 +42,7 @@ class RingWriter:
         self._used = layout.FACT_START
         self._lock = threading.RLock()  # reentrant: a signal's handler may run a collective while a fact is written
         self._next_index = itertools.count(1).__next__
-        self._map = _map_file(fd, self._pages_at + 2 * page_bytes)
+        self._map = map_file(fd, self._pages_at + 2 * page_bytes)
         self._words = memoryview(self._map).cast("Q")
 
     def publish(self, about: dict[str, Any]) -> None:
@@ -135,7 +135,8 @@ class RingWriter:
         self._map.close()
 
 
-def _map_file(fd: int, num_bytes: int) -> mmap.mmap:
+def map_file(fd: int, num_bytes: int) -> mmap.mmap:
+    """The open file `fd`, sized, cleared and mapped. Raises `OSError` where there is no room for it."""
     os.ftruncate(fd, 0)
     _allocate(fd, num_bytes)
     mapped = mmap.mmap(fd, num_bytes)

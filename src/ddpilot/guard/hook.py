@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start guard in a rank: a hook for before the user's code, beside the one that records. Free of torch."""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ddpilot.guard.probes import PROBES
+from ddpilot.record.hook import RING_DIR_VARIABLE, RankStart, journal_path
+
+GUARD_VARIABLE = "DDPILOT_GUARD"
+"""``0`` keeps guard out of a rank whose collectives are recorded."""
+
+HOOK = "ddpilot.guard.hook:start"
+"""What launchers are given to call `start` in every rank."""
+
+
+def start(rank_start: RankStart) -> None:
+    """Note from now on until exit what training does on this rank, in the folder of `RING_DIR_VARIABLE`.
+
+    Without that variable, and where `GUARD_VARIABLE` is ``0``, nothing happens. Whatever fails is said in one line on
+    stderr, and the rank runs on.
+    """
+    folder = rank_start.environ.get(RING_DIR_VARIABLE)
+    if not folder or rank_start.environ.get(GUARD_VARIABLE) == "0":
+        return
+    try:
+        stop = install(journal_path(folder, rank_start.rank), rank=rank_start.rank, probes=PROBES)
+        atexit.register(stop)
+    except Exception as error:  # noqa: BLE001 - said, and never in the way of training
+        _print_line(rank_start.rank, f"training is not guarded: {error}")
+
+
+def install(
+    path: str | os.PathLike[str],
+    *,
+    rank: int,
+    probes: Sequence[str],
+    tell: Callable[[str], None] | None = None,
+) -> Callable[[], None]:
+    """Install `probes`, named "module:class", which write into the journal `path`; returns what takes them out again.
+
+    A probe that cannot be installed is off, which `tell` (default: a line on stderr) says; the others are not touched.
+    Not collective. Raises `OSError` where there is no room for the journal.
+    """
+    import torch
+
+    from ddpilot.guard.probe import Notes
+    from ddpilot.record.journal import JournalWriter
+    from ddpilot.record.sites import SiteFinder
+
+    show = tell or (lambda text: _print_line(rank, text))
+    journal = JournalWriter(path, rank=rank)
+    finder = SiteFinder(torch=os.path.dirname(torch.__file__), ours=str(Path(__file__).parents[1]))
+    undo: list[tuple[Notes, Callable[[], None]]] = []
+    for name in probes:
+        notes = Notes(name, journal, rank=rank, finder=finder, tell=show)
+        try:
+            probe = _load(name)()
+            notes.name = probe.name
+            undo.append((notes, probe.install(notes)))
+        except Exception as error:  # noqa: BLE001 - said once, and the rank runs on
+            notes.switch_off(error)
+
+    def stop() -> None:
+        while undo:
+            notes, uninstall = undo.pop()
+            notes.is_off = True
+            uninstall()
+        journal.close()
+
+    return stop
+
+
+def _load(name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def _print_line(rank: int, text: str) -> None:
+    sys.stderr.write(f"ddpilot: rank {rank}: {text}\n")

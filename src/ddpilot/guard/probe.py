@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a probe is, and what it is given: a place to note things, and protection of training from its own errors."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, Protocol
+
+from ddpilot.record.journal import JournalWriter
+from ddpilot.record.sites import SiteFinder, describe_site
+
+Hook = Callable[..., Any]
+
+
+class Probe(Protocol):
+    """Sees one kind of thing; made without arguments. It never issues a collective, nor changes a number."""
+
+    name: str
+    """What it looks at, in words, for the line that says that it is off."""
+
+    def install(self, notes: Notes) -> Callable[[], None]:
+        """Begin to look, and return what ends that. Torch is there; a process group may not be yet."""
+
+
+class Notes:
+    """What one probe of `rank` notes into `journal`. An error in its functions turns it off, says so once, and no more.
+
+    `finder` finds the user's line, `tell` shows a line.
+    """
+
+    def __init__(
+        self, name: str, journal: JournalWriter, *, rank: int, finder: SiteFinder, tell: Callable[[str], None]
+    ) -> None:
+        self.name = name
+        self.rank = rank
+        self.is_off = False
+        self._journal = journal
+        self._finder = finder
+        self._tell = tell
+
+    def write(self, kind: str, **values: Any) -> None:
+        """Add an entry to the journal."""
+        self._journal.write(kind, values)
+
+    def site(self, frame: FrameType | None = None) -> dict[str, Any]:
+        """The user's line from `frame` (default: the caller's) outwards, as `Place` takes it; empty where none is."""
+        fact = describe_site(self._finder.walk(frame or sys._getframe(1)))
+        return {key: fact[key] for key in ("file", "line", "function", "text") if key in fact}
+
+    def safely(self, function: Hook) -> Hook:
+        """`function`, of which an error turns this probe off; it does nothing any more then and returns None."""
+
+        @functools.wraps(function)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            if self.is_off:
+                return None
+            try:
+                return function(*args, **kwargs)
+            except Exception as error:  # noqa: BLE001 - said once, and never in the way of training
+                self.switch_off(error)
+                return None
+
+        keep_dynamo_out(guarded)
+        return guarded
+
+    def switch_off(self, error: Exception) -> None:
+        """Look no more, since `error` came up: said in one line and noted."""
+        self.is_off = True
+        text = f"{type(error).__name__}: {error}"
+        try:
+            self._tell(f"guard no longer looks at {self.name}: {text}")
+            self._journal.write("fault", {"probe": self.name, "text": text[:500]})
+        except Exception:  # noqa: BLE001, S110 - nobody is left to tell
+            pass
+
+    def around(
+        self, owner: Any, name: str, *, before: Hook | None = None, after: Hook | None = None
+    ) -> Callable[[], None]:
+        """Call `before` with the arguments of each `owner.name(...)`, and `after` with what `before` returned, then
+        whether it returned, what it returned, and the arguments. Returns what undoes it.
+        """
+        original = getattr(owner, name)
+        first, last = before and self.safely(before), after and self.safely(after)
+
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            ticket = first(*args, **kwargs) if first else None
+            if last is None:
+                return original(*args, **kwargs)
+            result, returned = None, False
+            try:
+                result = original(*args, **kwargs)
+                returned = True
+            finally:
+                last(ticket, returned, result, *args, **kwargs)
+            return result
+
+        keep_dynamo_out(wrapper)
+        setattr(owner, name, wrapper)
+
+        def undo() -> None:
+            if getattr(owner, name, None) is wrapper:  # somebody may have wrapped it once more
+                setattr(owner, name, original)
+
+        return undo
+
+
+def keep_dynamo_out(function: Any) -> None:
+    """Let torch's compiler neither compile `function` nor look into it."""
+    import torch
+
+    function._torchdynamo_disable = True
+    eval_frame: Any = torch._C._dynamo.eval_frame
+    if hasattr(eval_frame, "set_code_exec_strategy"):
+        action = eval_frame._FrameAction
+        eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT))
+    else:  # torch 2.6 and 2.7
+        eval_frame.skip_code(function.__code__)

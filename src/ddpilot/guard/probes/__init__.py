@@ -1,0 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is seen of training, and how: one module for each thing that is looked at."""
+
+PROBES = ()
+"""Every probe, as "module:class"; `guard.hook` installs them in this order."""

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All rules together: entries in, findings out, each finding once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+
+from ddpilot.findings.finding import Finding
+from ddpilot.record.journal import Entry
+from ddpilot.record.log import RankLog
+from ddpilot.watch.rules.rule import Rule, RuleContext
+
+RULES: tuple[Callable[[RuleContext], Rule], ...] = ()
+"""Every rule."""
+
+_MAX_FINDINGS = 1000
+
+
+class RuleBook:
+    """Every rule, for a job of `world_size` ranks.
+
+    `log`: what a rank's ring holds now, asked only before something is said; without it rules that need to know which
+    collectives ran say nothing. `rules`: others than all.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        log: Callable[[int], RankLog | None] | None = None,
+        rules: Iterable[Callable[[RuleContext], Rule]] = RULES,
+    ) -> None:
+        context = RuleContext(world_size=world_size, log=log) if log else RuleContext(world_size=world_size)
+        self._rules = [make(context) for make in rules]
+        self._said: set[object] = set()
+        self.faults: list[str] = []
+        """Errors of rules, in words: such a rule is off from then on."""
+
+    def feed(self, by_rank: Mapping[int, Iterable[Entry]], now_ns: int) -> list[Finding]:
+        """What is new after these entries of the ranks, each rank's in their order. `now_ns`: on CLOCK_MONOTONIC."""
+        found: list[Finding] = []
+        for rank, entries in by_rank.items():
+            for entry in entries:
+                for rule in tuple(self._rules):
+                    if entry.kind in rule.kinds:
+                        found += self._ask(rule, partial(rule.feed, rank, entry))
+        for rule in tuple(self._rules):
+            found += self._ask(rule, partial(rule.look, now_ns))
+        return found
+
+    def finish(self, now_ns: int) -> list[Finding]:
+        """What can be said at the end, when the ranks have ended and all their entries have been fed."""
+        found: list[Finding] = []
+        for rule in tuple(self._rules):
+            found += self._ask(rule, partial(rule.finish, now_ns))
+        return found
+
+    def _ask(self, rule: Rule, question: Callable[[], Iterable[Finding]]) -> list[Finding]:
+        try:
+            findings = list(question())
+        except Exception as error:  # noqa: BLE001 - one rule's error is no reason to miss what others see
+            self._rules.remove(rule)
+            self.faults.append(f"rule {'/'.join(rule.codes)} is off: {type(error).__name__}: {error}")
+            return []
+        return [finding for finding in findings if self._is_new(finding)]
+
+    def _is_new(self, finding: Finding) -> bool:
+        key = (finding.code, finding.place or finding.summary)
+        if key in self._said or len(self._said) >= _MAX_FINDINGS:
+            return False
+        self._said.add(key)
+        return True

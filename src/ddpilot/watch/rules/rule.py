@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rule is, and what it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ddpilot.findings.finding import Finding, Place
+from ddpilot.record.journal import Entry
+from ddpilot.record.log import RankLog
+
+
+def _no_log(_: int) -> RankLog | None:
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuleContext:
+    """What rules may know besides entries."""
+
+    world_size: int
+    log: Callable[[int], RankLog | None] = _no_log
+    """What a rank's ring holds now; None where there is none. It takes milliseconds: asked before a finding is said."""
+
+
+class Rule(Protocol):
+    """Looks at some kinds of entries; made with a `RuleContext`. Keeps bounded state."""
+
+    codes: tuple[str, ...]
+    kinds: tuple[str, ...]
+    """Kinds of the entries that it is fed."""
+
+    def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
+        """What can be said after `entry`, the next one of `rank`; those of other ranks may come earlier or later."""
+
+    def look(self, now_ns: int) -> Iterable[Finding]:
+        """What can be said now that everything known at `now_ns` (CLOCK_MONOTONIC) has been fed."""
+
+    def finish(self, now_ns: int) -> Iterable[Finding]:
+        """What can be said now that no entry will come any more. A rule that has nothing to add returns ``()``."""
+
+
+def place_of(site: Mapping[str, Any] | None) -> Place | None:
+    """The line that a probe noted with `Notes.site`; None where it found none."""
+    if not site or "file" not in site:
+        return None
+    return Place(**{key: site[key] for key in ("file", "line", "function", "text") if key in site})
