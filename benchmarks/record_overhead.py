@@ -138,13 +138,16 @@ def call_row(results: Sequence[Sequence[float]], what: str) -> Row:
     )
 
 
+def launch(num_ranks: int, function: Callable[..., Any], *args: Any) -> Any:
+    """What the ranks return, which record by themselves alone."""
+    return ddpilot.Launcher(nproc_per_node=num_ranks, watch=False).run(function, *args)
+
+
 def measure(rounds: int) -> list[Row]:
     """Both bars."""
     with tempfile.TemporaryDirectory() as folder:
-        idle, blocking = (
-            ddpilot.launch(measure_calls, folder, rounds, backend, nproc_per_node=1)[0] for backend in ("fake", "gloo")
-        )
-        steps = ddpilot.launch(measure_steps, folder, rounds, nproc_per_node=2)[0]
+        idle, blocking = (launch(1, measure_calls, folder, rounds, backend)[0] for backend in ("fake", "gloo"))
+        steps = launch(2, measure_steps, folder, rounds)[0]
     ratios = [recorded / bare for bare, recorded in steps]
     ratio = statistics.median(ratios)
     return [

@@ -36,6 +36,7 @@ def nothing_left_at_the_end(tmp_path_factory: pytest.TempPathFactory) -> Iterato
         patch.setenv(MARK, mark)
         patch.setenv("TMPDIR", str(folder))
         patch.setattr(tempfile, "tempdir", None)
+        patch.setenv("DDPILOT_JOBS_DIR", str(tmp_path_factory.mktemp("jobs")))  # of failed jobs some are kept
         before = _long_lived(look(mark))
         yield mark
         stop_rank_servers()

@@ -8,6 +8,7 @@ attributes, and each error survives pickling, since most of them cross from a ra
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
@@ -96,6 +97,20 @@ class LaunchTimeoutError(LaunchError, TimeoutError):
     """A launch took longer than its `timeout_s`. The ranks' Python stacks were printed before they were ended."""
 
 
+class WatchError(LaunchError):
+    """A job was ended because of what was seen from outside: `findings`, of which one at least is an error."""
+
+    def __init__(
+        self, did: str, *, found: str, fix: str = "", rank: int | None = None, findings: Sequence[Any] = ()
+    ) -> None:
+        self.findings = findings
+        super().__init__(did, found=found, fix=fix, rank=rank)
+
+    def render(self) -> str:
+        """The sentence, then the findings as text."""
+        return "\n\n".join([super().render(), *([str(self.findings)] if self.findings else [])])
+
+
 class LaunchInterrupted(KeyboardInterrupt):
     """Ctrl-C or the stop button ended a launch; the message says how each rank ended. All of them are gone."""
 
@@ -142,7 +157,8 @@ class RankError(DdpilotError, RuntimeError):
     The original exception is chained as `__cause__` where it could travel. `rank`; `host`: name of the rank's machine;
     `exitcode`: of the process, minus the signal's number where a signal ended it, 1 for an exception; `signal_name`:
     such as "SIGKILL", or None; `rank_traceback`: text with source lines, in a session with ANSI colours, "" where there
-    is none; `last_lines`: up to 20 lines of the rank's output; `others`: a sentence on what the other ranks did.
+    is none; `last_lines`: up to 20 lines of the rank's output; `others`: a sentence on what the other ranks did;
+    `findings`: what was seen from outside, `Findings`, or () where nothing was.
     """
 
     def __init__(
@@ -165,10 +181,11 @@ class RankError(DdpilotError, RuntimeError):
         self.rank_traceback = rank_traceback
         self.last_lines = last_lines
         self.others = others
+        self.findings: Sequence[Any] = ()
         super().__init__(did, found=found, fix=fix, rank=rank)
 
     def render(self) -> str:
-        """The sentence, then the rank's traceback, its last lines and what the others did, each where there is one."""
+        """The sentence, the rank's traceback, its last lines, what the others did, findings: where there are."""
         return _COLOURS.sub("", self._render_coloured())
 
     def _render_coloured(self) -> str:
@@ -182,6 +199,8 @@ class RankError(DdpilotError, RuntimeError):
             parts.append(f"Last output of rank {self.rank}:\n{lines}")
         if self.others:
             parts.append(self.others)
+        if self.findings:
+            parts.append(str(self.findings))
         return "\n\n".join(parts)
 
     def _render_traceback_(self) -> list[str]:

@@ -10,11 +10,20 @@ from typing import Any
 from ddpilot.launching.local.host import run_local
 from ddpilot.launching.options import LaunchOptions
 from ddpilot.launching.results import RankResults
+from ddpilot.watch.options import WatchOptions
+from ddpilot.watch.watcher import Watcher
 
 
 @dataclass(frozen=True, kw_only=True)
-class Launcher(LaunchOptions):
-    """Runs functions on ranks of this machine with the options of `LaunchOptions`, checked when it is made."""
+class Launcher(LaunchOptions, WatchOptions):
+    """Runs functions on ranks of this machine with the options of `LaunchOptions` and `WatchOptions`.
+
+    They are checked when it is made; LaunchError for a value that cannot be meant.
+    """
+
+    def __post_init__(self) -> None:
+        LaunchOptions.__post_init__(self)
+        WatchOptions.__post_init__(self)
 
     def run(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> RankResults:
         """Run `fn(*args, **kwargs)` on every rank and return every rank's value, by rank.
@@ -24,10 +33,14 @@ class Launcher(LaunchOptions):
         calls it once.
 
         Raises ShipError (what cannot be pickled, by path) or LaunchError before any rank starts; RankError with the
-        first failure in time; LaunchTimeoutError after `timeout_s`; LaunchInterrupted, a KeyboardInterrupt, after
-        Ctrl-C. In every case no process of the launch is left.
+        first failure in time; WatchError with what the watch found, where that ends the launch; LaunchTimeoutError
+        after `timeout_s`; LaunchInterrupted, a KeyboardInterrupt, after Ctrl-C. In every case no process of the launch
+        is left.
         """
-        return run_local(self, fn, args, kwargs)
+        return run_local(self, fn, args, kwargs, self._accompany)
+
+    def _accompany(self, name: str, count: int) -> Watcher | None:
+        return Watcher(self, name, count) if self.watch else None
 
 
 def launch(fn: Callable[..., Any], /, *args: Any, nproc_per_node: int | str = "auto", **kwargs: Any) -> RankResults:

@@ -43,14 +43,17 @@ def find_rings(folder: str | os.PathLike[str]) -> Mapping[int, Path]:
 def start(rank_start: RankStart) -> None:
     """Record every collective of this process from now on until it exits, in the folder of `RING_DIR_VARIABLE`.
 
-    Without that variable nothing happens. Whatever fails is said in one line on stderr, and the rank runs on.
+    Its main thread's stack is to be had there too (`ddpilot.record.stacks`). Without that variable nothing happens.
+    Whatever fails is said in one line on stderr, and the rank runs on.
     """
     folder = rank_start.environ.get(RING_DIR_VARIABLE)
     if not folder:
         return
     try:
         from ddpilot.record.recording import start_recording
+        from ddpilot.record.stacks import answer_with_stacks, stacks_path
 
+        answer_with_stacks(stacks_path(folder, rank_start.rank))
         start_recording(ring_path(folder, rank_start.rank), rank=rank_start.rank)
     except Exception as error:  # noqa: BLE001 - said, and never in the way of training
         sys.stderr.write(f"ddpilot: rank {rank_start.rank}: collectives are not recorded: {error}\n")

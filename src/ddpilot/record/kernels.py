@@ -7,6 +7,7 @@ graphs alike. Torch is imported by the functions: reading a ring shares this pac
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from types import CodeType
 from typing import Any
@@ -18,7 +19,8 @@ NAMESPACE = "c10d"
 DISPATCH_KEY = "BackendSelect"
 
 
-def plan_operations() -> tuple[dict[str, Operation], dict[str, str]]:
+@functools.cache
+def plan_operations() -> tuple[Mapping[str, Operation], Mapping[str, str]]:
     """Every `c10d::` operator of this torch, by name: those that are recorded, and why the others are not."""
     import torch
 

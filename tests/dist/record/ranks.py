@@ -22,7 +22,7 @@ PATIENCE_S = 60.0
 
 def run(num_ranks: int, function: Callable[..., Any], *args: Any) -> Any:
     """What every rank returned; the test fails with every rank's last lines after 100 seconds."""
-    return ddpilot.Launcher(nproc_per_node=num_ranks, timeout_s=100).run(function, *args)
+    return ddpilot.Launcher(nproc_per_node=num_ranks, timeout_s=100, watch=False).run(function, *args)
 
 
 def my_rank() -> int:

@@ -22,12 +22,20 @@ KINDS = ("mlp", "cnn", "gpt")
 
 def launch(num_ranks: int, fn: Any, *args: Any, **kwargs: Any) -> Any:
     """What every rank returned, in at most `LIMIT_S` seconds."""
+    return make_launcher(num_ranks).run(fn, *args, **kwargs)
+
+
+def launch_unwatched(num_ranks: int, fn: Any, *args: Any, **kwargs: Any) -> Any:
+    """The same where nobody watches: ranks record by themselves, or show what happens to those that nobody watches."""
+    return make_launcher(num_ranks, watch=False).run(fn, *args, **kwargs)
+
+
+def make_launcher(num_ranks: int, *, watch: bool = True) -> ddpilot.Launcher:
+    """What `launch` runs functions with."""
     # The first optimizer of a process imports torch's compiler: seconds for each rank, unless their server has it; and
     # a sharded one imports more.
-    launcher = ddpilot.Launcher(
-        nproc_per_node=num_ranks, timeout_s=LIMIT_S, preload=("torch._dynamo", "torch.distributed.optim")
-    )
-    return launcher.run(fn, *args, **kwargs)
+    preload = ("torch._dynamo", "torch.distributed.optim")
+    return ddpilot.Launcher(nproc_per_node=num_ranks, timeout_s=LIMIT_S, preload=preload, watch=watch)
 
 
 def train_all(num_updates: dict[torch.dtype, int]) -> dict[torch.dtype, dict[str, Learnt]]:

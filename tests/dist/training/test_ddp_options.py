@@ -24,7 +24,7 @@ from ddpilot.record.recording import start_recording
 from ddpilot.training.explanation import Explanation
 from ddpilot.training.loop import Loop
 from ddpilot.training.wrapping import unwrap
-from tests.dist.training.bodies import launch
+from tests.dist.training.bodies import launch, launch_unwatched
 
 X = torch.arange(48, dtype=torch.float32).reshape(24, 2) / 24
 
@@ -225,7 +225,7 @@ def look_plainly(how: str) -> None:
 def test_forwards_that_ranks_run_unequally_often_end_plain_ddp(how: str) -> None:
     """A rank's buffers meet another collective of the other one: the process aborts, or waits until the group's limit."""
     with pytest.raises(RankError) as caught:
-        launch(2, look_plainly, how)
+        launch_unwatched(2, look_plainly, how)
     assert "equal forwards came through" in "".join(caught.value.last_lines)
     cause = caught.value.__cause__  # gloo has several words for it
     assert caught.value.signal_name == "SIGABRT" or type(cause) in (RuntimeError, dist.DistBackendError)
@@ -274,7 +274,7 @@ def gradient_bytes(log: RankLog) -> tuple[set[str], int]:
 
 def test_comm_halves_the_bytes_and_trains_as_well(tmp_path: Path) -> None:
     """By the flight ring: half of fp32's bytes; the loss that is reached differs by less than 2 %."""
-    losses = launch(2, compress_all, tmp_path)
+    losses = launch_unwatched(2, compress_all, tmp_path)
     logs = {comm: [read_ring(tmp_path / f"{comm}{rank}") for rank in (0, 1)] for comm in ("None", "bf16", "fp16")}
     for rank in (0, 1):
         dtypes, plain = gradient_bytes(logs["None"][rank])

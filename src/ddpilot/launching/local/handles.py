@@ -36,6 +36,11 @@ class RankHandle:
         """Whether its process has not been reaped."""
         return self.exited is None
 
+    @property
+    def has_returned(self) -> bool:
+        """Whether its function returned."""
+        return self.returned is not None
+
     def describe_end(self) -> str:
         """How it ended, as the rest of a sentence that begins with the rank."""
         if self.returned is not None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from ddpilot.errors import LaunchError
 from ddpilot.group.devices_count import count_accelerators
+from ddpilot.launching.companion import Companion
 from ddpilot.launching.contract import (
     LAUNCH_VARIABLE,
     SERVER_VARIABLE,
@@ -44,36 +45,43 @@ def run_local(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    hooks: tuple[str, ...] = (),
+    accompany: Callable[[str, int], Companion | None] = lambda name, count: None,
 ) -> RankResults:
-    """Run `function(*args, **kwargs)` on every rank. `hooks`: functions "module:name" that each rank calls before.
+    """Run `function(*args, **kwargs)` on every rank. `accompany` makes who goes along, of the name and the count.
 
     Raises ShipError or LaunchError before any rank starts, RankError, LaunchTimeoutError or LaunchInterrupted after.
     """
     name = check_function(function)
     _refuse_nested(os.environ, name)
-    environ = {**default_variables(), **os.environ, **options.env}
+    environ: Mapping[str, str] = {**default_variables(), **os.environ, **options.env}
     display = Display(options.output, options.output_limit_bytes)
     count = resolve_count(options, environ, display)
     did = f"starting {count} rank{'s' * (count > 1)} of `{name}`"
     parts = {"fn": function, "args": args, "kwargs": dict(kwargs)}
     parcel, known = ship("ddpilot-call", parts, (function, args, dict(kwargs)), did=did, known=None)
+    companion: Companion | None = None
+    is_clean = False
     try:
         server = ensure_server(environ, options.preload, may_fork(options))
         if server.hello.dirty is not None and options.start_method != "spawn":
             say_dirty(server, options, display)
+        companion = accompany(name, count)
         starts = functools.partial(
             make_rank_start,
             options=options,
-            environ=environ,
+            environ=environ if companion is None else {**environ, **companion.variables},
             count=count,
-            hooks=hooks,
+            hooks=() if companion is None else companion.hooks,
             name=name,
             launch_id=uuid.uuid4().hex,
         )
-        return _run_on(server, starts, count, parcel, OutputPump(count, display), options, name, known)
+        results = _run_on(server, starts, count, parcel, OutputPump(count, display), options, name, known, companion)
+        is_clean = True
+        return results
     finally:
         wire.close_all(parcel)
+        if companion is not None:
+            companion.end(is_clean)
 
 
 def check_function(function: Callable[..., Any]) -> str:
@@ -222,6 +230,7 @@ def _run_on(
     options: LaunchOptions,
     name: str,
     known: list[Any],
+    companion: Companion | None,
 ) -> RankResults:
     handles: list[RankHandle] = []
     sources = collect_sources()
@@ -238,7 +247,9 @@ def _run_on(
                     # A server that answers into a full socket and a parent that asks into one wait for each other.
                     while len(handles) - _num_answered(answers) > _MAX_UNANSWERED:
                         answers.append(wire.receive(job)[0])
-                Supervisor(job, handles, pump, options, name, known, interrupts).run(answers)
+                if companion is not None:
+                    companion.begin(handles)
+                Supervisor(job, handles, pump, options, name, known, interrupts, companion).run(answers)
         return RankResults([handle.parcel for handle in handles], known)
     except wire.Closed as error:
         raise LaunchError(

@@ -30,6 +30,13 @@ from ddpilot.launching.local.jobs import Job, kill_orphans
 from ddpilot.launching.local.process import adopt_orphans, become_process_of, outlive_stops
 from ddpilot.launching.local.report import Hello
 
+_IMPORTS = (
+    "torch",
+    "torch.distributed",
+    "ddpilot.launching.local.rank",
+    "ddpilot.launching.local.store",
+    "ddpilot.record.warm",
+)
 _IDLE_IMPORTS = ("torch._dynamo",)
 """Imported when nothing runs, since the first optimizer of a process imports it anyway (0.9 to 1.3 s measured)."""
 
@@ -42,7 +49,7 @@ def serve(channel_fd: int, parent_pid: int, preload: tuple[str, ...], may_fork: 
     adopt_orphans()
     clean = CleanWatch()
     failed = None
-    for name in ("torch", "torch.distributed", "ddpilot.launching.local.rank", "ddpilot.launching.local.store"):
+    for name in _IMPORTS:
         importlib.import_module(name)
     clean.begin()
     for name in preload:

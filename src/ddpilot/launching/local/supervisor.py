@@ -14,6 +14,7 @@ import psutil
 
 from ddpilot.errors import LaunchError, LaunchInterrupted, LaunchTimeoutError, RankError
 from ddpilot.findings.words import render_ranks
+from ddpilot.launching.companion import Companion
 from ddpilot.launching.contract import EXIT_REQUEUE
 from ddpilot.launching.failures import Failure, build_error, choose_failure
 from ddpilot.launching.interrupts import InterruptCatcher
@@ -44,6 +45,7 @@ class Supervisor:
         function_name: str,
         known: Sequence[object],
         interrupts: InterruptCatcher,
+        companion: Companion | None = None,
     ) -> None:
         self._job = job
         self._handles = handles
@@ -52,6 +54,7 @@ class Supervisor:
         self._function_name = function_name
         self._known = known
         self._interrupts = interrupts
+        self._companion = companion
         self._selector = selectors.DefaultSelector()
         self._failures: list[Failure] = []
         self._ending: BaseException | None = None
@@ -74,6 +77,8 @@ class Supervisor:
         with self._selector:
             self._selector.register(self._interrupts.fd, selectors.EVENT_READ, self._interrupts.clear)
             self._selector.register(self._job, selectors.EVENT_READ, self._on_job)
+            if self._companion is not None:  # what it has to say is asked for in each turn
+                self._selector.register(self._companion.fd, selectors.EVENT_READ, lambda: None)
             for handle in self._handles:
                 self._watch(handle)
             for message in answers:
@@ -88,6 +93,7 @@ class Supervisor:
                 self._set_grace(now)
                 self._on_stop(now)
                 self._judge(now)
+                self._hear_companion(now)
                 self._ladder.climb(now)
                 self._notice_slow_exits(now)
         self._pump.close()
@@ -254,10 +260,20 @@ class Supervisor:
                 victims=others,
                 returned=returned,
             )
+            if self._companion is not None:
+                self._companion.explain(self._ending)
             self._ladder.start_failed(now)
         elif now >= self._timeout_at_s:
             self._ending = self._timeout_error()
             self._ladder.start_timed_out(now)
+
+    def _hear_companion(self, now: float) -> None:
+        if self._companion is None:
+            return
+        error = self._companion.take(self._pump.display.note)
+        if error is not None and self._ending is None and not self._failures:  # else `_judge` knows more of it
+            self._ending = error
+            self._ladder.start_failed(now)
 
     def _drain_output(self, rank: int) -> None:
         """A rank that raised wrote its last lines before it reported."""

@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Imported by the rank server before it forks: what every rank would else do when it starts to record (0.1 s each)."""
+
+from __future__ import annotations
+
+import sysconfig
+
+from ddpilot.record.kernels import plan_operations
+from ddpilot.record.recording import start_recording
+from ddpilot.record.sources import connect
+
+PREPARED = (start_recording, connect, plan_operations(), sysconfig.get_paths())

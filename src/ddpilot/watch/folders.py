@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The folder of a watched job: its rings, its reports, and who it is; removed after a clean end, else kept a while."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import platform
+import shutil
+import stat
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import psutil
+
+from ddpilot.errors import DdpilotError
+
+JOBS_VARIABLE = "DDPILOT_JOBS_DIR"
+"""Names the folder that jobs have theirs in; default: one of the user's own in the temporary directory."""
+
+NUM_KEPT = 20
+_ABOUT = "job.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobAbout:
+    """Who a job is. `pid` with `pid_started_s` is the process that watches it."""
+
+    id: str
+    name: str
+    command: tuple[str, ...]
+    world_size: int
+    host: str
+    pid: int
+    pid_started_s: float
+    started_s: float
+    """Seconds since 1970."""
+    ranks: tuple[int, ...] = ()
+    """Those of this node, of which there are rings here."""
+    pids: Mapping[str, int] = field(default_factory=dict)
+    """Their processes, by rank."""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the process that watches it lives, as far as can be told on this machine."""
+        if self.host != platform.node():
+            return False
+        try:
+            return abs(psutil.Process(self.pid).create_time() - self.pid_started_s) < 1.0
+        except psutil.Error:
+            return False
+
+
+def jobs_root(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where this user's jobs have their folders, existing or not."""
+    given = environ.get(JOBS_VARIABLE)
+    return Path(given) if given else Path(tempfile.gettempdir()) / f"ddpilot-{_user()}"
+
+
+def _user() -> str:
+    return str(os.getuid()) if hasattr(os, "getuid") else getpass.getuser()
+
+
+def make_job_folder(name: str, world_size: int, ranks: tuple[int, ...] = ()) -> tuple[Path, JobAbout]:
+    """A new folder for a job that this process watches, private to the user; old ones are removed down to 20.
+
+    Raises `OSError` where there is no room, or where somebody else has the place.
+    """
+    root = jobs_root()
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = os.lstat(root)
+    if hasattr(os, "getuid") and (not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid()):
+        raise PermissionError(f"{root} is not a folder of this user; {JOBS_VARIABLE} can name another one")
+    remove_old(root)
+    about = JobAbout(
+        id=f"{time.strftime('%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}",
+        name=name,
+        command=tuple(sys.argv),
+        world_size=world_size,
+        host=platform.node(),
+        pid=os.getpid(),
+        pid_started_s=psutil.Process().create_time(),
+        started_s=time.time(),
+        ranks=ranks or tuple(range(world_size)),
+    )
+    folder = root / about.id
+    folder.mkdir(mode=0o700)
+    try:
+        write_about(folder, about)
+    except OSError:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return folder, about
+
+
+def write_about(folder: Path, about: JobAbout) -> None:
+    """Write `job.json`: all of it or nothing."""
+    draft = folder / f"{_ABOUT}.new"
+    draft.write_text(json.dumps(asdict(about), indent=1), encoding="utf-8")
+    os.replace(draft, folder / _ABOUT)
+
+
+def read_about(folder: Path) -> JobAbout:
+    """Who the job of `folder` is. Raises `DdpilotError` where that is no job's folder."""
+    try:
+        said = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))
+        return JobAbout(**{**said, "command": tuple(said["command"]), "ranks": tuple(said["ranks"])})
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DdpilotError(
+            f"reading the job in {folder}",
+            found=f"{type(error).__name__}: {error}",
+            fix="`ddpilot watch` lists the jobs that there are",
+        ) from error
+
+
+def list_jobs(root: Path | None = None) -> list[tuple[Path, JobAbout]]:
+    """The folders of this user's jobs on this machine, the newest first."""
+    found = []
+    for folder in (root or jobs_root()).glob("*/"):
+        with suppress(DdpilotError):  # one that is just being made or removed
+            found.append((folder, read_about(folder)))
+    return sorted(found, key=lambda job: -job[1].started_s)
+
+
+def remove_old(root: Path, num_kept: int = NUM_KEPT) -> None:
+    """Remove the folders of jobs that have ended, but for the newest."""
+    ended = [folder for folder, about in list_jobs(root) if not about.is_running]
+    for folder in ended[num_kept:]:
+        remove(folder)
+
+
+def remove(folder: Path) -> None:
+    """Remove a job's folder; a second call does nothing."""
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a job's folder and what is known of its processes to a view of the job."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ddpilot.record.hook import ring_path
+from ddpilot.record.log import RankLog
+from ddpilot.watch.processes import look_at
+from ddpilot.watch.rings import LogReader, passed_by_all
+from ddpilot.watch.stack_files import read_stack, take_stacks
+from ddpilot.watch.view import ErrorView, JobView, ProcessView, RankView, StackView
+
+_NUM_KEPT = 256
+"""Collectives of each rank that stay in view although all ranks have passed them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFacts:
+    """What who started a rank knows of it, beyond what it recorded itself."""
+
+    process: ProcessView = field(default_factory=lambda: ProcessView(pid=0))
+    error: ErrorView | None = None
+    returned: bool = False
+
+
+class Gatherer:
+    """Looks at the ranks `ranks` of a job whose rings are in `folder`."""
+
+    def __init__(self, folder: Path, world_size: int, ranks: Sequence[int], name: str) -> None:
+        self._folder = folder
+        self._world_size = world_size
+        self._name = name
+        self._readers = {rank: LogReader(ring_path(folder, rank)) for rank in ranks}
+        self._stacks: dict[int, StackView] = {}
+
+    def gather(self, facts: Mapping[int, RankFacts], since_ns: int = 0) -> JobView:
+        """The job as it is now. `facts`: by rank, also of ranks that record nothing."""
+        logs = {rank: log for rank, reader in self._readers.items() if (log := reader.read()) is not None}
+        now_ns = time.monotonic_ns()
+        passed = passed_by_all(logs.values())
+        for reader in self._readers.values():
+            reader.forget(passed, now_ns, _NUM_KEPT)
+        return JobView(
+            world_size=self._world_size,
+            ranks={
+                rank: self._view(rank, logs.get(rank), facts.get(rank)) for rank in sorted({*self._readers, *facts})
+            },
+            now_ns=now_ns,
+            name=self._name,
+            since_ns=since_ns,
+        )
+
+    def _view(self, rank: int, log: RankLog | None, facts: RankFacts | None) -> RankView:
+        if facts is None:
+            facts = RankFacts(process=look_at(log.pid)) if log is not None else RankFacts()
+        elif facts.process.state == "running":
+            # Whether it runs is for its parent to say: a process is gone before anybody knows of what.
+            facts = replace(facts, process=replace(look_at(facts.process.pid), state="running"))
+        return RankView(
+            rank=rank,
+            log=log,
+            process=facts.process,
+            stack=self._stacks.get(rank),
+            error=facts.error,
+            returned=facts.returned,
+        )
+
+    def add_stacks(self, view: JobView, ranks: Sequence[int]) -> JobView:
+        """`view` with the stacks of `ranks` as they are now, as far as they answer within 0.3 s."""
+        pids = {rank: view.ranks[rank].process.pid for rank in ranks if view.ranks[rank].process.state == "running"}
+        self._stacks |= take_stacks(self._folder, pids)
+        return self._with_stacks(view)
+
+    def add_last_stacks(self, view: JobView) -> JobView:
+        """`view` with the stacks that the ranks were asked for last, also of those that are gone."""
+        for rank, each in view.ranks.items():
+            pid = each.log.pid if each.log is not None else each.process.pid
+            stack = read_stack(self._folder, rank, pid)
+            if stack is not None:
+                self._stacks[rank] = stack
+        return self._with_stacks(view)
+
+    def _with_stacks(self, view: JobView) -> JobView:
+        ranks = {rank: replace(each, stack=self._stacks.get(rank)) for rank, each in view.ranks.items()}
+        return replace(view, ranks=ranks)

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Looks at a job from outside, four times a second, and tells what is wrong as soon as it is known."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ddpilot.findings.finding import Finding
+from ddpilot.findings.sequence import Findings
+from ddpilot.watch.gathering import Gatherer, RankFacts
+from ddpilot.watch.options import WatchOptions
+from ddpilot.watch.provisional import analyze
+from ddpilot.watch.report import Report
+from ddpilot.watch.stall import Analysis
+from ddpilot.watch.told import Told, key_of
+from ddpilot.watch.view import JobView
+
+INTERVAL_S = 0.25
+
+
+class Observer:
+    """Watches the job whose ranks record in `folder`, in a thread of its own between `start` and `stop`.
+
+    `facts` gives what is known of ranks now, by rank; `tell` gets a report with what is new, in the observer's thread.
+    `ranks`: those of this node (default: all of `world_size`). An error in here is told once, as a note of a report,
+    and ends the watching: never the job.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        world_size: int,
+        *,
+        facts: Callable[[], Mapping[int, RankFacts]],
+        tell: Callable[[Report], None],
+        options: WatchOptions,
+        name: str = "",
+        ranks: Sequence[int] | None = None,
+        others: Callable[[], Sequence[str]] = tuple,
+    ) -> None:
+        self._folder = folder
+        self._facts = facts
+        self._tell = tell
+        self._options = options
+        self._gatherer = Gatherer(folder, world_size, range(world_size) if ranks is None else ranks, name)
+        self._told = Told(options.stall_warn_s)
+        self._others = others
+        self._empty = Report(job=folder.name, name=name, world_size=world_size)
+        self._earlier: JobView | None = None
+        self._findings: list[Finding] = []
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ddpilot-watch", daemon=True)
+        self.since_ns = 0
+        """What is older is not looked at."""
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Look no more; waits for a look that is under way, at most 5 s."""
+        self._stopped.set()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(5.0)
+
+    def report(self) -> Report:
+        """What can be said now, all of it, with what was found before; saved. For any thread, also after `stop`."""
+        with self._lock:
+            view, analysis = self._look()
+            report = self._compose(view, analysis, [*self._findings, *analysis.findings])
+            self._save(report)
+        return report
+
+    def _run(self) -> None:
+        while not self._stopped.wait(INTERVAL_S):
+            try:
+                with self._lock:
+                    self._step()
+            except Exception as error:  # noqa: BLE001 - said once, and never in the way of the job
+                self._give_up(error)
+                return
+
+    def _give_up(self, error: Exception) -> None:
+        text = f"watching has ended by an error of its own, and the job goes on: {type(error).__name__}: {error}"
+        self._tell(replace(self._empty, notes=(text,)))
+
+    def _step(self) -> None:
+        view, analysis = self._look()
+        news = self._told.new_findings(analysis.findings)
+        status = self._told.new_status(analysis, time.monotonic())
+        if not (news or status):
+            return
+        self._findings += news
+        report = self._compose(view, analysis, news)
+        self._save(replace(report, findings=Findings(self._findings), status=analysis.status))
+        self._tell(replace(report, status=status))
+
+    def _look(self) -> tuple[JobView, Analysis]:
+        view = self._gatherer.gather(self._facts(), self.since_ns)
+        analysis = self._analyze(view)
+        if analysis.needs_stacks:
+            view = self._gatherer.add_stacks(view, analysis.needs_stacks)
+            analysis = self._analyze(view)
+        self._earlier = view
+        return view, analysis
+
+    def _analyze(self, view: JobView) -> Analysis:
+        return analyze(view, self._earlier, stall_warn_s=self._options.stall_warn_s)
+
+    def _compose(self, view: JobView, analysis: Analysis, findings: Sequence[Finding]) -> Report:
+        seen = {rank for rank, each in view.ranks.items() if each.log is not None}
+        return replace(
+            self._empty,
+            findings=Findings({key_of(finding): finding for finding in findings}.values()),
+            status=analysis.status,
+            unseen=tuple(rank for rank in range(view.world_size) if rank not in seen),
+            notes=tuple(self._others()),
+            made_s=time.time(),
+        )
+
+    def _save(self, report: Report) -> None:
+        try:
+            report.save(self._folder)
+        except OSError as error:
+            note = self._told.once(f"the report cannot be saved: {error}")
+            if note:
+                self._tell(replace(self._empty, notes=(note,)))

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an observer says of a job at one moment: shown, saved beside the rings, and read again."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ddpilot.errors import DdpilotError
+from ddpilot.findings.finding import Finding
+from ddpilot.findings.sequence import Findings
+from ddpilot.findings.words import render_ranks
+
+FORMAT = 1
+_JSON, _TEXT = "report.json", "report.txt"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Findings of a job, and what it waits for. Shows itself in a terminal and in a notebook."""
+
+    job: str
+    """The job's id, as `ddpilot watch` lists it."""
+    name: str
+    world_size: int
+    findings: Findings = field(default_factory=Findings)
+    status: tuple[str, ...] = ()
+    """What is going on and proves nothing, one line each."""
+    unseen: tuple[int, ...] = ()
+    """Ranks of which nothing is known here: those of other nodes, and those that record nothing."""
+    notes: tuple[str, ...] = ()
+    """What is known beyond that, one line each."""
+    made_s: float = field(default_factory=time.time)
+    """Seconds since 1970."""
+
+    def __str__(self) -> str:
+        lines = [f"{self.name} on {self.world_size} rank{'s' * (self.world_size > 1)}, job {self.job}"]
+        lines += [f"  {line}" for line in (*self.status, *self.notes)]
+        if self.unseen:
+            lines.append(f"  not seen from here: {render_ranks(self.unseen)}")
+        if not (self.findings or self.status):
+            lines.append("  nothing is wrong as far as can be seen")
+        return "\n".join(lines) + (f"\n\n{self.findings}" if self.findings else "")
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: ARG002 - IPython's signature
+        printer.text(str(self))
+
+    def save(self, folder: Path) -> None:
+        """Write it as JSON and as text into `folder`, each all of it or nothing. Raises `OSError`."""
+        document = {
+            "format": FORMAT,
+            "job": self.job,
+            "name": self.name,
+            "world_size": self.world_size,
+            "made_s": self.made_s,
+            "status": self.status,
+            "unseen": self.unseen,
+            "notes": self.notes,
+            "findings": [finding.to_dict() for finding in self.findings],
+        }
+        for name, text in ((_JSON, json.dumps(document, indent=1, ensure_ascii=False)), (_TEXT, str(self))):
+            draft = folder / f"{name}.new"
+            draft.write_text(f"{text}\n", encoding="utf-8", errors="backslashreplace")
+            os.replace(draft, folder / name)
+
+
+def read_report(folder: Path) -> Report | None:
+    """The report that was saved in `folder`; None where there is none. Raises `DdpilotError` for a damaged one."""
+    path = folder / _JSON
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))
+        return Report(
+            job=said["job"],
+            name=said["name"],
+            world_size=said["world_size"],
+            findings=Findings(Finding.from_dict(values) for values in said["findings"]),
+            status=tuple(said["status"]),
+            unseen=tuple(said["unseen"]),
+            notes=tuple(said["notes"]),
+            made_s=said["made_s"],
+        )
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        found = f"{type(error).__name__}: {error}"
+        raise DdpilotError(f"reading {path}", found=found, fix="Look at report.txt beside it") from error

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read a rank's ring again and again: each time only what is new, and what was not over before."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from ddpilot.errors import RecordError
+from ddpilot.record.log import Collective, RankLog
+from ddpilot.record.reading import read_ring
+
+NUM_HELD = 2048
+"""Collectives of a rank that are held at most: what its reduce-ops and ends are still to come for is far less."""
+
+_NUM_REREAD = 512
+_LATE_NS = 300_000_000
+"""So long after its start what a collective reduces has been written."""
+
+_SETTLED_NS = 1_000_000_000
+"""After so long the ends and the reduce-op of a collective that was over have been written."""
+
+Key = tuple[str, int, int, tuple[int, ...]]
+"""One incarnation of a group."""
+
+
+class LogReader:
+    """What the ring at `path` holds, as far as it still matters: `forget` says what does not."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._held: dict[int, Collective] = {}
+        self._started_ns = self._read_ns = 0
+
+    def read(self) -> RankLog | None:
+        """The log with the collectives that are held, oldest first; None while there is none that can be read."""
+        newest = max(self._held, default=0)
+        # What was not over yet, and what was so new that its reduce-op may not have been there.
+        fresh_ns = self._read_ns - _LATE_NS
+        again = [index for index, entry in self._held.items() if entry.state == "begun" or entry.start_ns > fresh_ns]
+        after = max(min([newest, *(index - 1 for index in again)]), newest - _NUM_REREAD)
+        self._read_ns = time.monotonic_ns()
+        try:
+            log = read_ring(self._path, after=after) if newest else read_ring(self._path, newest=NUM_HELD)
+        except (RecordError, OSError):
+            return None
+        if log.started_ns != self._started_ns:  # the rank was started anew
+            self._held, self._started_ns = {}, log.started_ns
+            log = read_ring(self._path, newest=NUM_HELD)
+        self._held.update((entry.index, entry) for entry in log.collectives)
+        for index in sorted(self._held)[:-NUM_HELD]:
+            del self._held[index]
+        return replace(log, collectives=tuple(self._held[index] for index in sorted(self._held)))
+
+    def forget(self, passed: dict[Key, int], now_ns: int, num_kept: int) -> None:
+        """Let go of what all ranks of its group have `passed`, but for the newest `num_kept`."""
+        for index in sorted(self._held)[:-num_kept]:
+            entry = self._held[index]
+            is_settled = entry.state != "begun" and now_ns - entry.start_ns > _SETTLED_NS
+            if is_settled and (entry.seq is None or entry.seq < passed.get(key_of(entry), -1)):
+                del self._held[index]
+
+
+def passed_by_all(logs: Iterable[RankLog]) -> dict[Key, int]:
+    """By group: the number up to which every one of its ranks that `logs` are of has begun its collectives."""
+    reached: dict[Key, dict[int, int]] = {}
+    for log in logs:
+        for entry in log.collectives:
+            if entry.seq is not None:
+                by_rank = reached.setdefault(key_of(entry), {})
+                by_rank[log.rank] = max(by_rank.get(log.rank, -1), entry.seq)
+    return {key: min(by_rank.values()) for key, by_rank in reached.items()}
+
+
+def key_of(entry: Collective) -> Key:
+    """The group of `entry`."""
+    group = entry.group
+    return ("", 0, 0, ()) if group is None else (group.name, group.attempt, group.incarnation, group.ranks)

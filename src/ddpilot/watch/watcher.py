@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Goes along with a launch: gives its ranks a folder to record in, observes them, and ends the launch if need be."""
+
+from __future__ import annotations
+
+import os
+import queue
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from ddpilot.errors import DdpilotError, RankError, WatchError
+from ddpilot.findings.finding import Finding
+from ddpilot.findings.sequence import Findings
+from ddpilot.launching.companion import RankState
+from ddpilot.record.hook import HOOK, RING_DIR_VARIABLE
+from ddpilot.watch import folders
+from ddpilot.watch.gathering import RankFacts
+from ddpilot.watch.observer import Observer
+from ddpilot.watch.options import WatchOptions
+from ddpilot.watch.report import Report
+from ddpilot.watch.view import ErrorView, ProcessView
+
+GUARD_VARIABLE = "DDPILOT_GUARD"
+
+
+class Watcher:
+    """A `Companion` of a launch of `world_size` ranks, of which `ranks` are of this node.
+
+    Where no folder can be made nothing is watched, and one line says so.
+    """
+
+    def __init__(
+        self,
+        options: WatchOptions,
+        name: str,
+        world_size: int,
+        ranks: tuple[int, ...] = (),
+        others: Callable[[], Sequence[str]] = tuple,
+    ) -> None:
+        self._options = options
+        self._name = name
+        self._others = others
+        self._ranks: Sequence[RankState] = ()
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._error: DdpilotError | None = None
+        self._observer: Observer | None = None
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        os.set_blocking(self._reader, False)
+        self.hooks: tuple[str, ...] = ()
+        self.variables: Mapping[str, str] = {}
+        self._folder: Path | None = None
+        try:
+            self._folder, self._about = folders.make_job_folder(name, world_size, ranks)
+        except OSError as error:
+            self._say(f"this job is not watched: its folder cannot be made ({error})")
+            return
+        self.hooks = (HOOK,)
+        self.variables = {RING_DIR_VARIABLE: str(self._folder), GUARD_VARIABLE: str(int(options.guard))}
+
+    @property
+    def fd(self) -> int:
+        """Becomes readable when there is something for `take`."""
+        return self._reader
+
+    def begin(self, ranks: Sequence[RankState]) -> None:
+        """The ranks are being started."""
+        self._ranks = ranks
+        if self._folder is None:
+            return
+        self._observer = Observer(
+            self._folder,
+            self._about.world_size,
+            facts=self._facts,
+            tell=self._hear,
+            options=self._options,
+            name=self._name,
+            ranks=self._about.ranks,
+            others=self._others,
+        )
+        self._observer.start()
+
+    def take(self, note: Callable[[str], None]) -> DdpilotError | None:
+        """Show what there is to say by `note`; the error that the launch is to end with, else None."""
+        with suppress(BlockingIOError):
+            os.read(self._reader, 4096)
+        while not self._lines.empty():
+            note(self._lines.get_nowait())
+        return self._error
+
+    def explain(self, error: RankError) -> None:
+        """Add to `error` what was found; of an exception that is no consequence, only what came before it."""
+        if self._observer is None:
+            return
+        failed = next((each for each in self._ranks if each.rank == error.rank), None)
+        is_own = failed is not None and failed.raised is not None and not failed.raised.is_victim
+        try:
+            report = self._observer.report()
+        except Exception as fault:  # noqa: BLE001 - the error matters more
+            self._say(f"what was recorded could not be read: {type(fault).__name__}: {fault}")
+            return
+        error.findings = Findings(each for each in report.findings if not (is_own and _is_of_end(each)))
+
+    def end(self, is_clean: bool) -> None:
+        """The launch is over: the folder goes after a clean end, else it stays for `ddpilot watch`."""
+        if self._observer is not None:
+            self._observer.stop()
+        if self._folder is not None and is_clean:
+            folders.remove(self._folder)
+        os.close(self._reader)
+        os.close(self._writer)
+
+    def _facts(self) -> dict[int, RankFacts]:
+        return {each.rank: facts_of(each) for each in self._ranks if each.pid is not None}
+
+    def _hear(self, report: Report) -> None:
+        for line in report.notes:
+            self._say(line)
+        for line in report.status:
+            self._say(line)
+        if report.findings:
+            self._act(report)
+        self._wake()
+
+    def _act(self, report: Report) -> None:
+        action = self._options.action()
+        if action == "stop" and any(finding.severity == "error" for finding in report.findings):
+            self._error = self._error or make_error(self._name, report)
+            return
+        self._say(str(report.findings))
+        if not isinstance(action, str):
+            for finding in report.findings:
+                self._call_back(action, finding)
+
+    def _call_back(self, action: Callable[[Finding], None], finding: Finding) -> None:
+        try:
+            action(finding)
+        except Exception as error:  # noqa: BLE001 - the user's own function: said, and the job goes on
+            self._say(f"`on_finding` raised {type(error).__name__}: {error}")
+
+    def _say(self, text: str) -> None:
+        self._lines.put(text)
+        self._wake()
+
+    def _wake(self) -> None:
+        with suppress(BlockingIOError):
+            os.write(self._writer, b"w")
+
+
+def facts_of(rank: RankState) -> RankFacts:
+    """What is known of `rank`, which has a process."""
+    exited, raised = rank.exited, rank.raised
+    process = ProcessView(pid=rank.pid or 0, state="running")
+    if exited is not None:
+        process = replace(
+            process,
+            state="ended",
+            exitcode=exited.exitcode,
+            signal_name=exited.signal_name,
+            ended_ns=int(exited.time_s * 1e9),
+        )
+    error = (
+        None
+        if raised is None
+        else ErrorView(type_name=raised.type_name, message=raised.message, traceback=raised.traceback)
+    )
+    return RankFacts(process=process, error=error, returned=rank.has_returned)
+
+
+def make_error(name: str, report: Report) -> WatchError:
+    """The error that ends the job because of what `report` says."""
+    first = next(finding for finding in report.findings if finding.severity == "error")
+    return WatchError(
+        f"running `{name}`",
+        found=f"{first.name} ({first.code}): {first.summary}",
+        fix=f"`ddpilot watch {report.job}` shows the report again",
+        rank=first.ranks[0] if len(first.ranks) == 1 else None,
+        findings=report.findings,
+    )
+
+
+def _is_of_end(finding: Finding) -> bool:
+    return finding.code in ("DDP208", "DDP209")
