@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each rank decides by its own validation loss to stop early."""
+
+# without: hang
+# finding: DDP207
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(0)
+model = DDP(torch.nn.Linear(4, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(8):
+    loss = model(torch.randn(8, 4)).square().mean()
+    loss.backward()  # HERE
+    optimizer.step()
+    optimizer.zero_grad()
+    if rank == 1 and step == 4:
+        break
+dist.barrier()
+dist.destroy_process_group()

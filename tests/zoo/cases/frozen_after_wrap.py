@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A layer is frozen when the model is wrapped already."""
+
+# without: error
+# finding: DDP310
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(0)
+
+
+class Two(torch.nn.Module):
+    """Two heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.a, self.b = torch.nn.Linear(4, 4), torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor, both: bool = True) -> torch.Tensor:
+        x = self.body(x)
+        return self.a(x) + self.b(x) if both else self.a(x)
+
+
+model = DDP(Two())
+for step in range(3):
+    if step == 1:
+        model.module.b.requires_grad_(False)  # HERE
+    model(torch.randn(8, 4)).sum().backward()
+dist.destroy_process_group()

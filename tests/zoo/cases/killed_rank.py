@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank is killed, as by the kernel's OOM killer."""
+
+# without: SIGKILL
+# finding: DDP209, rank 1
+
+import os
+import signal
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(0)
+model = DDP(torch.nn.Linear(4, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(5):
+    if rank == 1 and step == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    model(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()

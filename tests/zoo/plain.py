@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run a script on ranks as torchrun would, without ddpilot: what the user sees today.
+
+One process imports torch and forks the ranks of every case, since a fresh interpreter for each would take minutes. It
+is started as a program of its own, so that nothing of ddpilot's or of the tests' is in it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+HANG_AFTER_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plain:
+    """How a case ended without ddpilot."""
+
+    ends: tuple[str, ...]
+    """Per rank: ``hang``, ``ok``, ``exit 1``, ``SIGABRT``, ..."""
+    output: str
+    seconds: float
+
+    @property
+    def kind(self) -> str:
+        """One word for all ranks: the worst."""
+        for kind in ("SIGABRT", "SIGSEGV", "SIGKILL", "hang"):
+            if kind in self.ends:
+                return kind
+        return "ok" if set(self.ends) == {"ok"} else "error"
+
+
+class PlainRunner:
+    """Runs scripts one after another or, from several threads, at the same time; a context manager."""
+
+    def __enter__(self) -> PlainRunner:
+        self._lock = threading.Lock()
+        environ = {name: text for name, text in os.environ.items() if not name.startswith("DDPILOT_")}
+        self._folder = tempfile.TemporaryDirectory(prefix="zoo-")
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=30)
+        self._process.stdout.close()
+        self._folder.cleanup()
+
+    def run(self, script: Path, num_ranks: int = 2, limit_s: float = HANG_AFTER_S) -> Plain:
+        """Run `script` on `num_ranks` ranks; what runs after `limit_s` is killed and called a hang."""
+        with self._lock:
+            number = len(list(Path(self._folder.name).iterdir()))
+            folder = Path(self._folder.name, str(number))
+            folder.mkdir()
+            self._ask(script=str(script), num_ranks=num_ranks, limit_s=limit_s, folder=str(folder))
+        answer = folder / "answer.json"
+        end_s = time.monotonic() + limit_s + 30
+        while not answer.exists():
+            if self._process.poll() is not None or time.monotonic() > end_s:
+                raise RuntimeError(f"running {script.name} plainly: the runner gave no answer in {limit_s + 30} s")
+            time.sleep(0.05)
+        found = json.loads(answer.read_text())
+        return Plain(ends=tuple(found["ends"]), output=found["output"], seconds=found["seconds"])
+
+    def _ask(self, **request: Any) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        self._process.stdout.readline()  # the case is begun: its process exists
+
+
+def serve() -> None:
+    """Be the process that forks: a line in, a process for the case, a line out."""
+    # What DDP's constructor and a first optimizer import: seconds in each rank otherwise.
+    import torch._dynamo
+    import torch.distributed  # noqa: F401
+
+    for line in sys.stdin:
+        if os.fork() == 0:
+            os.close(sys.stdin.fileno())
+            _run_case(**json.loads(line))
+        sys.stdout.write("begun\n")
+        sys.stdout.flush()
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                continue
+    with suppress(ChildProcessError):
+        while True:
+            os.wait()
+
+
+def _run_case(script: str, num_ranks: int, limit_s: float, folder: str) -> None:
+    began_s = time.monotonic()
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    pids = [_start_rank(script, rank, num_ranks, port, Path(folder)) for rank in range(num_ranks)]
+    ends: dict[int, str] = {}
+    while len(ends) < num_ranks and time.monotonic() < began_s + limit_s:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            ends[pid] = _describe(os.waitstatus_to_exitcode(status))
+        else:
+            time.sleep(0.02)
+    for pid in set(pids) - set(ends):
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    seconds = time.monotonic() - began_s
+    output = "\n".join(Path(folder, f"rank{rank}.txt").read_text(errors="replace") for rank in range(num_ranks))
+    found = asdict(Plain(ends=tuple(ends.get(pid, "hang") for pid in pids), output=output, seconds=seconds))
+    draft = Path(folder, "answer.draft")
+    draft.write_text(json.dumps(found))
+    draft.rename(Path(folder, "answer.json"))
+    os._exit(0)
+
+
+def _start_rank(script: str, rank: int, num_ranks: int, port: int, folder: Path) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    out = os.open(folder / f"rank{rank}.txt", os.O_WRONLY | os.O_CREAT)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    sys.argv[:] = [script]
+    sys.path[0] = str(Path(script).parent)
+    code = 1
+    try:
+        runpy.run_path(script, run_name="__main__")
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:  # noqa: BLE001 - printed, as Python itself does
+        sys.excepthook(*sys.exc_info())
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _describe(exitcode: int) -> str:
+    return "ok" if exitcode == 0 else signal.Signals(-exitcode).name if exitcode < 0 else f"exit {exitcode}"
+
+
+if __name__ == "__main__":
+    serve()
