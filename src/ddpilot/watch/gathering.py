@@ -8,8 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ddpilot.record.hook import ring_path
+from ddpilot.record.hook import journal_path, ring_path
+from ddpilot.record.journal import Entry
 from ddpilot.record.log import RankLog
+from ddpilot.watch.journals import JournalReader
 from ddpilot.watch.processes import look_at
 from ddpilot.watch.rings import LogReader, passed_by_all
 from ddpilot.watch.stack_files import read_stack, take_stacks
@@ -36,11 +38,18 @@ class Gatherer:
         self._world_size = world_size
         self._name = name
         self._readers = {rank: LogReader(ring_path(folder, rank)) for rank in ranks}
+        self._journals = {rank: JournalReader(journal_path(folder, rank)) for rank in ranks}
         self._stacks: dict[int, StackView] = {}
+        self.logs: dict[int, RankLog] = {}
+        """By rank: what the rings held at the last look."""
+
+    def read_entries(self) -> dict[int, tuple[Entry, ...]]:
+        """By rank: what guard noted since the last call."""
+        return {rank: entries for rank, journal in self._journals.items() if (entries := journal.read())}
 
     def gather(self, facts: Mapping[int, RankFacts], since_ns: int = 0) -> JobView:
         """The job as it is now. `facts`: by rank, also of ranks that record nothing."""
-        logs = {rank: log for rank, reader in self._readers.items() if (log := reader.read()) is not None}
+        self.logs = logs = {rank: log for rank, reader in self._readers.items() if (log := reader.read()) is not None}
         now_ns = time.monotonic_ns()
         passed = passed_by_all(logs.values())
         for reader in self._readers.values():
@@ -64,6 +73,7 @@ class Gatherer:
         return RankView(
             rank=rank,
             log=log,
+            journal=tuple(self._journals[rank].held) if rank in self._journals else (),
             process=facts.process,
             stack=self._stacks.get(rank),
             error=facts.error,

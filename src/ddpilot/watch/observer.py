@@ -15,6 +15,7 @@ from ddpilot.watch.gathering import Gatherer, RankFacts
 from ddpilot.watch.options import WatchOptions
 from ddpilot.watch.provisional import analyze
 from ddpilot.watch.report import Report
+from ddpilot.watch.rules.book import RuleBook
 from ddpilot.watch.stall import Analysis
 from ddpilot.watch.told import Told, key_of
 from ddpilot.watch.view import JobView
@@ -47,6 +48,7 @@ class Observer:
         self._tell = tell
         self._options = options
         self._gatherer = Gatherer(folder, world_size, range(world_size) if ranks is None else ranks, name)
+        self._rules = RuleBook(world_size, log=lambda rank: self._gatherer.logs.get(rank))
         self._told = Told(options.stall_warn_s)
         self._others = others
         self._empty = Report(job=folder.name, name=name, world_size=world_size)
@@ -72,6 +74,7 @@ class Observer:
         """What can be said now, all of it, with what was found before; saved. For any thread, also after `stop`."""
         with self._lock:
             view, analysis = self._look()
+            self._findings += self._told.new_findings(self._read_journals(view))
             report = self._compose(view, analysis, [*self._findings, *analysis.findings])
             self._save(report)
         return report
@@ -91,7 +94,7 @@ class Observer:
 
     def _step(self) -> None:
         view, analysis = self._look()
-        news = self._told.new_findings(analysis.findings)
+        news = self._told.new_findings([*self._read_journals(view), *analysis.findings])
         status = self._told.new_status(analysis, time.monotonic())
         if not (news or status):
             return
@@ -99,6 +102,12 @@ class Observer:
         report = self._compose(view, analysis, news)
         self._save(replace(report, findings=Findings(self._findings), status=analysis.status))
         self._tell(replace(report, status=status))
+
+    def _read_journals(self, view: JobView) -> list[Finding]:
+        found = self._rules.feed(self._gatherer.read_entries(), view.now_ns)
+        for fault in self._rules.faults:
+            self._note(fault)
+        return found
 
     def _look(self) -> tuple[JobView, Analysis]:
         view = self._gatherer.gather(self._facts(), self.since_ns)
@@ -127,6 +136,8 @@ class Observer:
         try:
             report.save(self._folder)
         except OSError as error:
-            note = self._told.once(f"the report cannot be saved: {error}")
-            if note:
-                self._tell(replace(self._empty, notes=(note,)))
+            self._note(f"the report cannot be saved: {error}")
+
+    def _note(self, text: str) -> None:
+        if self._told.once(text):
+            self._tell(replace(self._empty, notes=(text,)))

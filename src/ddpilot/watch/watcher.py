@@ -22,7 +22,7 @@ from ddpilot.watch.options import WatchOptions
 from ddpilot.watch.report import Report
 from ddpilot.watch.view import ErrorView, ProcessView
 
-GUARD_VARIABLE = "DDPILOT_GUARD"
+GUARD_HOOK = "ddpilot.guard.hook:start"
 
 
 class Watcher:
@@ -57,8 +57,8 @@ class Watcher:
         except OSError as error:
             self._say(f"this job is not watched: its folder cannot be made ({error})")
             return
-        self.hooks = (HOOK,)
-        self.variables = {RING_DIR_VARIABLE: str(self._folder), GUARD_VARIABLE: str(int(options.guard))}
+        self.hooks = (HOOK, GUARD_HOOK) if options.guard else (HOOK,)
+        self.variables = {RING_DIR_VARIABLE: str(self._folder)}
 
     @property
     def fd(self) -> int:

@@ -14,17 +14,30 @@ import torch.distributed as dist
 
 from ddpilot.launching.local.host import run_local
 from ddpilot.launching.options import LaunchOptions
-from ddpilot.record.hook import HOOK, RING_DIR_VARIABLE, find_rings, ring_path
+from ddpilot.record.hook import RING_DIR_VARIABLE, find_rings, ring_path
 from ddpilot.record.now import RankNow, read_now
 from ddpilot.record.reading import read_ring
+from ddpilot.watch.options import WatchOptions
+from ddpilot.watch.watcher import Watcher
 
 PATIENCE_S = 60.0
 
 
 def run_with_hook(folder: Path, function: object) -> list[object]:
     """What 2 ranks returned that were started with the hook and told to record into `folder`."""
-    options = LaunchOptions(nproc_per_node=2, timeout_s=100, env={RING_DIR_VARIABLE: str(folder)})
-    return list(run_local(options, function, (), {}, hooks=(HOOK,)))  # type: ignore[arg-type]
+    options = LaunchOptions(nproc_per_node=2, timeout_s=100)
+    return list(run_local(options, function, (), {}, lambda name, count: Hooked(folder)))  # type: ignore[arg-type]
+
+
+class Hooked(Watcher):
+    """Starts the hook in each rank, and looks at nothing."""
+
+    def __init__(self, folder: Path | None) -> None:
+        super().__init__(WatchOptions(guard=False), "hooked", 2)
+        self.variables = {} if folder is None else {RING_DIR_VARIABLE: str(folder)}
+
+    def begin(self, ranks: object) -> None:
+        """Nothing is observed."""
 
 
 def look_at_each_other() -> RankNow | None:
@@ -89,7 +102,7 @@ def test_hook_does_nothing_when_no_folder_is_named(monkeypatch: pytest.MonkeyPat
     """Ranks without the variable run as ever."""
     monkeypatch.delenv(RING_DIR_VARIABLE, raising=False)
     options = LaunchOptions(nproc_per_node=1, timeout_s=100)
-    assert list(run_local(options, add_up, (), {}, hooks=(HOOK,))) == [1.0]
+    assert list(run_local(options, add_up, (), {}, lambda name, count: Hooked(None))) == [1.0]
 
 
 @pytest.mark.parametrize("kind", ["missing", "a file", "no ring"])

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read a rank's journal again and again: each time only what is new."""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+
+from ddpilot.errors import RecordError
+from ddpilot.record.journal import Entry, read_journal
+
+NUM_HELD = 512
+"""Entries of a rank that stay in view."""
+
+
+class JournalReader:
+    """The journal at `path`, as far as it was read. `held`: its newest entries, oldest first."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._after = 0
+        self.held: deque[Entry] = deque(maxlen=NUM_HELD)
+
+    def read(self) -> tuple[Entry, ...]:
+        """What is new since the last call; nothing where there is no journal (yet)."""
+        try:
+            entries = read_journal(self._path, after=self._after).entries
+        except (RecordError, OSError):
+            return ()
+        self._after = max((entry.index for entry in entries), default=self._after)
+        self.held.extend(entries)
+        return entries
