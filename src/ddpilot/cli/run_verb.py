@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import re
@@ -12,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from ddpilot.cli.run_words import OPTIONS, Words, split_words
-from ddpilot.errors import DdpilotError, LaunchError, RankError
+from ddpilot.errors import DdpilotError, LaunchError, RankError, WatchError
 from ddpilot.launching.contract import EXIT_REQUEUE
 from ddpilot.launching.elastic.options import RunOptions, TargetKind
 from ddpilot.launching.elastic.run import prepare_run, run_prepared
 from ddpilot.launching.elastic.stopping import OutputClosedError, RunStoppedError, check_signals
+from ddpilot.watch.options import WatchOptions
+from ddpilot.watch.watcher import Watcher
 
 FAILED_STATUS = 1
 _DID = "reading the options of `ddpilot run`"
@@ -48,14 +51,19 @@ def run_words(words: Sequence[str], show: Callable[[DdpilotError], str], environ
         return 0 if words else 2
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a rank may print what this screen cannot show
-    prepared = prepare_run(read_options(split_words(words), environ), environ)
+    split = split_words(words)
+    watching = read_watch_options(split, environ)
+    prepared = prepare_run(read_options(split, environ), environ)
     try:
-        run_prepared(prepared)
+        run_prepared(prepared, functools.partial(Watcher, watching) if watching.watch else None)
     except OutputClosedError as error:
         return error.exitcode
     except RunStoppedError as error:
         print(f"ddpilot: {error.found}", file=sys.stderr)
         return error.exitcode
+    except WatchError as error:
+        print(f"ddpilot: {error}", file=sys.stderr)
+        return FAILED_STATUS
     except RankError as error:
         print(f"ddpilot: {error}", file=sys.stderr)
         return EXIT_REQUEUE if error.exitcode == EXIT_REQUEUE else FAILED_STATUS
@@ -107,6 +115,19 @@ def read_options(words: Words, environ: Mapping[str, str]) -> RunOptions:
         given.setdefault("rdzv_timeout_s", timeout_s)
     check_signals(given.get("signals", ()))
     return RunOptions(target=words.script, kind=_kind(said), args=words.args, **given)
+
+
+def read_watch_options(words: Words, environ: Mapping[str, str]) -> WatchOptions:
+    """How the run is to be watched. Raises LaunchError for a value that cannot be meant."""
+    said = {**_from_environ(environ), **words.options}
+    if "watch" in said and "no-watch" in said:
+        raise LaunchError(_DID, found="--watch and --no-watch", fix="Leave out one of the two")
+    return WatchOptions(
+        watch="no-watch" not in said,
+        guard="no-guard" not in said,
+        on_finding=said.get("on-finding", "stop"),  # type: ignore[arg-type]  # that is what is checked
+        stall_warn_s=_read("stall-warn", said.get("stall-warn", "30"), float),
+    )
 
 
 def _from_environ(environ: Mapping[str, str]) -> dict[str, str]:

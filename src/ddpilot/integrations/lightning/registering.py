@@ -15,7 +15,7 @@ from typing import Any
 
 from ddpilot.errors import LaunchError
 from ddpilot.integrations.lightning.namespaces import NAMESPACES, Namespace
-from ddpilot.integrations.lightning.on_import import forget, when_imported
+from ddpilot.record.on_import import forget, when_imported
 
 _OPTIONS: dict[str, dict[str, Any]] = {
     "": {},

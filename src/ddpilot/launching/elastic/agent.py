@@ -42,6 +42,7 @@ class Agent(LocalElasticAgent):
     ) -> None:
         super().__init__(spec, logs)
         self._logs = logs
+        self._escort = logs.escort
         self._options = options
         self._screen = screen
         self._meeting = meeting
@@ -59,13 +60,12 @@ class Agent(LocalElasticAgent):
         assert isinstance(self._pcontext, SubprocessContext)
         handlers = self._pcontext.subprocess_handlers
         self.error = None
-        self._ranks = LocalRanks(
-            [
-                LocalRank(worker.global_rank, handlers[worker.local_rank].proc, self._logs.reports[worker.local_rank])
-                for worker in worker_group.workers
-            ],
-            self._screen.note,
-        )
+        ranks = [
+            LocalRank(worker.global_rank, handlers[worker.local_rank].proc, self._logs.reports[worker.local_rank])
+            for worker in worker_group.workers
+        ]
+        self._ranks = LocalRanks(ranks, self._screen.note)
+        self._escort.watch(ranks)
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -82,6 +82,9 @@ class Agent(LocalElasticAgent):
         chosen = self._choose(failures)
         if chosen is not None and not self._ranks.is_leaving(chosen.rank):
             self._end_by(chosen, worker_group)
+        seen = self._escort.take()
+        if seen is not None and not failures and self.error is None:
+            self._end_with(seen)
         if self._ranks.live or (failures and self.error is None):
             # A failure may be a victim whose cause is about to come. torch is not asked before the end: it would reap
             # a rank between two looks of ours, and end the others by rules of its own.
@@ -135,20 +138,27 @@ class Agent(LocalElasticAgent):
         meeting.tell_failure(self.error)
         raise self.error
 
+    def _end_with(self, error: DdpilotError) -> None:
+        """End the ranks because of what was seen from outside, and let the other nodes know."""
+        self.error = error
+        self._ranks.end(signal.SIGTERM, FAILED_GRACE_S)
+        if self._meeting is not None:
+            self._meeting.tell_failure(error)
+
     def _end_by(self, chosen: Failure, worker_group: WorkerGroup) -> None:
         """End the other ranks because of one, and let the other nodes know."""
         victims = [each.rank for each in self._ranks.failures() if each.rank != chosen.rank and each.is_victim]
-        succeeded = self._ranks.succeeded
-        self._ranks.end(signal.SIGTERM, FAILED_GRACE_S)
-        self.error = build_error(
+        self.error = error = build_error(
             chosen,
             function_name=self._options.name,
             num_ranks=worker_group.workers[0].world_size,
             last_lines=() if chosen.raised is not None else self._screen.last_lines(chosen.rank),
             victims=victims,
-            returned=succeeded,
+            returned=self._ranks.succeeded,
             is_script=True,
         )
+        self._escort.explain(error)
+        self._ranks.end(signal.SIGTERM, FAILED_GRACE_S)
         self.report = self._ranks.report(chosen.rank)
         if self._meeting is not None:
             self._meeting.tell_failure(self.error)

@@ -20,6 +20,7 @@ from ddpilot.errors import LaunchError, RendezvousError
 from ddpilot.launching.contract import EXIT_REQUEUE
 from ddpilot.launching.elastic import worker_main
 from ddpilot.launching.elastic.agent import Agent
+from ddpilot.launching.elastic.escort import Accompany, Escort
 from ddpilot.launching.elastic.logs import PipedLogs
 from ddpilot.launching.elastic.meeting import Meeting
 from ddpilot.launching.elastic.network import Endpoint
@@ -38,11 +39,12 @@ def run_assembled(
     screen: Screen,
     folder: Path,
     variables: Mapping[str, str],
+    accompany: Accompany | None = None,
 ) -> None:
     """Run the ranks of this node to the end of the job. Raises what `run_script` says.
 
     `endpoint`: where nodes meet, None for a rendezvous of torch's; `folder`: for the ranks' reports; `variables`: for
-    the ranks' environment, on top of torch's.
+    the ranks' environment, on top of torch's; `accompany`: makes who goes along with an attempt.
     """
     meeting = None
     handler: RendezvousHandler
@@ -68,14 +70,18 @@ def run_assembled(
         monitor_interval=options.monitor_interval_s,
         local_addr=options.local_addr,
     )
-    agent = Agent(spec, PipedLogs(options, screen, folder, variables), options, screen, meeting)
+    escort = Escort(accompany, options.name, screen.note)
+    agent = Agent(spec, PipedLogs(options, screen, folder, variables, escort), options, screen, meeting)
+    is_clean = False
     try:
         _run(agent, me, options)
+        is_clean = True
     except (LaunchError, RendezvousError, RunStoppedError) as error:
         if meeting is not None and agent.error is None:
             meeting.tell_failure(error)
         raise
     finally:
+        escort.end(is_clean=is_clean)
         with contextlib.suppress(StopSignal, SignalException):  # an impatient second signal: leave without goodbyes
             handler.shutdown()
 

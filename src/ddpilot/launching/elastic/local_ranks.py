@@ -42,6 +42,16 @@ class LocalRank:
     """Whether processes of its group are left. A number that was free once may be another's by now."""
 
     @property
+    def pid(self) -> int:
+        """Of its process."""
+        return self.process.pid
+
+    @property
+    def has_returned(self) -> bool:
+        """Whether it ended with code 0."""
+        return self.exited is not None and self.exited.exitcode == 0
+
+    @property
     def is_live(self) -> bool:
         """Whether its process has not been reaped."""
         return self.exited is None

@@ -10,6 +10,7 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.api import to_map
 
+from ddpilot.launching.elastic.escort import Escort
 from ddpilot.launching.elastic.options import RunOptions
 from ddpilot.launching.elastic.screen import Pipe, Screen
 from ddpilot.launching.elastic.worker_main import REPORT_VARIABLE
@@ -20,10 +21,13 @@ _STREAMS = {"stdout": Std.OUT, "stderr": Std.ERR}
 class PipedLogs(LogsSpecs):
     """Ranks write into the pipes of `screen`, and into files where `options` ask for them.
 
-    `folder`: for the ranks' reports. `variables`: what the environment of each rank gets on top of torch's.
+    `folder`: for the ranks' reports. `variables`: what the environment of each rank gets on top of torch's, beside what
+    `escort` gives it for this attempt.
     """
 
-    def __init__(self, options: RunOptions, screen: Screen, folder: Path, variables: Mapping[str, str]) -> None:
+    def __init__(
+        self, options: RunOptions, screen: Screen, folder: Path, variables: Mapping[str, str], escort: Escort
+    ) -> None:
         redirects, tee = Std.from_str(options.redirects), Std.from_str(options.tee)
         if options.log_dir is not None and redirects == tee == Std.NONE:
             tee = Std.ALL
@@ -32,6 +36,7 @@ class PipedLogs(LogsSpecs):
         self._screen = screen
         self._folder = folder
         self._variables = variables
+        self.escort = escort
         self._log_dir: Path | None = None
         self.reports: dict[int, Path] = {}
         """Where each local rank of the present attempt writes what it raised."""
@@ -46,8 +51,9 @@ class PipedLogs(LogsSpecs):
         numbers = {local_rank: int(env["RANK"]) for local_rank, env in envs.items()}
         attempt = f"attempt_{envs[0]['TORCHELASTIC_RESTART_COUNT']}"
         self.reports = {local_rank: self._folder / f"{attempt}_rank_{local_rank}.json" for local_rank in envs}
+        escorted = self.escort.begin_attempt(int(envs[0]["WORLD_SIZE"]), tuple(sorted(numbers.values())))
         for local_rank, env in envs.items():
-            env.update(self._variables)
+            env.update({**self._variables, **escorted})
             env[REPORT_VARIABLE] = str(self.reports[local_rank])
         redirects, tee = to_map(self._redirects, len(envs)), to_map(self._tee, len(envs))
         paths: dict[str, dict[int, str]] = {"stdout": {}, "stderr": {}}

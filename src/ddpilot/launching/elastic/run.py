@@ -16,6 +16,7 @@ from pathlib import Path
 from ddpilot.errors import LaunchError
 from ddpilot.launching.contract import LAUNCH_VARIABLE, choose_num_threads
 from ddpilot.launching.elastic.counting import count_ranks
+from ddpilot.launching.elastic.escort import Accompany
 from ddpilot.launching.elastic.network import Endpoint, open_endpoint, rank_network_variables
 from ddpilot.launching.elastic.nodes import NodeState
 from ddpilot.launching.elastic.options import RunOptions
@@ -40,9 +41,9 @@ class PreparedRun:
     display: Display
 
 
-def run_script(options: RunOptions) -> None:
+def run_script(options: RunOptions, accompany: Accompany | None = None) -> None:
     """Run the script of `options` on this node's ranks, to the end of the whole job: `prepare_run`, `run_prepared`."""
-    run_prepared(prepare_run(options, os.environ))
+    run_prepared(prepare_run(options, os.environ), accompany)
 
 
 def prepare_run(options: RunOptions, environ: Mapping[str, str]) -> PreparedRun:
@@ -100,16 +101,16 @@ def _check_log_dir(folder: Path) -> None:
         ) from error
 
 
-def run_prepared(prepared: PreparedRun) -> None:
-    """Run the ranks of this node to the end of the whole job. Loads torch.
+def run_prepared(prepared: PreparedRun, accompany: Accompany | None = None) -> None:
+    """Run the ranks of this node to the end of the whole job. Loads torch. `accompany`: makes who goes along.
 
     Raises RankError for the first failure in time on any node, RendezvousError for a node that never came or is gone,
-    RunStoppedError where a signal ended it, LaunchError for anything else. No process of this node's is left then.
-    To be called in the main thread, where signals come.
+    WatchError for what who goes along has seen, RunStoppedError where a signal ended it, LaunchError for anything else.
+    No process of this node's is left then. To be called in the main thread, where signals come.
     """
     options = prepared.options
     try:
-        _run(prepared)
+        _run(prepared, accompany)
     except StopSignal as stop:
         number = stop.number
         found = f"`{options.name}` was stopped by {number.name} before there were ranks"
@@ -119,7 +120,7 @@ def run_prepared(prepared: PreparedRun) -> None:
             prepared.endpoint.close()
 
 
-def _run(prepared: PreparedRun) -> None:
+def _run(prepared: PreparedRun, accompany: Accompany | None) -> None:
     with (
         Screen(prepared.display) as screen,
         tempfile.TemporaryDirectory(prefix="ddpilot-run-") as folder,
@@ -137,6 +138,7 @@ def _run(prepared: PreparedRun) -> None:
             screen,
             Path(folder),
             prepared.variables,
+            accompany,
         )
 
 

@@ -27,6 +27,9 @@ from ddpilot.launching.victims import is_victim
 
 REPORT_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 REPORT_KEY = "ddpilot"
+HOOKS_VARIABLE = "DDPILOT_RANK_HOOKS"
+"""Functions "module:name", with commas between them, that a rank calls as soon as the script has imported torch."""
+
 _MAX_TEXT_CHARS = 100_000
 _PR_SET_PDEATHSIG = 1
 _OWN_FILES = (__file__, runpy.__file__, "<frozen runpy>")
@@ -37,6 +40,7 @@ def main(argv: list[str]) -> None:
     agent_pid, kind, target, *args = argv
     _die_with(int(agent_pid))
     faulthandler.enable(all_threads=False)
+    _wait_for_torch(os.environ.pop(HOOKS_VARIABLE, ""))
     try:
         if kind == "module":
             _run_module(target, args)
@@ -58,6 +62,23 @@ def _die_with(agent_pid: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != agent_pid:
         os._exit(1)
+
+
+def _wait_for_torch(hooks: str) -> None:
+    """Call `hooks` once torch has been imported. Not earlier: a script may set variables that torch reads then."""
+    if not hooks:
+        return
+    from ddpilot.record.on_import import when_imported
+
+    def call_hooks(_torch: types.ModuleType) -> None:
+        import importlib
+
+        start = types.SimpleNamespace(rank=int(os.environ["RANK"]), environ=dict(os.environ))
+        for hook in hooks.split(","):
+            module, _, name = hook.partition(":")
+            getattr(importlib.import_module(module), name)(start)
+
+    when_imported("torch", REPORT_KEY, call_hooks)
 
 
 def _fresh_main() -> types.ModuleType:

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from ddpilot.integrations.lightning.on_import import forget, when_imported
+from ddpilot.record.on_import import forget, when_imported
 
 NAME = "imported_by_a_test"
 
