@@ -43,16 +43,17 @@ def _numbered(original: Handler, addr: str, port: int) -> Handler:
         host = asked.hostname or os.environ.get("MASTER_ADDR", "")
         at = asked.port or os.environ.get("MASTER_PORT", "")
         ours = is_loopback(host) or (host, str(at)) == (addr, str(port))
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not ours:
+        query = {name: values[0] for name, values in parse_qs(asked.query).items()}
+        rank = query.get("rank", os.environ.get("RANK"))
+        world_size = query.get("world_size", os.environ.get("WORLD_SIZE"))
+        is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        if not (is_agents and ours) or rank is None or world_size is None:  # torch says what is missing
             yield from original(url, timeout=timeout, **kwargs)
             return
-        query = parse_qs(asked.query)
-        rank = int(query["rank"][0]) if "rank" in query else int(os.environ["RANK"])
-        world_size = int(query["world_size"][0]) if "world_size" in query else int(os.environ["WORLD_SIZE"])
         store = TCPStore(addr, port, is_master=False, timeout=timeout, wait_for_workers=False)
         # Ranks of which some failed on the way in have counted differently: a new count begins with every restart.
         mine = f"ddpilot/{asked.scheme}/restart{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        turn = store.add(f"{mine}/turns/{rank}", 1)
-        yield PrefixStore(f"{mine}/turn{turn}", store), rank, world_size
+        turn = store.add(f"{mine}/turns/{int(rank)}", 1)
+        yield PrefixStore(f"{mine}/turn{turn}", store), int(rank), int(world_size)
 
     return handler

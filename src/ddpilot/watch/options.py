@@ -12,7 +12,7 @@ from ddpilot.errors import LaunchError
 from ddpilot.findings.finding import Finding
 
 Action = Literal["report", "stop"]
-OnFinding = Action | Callable[[Finding], None] | None
+OnFinding = Action | Callable[[Finding], object] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +27,8 @@ class WatchOptions:
 
     on_finding: OnFinding = None
     """"stop": an error ends the job, with the findings in the exception. "report": findings are shown, and the job goes
-    on. A function is called with each finding, in a thread of its own, and the job goes on. None: "report" in a
-    notebook, else "stop". Warnings never stop a job."""
+    on. A function is called with each finding, in a thread of its own; the job goes on unless it returns "stop". None:
+    "report" in a notebook, else "stop". Warnings never stop a job by themselves."""
 
     stall_warn_s: float = 30.0
     """Seconds for which ranks may wait for one that is alive before that is a warning."""
@@ -45,7 +45,7 @@ class WatchOptions:
         if not isinstance(warn_s, (int, float)) or isinstance(warn_s, bool) or not warn_s > 0:
             raise LaunchError("reading `stall_warn_s`", found=f"{warn_s!r}", fix="Give seconds, more than 0")
 
-    def action(self) -> Action | Callable[[Finding], None]:
+    def action(self) -> Action | Callable[[Finding], object]:
         """What `on_finding` means in this process."""
         if self.on_finding is not None:
             return self.on_finding

@@ -17,6 +17,7 @@ from ddpilot.launching.companion import RankState
 from ddpilot.record.hook import HOOK, RING_DIR_VARIABLE
 from ddpilot.watch import folders
 from ddpilot.watch.gathering import RankFacts
+from ddpilot.watch.known import find_known_error
 from ddpilot.watch.observer import Observer
 from ddpilot.watch.options import WatchOptions
 from ddpilot.watch.report import Report
@@ -101,7 +102,10 @@ class Watcher:
         except Exception as fault:  # noqa: BLE001 - the error matters more
             self._say(f"what was recorded could not be read: {type(fault).__name__}: {fault}")
             return
-        error.findings = Findings(each for each in report.findings if not (is_own and _is_of_end(each)))
+        findings = [each for each in report.findings if not (is_own and _is_of_end(each))]
+        view = facts_of(failed).error if failed is not None else None
+        known = find_known_error(failed.rank, view) if failed is not None and view is not None else None
+        error.findings = Findings([*([known] if known else []), *findings])
 
     def end(self, is_clean: bool) -> None:
         """The launch is over: the folder goes after a clean end, else it stays for `ddpilot watch`."""
@@ -130,15 +134,15 @@ class Watcher:
             self._error = self._error or make_error(self._name, report)
             return
         self._say(str(report.findings))
-        if not isinstance(action, str):
-            for finding in report.findings:
-                self._call_back(action, finding)
+        if not isinstance(action, str) and "stop" in [self._call_back(action, each) for each in report.findings]:
+            self._error = self._error or make_error(self._name, report)
 
-    def _call_back(self, action: Callable[[Finding], None], finding: Finding) -> None:
+    def _call_back(self, action: Callable[[Finding], object], finding: Finding) -> object:
         try:
-            action(finding)
+            return action(finding)
         except Exception as error:  # noqa: BLE001 - the user's own function: said, and the job goes on
             self._say(f"`on_finding` raised {type(error).__name__}: {error}")
+            return None
 
     def _say(self, text: str) -> None:
         self._lines.put(text)
@@ -171,7 +175,7 @@ def facts_of(rank: RankState) -> RankFacts:
 
 def make_error(name: str, report: Report) -> WatchError:
     """The error that ends the job because of what `report` says."""
-    first = next(finding for finding in report.findings if finding.severity == "error")
+    first = next((each for each in report.findings if each.severity == "error"), report.findings[0])
     return WatchError(
         f"running `{name}`",
         found=f"{first.name} ({first.code}): {first.summary}",

@@ -23,4 +23,3 @@ for step in range(8):
 if not all(p.isfinite().all() for p in model.parameters()):
     print("WRONG: the weights are NaN")
 dist.destroy_process_group()
-dist.destroy_process_group()

@@ -14,6 +14,6 @@ torch.manual_seed(0)
 inner = torch.nn.SyncBatchNorm.convert_sync_batchnorm(
     torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8))
 )
-model = DDP(inner)
-model(torch.randn(32, 4)).sum().backward()  # HERE
+model = DDP(inner)  # HERE
+model(torch.randn(32, 4)).sum().backward()
 dist.destroy_process_group()

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every program of the zoo fails without ddpilot as its users saw it, and is named with it; right ones stay silent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.zoo.plain import Plain, PlainRunner
+from tests.zoo.watched import judge, read_case, read_cases, run_watched
+
+HERE = Path(__file__).parent
+CASES = read_cases(HERE / "cases")
+CONTROLS = read_cases(HERE / "controls")
+NUM_AT_ONCE = 4
+
+
+@pytest.fixture(scope="module")
+def plain_runs() -> Iterator[dict[Path, Future[Plain]]]:
+    """All cases without ddpilot, begun together: a hang is ten seconds in which nothing is computed."""
+    with PlainRunner() as runner, ThreadPoolExecutor(NUM_AT_ONCE) as pool:
+        yield {path: pool.submit(runner.run, path) for path in CASES}
+
+
+@pytest.mark.timeout(180)
+def test_without_ddpilot_every_case_fails_as_its_users_saw_it(plain_runs: dict[Path, Future[Plain]]) -> None:
+    """A hang that is cut after ten seconds, an abort, an error, a number that is silently wrong."""
+    ends = {path: run.result() for path, run in plain_runs.items()}
+    wrong = [
+        f"{path.stem}: {end.kind_of_failure} instead of {read_case(path).without}\n{end.output[-1000:]}"
+        for path, end in ends.items()
+        if end.kind_of_failure not in read_case(path).without
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
+def test_with_ddpilot_the_case_is_named(path: Path) -> None:
+    """Code, rank and line of the finding are those that the case says."""
+    watched = run_watched(path, limit_s=40)
+    assert not judge(read_case(path), watched), watched
+
+
+@pytest.mark.parametrize("path", CONTROLS, ids=lambda path: path.stem)
+def test_a_right_program_has_no_finding(path: Path) -> None:
+    """It runs to its end, and nothing is said of it."""
+    watched = run_watched(path, limit_s=90)
+    assert watched.error is None
+    assert not watched.findings

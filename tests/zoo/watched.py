@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run a script of the zoo on ranks of ddpilot, watched, and keep what is found."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddpilot.api.launch import Launcher
+from ddpilot.errors import LaunchError, LaunchTimeoutError, RankError, WatchError
+from ddpilot.findings.finding import Finding
+
+_WITHOUT = re.compile(r"^# without: (.+)$", re.MULTILINE)
+_EXPECTED = re.compile(r"^# finding: (?P<code>DDP\d{3}|-)(?:, rank (?P<rank>\d))?$", re.MULTILINE)
+_MARK = "# HERE"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A script, how it ends without ddpilot, and what has to be found."""
+
+    path: Path
+    without: tuple[str, ...]
+    """Any of them, since which one is a matter of timing: ``hang``, ``error``, ``SIGABRT``, ``silent``, ``ok``."""
+    code: str
+    """``-``: the exception itself says it all."""
+    rank: int | None
+    lines: frozenset[int]
+    """One of which has to be named; empty where none is marked."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watched:
+    """How a script ended with ddpilot."""
+
+    findings: tuple[Finding, ...]
+    error: LaunchError | RankError | None
+    seconds: float
+
+
+def read_case(path: Path) -> Case:
+    """The case in `path`, with what its comments say."""
+    text = path.read_text()
+    without, expected = _WITHOUT.search(text), _EXPECTED.search(text)
+    assert without is not None, path
+    assert expected is not None, path
+    return Case(
+        path=path,
+        without=tuple(without[1].split(" or ")),
+        code=expected["code"],
+        rank=int(expected["rank"]) if expected["rank"] else None,
+        lines=frozenset(number for number, line in enumerate(text.splitlines(), 1) if line.endswith(_MARK)),
+    )
+
+
+def read_cases(folder: Path) -> list[Path]:
+    """The scripts in `folder`, by name."""
+    return sorted(folder.glob("*.py"))
+
+
+def run_watched(script: Path, limit_s: float = 60.0) -> Watched:
+    """Run `script` on two ranks; every finding is kept, an error stops it."""
+    seen: list[Finding] = []
+
+    def keep(finding: Finding) -> str | None:
+        seen.append(finding)
+        return "stop" if finding.severity == "error" else None
+
+    launcher = Launcher(nproc_per_node=2, output="silent", timeout_s=limit_s, on_finding=keep, backend="gloo")
+    began_s = time.monotonic()
+    error: LaunchError | RankError | None = None
+    try:
+        launcher.run(_run_script, str(script))
+    except (RankError, WatchError) as caught:
+        error = caught
+        seen += caught.findings
+    except LaunchTimeoutError as caught:
+        error = caught
+    return Watched(findings=tuple(seen), error=error, seconds=time.monotonic() - began_s)
+
+
+def judge(case: Case, watched: Watched) -> Sequence[str]:
+    """What is not as `case` asks for; empty where all is."""
+    if case.code == "-":
+        is_said = isinstance(watched.error, RankError) and watched.error.rank == case.rank
+        return () if is_said else (f"expected the exception of rank {case.rank}, got {watched.error}",)
+    codes = [finding.code for finding in watched.findings]
+    if case.code not in codes:
+        return (f"expected {case.code}, got {codes or 'nothing'}: {watched.error}",)
+    found = next(finding for finding in watched.findings if finding.code == case.code)
+    wrong = []
+    if case.rank is not None and case.rank not in found.ranks:
+        wrong.append(f"expected rank {case.rank}, got {found.ranks}")
+    if case.lines and not _named_lines(found, case.path.name) & case.lines:
+        wrong.append(f"expected line {sorted(case.lines)}, got {found.place} and {found.evidence}")
+    return wrong
+
+
+def _named_lines(finding: Finding, name: str) -> set[int]:
+    text = "\n".join([str(finding.place), finding.summary, *finding.evidence, finding.why])
+    return {int(number) for number in re.findall(rf"{re.escape(name)}:(\d+)", text)}
+
+
+def _run_script(script: str) -> None:
+    sys.argv[:] = [script]
+    runpy.run_path(script, run_name="__main__")
