@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sysconfig
-from collections.abc import Iterable
 
 from ddpilot.findings.catalog import find_known
 from ddpilot.findings.finding import Finding, Place
@@ -15,7 +15,8 @@ _FRAME = re.compile(
     r'^  File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)(?:\n    (?P<text>\S.*))?$', re.M
 )
 _PATHS = sysconfig.get_paths()
-_LIBRARIES = tuple({_PATHS[name] + "/" for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_LIBRARIES = (_OWN, *{_PATHS[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _MAX_MESSAGE_CHARS = 200
 
 
@@ -50,8 +51,8 @@ def _find_place(traceback: str) -> Place | None:
     )
 
 
-def _is_library(file: str, folders: Iterable[str] = _LIBRARIES) -> bool:
-    return file.startswith((*folders, "<frozen"))
+def _is_library(file: str) -> bool:
+    return file.startswith((*_LIBRARIES, "<frozen"))
 
 
 def _shorten(message: str) -> str:
