@@ -86,6 +86,20 @@ def explain(
 
 
 @app.command()
+def watch(
+    job: Annotated[
+        str | None, typer.Argument(help="A job's id, the number of one of its processes, or its folder.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Report what is new until the job has ended.")] = False,
+) -> None:
+    """Say what a job waits for or died of, while it runs or afterwards; without a job, list them."""
+    from ddpilot.cli.watch_verb import watch_job
+
+    raise typer.Exit(watch_job(job, as_json=json, wait=wait))
+
+
+@app.command()
 def demo() -> None:
     """Run the quickstart notebook on two ranks."""
     from ddpilot.cli.demo_verb import run_demo

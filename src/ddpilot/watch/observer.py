@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from ddpilot.watch.told import Told, key_of
 from ddpilot.watch.view import JobView
 
 INTERVAL_S = 0.25
+_EARLIER_NS = 1_000_000_000
 
 
 class Observer:
@@ -52,7 +54,7 @@ class Observer:
         self._told = Told(options.stall_warn_s)
         self._others = others
         self._empty = Report(job=folder.name, name=name, world_size=world_size)
-        self._earlier: JobView | None = None
+        self._views: deque[JobView] = deque()
         self._findings: list[Finding] = []
         self._lock = threading.Lock()
         self._stopped = threading.Event()
@@ -111,15 +113,19 @@ class Observer:
 
     def _look(self) -> tuple[JobView, Analysis]:
         view = self._gatherer.gather(self._facts(), self.since_ns)
-        analysis = self._analyze(view)
+        earlier = self._find_earlier(view.now_ns)
+        analysis = analyze(view, earlier, stall_warn_s=self._options.stall_warn_s)
         if analysis.needs_stacks:
             view = self._gatherer.add_stacks(view, analysis.needs_stacks)
-            analysis = self._analyze(view)
-        self._earlier = view
+            analysis = analyze(view, earlier, stall_warn_s=self._options.stall_warn_s)
+        self._views.append(view)
         return view, analysis
 
-    def _analyze(self, view: JobView) -> Analysis:
-        return analyze(view, self._earlier, stall_warn_s=self._options.stall_warn_s)
+    def _find_earlier(self, now_ns: int) -> JobView | None:
+        """The newest look that is a second old: by it is judged whether a rank moves."""
+        while len(self._views) > 1 and now_ns - self._views[1].now_ns >= _EARLIER_NS:
+            self._views.popleft()
+        return self._views[0] if self._views and now_ns - self._views[0].now_ns >= _EARLIER_NS else None
 
     def _compose(self, view: JobView, analysis: Analysis, findings: Sequence[Finding]) -> Report:
         seen = {rank for rank, each in view.ranks.items() if each.log is not None}

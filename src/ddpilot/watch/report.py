@@ -49,20 +49,23 @@ class Report:
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: ARG002 - IPython's signature
         printer.text(str(self))
 
-    def save(self, folder: Path) -> None:
-        """Write it as JSON and as text into `folder`, each all of it or nothing. Raises `OSError`."""
-        document = {
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain values that JSON knows."""
+        return {
             "format": FORMAT,
             "job": self.job,
             "name": self.name,
             "world_size": self.world_size,
             "made_s": self.made_s,
-            "status": self.status,
-            "unseen": self.unseen,
-            "notes": self.notes,
+            "status": list(self.status),
+            "unseen": list(self.unseen),
+            "notes": list(self.notes),
             "findings": [finding.to_dict() for finding in self.findings],
         }
-        for name, text in ((_JSON, json.dumps(document, indent=1, ensure_ascii=False)), (_TEXT, str(self))):
+
+    def save(self, folder: Path) -> None:
+        """Write it as JSON and as text into `folder`, each all of it or nothing. Raises `OSError`."""
+        for name, text in ((_JSON, json.dumps(self.to_dict(), indent=1, ensure_ascii=False)), (_TEXT, str(self))):
             draft = folder / f"{name}.new"
             draft.write_text(f"{text}\n", encoding="utf-8", errors="backslashreplace")
             os.replace(draft, folder / name)

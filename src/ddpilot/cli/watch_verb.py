@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ddpilot watch`: what a job waits for, or died of."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+from ddpilot.watch.afterwards import explain_job, find_job
+from ddpilot.watch.folders import JobAbout, jobs_root, list_jobs
+
+FOUND_STATUS = 1
+_EVERY_S = 2.0
+
+
+def watch_job(word: str | None, *, as_json: bool = False, wait: bool = False) -> int:
+    """Print the report of the job that `word` means, or with None the list of jobs; returns the exit status.
+
+    That is 1 where a finding is an error. `wait`: go on until the job has ended, and print what is new. Raises
+    `DdpilotError` where there is no such job.
+    """
+    if word is None:
+        print(render_jobs(list_jobs()))
+        return 0
+    folder, about = find_job(word)
+    shown = ""
+    while True:
+        report = explain_job(folder, about)
+        text = json.dumps(report.to_dict(), indent=1, ensure_ascii=False) if as_json else str(report)
+        if text != shown:
+            print(text, flush=True)
+        if not (wait and about.is_running and folder.exists()):
+            return FOUND_STATUS if any(finding.severity == "error" for finding in report.findings) else 0
+        shown = text
+        time.sleep(_EVERY_S)
+
+
+def render_jobs(jobs: list[tuple[Path, JobAbout]]) -> str:
+    """One line for each job, the newest first."""
+    if not jobs:
+        return f"no jobs in {jobs_root()}: those that ended well leave nothing"
+    rows = []
+    for folder, about in jobs:
+        state = "running" if about.is_running else "ended"
+        saved = ", with a report" if (folder / "report.txt").exists() else ""
+        when = time.strftime("%m-%d %H:%M", time.localtime(about.started_s))
+        ranks = f"{about.world_size} rank{'s' * (about.world_size > 1)}"
+        rows.append(f"{about.id}  {state:<7}  {when}  {ranks:<9}  {about.name}{saved}")
+    return "\n".join(rows)

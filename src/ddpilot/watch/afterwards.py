@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Explain a job from its folder alone: one that runs, one that has ended, one whose parent was killed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from ddpilot.errors import DdpilotError
+from ddpilot.findings.sequence import Findings
+from ddpilot.record.hook import find_rings
+from ddpilot.watch.folders import JobAbout, jobs_root, list_jobs, read_about
+from ddpilot.watch.gathering import Gatherer
+from ddpilot.watch.provisional import analyze
+from ddpilot.watch.report import Report, read_report
+from ddpilot.watch.rules.book import RuleBook
+from ddpilot.watch.stall import Analysis
+from ddpilot.watch.told import key_of
+from ddpilot.watch.view import JobView
+
+_BETWEEN_S = 1.0
+"""Between the two looks that show which rank moves."""
+
+
+def find_job(word: str) -> tuple[Path, JobAbout]:
+    """The job that `word` means: the beginning of its id, the number of a process of it, or its folder.
+
+    Raises `DdpilotError` where there is none, or more than one.
+    """
+    if Path(word).is_dir():
+        return Path(word), read_about(Path(word))
+    jobs = list_jobs()
+    found = [job for job in jobs if job[1].id == word] or [job for job in jobs if _is_meant(word, *job)]
+    if len(found) == 1:
+        return found[0]
+    known = ", ".join(about.id for _, about in (found or jobs)[:5]) or "none"
+    raise DdpilotError(
+        f"looking for the job {word!r}",
+        found=f"{len(found)} of the {len(jobs)} jobs in {jobs_root()} match",
+        fix=f"Give the id of one ({known}), the number of one of its processes, or its folder",
+    )
+
+
+def _is_meant(word: str, folder: Path, about: JobAbout) -> bool:
+    if about.id.startswith(word) or about.id.endswith(f"-{word}"):
+        return True
+    return word.isdecimal() and int(word) in {about.pid, *_pids(folder).values()}
+
+
+def _pids(folder: Path) -> Mapping[int, int]:
+    ranks = list(find_rings(folder))
+    logs = Gatherer(folder, len(ranks), ranks, "").gather({}).ranks
+    return {rank: view.process.pid for rank, view in logs.items()}
+
+
+def explain_job(folder: Path, about: JobAbout, *, ask: bool = True) -> Report:
+    """What can be said of the job now, with what its observer found while it ran. `ask` live ranks for their stacks."""
+    saved = read_report(folder)
+    gatherer = Gatherer(folder, about.world_size, about.ranks, about.name)
+    rules = RuleBook(about.world_size, log=lambda rank: gatherer.logs.get(rank))
+    earlier = gatherer.gather({}) if ask and about.is_running else None
+    if earlier is not None:
+        time.sleep(_BETWEEN_S)
+    view = gatherer.add_last_stacks(gatherer.gather({}))
+    analysis = _analyze(gatherer, view, earlier, ask=ask)
+    findings = [*(saved.findings if saved else ()), *rules.feed(gatherer.read_entries(), view.now_ns)]
+    findings += analysis.findings
+    unseen = tuple(r for r in range(about.world_size) if r not in view.ranks or view.ranks[r].log is None)
+    return Report(
+        job=about.id,
+        name=about.name,
+        world_size=about.world_size,
+        findings=Findings({key_of(finding): finding for finding in reversed(findings)}.values()),
+        status=analysis.status,
+        unseen=unseen,
+        notes=(_describe_state(about, view), *(saved.notes if saved else ())),
+    )
+
+
+def _analyze(gatherer: Gatherer, view: JobView, earlier: JobView | None, *, ask: bool) -> Analysis:
+    analysis = analyze(view, earlier)
+    if ask and analysis.needs_stacks:
+        analysis = analyze(gatherer.add_stacks(view, analysis.needs_stacks), earlier)
+    return analysis
+
+
+def _describe_state(about: JobAbout, view: JobView) -> str:
+    live = [rank for rank, each in view.ranks.items() if each.process.state == "running"]
+    if live:
+        return f"running since {_when(about.started_s)} on {about.host}: {' '.join(about.command)}"
+    how = "" if any(each.log and each.log.closed_ns for each in view.ranks.values()) else ", and not in an orderly way"
+    return f"has ended{how}; it was started {_when(about.started_s)} on {about.host}: {' '.join(about.command)}"
+
+
+def _when(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
