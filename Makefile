@@ -61,8 +61,9 @@ $(BENCH_READY): $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'
 	@touch $(BENCH_READY)
 
-reference: $(READY) ## write docs/reference.md from the docstrings
+reference: $(READY) ## write docs/reference.md from the docstrings, docs/findings.md from the pages of the findings
 	$(BIN)/python docs/render_reference.py
+	$(BIN)/python docs/render_findings.py
 
 clean: ## remove what the verbs made
 	rm -rf $(VENV) out build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
