@@ -63,6 +63,11 @@ class Finding:
         if any(rank < 0 for rank in self.ranks):
             raise _refuse(f"ranks={self.ranks}", "Ranks count from 0")
 
+    @property
+    def shows_place(self) -> bool:
+        """Whether a line of the evidence says the place already."""
+        return self.place is not None and any(str(self.place) in line for line in self.evidence)
+
     def to_dict(self) -> dict[str, Any]:
         """The finding as plain values that JSON knows; tuples become lists."""
         return {**asdict(self), "ranks": list(self.ranks), "evidence": list(self.evidence)}

@@ -28,6 +28,11 @@ def is_victim(error: BaseException) -> bool:
     )
 
 
+def reads_like_victim(type_name: str, message: str) -> bool:
+    """The same of an error of which only type and message are left."""
+    return type_name in _VICTIM_TYPES or bool(_VICTIM_TEXT.search(message))
+
+
 def _chain(error: BaseException) -> Iterator[BaseException]:
     seen: set[int] = set()
     link: BaseException | None = error

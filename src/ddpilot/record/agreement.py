@@ -61,6 +61,11 @@ def find_clash(by_rank: Mapping[int, Collective]) -> Clash | None:
     return None
 
 
+def terms_of(entry: Collective) -> Hashable:
+    """What of a collective's op and tensors has to be the same on all ranks; equal for two that cannot clash there."""
+    return entry.op, _dtypes(entry), _sizes(entry)
+
+
 def _dtypes(entry: Collective) -> Hashable:
     tensors = entry.inputs or entry.outputs
     return tuple(sorted({tensor.dtype for tensor in tensors})) if tensors and entry.op not in _ANY_DTYPE else None

@@ -69,6 +69,15 @@ class Describer:
         Returns its index, and what it has in common with others.
         """
         group = self._groups.find(self._unbox(args[operation.group_at]))
+        try:
+            return self._begin(operation, args, group, frame, start_ns)
+        except Exception:
+            group.next_seq += not operation.is_p2p  # the other ranks count it
+            raise
+
+    def _begin(
+        self, operation: Operation, args: Sequence[Any], group: GroupEntry, frame: FrameType | None, start_ns: int
+    ) -> tuple[int, Usual]:
         trail = user, called, ddp, in_reducer = self._sites.walk(frame)
         if user is None and in_reducer:
             # The engine runs the backward of an accelerator in threads of its own; who waits for it is the main thread.
@@ -134,7 +143,7 @@ class Describer:
             bucket = self._buckets.match(sum(tensor.numel() for tensor in tensors_of(operation, args)[0]))
             if bucket is not None:
                 return self._refer(bucket, lambda: bucket.fact)
-        what = "gradients" if in_reducer else _what_ddp_does(ddp)
+        what = "gradients" if in_reducer else _what_ddp_does(ddp, operation.name)
         name = ""
         if what in ("construction", "bucket order") and (model := find_ddp_model(frame)) is not None:
             name = type(model.module).__name__
@@ -144,11 +153,12 @@ class Describer:
         return self._refer((what, name), lambda: {"what": what, "model": name}) if what else 0
 
 
-def _what_ddp_does(function: str) -> str:
+def _what_ddp_does(function: str, op: str) -> str:
     if function == "__init__":
         return "construction"
     if function == "_pre_forward":
-        return "bucket order"  # after the first backward torch rebuilds the buckets, from C++
+        # After the first backward torch rebuilds the buckets, from C++; Join counts those that have data.
+        return "bucket order" if op == "broadcast" else "join"
     if "match" in function or "final" in function or "global_requires" in function:
         return "join"  # what ranks that have no more data run in place of the others' collectives
     return "buffers" if "sync" in function or "broadcast" in function else ""

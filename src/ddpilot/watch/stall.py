@@ -3,9 +3,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
+from ddpilot.findings.finding import Finding
 from ddpilot.findings.sequence import Findings
+from ddpilot.watch.clashes import Meet, explain_clash, find_first, involved
+from ddpilot.watch.deaths import explain_death
+from ddpilot.watch.fates import Fate, fate_of, first_deaths
+from ddpilot.watch.lone import explain_circle, explain_gone
+from ddpilot.watch.meetings import Progress, find_meetings, find_progress
+from ddpilot.watch.source import Sources
+from ddpilot.watch.unproven import Open, explain_open, find_rendezvous, say_open
+from ddpilot.watch.view import JobView, RankView
+from ddpilot.watch.waits import Wait, find_circles, find_waits
+
+_SURE_NS = 500_000_000
+"""So long after a rank was seen gone its last collectives are in its log."""
+_STACK_AGE_NS = 1_000_000_000
+_ORDER = ("error", "warning", "info")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,4 +35,147 @@ class Analysis:
     is_stalled: bool = False
     """Some rank has waited for others for longer than `stall_s`, or a rank that others wait for is gone."""
     needs_stacks: tuple[int, ...] = ()
-    """Ranks whose stacks should be taken before the next look, since the answer depends on them."""
+    """Ranks whose stacks should be taken before the next look: findings are complete, with their cause, after that."""
+
+
+@dataclass(slots=True)
+class _Look:
+    """What one look gathers on its way."""
+
+    view: JobView
+    earlier: JobView | None
+    fates: dict[int, Fate]
+    sources: Sources
+    stall_ns: int
+    warn_ns: int
+    findings: list[Finding] = field(default_factory=list)
+    status: list[str] = field(default_factory=list)
+    needs: set[int] = field(default_factory=set)
+    explained: set[int] = field(default_factory=set)
+    """Ranks whose end is explained by a finding."""
+    is_stalled: bool = False
+
+
+def analyze(
+    view: JobView, earlier: JobView | None = None, *, stall_s: float = 2.0, stall_warn_s: float = 30.0
+) -> Analysis:
+    """What the ranks of `view` do together, and what keeps them from it.
+
+    `view` has to be gathered processes first, then rings, then stacks. `earlier`: a look at the same job some seconds
+    before, with stacks where there are any; whether a rank moves is judged by it. `stall_s`: seconds that ranks may
+    wait before anything that is not proven is said as a status; `stall_warn_s`: before it is a warning. A rank that is
+    gone, ranks in different collectives and ranks that wait in each other's groups are proven and said at once. Pure.
+    """
+    fates = {rank: fate_of(view.ranks.get(rank)) for rank in _all_ranks(view)}
+    look = _Look(view, earlier, fates, Sources(view.sources), int(stall_s * 1e9), int(stall_warn_s * 1e9))
+    progress = find_progress(rank.log for rank in view.ranks.values() if rank.log is not None)
+    clashes = [meet for each in progress if (meet := find_first(each)) is not None]
+    _say_clashes(look, [meet for meet in clashes if meet.newest_ns >= view.since_ns])
+    stuck = {id(meet.progress) for meet in clashes if meet.clash.aspect != "reduce-op"}
+    _say_waits(look, [each for each in progress if id(each) not in stuck])
+    _say_rendezvous(look)
+    _say_deaths(look)
+    return Analysis(
+        findings=Findings(sorted(look.findings, key=lambda finding: _ORDER.index(finding.severity))),
+        status=tuple(look.status),
+        is_stalled=look.is_stalled,
+        needs_stacks=tuple(sorted(rank for rank in look.needs if _can_answer(look, rank))),
+    )
+
+
+def _all_ranks(view: JobView) -> Iterable[int]:
+    return sorted({*range(view.world_size), *view.ranks})
+
+
+def _can_answer(look: _Look, rank: int) -> bool:
+    """Whether a new stack of `rank` would say more than what is there."""
+    seen = look.view.ranks.get(rank)
+    if seen is None or look.fates[rank].is_gone:
+        return False
+    return seen.stack is None or look.view.now_ns - seen.stack.taken_ns > _STACK_AGE_NS
+
+
+def _say_clashes(look: _Look, meets: Iterable[Meet]) -> None:
+    for meet in sorted(meets, key=lambda meet: min(entry.start_ns for entry in meet.by_rank.values())):
+        look.findings.append(explain_clash(look.view, meet, look.sources))
+        look.is_stalled |= meet.clash.aspect != "reduce-op"
+        look.needs.update(involved(meet))
+        if meet.clash.aspect != "reduce-op":
+            look.explained.update(meet.progress.group.ranks)
+
+
+def _say_waits(look: _Look, progress: Iterable[Progress]) -> None:
+    found = find_waits(look.view, look.fates, find_meetings(look.view, progress))
+    look.needs |= {rank for rank in found.needs_stacks if _has_waited(look, rank)}
+    waits = [wait for wait in found.waits if not look.explained & wait.held.keys()]
+    circles = [circle for circle in find_circles(waits) if _is_proven(look.view, circle)]
+    in_circles = {id(wait) for circle in circles for wait in circle}
+    for circle in circles:
+        look.is_stalled = True
+        look.needs.update(rank for wait in circle for rank in list(wait.held)[:1])
+        look.findings.append(explain_circle(look.view, circle, look.sources))
+        look.explained.update(rank for wait in circle for rank in wait.held)
+    held = {rank for wait in waits for rank in wait.held}
+    for wait in waits:
+        if id(wait) not in in_circles:
+            _say_wait(look, wait, held)
+
+
+def _has_waited(look: _Look, rank: int) -> bool:
+    log = look.view.ranks[rank].log
+    newest = log.collectives[-1].start_ns if log is not None and log.collectives else 0
+    return look.view.now_ns - newest > look.stall_ns // 2
+
+
+def _say_wait(look: _Look, wait: Wait, held: set[int]) -> None:
+    waited_ns = look.view.now_ns - max(entry.start_ns for entry in wait.held.values())
+    gone = [rank for rank in wait.missing if look.fates[rank].is_gone]
+    is_over = any(entry.state == "failed" for entry in wait.held.values()) or look.fates[next(iter(wait.held))].is_gone
+    if gone and (is_over or waited_ns > _SURE_NS):
+        look.is_stalled = True
+        look.needs.update(list(wait.held)[:1])
+        look.findings.append(explain_gone(look.view, wait, gone, look.fates, look.sources))
+        look.explained.update(wait.held.keys() | set(gone))
+        return
+    absent = [rank for rank in wait.missing if rank not in held and not look.fates[rank].is_gone]
+    waited_ns = look.view.now_ns - wait.since_ns
+    if gone or is_over or waited_ns < look.stall_ns or not (absent or not wait.missing):
+        return  # those that hold others up are held up themselves: that is said of them
+    if not (wait.missing or wait.unknown) and not any(entry.is_watched for entry in wait.held.values()):
+        return  # all have come: it may be over and not look it
+    look.is_stalled = True
+    look.needs.update(absent[:64])
+    one = Open(look.view, look.earlier, wait, tuple(absent))
+    look.status.append(say_open(one))
+    finding = explain_open(one, waited_ns > look.warn_ns)
+    if finding is not None:
+        look.findings.append(finding)
+
+
+def _is_proven(view: JobView, circle: Iterable[Wait]) -> bool:
+    """Whether nobody but the threads that are stuck could help: no rank in it starts collectives from several."""
+    return all(_num_threads(view.ranks[rank]) == 1 for wait in circle for rank in wait.held)
+
+
+def _num_threads(rank: RankView) -> int:
+    entries = rank.log.collectives if rank.log is not None else ()
+    return len({entry.thread for entry in entries if entry.ddp is None}) or 1
+
+
+def _say_rendezvous(look: _Look) -> None:
+    found = find_rendezvous(look.view, look.earlier, look.fates, look.stall_ns, look.warn_ns)
+    look.needs |= set(found.needs_stacks)
+    look.status += found.status
+    look.is_stalled |= bool(found.status or found.findings)
+    look.findings += found.findings
+    look.explained |= {rank for finding in found.findings for rank in finding.ranks}
+
+
+def _say_deaths(look: _Look) -> None:
+    firsts = [rank for rank in first_deaths(look.view, look.fates) if rank not in look.explained]
+    if not firsts or any(finding.severity == "error" and finding.code != "DDP204" for finding in look.findings):
+        return  # who else died has died of that
+    by_words: dict[str, list[int]] = {}
+    for rank in firsts:
+        by_words.setdefault(look.fates[rank].words, []).append(rank)
+    look.findings += [explain_death(look.view, ranks, words) for words, ranks in by_words.items()]

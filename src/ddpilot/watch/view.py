@@ -100,3 +100,5 @@ class JobView:
     """Of the job, as it should be shown."""
     since_ns: int = 0
     """What is older is not looked at: a session's earlier cells, or a torchrun's earlier attempt."""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Text of the user's files that cannot be read from here, such as cells, by the name that lines have."""

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank does that is alive and not where others wait for it. None of this is proof: it may still come."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ddpilot.findings.finding import Severity
+from ddpilot.watch.stacks import innermost, passes
+from ddpilot.watch.view import Frame, RankView, StackView
+from ddpilot.watch.words import say_place, say_s
+
+Moves = Literal["moves", "stands", "unknown"]
+
+_NO_PYTHON_NS = 1_000_000_000
+_KINDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("DDP213", "waits for a worker process of its DataLoader", (":_try_get_data", ":_get_data")),
+    ("DDP216", "is leaving its group (destroy_process_group)", (":destroy_process_group",)),
+    (
+        "DDP215",
+        "waits for all ranks to make a group",
+        (":init_process_group", ":_store_based_barrier", ":_new_process_group_helper", ":new_group", "/rendezvous.py:"),
+    ),
+    ("DDP221", "compiles (torch.compile)", ("/torch/_dynamo/", "/torch/_inductor/", "/triton/compiler/")),
+    (
+        "DDP214",
+        "reads or writes: a checkpoint, a file or the network",
+        (
+            *(
+                "/torch/serialization.py:",
+                "/torch/distributed/checkpoint/",
+                "/safetensors/",
+                "/pickle.py:",
+                "/zipfile.py:",
+            ),
+            *("/urllib/", "/urllib3/", "/requests/", "/http/client.py", "/ssl.py:", "/shutil.py:", "/gzip.py:"),
+            *(
+                "/fsspec/",
+                "/huggingface_hub/",
+                "/subprocess.py:",
+                "/numpy/lib/npyio.py:",
+                "/pathlib.py:read",
+                "/tarfile.py:",
+            ),
+        ),
+    ),
+)
+_IO_CALLS = ("open(", "torch.save(", "torch.load(", ".read(", ".write(", "np.load(", "np.save(", "pickle.", "urlopen(")
+_WHY = {
+    "DDP213": "a worker of the DataLoader is stuck or slow: a lock that fork copied, a file that does not answer, or "
+    "a sample that takes long",
+    "DDP214": "one rank writes or reads while the others wait in a collective",
+    "DDP215": "a group is made by all ranks together, and some are elsewhere",
+    "DDP216": "one rank ends its part while others still call collectives",
+    "DDP217": "its Python goes on, so it may come",
+    "DDP218": "it is alive and calls no collective: it may come, or never will",
+    "DDP221": "this rank compiles what the others have in their caches",
+}
+_FIX = {
+    "DDP213": "look at what the dataset does there; try `num_workers=0`, `multiprocessing_context='forkserver'` and "
+    "DataLoader's `timeout=`",
+    "DDP214": "nothing, if it is meant to take long; else let no rank wait meanwhile, and raise the group's `timeout`",
+    "DDP215": "let all ranks call init_process_group and new_group, members of the new group or not, in the same order",
+    "DDP216": "let all ranks come to a barrier before destroy_process_group",
+    "DDP217": "look at what takes so long there; balance the work, or move it to where nobody waits",
+    "DDP218": "look at the line where it is: if it ends, all is well; if not, let it come to what the others are in",
+    "DDP221": "compile before the ranks part: warm up with one batch on all ranks, then a barrier; share the cache "
+    "directory (TORCHINDUCTOR_CACHE_DIR)",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Absence:
+    """What a rank does in place of what is waited for."""
+
+    code: str
+    words: str
+    """What it does, as a clause without its subject."""
+    at: Frame | None
+    moves: Moves
+
+    @property
+    def severity(self) -> Severity:
+        """How bad that is once it has taken long."""
+        return "info" if self.code == "DDP217" else "warning"
+
+    @property
+    def why(self) -> str:
+        """Why that happens."""
+        return _WHY[self.code]
+
+    @property
+    def fix(self) -> str:
+        """What to do."""
+        return _FIX[self.code]
+
+
+def describe_absence(rank: RankView, earlier: RankView | None, now_ns: int) -> Absence:
+    """Where `rank` is now, and whether it has moved since `earlier`."""
+    at = innermost(rank.stack)
+    moves = has_moved(rank, earlier)
+    code, words = _kind(rank, at)
+    if moves == "moves" and code == "DDP218":
+        code, words = "DDP217", "is slow: its Python line moves"
+    if rank.process.os_state in ("T", "t"):
+        words = "is stopped (SIGSTOP, Ctrl-Z or a debugger)"
+    elif code == "DDP218" and (silent_ns := _without_python_ns(rank, now_ns)) > _NO_PYTHON_NS:
+        words = f"has run no Python for {say_s(silent_ns)}: C code holds Python's lock"
+    return Absence(code=code, words=words, at=at, moves=moves)
+
+
+def _kind(rank: RankView, at: Frame | None) -> tuple[str, str]:
+    for code, words, parts in _KINDS:
+        if passes(rank.stack, *parts) is not None:
+            return code, words
+    if at is not None and rank.stack is not None and any(call in at.text for call in _IO_CALLS):
+        return "DDP214", "reads or writes: a checkpoint, a file or the network"
+    return "DDP218", "is elsewhere"
+
+
+def has_moved(rank: RankView, earlier: RankView | None) -> Moves:
+    """Whether its Python line moves, or it begins collectives, since it was looked at before."""
+    if earlier is None:
+        return "unknown"
+    if rank.log is not None and earlier.log is not None and rank.log.num_begun > earlier.log.num_begun:
+        return "moves"
+    if rank.stack is None or earlier.stack is None or rank.stack.taken_ns <= earlier.stack.taken_ns:
+        return "unknown"
+    return "moves" if _lines(rank.stack) != _lines(earlier.stack) else "stands"
+
+
+def _lines(stack: StackView) -> list[tuple[str, int]]:
+    return [(frame.file, frame.line) for frame in stack.main_frames]
+
+
+def _without_python_ns(rank: RankView, now_ns: int) -> int:
+    beat = rank.log.heartbeat_ns if rank.log is not None else None
+    return now_ns - beat if beat is not None and rank.process.state == "running" else 0
+
+
+def say_where(absence: Absence) -> str:
+    """Its line, and whether that moves."""
+    standing = {"stands": " (has not moved)", "moves": " (moves)", "unknown": ""}[absence.moves]
+    return f"{say_place(absence.at)}{standing}" if absence.at is not None else ""

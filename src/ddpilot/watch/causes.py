@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From two parties of ranks that do not meet to a named cause."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ddpilot.findings.words import render_ranks
+from ddpilot.record.log import Collective
+from ddpilot.watch.parting import Parting, Side, find_parting
+from ddpilot.watch.source import Sources
+from ddpilot.watch.stacks import Chain
+from ddpilot.watch.view import Frame
+from ddpilot.watch.words import describe_shortly, say_spot
+
+_FORWARD_PARTS = ("buffers", "bucket order")
+
+NAMES = {
+    "DDP201": "desync",
+    "DDP202": "size-mismatch",
+    "DDP203": "dtype-mismatch",
+    "DDP204": "reduce-op-mismatch",
+    "DDP205": "root-mismatch",
+    "DDP206": "group-order",
+    "DDP207": "uneven-data",
+    "DDP208": "finished-early",
+    "DDP209": "rank-died",
+    "DDP210": "swallowed-exception",
+    "DDP211": "rank-0-forward",
+    "DDP212": "unused-on-one-rank",
+    "DDP213": "data-worker-stuck",
+    "DDP214": "io-in-progress",
+    "DDP215": "rendezvous-waiting",
+    "DDP216": "teardown",
+    "DDP217": "slow-rank",
+    "DDP218": "missing-rank",
+    "DDP219": "p2p-unmatched",
+    "DDP220": "guarded-collective",
+    "DDP221": "compile-skew",
+}
+
+FIXES = {
+    "DDP201": "let all ranks call the same collectives in the same order: move what differs out of the branch",
+    "DDP202": "give tensors of the same size on all ranks; where sizes differ, gather the sizes first and pad, or use "
+    "all_gather_object",
+    "DDP203": "convert to one dtype before the call, on all ranks (`tensor.to(torch.float32)`)",
+    "DDP204": "use one reduce-op on all ranks; what was computed with two is wrong, so go back to before it",
+    "DDP205": "name the same `src` or `dst` on all ranks: the root's rank, not this rank's",
+    "DDP206": "use the groups in the same order on all ranks",
+    "DDP207": "give every rank the same number of batches (DistributedSampler, `drop_last=True`, ddpilot's Loop), or "
+    "run the loop in `with Join([model]):`",
+    "DDP208": "decide on all ranks together: all_reduce the flag, and let all of them leave after the same step",
+    "DDP210": "let the error end all ranks, or decide together to skip the batch (all_reduce a flag before backward)",
+    "DDP211": "run `model.module(...)` there, which has no collective, or run the DDP model on all ranks",
+    "DDP212": "use the same parameters on all ranks, add `0 * sum(p.sum() for p in model.parameters())` to the loss, "
+    "or wrap with find_unused_parameters=True",
+    "DDP219": "pair every send with a recv of the same peers and tag, in an order in which one side sends first, or "
+    "use batch_isend_irecv",
+    "DDP220": "call it on all ranks: move it out of the branch, or leave it out",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Party:
+    """Ranks that do the same."""
+
+    ranks: tuple[int, ...]
+    chain: Chain
+    """The calls that lead there; empty where they have come to the end of the program."""
+    entry: Collective | None = None
+    """What they are in; None where they never came."""
+    before: Collective | None = None
+    """What they began before that in the same group."""
+    lines: frozenset[tuple[str, int]] = frozenset()
+    """Lines of their earlier collectives in the same group."""
+    error: str = ""
+    """What ended their program."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause:
+    """A named cause, and the line to look at."""
+
+    code: str
+    ranks: tuple[int, ...]
+    """Those that do what the others do not, or do not do what the others do."""
+    why: str
+    at: Frame | None = None
+
+
+def find_cause(one: Party, other: Party, sources: Sources) -> Cause | None:
+    """Why two parties do not meet in one collective; None where nothing says so."""
+    parting = find_parting(Side(one.ranks, one.chain), Side(other.ranks, other.chain), sources)
+    for here, there in ((one, other), (other, one)):
+        cause = _unused(here, there) or _lone_forward(here, there, parting)
+        if cause is not None:
+            return cause
+    if parting is None:
+        return None
+    here, gone = (one, other) if other.ranks == parting.ranks else (other, one)
+    if parting.loop is not None and _was_there(gone, here):
+        return _left_loop(parting, here, gone)
+    if parting.guard is not None:
+        return _guarded(parting, one, other)
+    return _skipped(parting, one) if parting.same_loop else None
+
+
+def _unused(here: Party, there: Party) -> Cause | None:
+    """`here` is in a gradient bucket that `there` has left out of the same backward pass."""
+    part = here.entry.ddp if here.entry is not None else None
+    if here.entry is None or part is None or part.what != "bucket":
+        return None
+    is_in_next = there.entry is not None and there.entry.ddp is not None and there.entry.ddp.what == "bucket"
+    before = there.before
+    has_begun = before is not None and before.ddp is not None and before.ddp.what == "bucket"
+    stopped_short = (
+        has_begun
+        and before is not None
+        and before.ddp is not None
+        and (
+            before.ddp.model == part.model
+            and before.ddp.index == (part.index or 0) - 1
+            and before.line == here.entry.line
+        )
+    )
+    complains = "Expected to have finished reduction" in there.error
+    if is_in_next or not (stopped_short or complains):
+        return None
+    names = ", ".join(part.names[:6]) + (f" and {part.num_parameters - 6} more" if part.num_parameters > 6 else "")
+    who = render_ranks(there.ranks)
+    why = f"the backward pass of {who} left out gradient bucket {part.index} ({names}): some of these parameters took "
+    return Cause(code="DDP212", ranks=there.ranks, why=f"{why}no part in the loss of {who}", at=_at(here))
+
+
+def _lone_forward(here: Party, there: Party, parting: Parting | None) -> Cause | None:
+    """`here` runs a forward of a DDP model that `there` does not run."""
+    part = here.entry.ddp if here.entry is not None else None
+    if here.entry is None or part is None or part.what not in _FORWARD_PARTS:
+        return None
+    guard = parting.guard if parting is not None and parting.ranks == here.ranks else None
+    spot = (here.entry.line.file, here.entry.line.line) if here.entry.line is not None else ("", 0)
+    is_new = spot not in here.lines and spot not in there.lines and bool(here.lines)
+    same_line = there.entry is not None and there.entry.line == here.entry.line
+    if same_line or not (guard is not None or is_new):
+        return None
+    who = render_ranks(here.ranks)
+    inside = f", inside `{guard.text}` (line {guard.line})" if guard is not None else ""
+    what = "broadcasts its buffers" if part.what == "buffers" else "broadcasts its order of buckets"
+    why = (
+        f"the forward of a DDP model {what} to all ranks, and only {who} runs the one at {say_spot(_at(here))}{inside}"
+    )
+    return Cause(code="DDP211", ranks=here.ranks, why=why, at=_at(here))
+
+
+def _was_there(gone: Party, here: Party) -> bool:
+    """Whether those that are gone were in the loop before: they have run one of its lines."""
+    return bool(gone.lines & here.lines) if here.lines else True
+
+
+def _left_loop(parting: Parting, here: Party, gone: Party) -> Cause:
+    assert parting.loop is not None
+    who, loop = render_ranks(gone.ranks), f"`{parting.loop.text}` (line {parting.loop.line})"
+    if parting.swallower is not None:
+        spot = f"`{parting.swallower.text}` (line {parting.swallower.line})"
+        why = (
+            f"{who} came to the end of {loop} with fewer rounds: {spot} goes on after an error that the others had not"
+        )
+        return Cause(code="DDP210", ranks=gone.ranks, why=why, at=_at(here))
+    if parting.exit is not None:
+        spot = f"`{parting.exit.text}` (line {parting.exit.line})"
+        why = f"{who} left {loop} earlier than {render_ranks(here.ranks)}: {spot} is decided by each rank for itself"
+        return Cause(code="DDP208", ranks=gone.ranks, why=why, at=_at(here))
+    if parting.skip is not None:
+        spot = f"`{parting.skip.text}` (line {parting.skip.line})"
+        why = f"{who} came to the end of {loop} with fewer rounds: {spot} is decided by each rank for itself"
+        return Cause(code="DDP210", ranks=gone.ranks, why=why, at=_at(here))
+    why = (
+        f"{loop} ended earlier on {who}: it had fewer rounds, as with fewer batches, than on {render_ranks(here.ranks)}"
+    )
+    return Cause(code="DDP207", ranks=gone.ranks, why=why, at=_at(here))
+
+
+def _guarded(parting: Parting, one: Party, other: Party) -> Cause:
+    assert parting.guard is not None
+    here, there = (one, other) if one.ranks == parting.ranks else (other, one)
+    what = describe_shortly(here.entry) if here.entry is not None else "what they do"
+    spot = f"`{parting.guard.text}` (line {parting.guard.line})"
+    behind = "inside" if parting.at is None or parting.at.line != parting.guard.line else "part of"
+    via = ""
+    if parting.at is not None and here.chain and parting.at.line != here.chain[-1].line:
+        via = f", called at {say_spot(parting.at)},"
+    rest = (
+        f"{render_ranks(there.ranks)} went on to {say_spot(_at(there))}" if there.chain else "the others do not call it"
+    )
+    why = f"the {what} at {say_spot(_at(here))}{via} is {behind} {spot}; {rest}"
+    code = "DDP201" if there.entry is not None else "DDP220"
+    return Cause(code=code, ranks=here.ranks, why=why, at=_at(here))
+
+
+def _skipped(parting: Parting, one: Party) -> Cause | None:
+    spot = parting.swallower or parting.skip
+    if spot is None:
+        return None
+    reason = "goes on after an error" if parting.swallower is not None else "is decided by each rank for itself"
+    why = f"the ranks are at different points of one loop: `{spot.text}` (line {spot.line}) {reason}, so that some of "
+    return Cause(code="DDP210", ranks=(), why=f"{why}them skip part of a round", at=_at(one))
+
+
+def _at(party: Party) -> Frame | None:
+    if party.chain:
+        return party.chain[-1]
+    line = party.entry.line if party.entry is not None else None
+    return Frame(line.file, line.line, line.function, line.text) if line is not None else None

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that died while nobody waited for them yet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ddpilot.findings.finding import Finding
+from ddpilot.findings.words import render_ranks
+from ddpilot.watch.causes import NAMES
+from ddpilot.watch.stacks import chain_of
+from ddpilot.watch.view import JobView
+from ddpilot.watch.words import describe_shortly, place_of, say_place
+
+_FIXES = {
+    "SIGKILL": "look whether memory was out (`dmesg | tail`): fewer DataLoader workers, smaller batches",
+    "SIGBUS": "look whether shared memory was full (`df /dev/shm`); see ddpilot explain DDP601",
+    "SIGSEGV": "look at native code that it used last; the stack that Python's fault handler printed says where it was",
+    "SIGABRT": "look at what it printed last: gloo and NCCL abort the process with a message",
+}
+
+
+def explain_death(view: JobView, ranks: Sequence[int], words: str) -> Finding:
+    """`ranks` ended in the way that `words` say."""
+    seen = view.ranks[ranks[0]]
+    chain = chain_of(seen, None)
+    last = seen.log.collectives[-1] if seen.log is not None and seen.log.collectives else None
+    evidence = [f"its last was {describe_shortly(last)}, {say_place(last.line)}"] if last is not None else []
+    signal_name = seen.process.signal_name or ""
+    place = place_of(chain[-1]) if chain else place_of(last.line) if last is not None else None
+    return Finding(
+        code="DDP209",
+        name=NAMES["DDP209"],
+        severity="error",
+        summary=f"{render_ranks(ranks)} {words}",
+        ranks=tuple(ranks),
+        place=place,
+        evidence=tuple(evidence),
+        why="the other ranks cannot go on without it: what they say after that follows from it",
+        fix=_FIXES.get(signal_name, "look at how it ended: at its last lines and its traceback"),
+        source="ddpilot explain DDP209",
+    )

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What has become of a rank's process, and what holds it up while it lives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from ddpilot.launching.victims import reads_like_victim
+from ddpilot.record.log import Collective
+from ddpilot.watch.stacks import is_waiting
+from ddpilot.watch.view import JobView, RankView
+
+State = Literal["alive", "finished", "died", "victim", "unknown"]
+"""``victim``: it ended because of another one's end, as far as its error says; ``unknown``: nothing is known of it."""
+
+_MAX_CHARS = 100
+_STOPPING = ("SIGKILL", "SIGTERM", "SIGINT")
+_PATIENT_CALLS = ("send", "recv", "send_object_list", "recv_object_list")
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """What has become of a rank, and that in words."""
+
+    state: State
+    words: str = ""
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it will begin no collective any more."""
+        return self.state in ("finished", "died", "victim")
+
+
+def fate_of(rank: RankView | None) -> Fate:
+    """What has become of a rank, of which nothing may be known."""
+    if rank is None:
+        return Fate("unknown")
+    error = rank.error
+    if error is not None and error.type_name == "SystemExit" and error.message in ("", "0", "None"):
+        return Fate("finished", "has exited")
+    if error is not None:
+        words = f"raised {error.type_name}: {_shorten(error.message)}".removesuffix(": ")
+        return Fate("victim" if reads_like_victim(error.type_name, error.message) else "died", words)
+    if rank.returned:
+        return Fate("finished", "has returned")
+    return _fate_of_process(rank) if rank.process.state == "ended" else Fate("alive")
+
+
+def _fate_of_process(rank: RankView) -> Fate:
+    process = rank.process
+    if process.signal_name is not None:
+        return Fate("died", f"died of {process.signal_name}")
+    if process.exitcode is not None and process.exitcode < 0:
+        return Fate("died", f"died of signal {-process.exitcode}")
+    if process.exitcode:
+        return Fate("died", f"exited with status {process.exitcode}")
+    if process.exitcode == 0 or (rank.log is not None and rank.log.closed_ns is not None):
+        return Fate("finished", "has exited")
+    return Fate("died", "ended without closing its recording, as by a signal or os._exit")
+
+
+def _shorten(message: str) -> str:
+    line = next((line.strip() for line in message.splitlines() if line.strip()), "")
+    return line if len(line) <= _MAX_CHARS else f"{line[: _MAX_CHARS - 3]}..."
+
+
+def first_deaths(view: JobView, fates: Mapping[int, Fate]) -> list[int]:
+    """The ranks that died by themselves: no victims, and none that was ended after another one had died."""
+    died = [rank for rank, fate in fates.items() if fate.state == "died"]
+    of_itself = [rank for rank in died if view.ranks[rank].process.signal_name not in _STOPPING]
+    if of_itself:
+        return _earliest(view, of_itself) if not any(view.ranks[rank].error for rank in of_itself) else of_itself
+    return _earliest(view, died)
+
+
+def _earliest(view: JobView, ranks: Iterable[int]) -> list[int]:
+    ends = {rank: view.ranks[rank].process.ended_ns for rank in ranks}
+    known = [end for end in ends.values() if end is not None]
+    if not known:
+        return list(ends)
+    return [rank for rank, end in ends.items() if end is not None and end <= min(known) + 100_000_000]
+
+
+def holds_up(rank: RankView, fate: Fate, entry: Collective) -> bool | None:
+    """Whether the rank cannot go on before `entry` is over; None where that needs a stack of now.
+
+    Of one that is gone: whether it was so when it ended.
+    """
+    if fate.state == "finished" or entry.state in ("done", "unknown"):
+        return False
+    if fate.is_gone:
+        return True
+    if entry.state == "failed":
+        return False  # and the program went on
+    if entry.ddp is not None or (not entry.is_p2p and entry.is_async is not True):
+        return True
+    if entry.is_p2p and entry.line is not None and entry.line.via in _PATIENT_CALLS:
+        return True
+    return is_waiting(rank.stack, entry)

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Waits that cannot end: for a rank that is gone, or in a circle."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from ddpilot.findings.finding import Finding
+from ddpilot.findings.words import render_ranks
+from ddpilot.watch.causes import FIXES, NAMES, Cause, Party, find_cause
+from ddpilot.watch.clashes import find_origin, make_party, show_common
+from ddpilot.watch.fates import Fate, first_deaths
+from ddpilot.watch.meetings import Meeting, Progress
+from ddpilot.watch.source import Sources
+from ddpilot.watch.stacks import chain_of
+from ddpilot.watch.view import JobView
+from ddpilot.watch.waits import Wait
+from ddpilot.watch.words import (
+    describe,
+    describe_shortly,
+    lay_out,
+    merge_rows,
+    name_group,
+    place_of,
+    say_place,
+    say_spot,
+)
+
+_DEATH_FIX = "look at how it ended; the others wait for it, and end with errors of their own"
+
+
+def explain_gone(
+    view: JobView, wait: Wait, gone: Sequence[int], fates: Mapping[int, Fate], sources: Sources
+) -> Finding:
+    """Ranks wait for others that will never come."""
+    ranks = _blame(view, gone, fates)
+    words = fates[ranks[0]].words
+    has_died = fates[ranks[0]].state != "finished"
+    held = tuple(sorted(wait.held))
+    one = _party(view, wait, held)
+    cause = _find_cause(view, wait, one, ranks, has_died, sources)
+    code = cause.code if cause is not None else "DDP209" if has_died else "DDP208" if wait.meeting else "DDP219"
+    at = cause.at if cause is not None else one.chain[-1] if one.chain else None
+    if has_died and cause is None:
+        error_chain = chain_of(view.ranks[ranks[0]], None) if ranks[0] in view.ranks else ()
+        at = error_chain[-1] if error_chain else at
+    return Finding(
+        code=code,
+        name=NAMES[code],
+        severity="error",
+        summary=f"{render_ranks(ranks)} {words}, and {_wait_for(held)} {_it(ranks)} in {_say_what(wait)}",
+        ranks=cause.ranks if cause is not None and cause.ranks else ranks,
+        place=place_of(at),
+        evidence=(*_show(view, wait, gone, fates), *_common(wait)),
+        why=cause.why if cause is not None else _why(wait, ranks, words, has_died),
+        fix=FIXES.get(code, _DEATH_FIX),
+        source=f"ddpilot explain {code}",
+    )
+
+
+def _blame(view: JobView, gone: Sequence[int], fates: Mapping[int, Fate]) -> tuple[int, ...]:
+    """Of the ranks that are gone those it began with, all of one kind."""
+    firsts = [rank for rank in first_deaths(view, dict(fates)) if rank in gone]
+    for state in ("died", "finished", "victim"):
+        of_state = [rank for rank in (firsts if state == "died" and firsts else gone) if fates[rank].state == state]
+        if of_state:
+            words = fates[of_state[0]].words
+            return tuple(rank for rank in of_state if fates[rank].words == words)
+    return tuple(gone)
+
+
+def _party(view: JobView, wait: Wait, held: tuple[int, ...]) -> Party:
+    if wait.meeting is not None:
+        return make_party(view, wait.meeting.progress, held, wait.meeting.seq)
+    entry = wait.held[held[0]]
+    return Party(ranks=held, chain=chain_of(view.ranks[held[0]], entry), entry=entry)
+
+
+def _find_cause(
+    view: JobView, wait: Wait, one: Party, gone: tuple[int, ...], has_died: bool, sources: Sources
+) -> Cause | None:
+    meeting = wait.meeting
+    if meeting is None:
+        return None
+    other = make_party(view, meeting.progress, gone, meeting.seq)
+    if not has_died:
+        other = Party(ranks=gone, chain=(), before=other.before, lines=other.lines, error=other.error)
+    origin = _origin(view, meeting, one.ranks[0], gone[0], sources)
+    cause = (find_cause(*origin, sources) if origin is not None else None) or find_cause(one, other, sources)
+    if cause is None or (has_died and cause.code != "DDP212"):
+        return None
+    if cause.code == "DDP201":  # where they parted both were in something
+        return Cause(code="DDP220", ranks=cause.ranks, why=cause.why, at=cause.at)
+    return cause
+
+
+def _origin(view: JobView, meeting: Meeting, one: int, other: int, sources: Sources) -> tuple[Party, Party] | None:
+    if one not in meeting.progress.by_rank or other not in meeting.progress.by_rank:
+        return None
+    return find_origin(view, meeting.progress, one, other, meeting.seq, sources)
+
+
+def _say_what(wait: Wait) -> str:
+    if wait.meeting is None:
+        return describe(next(iter(wait.held.values())))
+    entry = wait.held[min(wait.held)]
+    return f"{describe_shortly(entry)} (#{wait.meeting.seq} of {name_group(wait.meeting.progress.group)})"
+
+
+def _show(view: JobView, wait: Wait, gone: Sequence[int], fates: Mapping[int, Fate]) -> tuple[str, ...]:
+    rows = [(rank, describe(entry), say_place(entry.line)) for rank, entry in sorted(wait.held.items())]
+    rows += [(rank, fates[rank].words, _say_last(wait, view, rank)) for rank in gone]
+    return lay_out(merge_rows(rows))
+
+
+def _say_last(wait: Wait, view: JobView, rank: int) -> str:
+    chain = chain_of(view.ranks[rank], None) if rank in view.ranks and view.ranks[rank].error is not None else ()
+    if chain:
+        return say_place(chain[-1])
+    last = wait.meeting.progress.last(rank) if wait.meeting is not None else None
+    return f"its last was #{last.seq}: {describe_shortly(last)}, {say_spot(last.line)}" if last is not None else ""
+
+
+def _common(wait: Wait) -> tuple[str, ...]:
+    return show_common(wait.meeting.progress, wait.meeting.seq) if wait.meeting is not None else ()
+
+
+def _why(wait: Wait, ranks: Sequence[int], words: str, has_died: bool) -> str:
+    who = render_ranks(ranks)
+    if has_died:
+        more = " (the kernel does that when memory is out; `dmesg` says so)" if "SIGKILL" in words else ""
+        return f"{who} {words}{more}; what the others say after that follows from it"
+    if wait.meeting is None:
+        return f"{who} {words} without the other side of this"
+    return f"{who} {words} without calling this: it has come to its end on another way, or with fewer rounds"
+
+
+def explain_circle(view: JobView, circle: Sequence[Wait], sources: Sources) -> Finding:
+    """Ranks wait for each other, each in something that needs one that is elsewhere."""
+    code = "DDP206" if all(wait.meeting is not None for wait in circle) else "DDP219"
+    held = {rank: entry for wait in circle for rank, entry in wait.held.items()}
+    rows = [(rank, _describe_in(wait), say_place(entry.line)) for wait in circle for rank, entry in wait.held.items()]
+    parties = [_party(view, wait, tuple(sorted(wait.held))) for wait in circle[:2]]
+    cause = find_cause(parties[0], parties[1], sources) if len(parties) == 2 else None
+    first = min(held)
+    return Finding(
+        code=code,
+        name=NAMES[code],
+        severity="error",
+        summary=_summarize_circle(code, circle),
+        ranks=tuple(sorted(held)),
+        place=place_of(parties[0].chain[-1]) if parties[0].chain else place_of(held[first].line),
+        evidence=lay_out(merge_rows(rows)),
+        why=_why_circle(circle) + (f"; {cause.why}" if cause is not None else ""),
+        fix=FIXES[code],
+        source=f"ddpilot explain {code}",
+    )
+
+
+def _describe_in(wait: Wait) -> str:
+    entry = next(iter(wait.held.values()))
+    if wait.meeting is None:
+        return describe(entry)
+    return f"{describe(entry)}, #{wait.meeting.seq} of {_name(wait.meeting.progress)}"
+
+
+def _name(progress: Progress) -> str:
+    return name_group(progress.group)
+
+
+def _summarize_circle(code: str, circle: Sequence[Wait]) -> str:
+    if code == "DDP219":
+        return "ranks wait for messages that no other rank sends or receives"
+    groups = " and ".join(sorted({_name(wait.meeting.progress) for wait in circle if wait.meeting is not None}))
+    return f"ranks wait for each other in {groups}"
+
+
+def _it(ranks: Collection[int]) -> str:
+    return "it" if len(ranks) == 1 else "them"
+
+
+def _wait_for(ranks: Collection[int]) -> str:
+    return f"{render_ranks(ranks, max_chars=40)} {'waits' if len(ranks) == 1 else 'wait'} for"
+
+
+def _why_circle(circle: Sequence[Wait]) -> str:
+    parts = [f"{_wait_for(wait.held)} {render_ranks(wait.missing, max_chars=40)}" for wait in circle[:4]]
+    return ", ".join(parts) + ": nobody can be the first"

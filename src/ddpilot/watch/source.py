@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What stands around a line of the user's: branches, loops, handlers, and what of it depends on the rank."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ddpilot.watch.view import Frame
+
+_RANK_NAME = re.compile(
+    r"(^|_)(rank|ranks|rank_?zero|rank0)(_|$|\d)|main_process|^is_?(main|master|chief|global_zero|first|leader)|^master$",
+    re.IGNORECASE,
+)
+_Function = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+_Loop = (ast.For, ast.AsyncFor, ast.While)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """A statement with others inside it, and in which part of it the line is."""
+
+    node: ast.stmt | ast.ExceptHandler
+    part: str
+
+    @property
+    def is_loop(self) -> bool:
+        """Whether the line is what a loop repeats."""
+        return isinstance(self.node, _Loop) and self.part == "body"
+
+    def same_as(self, other: Block) -> bool:
+        """Whether it is the same part of the same statement."""
+        return self.node is other.node and self.part == other.part
+
+
+class Source:
+    """One file of the user's, parsed."""
+
+    def __init__(self, text: str) -> None:
+        self._lines = text.splitlines()
+        self._tree = ast.parse(text)
+
+    def text(self, line: int) -> str:
+        """The line without its indentation; empty where there is none."""
+        return self._lines[line - 1].strip() if 0 < line <= len(self._lines) else ""
+
+    def blocks(self, line: int) -> tuple[Block, ...]:
+        """The statements around `line`, outermost first, within the innermost function that holds it."""
+        found: list[Block] = []
+        body: Sequence[ast.stmt] = self._tree.body
+        while (node := _holding(body, line)) is not None:
+            if isinstance(node, (*_Function, ast.ClassDef)):
+                found.clear()  # what stands around a function does not stand around its calls
+            inner = _part_holding(node, line)
+            if inner is None:
+                break
+            part, body = inner
+            if not isinstance(node, (*_Function, ast.ClassDef)):
+                found.append(Block(node, part))
+        return tuple(found)
+
+    def before(self, line: int) -> Iterator[ast.stmt]:
+        """Statements that stand before `line` in the bodies around it, within its function, innermost body first."""
+        stack: list[Sequence[ast.stmt]] = []
+        body: Sequence[ast.stmt] = self._tree.body
+        while (node := _holding(body, line)) is not None:
+            if isinstance(node, (*_Function, ast.ClassDef)):
+                stack.clear()
+            else:
+                stack.append([each for each in body if each.lineno < node.lineno])
+            inner = _part_holding(node, line)
+            if inner is None:
+                break
+            body = inner[1]
+        return (statement for statements in reversed(stack) for statement in reversed(statements))
+
+    def calls_of(self, function: str) -> list[Frame]:
+        """Where this file calls what is named `function`, as lines with the functions around them; no file name."""
+        found = []
+        for name, node in self._walk_functions():
+            if isinstance(node, ast.Call) and _name_of(node.func) == function:
+                found.append(Frame("", node.lineno, name, self.text(node.lineno)))
+        return found
+
+    def _walk_functions(self) -> Iterator[tuple[str, ast.AST]]:
+        todo: list[tuple[str, ast.AST]] = [("<module>", self._tree)]
+        while todo:
+            name, node = todo.pop()
+            yield name, node
+            inner = node.name if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) else name
+            todo += [(inner, child) for child in ast.iter_child_nodes(node)]
+
+    def depends_on_rank(self, test: ast.expr) -> bool:
+        """Whether a condition asks for the rank, also through names that are assigned from it."""
+        return self._mentions_rank(test, depth=3)
+
+    def _mentions_rank(self, value: ast.AST, depth: int) -> bool:
+        for node in ast.walk(value):
+            name = _name_of(node)
+            if name and _RANK_NAME.search(name):
+                return True
+            if isinstance(node, ast.Constant) and node.value in ("RANK", "LOCAL_RANK", "SLURM_PROCID"):
+                return True
+            if depth and isinstance(node, ast.Name) and self._is_assigned_from_rank(node.id, depth - 1):
+                return True
+        return False
+
+    def _is_assigned_from_rank(self, name: str, depth: int) -> bool:
+        return any(self._mentions_rank(value, depth) for target, value in self._assignments() if target == name)
+
+    def _assignments(self) -> Iterator[tuple[str, ast.expr]]:
+        for node in ast.walk(self._tree):
+            if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+                yield node.targets[0].id, node.value
+
+    def is_the_same_everywhere(self, test: ast.expr) -> bool:
+        """Whether a condition is made of constants, settings and counters only: the same on all ranks."""
+        counters = set(self._counters())
+        for node in ast.walk(test):
+            if isinstance(node, ast.Call):
+                return False
+            if isinstance(node, ast.Name) and not (node.id in counters or node.id.isupper() or node.id in _SETTINGS):
+                return False
+        return True
+
+    def _counters(self) -> Iterator[str]:
+        for node in ast.walk(self._tree):
+            if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+                if isinstance(node.value, ast.Constant):
+                    yield node.target.id
+            elif isinstance(node, (ast.For, ast.comprehension)) and isinstance(node.iter, ast.Call):
+                target = node.target
+                if _name_of(node.iter.func) == "enumerate" and isinstance(target, ast.Tuple):
+                    target = target.elts[0]
+                elif _name_of(node.iter.func) != "range":
+                    continue
+                if isinstance(target, ast.Name):
+                    yield target.id
+            elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+                # A number that is given once; more assignments make it a variable like any other.
+                yield from self._set_once(node)
+
+    def _set_once(self, node: ast.Assign) -> Iterator[str]:
+        names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+        stores = [
+            each.id for each in ast.walk(self._tree) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
+        ]
+        yield from (name for name in names if stores.count(name) == 1)
+
+
+_SETTINGS = frozenset({"args", "config", "cfg", "opt", "options", "self", "hparams", "len"})
+
+
+class Sources:
+    """The user's files. `texts` holds those that cannot be read here, such as cells, by name."""
+
+    def __init__(self, texts: Mapping[str, str]) -> None:
+        self._texts = texts
+
+    def find(self, frame: Frame) -> Source | None:
+        """The file of `frame`; None where there is none, or where it has been changed since."""
+        text = self._texts.get(frame.file) or _read(frame.file)
+        source = _parse(text) if text else None
+        if source is None or (frame.text and source.text(frame.line)[:200] != frame.text[:200]):
+            return None
+        return source
+
+    def line(self, frame: Frame) -> str:
+        """The text of the line, without its indentation; empty where it is not known."""
+        source = None if frame.text else self.find(frame)
+        return source.text(frame.line) if source is not None else frame.text
+
+
+def _read(file: str) -> str:
+    linecache.checkcache(file)
+    return "".join(linecache.getlines(file))
+
+
+@lru_cache(maxsize=32)
+def _parse(text: str) -> Source | None:
+    try:
+        return Source(text)
+    except (SyntaxError, ValueError, RecursionError):  # as of a cell with magics
+        return None
+
+
+def _holding(body: Sequence[ast.stmt], line: int) -> ast.stmt | ast.ExceptHandler | None:
+    for node in body:
+        start = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))])
+        if start <= line <= (node.end_lineno or node.lineno):
+            return node
+    return None
+
+
+def _part_holding(node: ast.AST, line: int) -> tuple[str, list[ast.stmt]] | None:
+    """The part of `node` in which `line` is; None where it is in its head, or where it has none."""
+    for part in ("body", "orelse", "handlers", "finalbody"):
+        body = getattr(node, part, None)
+        if isinstance(body, list) and _holding(body, line) is not None:
+            return part, body
+    for case in getattr(node, "cases", ()):
+        if _holding(case.body, line) is not None:
+            return "body", case.body
+    return None
+
+
+def _name_of(node: ast.AST) -> str:
+    if isinstance(node, ast.Name):
+        return node.id
+    return node.attr if isinstance(node, ast.Attribute) else ""

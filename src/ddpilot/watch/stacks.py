@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a rank's Python is, in the user's own lines: of a stack, of a traceback, or of a recorded line alone."""
+
+from __future__ import annotations
+
+import os
+import re
+import sysconfig
+from collections.abc import Iterable
+from functools import lru_cache
+
+from ddpilot.record.log import Collective, Line
+from ddpilot.watch.view import Frame, RankView, StackView
+
+_OURS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+_LIBRARIES = tuple(
+    os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib", "purelib", "platlib")
+)
+_PACKAGES = ("/site-packages/", "/dist-packages/", "torchinductor_")
+_INTERACTIVE = ("<ipython-input-", "<stdin>", "<cell")
+_TRACE = re.compile(
+    r'^\s*File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)(?:\n    (?P<text>\S.*))?', re.MULTILINE
+)
+_CELL = re.compile(r"^\s*(?:File )?(?P<file>Cell In\[\d+\]),? line (?P<line>\d+)", re.MULTILINE)
+
+# A line of the user's that waits for something asynchronous itself.
+_WAITS = re.compile(r"\.(wait|wait_stream|synchronize|result|value|item|cpu|numpy|tolist)\(")
+_BLOCKING_FILES = ("/torch/distributed/", "/torch/autograd/graph.py", "/torch/nn/parallel/distributed.py")
+
+Chain = tuple[Frame, ...]
+"""Calls of the user's code, outermost first: each is a line that made the next call."""
+
+
+@lru_cache(maxsize=10_000)
+def is_users(file: str) -> bool:
+    """Whether `file` is the user's: a script, a module or a cell, and no library."""
+    if file.startswith("<"):
+        return file.startswith(_INTERACTIVE)
+    return not (file.startswith((*_LIBRARIES, _OURS)) or any(part in file for part in _PACKAGES))
+
+
+def user_chain(frames: Iterable[Frame]) -> Chain:
+    """The user's calls among `frames`, which are innermost first."""
+    return tuple(frame for frame in frames if is_users(frame.file))[::-1]
+
+
+def innermost(stack: StackView | None) -> Frame | None:
+    """The user's innermost line of the main thread; None where there is none."""
+    chain = user_chain(stack.main_frames) if stack is not None else ()
+    return chain[-1] if chain else None
+
+
+def chain_of(rank: RankView, entry: Collective | None) -> Chain:
+    """The user's calls that lead to `entry`; with None, to where the rank is now or where its error was.
+
+    Of a stack that is not in `entry`, only the line of the entry itself is known.
+    """
+    for chain in (_from_stack(rank, entry), _from_traceback(rank)):
+        if chain and entry is None:
+            return chain
+        if chain and entry is not None and (cut := _cut_at(chain, entry.line)):
+            return cut
+    return _from_line(entry.line) if entry is not None else ()
+
+
+def _from_stack(rank: RankView, entry: Collective | None) -> Chain:
+    if rank.stack is None or (entry is not None and rank.stack.taken_ns < entry.start_ns):
+        return ()
+    threads = rank.stack.threads
+    frames = threads.get(entry.thread, rank.stack.main_frames) if entry is not None else rank.stack.main_frames
+    return user_chain(frames)
+
+
+def _from_traceback(rank: RankView) -> Chain:
+    text = rank.error.traceback if rank.error is not None else ""
+    found = (_TRACE.finditer(text), _CELL.finditer(text))
+    frames = [_frame(match) for matches in found for match in matches]
+    return tuple(frame for frame in frames if is_users(frame.file))
+
+
+def _frame(match: re.Match[str]) -> Frame:
+    said = match.groupdict()
+    return Frame(said["file"], int(said["line"]), said.get("function") or "", said.get("text") or "")
+
+
+def _with_text(frame: Frame, text: str) -> Frame:
+    return frame if frame.text else Frame(frame.file, frame.line, frame.function, text)
+
+
+def _cut_at(chain: Chain, line: Line | None) -> Chain:
+    """`chain` up to `line`, empty where it does not pass there."""
+    if line is None:
+        return ()
+    for number in range(len(chain) - 1, -1, -1):
+        if (chain[number].file, chain[number].line) == (line.file, line.line):
+            return (*chain[:number], _with_text(chain[number], line.text))
+    return ()
+
+
+def _from_line(line: Line | None) -> Chain:
+    return (Frame(line.file, line.line, line.function, line.text),) if line is not None and line.file else ()
+
+
+def is_waiting(stack: StackView | None, entry: Collective) -> bool | None:
+    """Whether the main thread waits in torch, or for something asynchronous; None where its stack is not known."""
+    if stack is None or stack.taken_ns < entry.start_ns or not stack.main_frames:
+        return None
+    frame = stack.main_frames[0]
+    if any(part in frame.file for part in _BLOCKING_FILES):
+        return True
+    return bool(_WAITS.search(frame.text)) and is_users(frame.file)
+
+
+def passes(stack: StackView | None, *parts: str) -> Frame | None:
+    """The innermost frame of the main thread whose file or function holds one of `parts`, such as ``queue.get``."""
+    for frame in stack.main_frames if stack is not None else ():
+        if any(part in f"{frame.file}:{frame.function}" for part in parts):
+            return frame
+    return None

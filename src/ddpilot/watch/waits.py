@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who waits for whom: collectives that lack ranks, messages that lack their other side, and circles of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from ddpilot.record.log import Collective
+from ddpilot.watch.fates import Fate, holds_up
+from ddpilot.watch.meetings import Meeting
+from ddpilot.watch.view import JobView
+from ddpilot.watch.words import peer_of
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Wait:
+    """Ranks that cannot go on without others: in a collective, or in one point-to-point operation."""
+
+    held: Mapping[int, Collective]
+    missing: tuple[int, ...]
+    unknown: tuple[int, ...] = ()
+    meeting: Meeting | None = None
+    """None for a point-to-point operation."""
+
+    @property
+    def since_ns(self) -> int:
+        """When the first of them began to wait."""
+        return min(entry.start_ns for entry in self.held.values())
+
+
+@dataclass(slots=True)
+class Waits:
+    """All waits of a job. `needs_stacks`: of these ranks it cannot be said without whether they wait."""
+
+    waits: list[Wait] = field(default_factory=list)
+    needs_stacks: set[int] = field(default_factory=set)
+
+
+def find_waits(view: JobView, fates: Mapping[int, Fate], meetings: Iterable[Meeting]) -> Waits:
+    """Every wait of ranks that are alive, or were in it when they ended."""
+    found = Waits()
+    for meeting in meetings:
+        held = {
+            rank: entry for rank, entry in meeting.arrived.items() if _is_held(view, fates[rank], rank, entry, found)
+        }
+        if held:
+            found.waits.append(Wait(held, meeting.missing, meeting.unknown, meeting))
+    found.waits += _find_p2p(view, fates, found)
+    return found
+
+
+def _is_held(view: JobView, fate: Fate, rank: int, entry: Collective, found: Waits) -> bool:
+    answer = holds_up(view.ranks[rank], fate, entry)
+    if answer is None:
+        found.needs_stacks.add(rank)
+    return bool(answer)
+
+
+def _find_p2p(view: JobView, fates: Mapping[int, Fate], found: Waits) -> Iterator[Wait]:
+    pending = {rank: list(_pending_p2p(view, rank)) for rank in view.ranks}
+    offered = {
+        (rank, peer_of(entry), entry.op == "send", entry.tag, _group(entry))
+        for rank, entries in pending.items()
+        for entry in entries
+    }
+    for rank, entries in pending.items():
+        for entry in entries:
+            peer = peer_of(entry)
+            other = (peer, rank, entry.op != "send", entry.tag, _group(entry))
+            if peer is None or other in offered or (peer, None, False, entry.tag, _group(entry)) in offered:
+                continue  # the other side is there: it is being sent
+            if entry.start_ns >= view.since_ns and _is_held(view, fates[rank], rank, entry, found):
+                yield Wait({rank: entry}, (peer,))
+                break
+
+
+def _pending_p2p(view: JobView, rank: int) -> Iterator[Collective]:
+    log = view.ranks[rank].log
+    for entry in log.collectives if log is not None else ():
+        if entry.is_p2p and entry.state in ("begun", "failed"):
+            yield entry
+
+
+def _group(entry: Collective) -> str:
+    return entry.group.name if entry.group is not None else ""
+
+
+def find_circles(waits: Iterable[Wait]) -> list[list[Wait]]:
+    """Waits of which each needs a rank that is held by the next, and the last one that is held by the first."""
+    every = list(waits)
+    holders: dict[int, list[Wait]] = {}
+    for wait in every:
+        for rank in wait.held:
+            holders.setdefault(rank, []).append(wait)
+    circles: list[list[Wait]] = []
+    done: set[int] = set()
+    for wait in every:
+        circles += _walk(wait, holders, done)
+    return circles
+
+
+def _walk(start: Wait, holders: Mapping[int, list[Wait]], done: set[int]) -> Iterator[list[Wait]]:
+    """The circles on the ways from `start` on, each wait looked at once: it is `done` then."""
+    if id(start) in done:
+        return
+    path, ways = [start], [iter(_next(start, holders))]
+    while path:
+        following = next(ways[-1], None)
+        if following is None:
+            done.add(id(path.pop()))
+            ways.pop()
+        elif following in path:
+            yield path[path.index(following) :]
+        elif id(following) not in done:
+            path.append(following)
+            ways.append(iter(_next(following, holders)))
+
+
+def _next(wait: Wait, holders: Mapping[int, list[Wait]]) -> list[Wait]:
+    return list({id(each): each for rank in wait.missing for each in holders.get(rank, ())}.values())

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run scripts on real ranks that record, look at them from outside while they hang, and end them."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import linecache
+import os
+import re
+import runpy
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import ddpilot
+from ddpilot.errors import DdpilotError, RecordError
+from ddpilot.record.hook import ring_path
+from ddpilot.record.log import RankLog
+from ddpilot.record.reading import read_ring
+from ddpilot.record.recording import start_recording
+from ddpilot.watch.view import ErrorView, Frame, JobView, ProcessView, RankView, StackView
+
+LIMIT_S = 90.0
+_ASK = getattr(signal, "SIGRTMIN", signal.SIGUSR1) + 9
+_FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$')
+
+
+def run_script(script: Path, folder: Path) -> None:
+    """In a rank: run the file as a program, recorded; what became of it is written beside the ring."""
+    rank = int(os.environ["RANK"])
+    stacks = open(folder / f"rank{rank}.stacks", "a", encoding="utf-8")
+    faulthandler.register(_ASK, file=stacks, all_threads=False)
+    said: dict[str, Any] = {"pid": os.getpid(), "error": None}
+    with start_recording(ring_path(folder, rank), rank=rank):
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        except BaseException as error:
+            said["error"] = [type(error).__name__, str(error), traceback.format_exc()]
+            raise
+        finally:
+            (folder / f"rank{rank}.new").write_text(json.dumps(said), encoding="utf-8")
+            os.replace(folder / f"rank{rank}.new", folder / f"rank{rank}.end")
+
+
+def _frame(file: str, line: int, function: str) -> Frame:
+    return Frame(file, line, function, linecache.getline(file, line).strip())
+
+
+class Job:
+    """A script on so many ranks, each with its ring in `folder`; a context manager that ends what is left of them."""
+
+    def __init__(self, script: Path, num_ranks: int) -> None:
+        self.folder = script.parent / f"{script.stem}-rings"
+        self.folder.mkdir()
+        self._num_ranks = num_ranks
+        self._launcher = ddpilot.Launcher(nproc_per_node=num_ranks, timeout_s=LIMIT_S, output="silent")
+        self._thread = threading.Thread(target=self._run, args=(script,))
+
+    def __enter__(self) -> Job:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for log in self._logs().values():
+            with suppress(ProcessLookupError):
+                os.kill(log.pid, signal.SIGKILL)
+        self._thread.join(LIMIT_S)
+
+    def look(self, stacks_of: Sequence[int] = ()) -> JobView:
+        """All ranks as they are now, with the stacks of some."""
+        alive = {rank: self._is_alive(log.pid) for rank, log in self._logs().items()}
+        logs = self._logs()
+        stacks = {rank: self._stack(rank, logs[rank].pid) for rank in stacks_of if alive.get(rank)}
+        ranks = {rank: self._view(rank, log, alive.get(rank, True), stacks.get(rank)) for rank, log in logs.items()}
+        return JobView(world_size=self._num_ranks, ranks=ranks, now_ns=time.monotonic_ns(), name="job")
+
+    def look_until(self, holds: Callable[[JobView], bool]) -> JobView:
+        """The first look of which `holds` is true; an error when that never comes."""
+        deadline = time.monotonic() + LIMIT_S
+        while time.monotonic() < deadline:
+            view = self.look()
+            if holds(view):
+                return view
+            time.sleep(0.05)
+        raise AssertionError(f"not within {LIMIT_S} s: {view}")
+
+    def _run(self, script: Path) -> None:
+        with suppress(DdpilotError):  # ranks that are killed fail
+            self._launcher.run(run_script, script, self.folder)
+
+    def _logs(self) -> dict[int, RankLog]:
+        logs = {}
+        for rank in range(self._num_ranks):
+            with suppress(OSError, RecordError):
+                logs[rank] = read_ring(ring_path(self.folder, rank), newest=512)
+        return logs
+
+    def _view(self, rank: int, log: RankLog, is_alive: bool, stack: StackView | None) -> RankView:
+        error = None
+        end = self.folder / f"rank{rank}.end"
+        has_ended = end.exists()
+        if has_ended and (said := json.loads(end.read_text(encoding="utf-8"))["error"]) is not None:
+            error = ErrorView(type_name=said[0], message=said[1], traceback=said[2])
+        process = ProcessView(pid=log.pid, host=log.host, state="running" if is_alive else "ended")
+        returned = has_ended and error is None
+        return RankView(rank=rank, log=log, process=process, stack=stack, error=error, returned=returned)
+
+    def _stack(self, rank: int, pid: int) -> StackView | None:
+        path = self.folder / f"rank{rank}.stacks"
+        before = path.stat().st_size
+        taken_ns = time.monotonic_ns()
+        with suppress(ProcessLookupError):
+            os.kill(pid, _ASK)
+        text = ""
+        for _ in range(100):
+            time.sleep(0.01)
+            previous, text = text, path.read_text(encoding="utf-8")[before:]
+            if text and text == previous:
+                break
+        found = (_FRAME.match(line) for line in text.splitlines())
+        frames = tuple(_frame(each["file"], int(each["line"]), each["function"]) for each in found if each)
+        return StackView(taken_ns=taken_ns, threads={pid: frames}, main=pid) if frames else None
+
+    @staticmethod
+    def _is_alive(pid: int) -> bool:
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        except (FileNotFoundError, ProcessLookupError):
+            return False
