@@ -12,10 +12,9 @@ from ddpilot.findings.sequence import Findings
 from ddpilot.record.hook import find_rings
 from ddpilot.watch.folders import JobAbout, jobs_root, list_jobs, read_about
 from ddpilot.watch.gathering import Gatherer
-from ddpilot.watch.provisional import analyze
 from ddpilot.watch.report import Report, read_report
 from ddpilot.watch.rules.book import RuleBook
-from ddpilot.watch.stall import Analysis
+from ddpilot.watch.stall import Analysis, analyze
 from ddpilot.watch.told import key_of
 from ddpilot.watch.view import JobView
 

@@ -14,10 +14,9 @@ from ddpilot.findings.finding import Finding
 from ddpilot.findings.sequence import Findings
 from ddpilot.watch.gathering import Gatherer, RankFacts
 from ddpilot.watch.options import WatchOptions
-from ddpilot.watch.provisional import analyze
 from ddpilot.watch.report import Report
 from ddpilot.watch.rules.book import RuleBook
-from ddpilot.watch.stall import Analysis
+from ddpilot.watch.stall import Analysis, analyze
 from ddpilot.watch.told import Told, key_of
 from ddpilot.watch.view import JobView
 
