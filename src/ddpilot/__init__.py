@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         RendezvousError,
         ShipError,
         TopologyError,
+        WatchError,
     )
     from ddpilot.findings.finding import Finding
     from ddpilot.group.decorators import on_ranks, rank_zero_only
@@ -83,6 +84,7 @@ _HOMES = {
     "Topology": "ddpilot.environments.topology",
     "TopologyError": "ddpilot.errors",
     "Trainer": "ddpilot.trainer.trainer",
+    "WatchError": "ddpilot.errors",
     "count_parameters": "ddpilot.training.parameters",
     "ensure_on_device": "ddpilot.api.placement",
     "find_batch_size": "ddpilot.training.batch_size",
@@ -136,6 +138,7 @@ __all__ = [
     "Topology",
     "TopologyError",
     "Trainer",
+    "WatchError",
     "count_parameters",
     "ensure_on_device",
     "find_batch_size",

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from ddpilot.errors import DdpilotError, RankError
+from ddpilot.errors import RankError, WatchError
 from ddpilot.launching.local.report import Exited, Raised
 
 
@@ -52,7 +52,7 @@ class Companion(Protocol):
     def begin(self, ranks: Sequence[RankState]) -> None:
         """The ranks are being started."""
 
-    def take(self, note: Callable[[str], None]) -> DdpilotError | None:
+    def take(self, note: Callable[[str], None]) -> WatchError | None:
         """Show by `note` what there is to say; the error that the launch is to end with, else None."""
 
     def explain(self, error: RankError) -> None:

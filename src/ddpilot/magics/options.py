@@ -13,6 +13,7 @@ from typing import Any, get_args
 from ddpilot.launching.options import Output
 from ddpilot.magics.usage import MagicParser, parse_ranks, parse_variable
 from ddpilot.session.options import SessionOptions
+from ddpilot.watch.options import Action, WatchOptions
 
 _FLAGS: Mapping[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "nproc_per_node": (("-n", "--nproc-per-node"), {"metavar": "N", "type": lambda n: int(n) if n.isdecimal() else n}),
@@ -27,6 +28,10 @@ _FLAGS: Mapping[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "verbose": (("--verbose",), {"action": "store_true"}),
     "output": (("--output",), {"choices": get_args(Output)}),
     "output_limit_bytes": (("--output-limit-bytes",), {"metavar": "BYTES", "type": int}),
+    "watch": (("--no-watch",), {"action": "store_false"}),
+    "guard": (("--no-guard",), {"action": "store_false"}),
+    "on_finding": (("--on-finding",), {"choices": get_args(Action)}),
+    "stall_warn_s": (("--stall-warn-s",), {"metavar": "S", "type": float}),
 }
 """How each field is spelt on a line. A test asks for every field of `SessionOptions`."""
 
@@ -36,9 +41,8 @@ _SHAPES: Mapping[str, Any] = {"apps": tuple, "env": dict, "preload": tuple}
 def add_options(parser: MagicParser) -> None:
     """Give `parser` an option for every field."""
     texts = _field_texts()
-    for field in dataclasses.fields(SessionOptions):
-        flags, how = _FLAGS[field.name]
-        parser.add_argument(*flags, dest=field.name, help=texts[field.name].replace("%", "%%"), **how)
+    for name, (flags, how) in _FLAGS.items():
+        parser.add_argument(*flags, dest=name, help=texts[name].replace("%", "%%"), **how)
 
 
 def to_arguments(parsed: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,7 +58,7 @@ def describe_options(options: SessionOptions) -> str:
         value, flag = getattr(options, field.name), _FLAGS[field.name][0][0]
         if value == getattr(SessionOptions(), field.name):
             continue
-        if value is True:
+        if isinstance(value, bool):
             words.append(flag)
         elif field.name == "env":
             words += [f"{flag} {name}={text}" for name, text in value.items()]
@@ -67,10 +71,11 @@ def describe_options(options: SessionOptions) -> str:
 
 def _field_texts() -> dict[str, str]:
     """The text below each field, without Markdown's quotes."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(SessionOptions))).body[0]
-    assert isinstance(body, ast.ClassDef)
     found = {}
-    for field, text in zip(body.body, body.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
-            found[field.target.id] = " ".join(str(ast.literal_eval(text.value)).split())
+    for owner in (WatchOptions, SessionOptions):
+        body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for field, text in zip(body.body, body.body[1:], strict=False):
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
+                found[field.target.id] = " ".join(str(ast.literal_eval(text.value)).split())
     return found

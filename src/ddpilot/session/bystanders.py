@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from ddpilot.errors import RecordError
+from ddpilot.errors import RankError, RecordError
 from ddpilot.findings.words import render_ranks
 from ddpilot.record.hook import ring_path
 from ddpilot.record.log import Collective
@@ -53,9 +53,11 @@ class Bystanders:
                 f"{render_ranks(self._ranks)} only: press stop, and run it on all ranks"
             )
 
-    def explain(self) -> str:
+    def explain(self, error: RankError) -> None:
         """Nothing: the ranks that run the cell may be told apart by it."""
-        return ""
+
+    def close(self) -> None:
+        """Nothing is left to do."""
 
     def _pending(self, busy: Sequence[int], now_s: float) -> Iterator[tuple[int, Collective]]:
         for rank in busy:

@@ -45,15 +45,13 @@ _RESTART_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
 class LocalRanks:
     """A `RankHost` for this machine. `kernel_start` is asked, each time a rank starts, for what it is told."""
 
-    def __init__(
-        self, options: LaunchOptions, kernel_start: Callable[[], KernelStart], hooks: tuple[str, ...] = ()
-    ) -> None:
+    def __init__(self, options: LaunchOptions, kernel_start: Callable[[], KernelStart]) -> None:
         self._kernel_start = kernel_start
         self._environ: Mapping[str, str] = {**default_variables(), **os.environ, **options.env}
         self._options = replace(options, preload=(*PRELOAD, *options.preload))
         self._display = Display(options.output, None)
         self.world_size = resolve_count(options, self._environ, self._display)
-        self._hooks = hooks
+        self._hooks: tuple[str, ...] = ()
         self._stack = contextlib.ExitStack()
         self._handles: dict[int, RankHandle] = {}
         self._is_finished = False
@@ -62,6 +60,11 @@ class LocalRanks:
     def can_start(self) -> bool:
         """Whether the rank server lives."""
         return not self._is_finished
+
+    def accompany(self, hooks: tuple[str, ...], variables: Mapping[str, str]) -> None:
+        """Have every rank that is started from now on call `hooks` first, with `variables` in its environment."""
+        self._hooks = hooks
+        self._environ = {**self._environ, **variables}
 
     def attach(self, hub: Hub) -> None:
         """Start the rank server where none is warm, and the store."""

@@ -8,11 +8,15 @@ from dataclasses import dataclass, field
 
 from ddpilot.errors import LaunchError
 from ddpilot.launching.options import LaunchOptions, Output
+from ddpilot.watch.options import OnFinding, WatchOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class SessionOptions:
-    """Options of a session on this machine. Raises LaunchError for a value that cannot be meant."""
+class SessionOptions(WatchOptions):
+    """Options of a session on this machine, with those of `WatchOptions`.
+
+    Raises LaunchError for a value that cannot be meant.
+    """
 
     nproc_per_node: int | str = "auto"
     """Number of ranks. "auto": the GPUs of `gpus` or all that are visible, else 1; "gpu" and "cpu" as in `Launcher`."""
@@ -50,7 +54,12 @@ class SessionOptions:
     output_limit_bytes: int | None = None
     """Bytes shown of each rank's output of one cell; None: 1 MB in a notebook, else no limit."""
 
+    on_finding: OnFinding = "report"
+    """"report": what the watch finds is shown, and the cell goes on; "stop": an error ends the cell, the group is made
+    anew, and every variable stays. A function is called with each finding; the cell ends where it returns "stop"."""
+
     def __post_init__(self) -> None:
+        super().__post_init__()
         gpus: object = self.gpus
         if not isinstance(gpus, tuple) or not all(isinstance(gpu, int) and gpu >= 0 for gpu in gpus):
             raise LaunchError("reading `gpus`", found=f"{gpus!r}", fix="Give numbers of GPUs, such as `gpus=(0, 1)`")

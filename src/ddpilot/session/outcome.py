@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddpilot.errors import RankError
+from ddpilot.errors import RankError, WatchError
 from ddpilot.session.events import Ended
 from ddpilot.session.report import Report
 
@@ -37,7 +37,7 @@ class Outcome:
     """What became of a round."""
 
     parts: dict[int, Part]
-    error: RankError | None = None
+    error: RankError | WatchError | None = None
     """The first failure in time; None where all went well or a person stopped it."""
 
     was_stopped: bool = False

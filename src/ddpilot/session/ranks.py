@@ -22,6 +22,7 @@ from ddpilot.group.devices_count import count_accelerators
 from ddpilot.launching.local import wire
 from ddpilot.launching.local.jobs import STORE
 from ddpilot.launching.local.process import STACKS_SIGNAL
+from ddpilot.launching.local.report import Exited, Raised
 from ddpilot.launching.options import LaunchOptions
 from ddpilot.record.hook import HOOK, RING_DIR_VARIABLE
 from ddpilot.session.apps import find_app, present_modules
@@ -43,6 +44,8 @@ from ddpilot.session.stacks import StackTexts
 from ddpilot.session.stops import Stops
 from ddpilot.session.tails import Tails
 from ddpilot.session.view import RankMessage, View
+from ddpilot.session.watching import SeenRank
+from ddpilot.watch.watcher import Watcher
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _END_LIMIT_S = 30.0
@@ -75,13 +78,22 @@ class Ranks:
         self._stacks: StackTexts | None = None
         self._attention = Attention(self.show_idle, self._release)
         self._noise = FreeNoise()
-        self.folder = make_folder()
+        self.raised: dict[int, Raised] = {}
+        """By rank: what the cell that runs, or ran last, raised there."""
+        self.exited: dict[int, Exited] = {}
+        """By rank: how its process ended; empty while all ranks live."""
+        self._pids: dict[int, int] = {}
+        self.watcher: Watcher | None = None
+        """Who looks at the ranks from outside; None where nobody is to."""
+        self.folder = self.ring_folder = make_folder()
         try:
-            self.host: RankHost = LocalRanks(self._launch_options(), self._kernel_start, (HOOK,))
-            self._incarnations = [0] * self.host.world_size
+            host = LocalRanks(self._launch_options(), self._kernel_start)
+            self.host: RankHost = host
+            self._incarnations = [0] * host.world_size
+            self._watch(host)
             self.hub = Hub(self._deliver, self._tick, self._on_broken, self._noise.sending)
         except BaseException:
-            remove_folder(self.folder)
+            self._remove_folders()
             raise
         atexit.register(self.close)  # before the rank servers are ended, which would be the ranks' death
 
@@ -103,9 +115,28 @@ class Ranks:
         preload = tuple(name for app in self.options.apps for name in present_modules(find_app(app)))
         return replace(
             given,
-            env={**given.env, RING_DIR_VARIABLE: str(self.folder)},
             preload=(*given.preload, *preload),
         )
+
+    def _watch(self, host: LocalRanks) -> None:
+        """Rings are there in any case: by them a failure that has not touched the group leaves it as it is."""
+        hooks: tuple[str, ...] = (HOOK,)
+        if self.options.watch:
+            self.watcher = Watcher(self.options, "the session", host.world_size)
+            hooks, self.ring_folder = self.watcher.hooks or hooks, self.watcher.folder or self.folder
+        host.accompany(hooks, {RING_DIR_VARIABLE: str(self.ring_folder)})
+
+    def _remove_folders(self) -> None:
+        if self.watcher is not None:
+            self.watcher.end(is_clean=True)
+        remove_folder(self.folder)
+
+    def pid(self, rank: int) -> int | None:
+        """Of the rank's process, also where it has ended."""
+        pid = self.host.pid(rank)
+        if pid is not None:
+            self._pids[rank] = pid
+        return self._pids.get(rank)
 
     def _kernel_start(self) -> KernelStart:
         options = self.options
@@ -131,6 +162,8 @@ class Ranks:
             self.hub.start()
             with self.turn("starting the session") as (events, _):
                 self.start_processes(range(self.world_size), events)
+            if self.watcher is not None:
+                self.watcher.begin([SeenRank(rank, self) for rank in range(self.world_size)], is_paused=True)
         except BaseException:
             with Stops(queue.SimpleQueue()):  # who presses stop twice must not cut short what the first press began
                 self.close()
@@ -158,6 +191,7 @@ class Ranks:
         self.hub.connect(rank, connection)
         self.host.start(rank, self.generation)
         self.dead.pop(rank, None)
+        self.exited.pop(rank, None)
         self.since_s[rank] = time.monotonic()
 
     def _say_end(self, ended: Ended) -> str:
@@ -188,7 +222,7 @@ class Ranks:
         except RuntimeError:  # the hub's thread is gone, or was never started
             self.host.close()
         self.hub.stop()
-        remove_folder(self.folder)
+        self._remove_folders()
 
     def await_ends(self, ranks: Sequence[int]) -> None:
         """Give `ranks`, which were asked to end, two seconds for their exit handlers."""
@@ -266,6 +300,8 @@ class Ranks:
         self.dead[ended.rank] = describe_end(ended, ended.rank in self._killed, self.tails.last_lines(ended.rank))
         self._killed.discard(ended.rank)
         self.since_s[ended.rank] = time.monotonic()
+        if ended.exited is not None:
+            self.exited[ended.rank] = ended.exited
 
     def show_idle(self, event: Event) -> None:
         """Show what came outside a cell."""

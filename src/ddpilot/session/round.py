@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from ddpilot.errors import RankError
+from ddpilot.errors import RankError, WatchError
 from ddpilot.findings.words import render_ranks
 from ddpilot.launching.failures import Failure, build_error, choose_failure
 from ddpilot.launching.local.report import Raised
@@ -27,17 +27,20 @@ _INTERNAL_KINDS = frozenset({"status", "execute_input", "error", "iopub_welcome"
 class Lookout(Protocol):
     """Watches from outside what the ranks do together."""
 
-    def look(self, busy: Sequence[int], now_s: float) -> None:
-        """Called twice a second or more often, while nothing has gone wrong."""
+    def look(self, busy: Sequence[int], now_s: float) -> WatchError | None:
+        """Called twice a second or more often, while nothing has gone wrong; what the round is to end with, if so."""
 
-    def explain(self) -> str:
-        """What is wrong, as a sentence without its end; empty where nothing is seen."""
+    def explain(self, error: RankError) -> None:
+        """Add to `error`, by which the round ends, what is seen."""
+
+    def close(self) -> None:
+        """The round is over."""
 
 
 class Round:
     """Waits for `parts`, shows what the ranks say, and sees to it that a failure or a stop ends all of them.
 
-    `lookout` is asked what it sees where a rank aborted or failed because another one did.
+    `lookout` may end it too, and adds what it sees to the error by which it ends.
     """
 
     def __init__(
@@ -77,7 +80,9 @@ class Round:
             if self._outcome.was_cut:
                 self._ladder.climb(now)
             elif self._lookout is not None:
-                self._lookout.look(self._outcome.busy, now)
+                self._end_with(self._lookout.look(self._outcome.busy, now))
+        if self._lookout is not None:
+            self._lookout.close()
         return self._outcome
 
     def _is_over(self) -> bool:
@@ -160,6 +165,7 @@ class Round:
             interrupted=report.interrupted,
             exitcode=report.exitcode,
         )
+        self._ranks.raised[part.rank] = raised
         self._failures.append(Failure(rank=part.rank, raised=raised, exited=None, error=None, since_s=now))
 
     def _on_ended(self, ended: Ended, now: float) -> None:
@@ -224,12 +230,15 @@ class Round:
         if chosen.is_victim and self._ranks.dead:
             gone = "; ".join(f"rank {rank} {reason}" for rank, reason in sorted(self._ranks.dead.items()))
             error.others = f"It needed a rank that is dead: {gone}. `restart` brings it back. {error.others}".rstrip()
-        if self._lookout is not None and (chosen.is_victim or error.signal_name == "SIGABRT"):
-            seen = self._lookout.explain()  # gloo aborts a process where sizes differ, and says neither line nor rank
-            error.others = ". ".join(filter(None, (seen[:1].upper() + seen[1:], error.others)))
+        if self._lookout is not None:
+            self._lookout.explain(error)
         self._fail(error)
 
-    def _fail(self, error: RankError) -> None:
+    def _end_with(self, error: WatchError | None) -> None:
+        if error is not None and not self._failures:  # else `_judge` knows more of it
+            self._fail(error)
+
+    def _fail(self, error: RankError | WatchError) -> None:
         self._outcome.error = error
         self._ranks.view.error(error)
         self._ladder.begin_after_failure(time.monotonic())

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from ddpilot.errors import LaunchError, LaunchInterrupted
+from ddpilot.errors import LaunchError, LaunchInterrupted, RankError
 from ddpilot.launching.local.host import check_function
 from ddpilot.launching.results import RankResults
 from ddpilot.launching.shipping.blame import ship
@@ -28,6 +28,7 @@ from ddpilot.session.status import RankStatus
 from ddpilot.session.stopped import describe_push, saying
 from ddpilot.session.stops import Stops
 from ddpilot.session.view import View
+from ddpilot.watch.options import OnFinding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +67,10 @@ class Session:
         verbose: bool = False,
         output: Any = "labelled",
         output_limit_bytes: int | None = None,
+        watch: bool = True,
+        guard: bool = True,
+        on_finding: OnFinding = "report",
+        stall_warn_s: float = 30.0,
         view: View | None = None,
     ) -> None:
         arguments.refuse_in_a_rank()
@@ -82,6 +87,10 @@ class Session:
             verbose=verbose,
             output=output,
             output_limit_bytes=output_limit_bytes,
+            watch=watch,
+            guard=guard,
+            on_finding=on_finding,
+            stall_warn_s=stall_warn_s,
         )
         check_installed()
         # These need the packages that `check_installed` looks for.
@@ -144,8 +153,9 @@ class Session:
         """Run a cell on `ranks` (None: all that live), as if typed into each one's notebook; magics work.
 
         `quiet`: show nothing that it prints. `cell`: its number in errors ("Cell In[7]"); default: counted.
-        `keep_cache` as for the session. Raises RankError with the first failure in time, after all ranks have come back
-        and the group was rebuilt; LaunchInterrupted, a KeyboardInterrupt, after the stop button.
+        `keep_cache` as for the session. Raises RankError with the first failure in time, or WatchError where what the
+        watch found is to stop the cell, after all ranks have come back and the group was rebuilt; LaunchInterrupted, a
+        KeyboardInterrupt, after the stop button.
         """
         from ddpilot.session.work import raise_outcome
 
@@ -176,7 +186,7 @@ class Session:
             parcel, known = ship("ddpilot-call", parts, call, did=f"running `{name}`", known=None)
         outcome, answers = self._with_parcel("call", {}, chosen, parcel, name)
         error = outcome.error
-        if error is not None and answers.get(error.rank):
+        if isinstance(error, RankError) and answers.get(error.rank):
             error.__cause__, _ = open_parcel(map_parcel(answers[error.rank]), known)
         try:
             raise_outcome(outcome, f"`{name}`")

@@ -42,7 +42,7 @@ def _status(ranks: Ranks, rank: int, pid: int | None, usage: dict[int, Usage]) -
 
 def _collective(ranks: Ranks, rank: int) -> CollectiveStatus | None:
     try:
-        entry = read_now(ring_path(ranks.folder, rank)).waiting
+        entry = read_now(ring_path(ranks.ring_folder, rank)).waiting
     except (RecordError, OSError):  # nothing is recorded there: the board says what is known without it
         return None
     if entry is None:

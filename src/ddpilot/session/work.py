@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 from ddpilot.errors import LaunchError, LaunchInterrupted
 from ddpilot.findings.words import render_ranks
 from ddpilot.session.bystanders import Bystanders
-from ddpilot.session.desync import Desync
 from ddpilot.session.events import Ended, Event, Said
 from ddpilot.session.outcome import Outcome, Part
 from ddpilot.session.parcels import ParcelCall
@@ -21,6 +20,7 @@ from ddpilot.session.rebuilt import describe_rebuilt
 from ddpilot.session.report import REPORT_KEY, REQUEST
 from ddpilot.session.round import Lookout, Round
 from ddpilot.session.stops import Stops
+from ddpilot.session.watching import CellLookout
 
 
 class Work:
@@ -52,7 +52,8 @@ class Work:
                 rank: self._ranks.hub.send(rank, "shell", "execute_request", content, {REPORT_KEY: about})
                 for rank in ranks
             }
-            outcome = self._watch(ids, f"Cell In[{number}]", events, stops, number=number, quiet=quiet)
+            name = f"Cell In[{number}]"
+            outcome = self._watch(ids, name, events, stops, number=number, quiet=quiet, is_users=True)
             self._recover(outcome, events, stops)
         return outcome
 
@@ -71,7 +72,7 @@ class Work:
                     token = uuid.uuid4().hex
                     calls[rank] = ParcelCall(self._ranks.parcel_socket(rank), token, parcel)
                     ids[rank] = self._ask(rank, verb, {**arguments, "token": token}, ranks)
-                outcome = self._watch(ids, name, events, stops)
+                outcome = self._watch(ids, name, events, stops, is_users=verb == "call")
                 for rank, part in outcome.parts.items():
                     if part.report is not None and verb != "push" and (verb == "call" or part.report.status == "ok"):
                         answers[rank] = calls[rank].answer()
@@ -127,9 +128,11 @@ class Work:
         number: int | None = None,
         quiet: bool = False,
         patient: bool = False,
+        is_users: bool = False,
     ) -> Outcome:
         ranks = self._ranks
         now = time.monotonic()
+        ranks.raised.clear()
         ranks.busy.update(dict.fromkeys(ids, (number, now)))
         ranks.view.begin(tuple(ids))
         # One that died before this turn is known here, one that dies later is an event.
@@ -141,19 +144,19 @@ class Work:
                 ranks,
                 name=name,
                 events=events,
-                lookout=None if number is None else self._make_lookout(tuple(ids), name, now),
+                lookout=self._make_lookout(tuple(ids), name, now) if is_users else None,
                 patient=patient,
                 quiet=quiet,
             ).run(stops)
         finally:
             ranks.view.end()
 
-    def _make_lookout(self, ids: Sequence[int], name: str, now: float) -> Lookout:
+    def _make_lookout(self, ids: Sequence[int], name: str, now: float) -> Lookout | None:
         ranks = self._ranks
         others = {*ranks.live} - {*ids}
         if others:
-            return Bystanders(ids, others, folder=ranks.folder, name=name, note=ranks.view.note)
-        return Desync(ids, folder=ranks.folder, since_s=now, note=ranks.view.note)
+            return Bystanders(ids, others, folder=ranks.ring_folder, name=name, note=ranks.view.note)
+        return None if ranks.watcher is None else CellLookout(ranks.watcher, name, now, ranks.view.note)
 
     # recovery
 

@@ -58,16 +58,34 @@ class Observer:
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ddpilot-watch", daemon=True)
-        self.since_ns = 0
-        """What is older is not looked at."""
+        self._since_ns = 0
+        self._is_active = threading.Event()
 
-    def start(self) -> None:
-        """Begin to look."""
+    def start(self, *, is_paused: bool = False) -> None:
+        """Begin to look, or with `is_paused` be ready for `resume`."""
+        if not is_paused:
+            self._is_active.set()
         self._thread.start()
+
+    def pause(self) -> None:
+        """Look no more until `resume`; waits for a look that is under way."""
+        self._is_active.clear()
+        with self._lock:
+            pass
+
+    def resume(self, since_ns: int) -> None:
+        """Look again, as if for the first time, at what is newer than `since_ns`."""
+        with self._lock:
+            self._since_ns = since_ns
+            self._told = Told(self._options.stall_warn_s)
+            self._findings.clear()
+            self._views.clear()
+        self._is_active.set()
 
     def stop(self) -> None:
         """Look no more; waits for a look that is under way, at most 5 s."""
         self._stopped.set()
+        self._is_active.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(5.0)
 
@@ -82,9 +100,11 @@ class Observer:
 
     def _run(self) -> None:
         while not self._stopped.wait(INTERVAL_S):
+            self._is_active.wait()
             try:
                 with self._lock:
-                    self._step()
+                    if self._is_active.is_set() and not self._stopped.is_set():
+                        self._step()
             except Exception as error:  # noqa: BLE001 - said once, and never in the way of the job
                 self._give_up(error)
                 return
@@ -111,7 +131,7 @@ class Observer:
         return found
 
     def _look(self) -> tuple[JobView, Analysis]:
-        view = self._gatherer.gather(self._facts(), self.since_ns)
+        view = self._gatherer.gather(self._facts(), self._since_ns)
         earlier = self._find_earlier(view.now_ns)
         analysis = analyze(view, earlier, stall_warn_s=self._options.stall_warn_s)
         if analysis.needs_stacks:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from ddpilot.errors import DdpilotError, RankError, WatchError
+from ddpilot.errors import RankError, WatchError
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.sequence import Findings
 from ddpilot.launching.companion import RankState
@@ -45,7 +45,7 @@ class Watcher:
         self._others = others
         self._ranks: Sequence[RankState] = ()
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._error: DdpilotError | None = None
+        self._error: WatchError | None = None
         self._observer: Observer | None = None
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
@@ -66,8 +66,13 @@ class Watcher:
         """Becomes readable when there is something for `take`."""
         return self._reader
 
-    def begin(self, ranks: Sequence[RankState]) -> None:
-        """The ranks are being started."""
+    @property
+    def folder(self) -> Path | None:
+        """Of the job; None where none could be made."""
+        return self._folder
+
+    def begin(self, ranks: Sequence[RankState], *, is_paused: bool = False) -> None:
+        """The ranks are being started. `is_paused`: nobody looks at them before `resume`."""
         self._ranks = ranks
         if self._folder is None:
             return
@@ -81,9 +86,20 @@ class Watcher:
             ranks=self._about.ranks,
             others=self._others,
         )
-        self._observer.start()
+        self._observer.start(is_paused=is_paused)
 
-    def take(self, note: Callable[[str], None]) -> DdpilotError | None:
+    def resume(self, name: str, since_ns: int) -> None:
+        """Look again, at what is newer than `since_ns` and has this name; what was said before may be said again."""
+        self._name, self._error = name, None
+        if self._observer is not None:
+            self._observer.resume(since_ns)
+
+    def pause(self) -> None:
+        """Look no more until `resume`."""
+        if self._observer is not None:
+            self._observer.pause()
+
+    def take(self, note: Callable[[str], None]) -> WatchError | None:
         """Show what there is to say by `note`; the error that the launch is to end with, else None."""
         with suppress(BlockingIOError):
             os.read(self._reader, 4096)

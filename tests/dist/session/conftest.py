@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ddpilot import RankError, Session
+from ddpilot import RankError, Session, WatchError
 from ddpilot.session.view import RankMessage, SendToRank
 from tests.dist.launching.scripts import wait_until
 
@@ -42,7 +42,7 @@ class Kept:
         self.messages: list[RankMessage] = []
         self.raws: dict[int, bytes] = {}
         self.notes: list[str] = []
-        self.errors: list[RankError] = []
+        self.errors: list[RankError | WatchError] = []
         self.times_s: list[float] = []
         self.answers: list[str] = []
         self.asked: list[tuple[int, str, bool]] = []
@@ -70,7 +70,7 @@ class Kept:
         """Nothing waits."""
         return None
 
-    def error(self, error: RankError) -> None:
+    def error(self, error: RankError | WatchError) -> None:
         """Keep an error and when it came."""
         self.errors.append(error)
         self.times_s.append(time.monotonic())

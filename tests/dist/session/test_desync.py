@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from ddpilot import LaunchInterrupted, RankError, Session
+from ddpilot import LaunchInterrupted, RankError, Session, WatchError
 from tests.dist.session.conftest import Kept, stopping_once_noted
 
 Start = Callable[..., Session]
@@ -21,19 +21,27 @@ def test_different_collectives_are_named_while_the_ranks_wait(start: Start, view
     session.execute("import torch, torch.distributed as dist\ndist.barrier()")
     with stopping_once_noted(session, view), pytest.raises(LaunchInterrupted):
         session.execute(BRANCH, cell=7)
-    assert view.notes[0] == (
-        "collective 1 of the default group is not the same on all ranks: rank 0 called all_reduce in Cell In[7], line "
-        "4 (dist.all_reduce(torch.ones(4))), rank 1 called barrier in Cell In[7], line 2 (dist.barrier()); press stop, "
-        "and let all ranks call the same"
-    )
+    assert view.notes[0].startswith("desync  DDP201  ")
+    assert "all_reduce" in view.notes[0]
+    assert "Cell In[7]:2" in view.notes[0]
     session.execute("dist.barrier()")
+
+
+def test_different_collectives_end_the_cell_when_that_is_wanted(start: Start) -> None:
+    """The findings are in the error; the group is made anew and every variable stays."""
+    session = start(2, on_finding="stop")
+    session.execute("import torch, torch.distributed as dist\nkept = 3\ndist.barrier()")
+    with pytest.raises(WatchError, match=r"running `Cell In\[7\]`: desync \(DDP201\)") as caught:
+        session.execute(BRANCH, cell=7)
+    assert [finding.code for finding in caught.value.findings] == ["DDP201"]
+    session.execute("dist.barrier()")
+    assert session.pull("kept") == [3, 3]
 
 
 def test_sizes_that_differ_are_named_where_gloo_aborts(start: Start) -> None:
     """The rank that dies says neither line nor rank, and the other one may not even fail."""
     with pytest.raises(RankError, match=r"SIGABRT|[Cc]onnection") as caught:
         start(2).execute("import torch\ngroup.all_reduce(torch.ones(10 + rank))", cell=7)
-    assert (
-        "Collective 0 of the default group is not the same on all ranks: rank 0 called all_reduce (10 elements) in "
-        "Cell In[7], line 2 (group.all_reduce(torch.ones(10 + rank))), rank 1 called all_reduce (11 elements)"
-    ) in str(caught.value)
+    (finding,) = caught.value.findings
+    assert finding.severity == "error"
+    assert (finding.place.file, finding.place.line) == ("Cell In[7]", 2)

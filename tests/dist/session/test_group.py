@@ -88,7 +88,7 @@ def test_every_collective_is_in_the_rings_with_its_cell_line(start: Start) -> No
 
     session = start(2)
     session.execute("import torch\ntensor = torch.ones(3)\ngroup.all_reduce(tensor)", cell=9)
-    rings = find_rings(session._ranks.folder)
+    rings = find_rings(session._ranks.ring_folder)
     assert set(rings) == {0, 1}
     for path in rings.values():
         entry = next(each for each in read_ring(path).collectives if each.op == "all_reduce")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from ddpilot.errors import DdpilotError, RankError
+from ddpilot.errors import RankError, WatchError
 from ddpilot.launching.companion import Companion, RankState
 from ddpilot.launching.elastic.worker_main import HOOKS_VARIABLE
 
@@ -37,7 +37,7 @@ class Escort:
         if self._companion is not None:
             self._companion.begin(ranks)
 
-    def take(self) -> DdpilotError | None:
+    def take(self) -> WatchError | None:
         """Show what there is to say; the error that the attempt is to end with, else None."""
         return None if self._companion is None else self._companion.take(self._say)
 

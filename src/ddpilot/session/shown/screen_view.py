@@ -7,7 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from ddpilot.errors import RankError
+from ddpilot.errors import RankError, WatchError
 from ddpilot.session.shown.output import CellOutput
 from ddpilot.session.shown.rich import Rich, read_rich
 from ddpilot.session.shown.screen import Screen
@@ -78,7 +78,7 @@ class ScreenView(ABC):
         """When `show` has something to do next."""
         return None if self._output is None else self._output.next_due_s()
 
-    def error(self, error: RankError) -> None:
+    def error(self, error: RankError | WatchError) -> None:
         """Show the first failure, behind what was printed before it."""
         self.flush()
         self.write_error("\n".join(error._render_traceback_()) + "\n")  # IPython's name for the text with colours

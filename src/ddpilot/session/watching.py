@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A session's ranks as who watches them sees them, and what is seen of one cell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from ddpilot.errors import RankError, WatchError
+from ddpilot.launching.local.report import Exited, Raised
+from ddpilot.watch.watcher import Watcher
+
+
+class Seen(Protocol):
+    """What a session knows of its ranks."""
+
+    raised: dict[int, Raised]
+    exited: dict[int, Exited]
+    busy: dict[int, tuple[int | None, float]]
+
+    def pid(self, rank: int) -> int | None:
+        """Of the rank's process, also where it has ended."""
+
+
+class SeenRank:
+    """One rank of a session: its program is the cell."""
+
+    def __init__(self, rank: int, seen: Seen) -> None:
+        self.rank = rank
+        self._seen = seen
+
+    @property
+    def pid(self) -> int | None:
+        """Of its process."""
+        return self._seen.pid(self.rank)
+
+    @property
+    def exited(self) -> Exited | None:
+        """How its process ended."""
+        return self._seen.exited.get(self.rank)
+
+    @property
+    def raised(self) -> Raised | None:
+        """What the cell raised there."""
+        return self._seen.raised.get(self.rank)
+
+    @property
+    def has_returned(self) -> bool:
+        """Whether the cell is over there, and went well."""
+        return self.exited is None and self.raised is None and self.rank not in self._seen.busy
+
+
+class CellLookout:
+    """What `watcher` sees while the cell `name` runs on all ranks; `note` shows it. `since_s`: when it began."""
+
+    def __init__(self, watcher: Watcher, name: str, since_s: float, note: Callable[[str], None]) -> None:
+        self._watcher = watcher
+        self._note = note
+        watcher.resume(name, int(since_s * 1e9))
+
+    def look(self, busy: Sequence[int], now_s: float) -> WatchError | None:  # noqa: ARG002 - for other lookouts
+        """Show what is new; what the cell is to end with, where it is to end."""
+        return self._watcher.take(self._note)
+
+    def explain(self, error: RankError) -> None:
+        """Add what was seen to the error by which the cell ends."""
+        self._watcher.explain(error)
+
+    def close(self) -> None:
+        """The cell is over."""
+        self._watcher.pause()
