@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is seen of training, and how: one module for each thing that is looked at."""
 
-PROBES = ()
+PROBES: tuple[str, ...] = (
+    "ddpilot.guard.probes.data:DataProbe",
+    "ddpilot.guard.probes.saving:SavingProbe",
+    "ddpilot.guard.probes.device_errors:DeviceErrorProbe",
+)
 """Every probe, as "module:class"; `guard.hook` installs them in this order."""

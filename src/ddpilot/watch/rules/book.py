@@ -9,9 +9,34 @@ from functools import partial
 from ddpilot.findings.finding import Finding
 from ddpilot.record.journal import Entry
 from ddpilot.record.log import RankLog
+from ddpilot.watch.rules.evaluation import MeanOfMeans, PaddedEvaluation
+from ddpilot.watch.rules.not_finite import NotFinite
+from ddpilot.watch.rules.on_graph import OnGraph
+from ddpilot.watch.rules.placement import OneDevice, SeveralDevices
 from ddpilot.watch.rules.rule import Rule, RuleContext
+from ddpilot.watch.rules.same_batch import SameBatch
+from ddpilot.watch.rules.saving import AllRanksSave
+from ddpilot.watch.rules.set_epoch import SetEpochForgotten
+from ddpilot.watch.rules.shards import ShardsOverlap
+from ddpilot.watch.rules.small_norm import SmallBatchNorm
+from ddpilot.watch.rules.streams import SameRandomStreams
+from ddpilot.watch.rules.unequal import UnequalBatches
 
-RULES: tuple[Callable[[RuleContext], Rule], ...] = ()
+RULES: tuple[Callable[[RuleContext], Rule], ...] = (
+    SameBatch,
+    SetEpochForgotten,
+    ShardsOverlap,
+    UnequalBatches,
+    PaddedEvaluation,
+    MeanOfMeans,
+    SameRandomStreams,
+    SmallBatchNorm,
+    NotFinite,
+    OnGraph,
+    OneDevice,
+    SeveralDevices,
+    AllRanksSave,
+)
 """Every rule."""
 
 _MAX_FINDINGS = 1000

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fingerprints of batches: what is cheap to compare between ranks. Nothing is waited for on a device."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+MAX_LEAVES = 8
+MAX_ELEMENTS = 1024
+"""Of a larger tensor as many elements, evenly spread, stand for all."""
+MAX_ROW_ELEMENTS = 64
+
+
+def tensors_in(data: Any, depth: int = 3) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors in nested containers, dataclasses and objects, with their keys as in ``images`` or ``0.boxes``."""
+    if isinstance(data, torch.Tensor):
+        yield "", data
+        return
+    if depth == 0 or data is None or isinstance(data, str | bytes | int | float | torch.nn.Module):
+        return
+    items: Any = ()
+    if isinstance(data, Mapping):
+        items = data.items()
+    elif isinstance(data, list | tuple):
+        items = enumerate(data[:MAX_LEAVES])
+    elif dataclasses.is_dataclass(data) and not isinstance(data, type):
+        items = [(field.name, getattr(data, field.name, None)) for field in dataclasses.fields(data)]
+    elif isinstance(getattr(data, "__dict__", None), dict):
+        items = list(vars(data).items())
+    for number, (key, value) in enumerate(items):
+        if number >= 2 * MAX_LEAVES:
+            return
+        for inner, tensor in tensors_in(value, depth - 1):
+            yield f"{key}.{inner}" if inner else str(key), tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Print:
+    """What stands for a batch."""
+
+    value: int
+    """The same for the same shapes, types and values; 32 bits."""
+    num_rows: int | None
+    """Size of the first dimension, where all tensors that have one agree."""
+    num_elements: int
+    """Of all tensors that were looked at."""
+
+
+def fingerprint(data: Any) -> Print | None:
+    """Of the first 8 tensors in `data` that the host can read; None where there is none, or one on a device."""
+    value = num_elements = 0
+    rows: set[int] = set()
+    for number, (_, tensor) in enumerate(tensors_in(data)):
+        if number >= MAX_LEAVES:
+            break
+        if not is_readable(tensor):
+            return None
+        value = zlib.crc32(f"{tuple(tensor.shape)}{tensor.dtype}".encode(), value)
+        value = zlib.crc32(_bytes_of(tensor, MAX_ELEMENTS), value)
+        num_elements += tensor.numel()
+        if tensor.dim():
+            rows.add(tensor.shape[0])
+    if not num_elements:
+        return None
+    return Print(value, rows.pop() if len(rows) == 1 else None, num_elements)
+
+
+def num_rows_of(data: Any) -> int | None:
+    """As `Print.num_rows`, also for tensors on a device."""
+    rows = {tensor.shape[0] for _, tensor in tensors_in(data) if tensor.dim()}
+    return rows.pop() if len(rows) == 1 else None
+
+
+def print_rows(data: Any, num_rows: int, rows: list[int]) -> dict[int, int]:
+    """A 32-bit fingerprint of each of `rows` of a batch of `num_rows`; empty where it is not made of rows."""
+    leaves = [tensor for _, tensor in tensors_in(data)][:MAX_LEAVES]
+    if not leaves or any(not tensor.dim() or tensor.shape[0] != num_rows for tensor in leaves):
+        return {}
+    if not all(is_readable(tensor) for tensor in leaves):
+        return {}
+    found = {}
+    for row in rows:
+        value = 0
+        for tensor in leaves:
+            value = zlib.crc32(_bytes_of(tensor[row], MAX_ROW_ELEMENTS), value)
+        found[row] = value
+    return found
+
+
+def is_readable(tensor: torch.Tensor) -> bool:
+    """Whether its values are in the host's memory, in the usual order."""
+    return tensor.device.type == "cpu" and tensor.layout is torch.strided and type(tensor) in _PLAIN
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _bytes_of(tensor: torch.Tensor, max_elements: int) -> bytes:
+    tensor = tensor.detach()
+    num = tensor.numel()
+    if num > 64 * max_elements and not tensor.is_contiguous():
+        tensor = tensor[tuple(slice(0, 8) for _ in range(tensor.dim()))]  # to bring all of it in order would cost
+        num = tensor.numel()
+    flat = tensor.reshape(-1)
+    if num > max_elements:
+        flat = flat[:: num // max_elements][:max_elements]
+    flat = flat.contiguous()
+    if flat.dtype is torch.bfloat16 or flat.dtype.itemsize == 1:
+        flat = flat.view(torch.int16 if flat.dtype.itemsize == 2 else torch.uint8)
+    return bytes(flat.numpy().tobytes())

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The probe of what is trained on: loaders, DDP models' inputs, randomness, losses, and what the program reduces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ddpilot.guard.position import Position
+from ddpilot.guard.probe import Notes
+from ddpilot.guard.probes.draws import DrawEyes
+from ddpilot.guard.probes.forwards import ForwardEyes
+from ddpilot.guard.probes.loaders import LoaderEyes
+from ddpilot.guard.probes.losses import LossEyes
+from ddpilot.guard.probes.reductions import ReductionEyes
+
+
+class DataProbe:
+    """Notes passes over loaders, fingerprints of batches, states of generators, and what is not finite."""
+
+    name = "data, randomness and losses"
+
+    def install(self, notes: Notes) -> Callable[[], None]:
+        """As every probe."""
+        position = Position()
+        loaders = LoaderEyes(notes, position)
+        draws = DrawEyes(notes, loaders)
+        loaders.starts_workers, loaders.has_worker_notes = draws.share, draws.collect
+        eyes: tuple[Any, ...] = (loaders, draws, ForwardEyes(notes, position))
+        eyes += (LossEyes(notes, position), ReductionEyes(notes, position))
+        undo = [step for one in eyes for step in one.install()]
+
+        def uninstall() -> None:
+            while undo:
+                undo.pop()()
+
+        return uninstall

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Looks at what is drawn at random while samples are read, in this process and in forked DataLoader workers."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch.utils.data import get_worker_info
+from torch.utils.data._utils import fetch as torch_fetch
+
+from ddpilot.guard.generators import LIBRARIES, digest_of
+from ddpilot.guard.position import Pass
+from ddpilot.guard.probe import Notes
+from ddpilot.guard.probes.loaders import LoaderEyes
+
+_NUM_FETCHES = 4
+_MAX_WORKERS = 64
+_MAX_PASSES = 2
+_NUM_READS = 12
+_WORDS = _MAX_WORKERS * _NUM_FETCHES * len(LIBRARIES)
+
+
+class DrawEyes:
+    """The part of the data probe that looks at fetching. `loaders` knows whose fetch it is.
+
+    Forked workers leave what they saw in memory that they share with their rank, and write nothing else.
+    """
+
+    def __init__(self, notes: Notes, loaders: LoaderEyes) -> None:
+        self._notes = notes
+        self._loaders = loaders
+        self._num_fetched: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._pages: WeakKeyDictionary[Pass, memoryview] = WeakKeyDictionary()
+        self._page: memoryview | None = None
+        self._read: WeakKeyDictionary[Pass, tuple[int, set[int]]] = WeakKeyDictionary()
+
+    def install(self) -> list[Callable[[], None]]:
+        """Begin to look; what ends it."""
+        around = self._notes.around
+        kinds = (torch_fetch._MapDatasetFetcher, torch_fetch._IterableDatasetFetcher)
+        return [around(kind, "fetch", before=self._fetches, after=self._fetched) for kind in kinds]
+
+    def share(self, found: Pass) -> None:
+        """Workers of `found` are about to be started, or go on in another pass."""
+        if found.number > 1:
+            self._page = None
+            return
+        page = mmap.mmap(-1, 8 * _WORDS)
+        self._pages[found] = self._page = memoryview(page).cast("Q")
+
+    def collect(self, found: Pass) -> None:
+        """Write down what the workers of `found` have seen since."""
+        page = self._pages.get(found)
+        num_reads, known = self._read.get(found, (0, set()))
+        if page is None or num_reads > _NUM_READS:
+            return
+        self._read[found] = (num_reads + 1, known)
+        for at, value in enumerate(page):
+            if value and at not in known:
+                known.add(at)
+                worker, rest = divmod(at, _NUM_FETCHES * len(LIBRARIES))
+                fetch, library = divmod(rest, len(LIBRARIES))
+                self._write(found, worker, fetch + 1, library, value)
+
+    def _write(self, found: Pass, worker: int, fetch: int, library: int, before: int) -> None:
+        name = LIBRARIES[library]
+        self._notes.write(
+            "draws", **found.key, worker=worker, fetch=fetch, library=name, before=before, site=found.site
+        )
+
+    def _fetches(self, fetcher: Any, _: Any) -> tuple[int, list[int]] | None:
+        number = self._num_fetched.get(fetcher, 0) + 1
+        if number > _NUM_FETCHES:
+            return None
+        self._num_fetched[fetcher] = number
+        if get_worker_info() is None and (self._loaders.current is None or self._loaders.current.number > _MAX_PASSES):
+            return None
+        return number, [digest_of(library) for library in LIBRARIES]
+
+    def _fetched(self, begun: tuple[int, list[int]] | None, returned: bool, *_: Any) -> None:
+        if begun is None or not returned:
+            return
+        number, before = begun
+        worker = get_worker_info()
+        for library, digest in enumerate(before):
+            if not digest or digest_of(LIBRARIES[library]) == digest:
+                continue
+            if worker is None and self._loaders.current is not None:
+                self._write(self._loaders.current, -1, number, library, digest)
+            elif worker is not None and worker.id < _MAX_WORKERS and self._page is not None:
+                self._page[(worker.id * _NUM_FETCHES + number - 1) * len(LIBRARIES) + library] = digest

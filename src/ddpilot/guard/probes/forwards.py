@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Looks at DDP models: when they are made, what goes into them while they train, what they draw at random."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpilot.guard.generators import device_digest
+from ddpilot.guard.position import Position
+from ddpilot.guard.prints import fingerprint, num_rows_of
+from ddpilot.guard.probe import Notes
+from ddpilot.guard.probes.loaders import pointers_of
+from ddpilot.guard.schedule import is_due
+
+_NUM_NORM_STEPS = 3
+MAX_NORM_ROWS = 16
+
+
+class _Counts:
+    """Of one model."""
+
+    def __init__(self) -> None:
+        self.forwards = 0
+        self.rows: list[int] = []
+
+
+class ForwardEyes:
+    """The part of the data probe that looks at DDP models."""
+
+    def __init__(self, notes: Notes, position: Position) -> None:
+        self._notes = notes
+        self._position = position
+        self._counts: WeakKeyDictionary[nn.Module, _Counts] = WeakKeyDictionary()
+        self._num_models = 0
+
+    def install(self) -> list[Callable[[], None]]:
+        """Begin to look; what ends it."""
+        around = self._notes.around
+        return [
+            around(DistributedDataParallel, "__init__", after=self._made),
+            around(DistributedDataParallel, "forward", before=self._begins, after=self._over),
+        ]
+
+    def _made(self, _: Any, returned: bool, __: Any, model: Any, *___: Any, **____: Any) -> None:
+        if not returned:
+            return
+        self._num_models += 1
+        self._position.models[model] = self._num_models
+        self._counts[model] = _Counts()
+        self._notes.write("ddp_model", model=self._num_models, **_describe_model(model), site=self._notes.site())
+
+    def _begins(self, model: Any, *inputs: Any, **kwargs: Any) -> tuple[Any, ...] | None:
+        counts = self._counts.get(model)
+        if counts is None or not (model.training and model.module.training and torch.is_grad_enabled()):
+            return None
+        counts.forwards += 1
+        number, forward = self._position.models[model], counts.forwards
+        position = self._position
+        position.evaluated = None
+        self._note_training(model, number)
+        if position.given:
+            position.used = position.find_given(pointers_of((inputs, kwargs)))
+        if forward <= _NUM_NORM_STEPS:
+            self._note_norms(model, number, counts, (inputs, kwargs))
+        if not is_due(forward):
+            return None
+        self._note_input(number, forward, (inputs, kwargs))
+        return number, forward, *device_digest(next(model.module.parameters()).device)
+
+    def _over(self, begun: tuple[Any, ...] | None, returned: bool, _: Any, model: Any, *__: Any, **___: Any) -> None:
+        if begun is None or not returned:
+            return
+        number, forward, library, before = begun
+        after = device_digest(next(model.module.parameters()).device)[1]
+        states = {"library": library, "before": before, "after": after}
+        self._notes.write("random", model=number, forward=forward, **states, site=self._notes.site())
+
+    def _note_training(self, model: Any, number: int) -> None:
+        fetched = self._position.fetched
+        for found in fetched.values():
+            if number not in found.trained:
+                found.trained.add(number)
+                join = bool(getattr(getattr(model, "_join_config", None), "enable", False))
+                self._notes.write("trains", **found.key, model=number, join=join)
+        fetched.clear()
+
+    def _note_input(self, number: int, forward: int, data: Any) -> None:
+        seen = fingerprint(data)
+        if seen is None:
+            return
+        used = self._position.used
+        where = {**used.of.key, "batch": used.batch} if used else {}
+        facts = {"print": seen.value, "rows": seen.num_rows, "elements": seen.num_elements}
+        self._notes.write("input", model=number, forward=forward, **facts, **where, site=self._notes.site())
+
+    def _note_norms(self, model: Any, number: int, counts: _Counts, data: Any) -> None:
+        rows = num_rows_of(data)
+        counts.rows += [] if rows is None else [rows]
+        if len(counts.rows) < _NUM_NORM_STEPS or max(counts.rows) >= MAX_NORM_ROWS:
+            return
+        layers = [name for name, layer in model.module.named_modules() if _is_small_scale(layer)]
+        if layers and dist.get_world_size(model.process_group) > 1:
+            site = self._notes.site()
+            self._notes.write("norms", model=number, layers=layers[:20], rows=counts.rows, site=site)
+
+
+def _is_small_scale(layer: nn.Module) -> bool:
+    return isinstance(layer, _BatchNorm) and not isinstance(layer, nn.SyncBatchNorm) and layer.training
+
+
+def _describe_model(model: Any) -> dict[str, Any]:
+    group = model.process_group
+    ranks: Any = dist.get_process_group_ranks(group)
+    ranks = None if len(ranks) == dist.get_world_size() else ranks
+    device = next(model.module.parameters()).device
+    facts: dict[str, Any] = {"ranks": ranks, "device": str(device), "host": socket.gethostname()}
+    if device.type == "cuda":
+        facts["uuid"] = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
+        facts["num_devices"] = torch.cuda.device_count()
+    return facts

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Looks at what DataLoaders give: passes, fingerprints of batches, which samples, in whose order. Consumes nothing."""
+
+from __future__ import annotations
+
+import sys
+import zlib
+from array import array
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.utils.data import dataloader as torch_loader
+
+from ddpilot.guard.position import Given, Pass, Position
+from ddpilot.guard.prints import fingerprint, num_rows_of, tensors_in
+from ddpilot.guard.probe import Notes
+from ddpilot.guard.samplers import describe_loader, is_own, may_repeat
+from ddpilot.guard.schedule import is_due
+from ddpilot.guard.sketch import Sketch
+
+_NUM_ORDERED = 16
+_MAX_ASKED = 4096
+_NUM_SKETCHED_PASSES = 2
+_NUM_NAMED_SAMPLES = 8
+
+
+class LoaderEyes:
+    """The part of the data probe that follows DataLoaders' iterators."""
+
+    def __init__(self, notes: Notes, position: Position) -> None:
+        self._notes = notes
+        self._position = position
+        self._loaders: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._num_loaders = 0
+        self._num_passes: dict[int, int] = {}
+        self._passes: WeakKeyDictionary[Any, Pass] = WeakKeyDictionary()
+        self.current: Pass | None = None
+        """Of the batch that is being fetched, where that happens in this process."""
+        self.starts_workers: Callable[[Pass], None] = _ignore
+        """Called before a pass starts workers."""
+        self.has_worker_notes: Callable[[Pass], None] = _ignore
+        """Called for the batches of a pass with workers."""
+
+    def install(self) -> list[Callable[[], None]]:
+        """Begin to look; what ends it."""
+        kind, notes = torch_loader._BaseDataLoaderIter, self._notes
+        return [
+            notes.around(kind, "__init__", after=self._made),
+            notes.around(kind, "_reset", after=self._reset),
+            notes.around(kind, "_next_index", after=self._asked),
+            notes.around(kind, "__next__", before=self._fetching, after=self._given),
+        ]
+
+    def _made(self, _: Any, returned: bool, __: Any, iterator: Any, loader: Any) -> None:
+        if returned:
+            self._begin(iterator, loader)
+
+    def _reset(
+        self, _: Any, returned: bool, __: Any, iterator: Any, loader: Any = None, first_iter: bool = False
+    ) -> None:
+        if returned and not first_iter and loader is not None:
+            self._begin(iterator, loader)
+
+    def _begin(self, iterator: Any, loader: Any) -> None:
+        self._passes.pop(iterator, None)
+        self.current = None
+        if is_own(loader):
+            return
+        number = self._loaders.get(loader)
+        if number is None:
+            self._num_loaders += 1
+            number = self._loaders[loader] = self._num_loaders
+        count = self._num_passes[number] = self._num_passes.get(number, 0) + 1
+        facts = describe_loader(loader)
+        is_compared = count <= _NUM_SKETCHED_PASSES and facts["sampler"] is not None and not may_repeat(loader)
+        is_compared = is_compared and getattr(loader, "in_order", True)
+        sketch = Sketch() if is_compared else None
+        found = Pass(number, count, facts["length"], loader.num_workers, self._notes.site(), sketch)
+        self._passes[iterator] = found
+        if found.num_workers:
+            self.starts_workers(found)
+        self._notes.write("loader_pass", **found.key, **facts, site=found.site)
+
+    def _asked(self, _: Any, returned: bool, index: Any, iterator: Any) -> None:
+        found = self._passes.get(iterator)
+        if found is None or not returned or index is None:
+            return
+        if len(found.asked) < _MAX_ASKED:
+            found.asked.append(index)
+        if found.order is not None and isinstance(index, list):
+            found.order += [one for one in index[:_NUM_ORDERED] if type(one) is int]
+            if len(found.order) >= _NUM_ORDERED:
+                self._write_order(found)
+
+    def _fetching(self, iterator: Any) -> Pass | None:
+        self.current = self._passes.get(iterator)
+        return self.current
+
+    def _given(self, found: Pass | None, returned: bool, data: Any, _: Any) -> None:
+        self.current = None
+        if found is None:
+            return
+        if not returned:
+            if isinstance(sys.exc_info()[1], StopIteration):
+                self._ended(found)
+            return
+        index = found.asked.popleft() if found.asked else None
+        found.num_batches += 1
+        number = found.num_batches
+        is_evaluation = not torch.is_grad_enabled() or self._position.is_evaluating()
+        found.num_evaluating += is_evaluation
+        found.num_samples += len(index) if isinstance(index, list | tuple) else num_rows_of(data) or 0
+        if found.num_workers:
+            self.has_worker_notes(found)
+        if is_evaluation:
+            return
+        position = self._position
+        position.fetched[found.loader] = found
+        position.given.append(_describe_batch(found, number, index, data))
+        if is_due(number) and (seen := fingerprint(data)):
+            self._notes.write("batch", **found.key, batch=number, print=seen.value, rows=seen.num_rows)
+        elif number == 2:
+            self._notes.write("batch", **found.key, batch=number, print=None, rows=None)
+        if found.sketch is not None and index is not None:
+            found.sketch.add(index, data)
+            if number >= 4 and number & (number - 1) == 0:
+                self._write_shard(found)
+        if found.length is not None and number == max(1, found.length - 2):
+            self._notes.write("near_end", **found.key, batch=number)
+
+    def _ended(self, found: Pass) -> None:
+        is_evaluation = found.num_batches > 0 and found.num_evaluating == found.num_batches
+        if is_evaluation:
+            self._position.evaluated = found
+        else:
+            self._write_order(found)
+            self._write_shard(found)
+        counts = {"batches": found.num_batches, "samples": found.num_samples}
+        self._notes.write("pass_end", **found.key, **counts, evaluates=is_evaluation)
+
+    def _write_order(self, found: Pass) -> None:
+        order, found.order = found.order, None
+        if order:
+            order = order[:_NUM_ORDERED]
+            is_sorted = all(a < b for a, b in pairwise(order))
+            self._notes.write("order", **found.key, order=zlib.crc32(array("q", order)), sorted=is_sorted)
+
+    def _write_shard(self, found: Pass) -> None:
+        if found.sketch is not None and (pairs := found.sketch.pairs()):
+            self._notes.write("shard", **found.key, pairs=pairs)
+
+
+def _ignore(_: Pass) -> None:
+    pass
+
+
+def _describe_batch(found: Pass, number: int, index: Any, data: Any) -> Given:
+    indices = index[:_NUM_NAMED_SAMPLES] if isinstance(index, list) else ()
+    named = tuple(one for one in indices if type(one) is int)
+    return Given(found, number, named, pointers_of(data))
+
+
+def pointers_of(data: Any) -> frozenset[int]:
+    """Addresses of the first tensors in `data`, by which a batch is known again."""
+    pointers = []
+    for _, tensor in tensors_in(data):
+        if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
+            pointers.append(tensor.data_ptr())
+        if len(pointers) == 4:
+            break
+    return frozenset(pointers)

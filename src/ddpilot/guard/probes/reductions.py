@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Looks at what the program itself reduces over the ranks: numbers after an evaluation, and tensors on the graph."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+from weakref import ReferenceType, ref
+
+import torch
+import torch.distributed as dist
+
+from ddpilot.guard.position import Pass, Position
+from ddpilot.guard.prints import tensors_in
+from ddpilot.guard.probe import Notes
+
+_REDUCING = ("all_reduce", "reduce", "all_gather", "gather", "all_gather_into_tensor", "reduce_scatter_tensor")
+_MAX_COLLECTED = 16
+_MAX_NODES = 64
+_MAX_NOTED = 8
+_MARK = "ddpilot_backward"
+
+
+class ReductionEyes:
+    """The part of the data probe that looks at collectives which the program asks for by torch.distributed."""
+
+    def __init__(self, notes: Notes, position: Position) -> None:
+        self._notes = notes
+        self._position = position
+        self._backward = 0
+        self._marked: deque[tuple[ReferenceType[torch.Tensor], dict[str, Any]]] = deque(maxlen=8)
+        self._num_collected: tuple[Pass | None, int] = (None, 0)
+        self._num_noted = 0
+
+    def install(self) -> list[Callable[[], None]]:
+        """Begin to look; what ends it."""
+        around = self._notes.around
+        undo = [around(dist, name, before=self._watcher(name)) for name in _REDUCING if hasattr(dist, name)]
+        return [*undo, around(torch.autograd, "backward", before=self._begins)]
+
+    def _watcher(self, name: str) -> Callable[..., None]:
+        def begins(*args: Any, **kwargs: Any) -> None:
+            self._collect(name, args, kwargs)
+
+        return begins
+
+    def _collect(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        at = 1 if name in ("all_gather", "all_gather_into_tensor", "reduce_scatter_tensor") else 0
+        given = [*args, *kwargs.values()]
+        tensor = next((one for one in given[at:] if isinstance(one, torch.Tensor)), None)
+        if tensor is None:
+            return
+        if self._position.evaluated is not None:
+            reduce_op = next((one for one in given if isinstance(one, dist.ReduceOp | dist.ReduceOp.RedOpType)), None)
+            self._note_number(name, tensor, _name_of(reduce_op) if "reduce" in name else "")
+        if tensor.grad_fn is not None and torch.is_grad_enabled() and self._num_noted < _MAX_NOTED:
+            self._note_graph(name, tensor)
+
+    def _note_number(self, name: str, tensor: torch.Tensor, reduce_op: str) -> None:
+        found = self._position.evaluated
+        seen, count = self._num_collected
+        count = count + 1 if seen is found else 1
+        self._num_collected = (found, count)
+        if found is None or count > _MAX_COLLECTED or tensor.is_complex():
+            return
+        value = float(tensor.detach()) if tensor.numel() == 1 else None
+        facts = {"op": name, "reduce": reduce_op, "numel": tensor.numel(), "value": value}
+        self._notes.write("collected", **found.key, **facts, samples=found.num_samples, site=self._notes.site())
+
+    def _note_graph(self, name: str, tensor: torch.Tensor) -> None:
+        facts = {"op": name, "numel": tensor.numel(), "site": self._notes.site()}
+        losses = _find_marks(tensor.grad_fn)
+        if len(losses) > 1:
+            self._num_noted += 1
+            self._notes.write("on_graph", case="sum", losses=len(losses), **facts)
+        elif not losses:
+            self._marked.append((ref(tensor), facts))
+
+    def _begins(self, tensors: Any, *_: Any, **__: Any) -> None:
+        self._backward += 1
+        losses = [one for _, one in tensors_in(tensors) if one.grad_fn is not None]
+        if self._marked:
+            self._find_reduced(losses)
+        for loss in losses[:2]:
+            _mark(loss.grad_fn, self._backward)
+
+    def _find_reduced(self, losses: list[torch.Tensor]) -> None:
+        for reference, facts in self._marked:
+            tensor = reference()
+            if tensor is not None and any(loss is tensor or _reaches(loss.grad_fn, tensor) for loss in losses):
+                self._num_noted += 1
+                self._notes.write("on_graph", case="backward", losses=1, **facts)
+        self._marked.clear()
+
+
+def _name_of(reduce_op: Any) -> str:
+    """``sum`` where none was given, as torch has it."""
+    text = "sum" if reduce_op is None else str(reduce_op)
+    return text.rpartition(".")[2].lower()
+
+
+def _mark(node: Any, number: int) -> None:
+    """Write into the graph which backward it belonged to, also where a loss was divided before."""
+    for _ in range(3):
+        if node is None:
+            return
+        node.metadata[_MARK] = number
+        node = next((one for one, _ in node.next_functions if one is not None), None)
+
+
+def _find_marks(node: Any) -> set[int]:
+    return {found for one in _walk(node) if (found := one.metadata.get(_MARK)) is not None}
+
+
+def _reaches(node: Any, tensor: torch.Tensor) -> bool:
+    target = tensor.grad_fn
+    return target is not None and any(one is target for one in _walk(node))
+
+
+def _walk(node: Any) -> list[Any]:
+    """The nearest nodes of the graph behind `node`, itself among them."""
+    found: list[Any] = []
+    todo = deque([node])
+    while todo and len(found) < _MAX_NODES:
+        one = todo.popleft()
+        if one is None or any(one is other for other in found):
+            continue
+        found.append(one)
+        todo += [before for before, _ in one.next_functions]
+    return found

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The probe of what is saved, and where."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import safetensors.torch
+import torch
+
+from ddpilot.guard.probe import Notes
+
+_MAX_NOTED = 10_000
+
+
+class SavingProbe:
+    """Notes files that torch.save and safetensors write: when, and by which line."""
+
+    name = "saving"
+
+    def __init__(self) -> None:
+        self._num_noted = 0
+
+    def install(self, notes: Notes) -> Callable[[], None]:
+        """As every probe."""
+        host = socket.gethostname()
+
+        def begins(*_: Any, **__: Any) -> int:
+            return time.monotonic_ns()
+
+        def ends(begun: int | None, returned: bool, _: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ARG001
+            path = _path_of(args[1:] or tuple(kwargs.get(name) for name in ("f", "filename")))
+            if not path or begun is None or self._num_noted >= _MAX_NOTED:
+                return
+            self._num_noted += 1
+            times = {"start_ns": begun, "end_ns": time.monotonic_ns()}
+            notes.write("save", path=path, host=host, **times, site=notes.site())
+
+        functions = ((torch, "save"), (safetensors.torch, "save_file"))
+        undo = [notes.around(owner, name, before=begins, after=ends) for owner, name in functions]
+
+        def uninstall() -> None:
+            for step in undo:
+                step()
+
+        return uninstall
+
+
+def _path_of(targets: tuple[Any, ...]) -> str:
+    """The regular file that the first of `targets` is; empty for anything else."""
+    target = next((one for one in targets[:1] + targets[1:2] if one is not None), None)
+    if not isinstance(target, str | os.PathLike):
+        target = getattr(target, "name", None)
+    if not isinstance(target, str | os.PathLike):
+        return ""
+    path = os.path.realpath(os.fsdecode(target))
+    return path if os.path.isfile(path) else ""

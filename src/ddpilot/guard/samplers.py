@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a DataLoader says of itself: how many batches, of which dataset, in whose order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+_SIZES = ("num_replicas", "world_size", "num_processes")
+_RANKS = ("rank", "process_index")
+
+
+def is_own(loader: Any) -> bool:
+    """Whether it is a part of ddpilot's own loaders, which divide samples by themselves."""
+    return type(loader.dataset).__module__.startswith("ddpilot.")
+
+
+def describe_loader(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Facts for the journal; what cannot be known without changing anything is None."""
+    is_stream = isinstance(loader.dataset, IterableDataset)
+    sampler = None if is_stream else _describe_sampler(loader)
+    return {
+        # To ask a stream for its length makes torch warn when it is longer.
+        "length": None if is_stream else length_of(loader),
+        "samples": None if is_stream else length_of(loader.dataset),
+        "dataset": type(loader.dataset).__name__,
+        "size": loader.batch_size if isinstance(loader.batch_size, int) else None,
+        "workers": loader.num_workers,
+        "sampler": sampler,
+    }
+
+
+def may_repeat(loader: DataLoader[Any]) -> bool:
+    """Whether its order is meant to be drawn anew by each rank: with replacement, or a part of the dataset."""
+    for sampler in _samplers_of(loader):
+        num_asked = getattr(sampler, "_num_samples", None)
+        if getattr(sampler, "replacement", False) or num_asked is not None or hasattr(sampler, "weights"):
+            return True
+    return False
+
+
+def length_of(thing: Any) -> int | None:
+    """`len(thing)`; None where it has none."""
+    try:
+        return len(thing)
+    except Exception:  # noqa: BLE001 - the user's code, which nobody else may ever call
+        return None
+
+
+def _samplers_of(loader: Any) -> Iterator[Any]:
+    """The samplers of a loader from the outside in: batch samplers, and what they are made of."""
+    todo, seen = [loader.batch_sampler, loader.sampler], 0
+    while todo and seen < 8:
+        sampler = todo.pop(0)
+        seen += 1
+        if sampler is not None:
+            yield sampler
+            todo += [getattr(sampler, name, None) for name in ("sampler", "batch_sampler")]
+
+
+def _describe_sampler(loader: Any) -> dict[str, Any]:
+    samplers = list(_samplers_of(loader))
+    for sampler in samplers:
+        sizes = [value for name in _SIZES if type(value := getattr(sampler, name, None)) is int]
+        ranks = [value for name in _RANKS if type(value := getattr(sampler, name, None)) is int]
+        if sizes and ranks:
+            return {**_facts(sampler), "replicas": sizes[0], "rank": ranks[0]}
+    inner = next((one for one in samplers if not hasattr(one, "sampler") and not hasattr(one, "batch_sampler")), None)
+    return _facts(inner)
+
+
+def _facts(sampler: Any) -> dict[str, Any]:
+    facts: dict[str, Any] = {"kind": type(sampler).__name__, "length": length_of(sampler)}
+    for name in ("epoch", "seed"):
+        if type(value := getattr(sampler, name, None)) is int:
+            facts[name] = value
+    for name in ("shuffle", "drop_last"):
+        if isinstance(value := getattr(sampler, name, None), bool):
+            facts[name] = value
+    facts["has_set_epoch"] = callable(getattr(sampler, "set_epoch", None))
+    return facts

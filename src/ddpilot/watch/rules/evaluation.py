@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DDP405 and DDP406: an evaluation that has samples twice, and a mean of means of unequal parts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ddpilot.findings.finding import Finding
+from ddpilot.findings.words import render_ranks
+from ddpilot.record.journal import Entry
+from ddpilot.watch.rules.gathering import NS_PER_S, PATIENCE_NS, Waiting
+from ddpilot.watch.rules.rule import RuleContext, place_of
+
+_EVALUATION_PATIENCE_NS = NS_PER_S
+_MAX_SAMPLES = 5000
+"""Beyond, float32 no longer tells which quotients have this denominator."""
+
+
+class PaddedEvaluation:
+    """A DistributedSampler that repeats samples for equal parts, gone over without gradients.
+
+    Where the ranks gather something as long as a batch after it, they may have cut the repeated ones off; nothing is
+    said then.
+    """
+
+    codes: tuple[str, ...] = ("DDP405",)
+    kinds: tuple[str, ...] = ("loader_pass", "pass_end")
+
+    def __init__(self, context: RuleContext) -> None:
+        self._context = context
+        self._passes: dict[tuple[int, int, int], dict[str, Any]] = {}
+        self._waiting: Waiting[tuple[str, int], dict[str, Any]] = Waiting(context.world_size)
+
+    def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
+        """What `rank` noted."""
+        values = entry.values
+        key = (rank, values["loader"], values["pass"])
+        if entry.kind == "loader_pass":
+            if _num_repeated(values):
+                self._passes[key] = {**values, "begun_ns": entry.time_ns}
+                if len(self._passes) > 4096:
+                    self._passes.pop(next(iter(self._passes)))
+        elif values["evaluates"] and (facts := self._passes.pop(key, None)):
+            site = facts.get("site") or {}
+            self._waiting.put((site.get("file", ""), site.get("line", 0)), rank, facts, entry.time_ns)
+        return ()
+
+    def look(self, now_ns: int) -> Iterable[Finding]:
+        """What can be said now, a second after the evaluation."""
+        for _, by_rank in self._waiting.settled(now_ns, _EVALUATION_PATIENCE_NS):
+            if not any(self._gathers_samples(rank, facts) for rank, facts in list(by_rank.items())[:2]):
+                yield self._finding(by_rank)
+
+    def finish(self, now_ns: int) -> Iterable[Finding]:
+        """What waits is said now."""
+        return self.look(now_ns + _EVALUATION_PATIENCE_NS)
+
+    def _gathers_samples(self, rank: int, facts: Mapping[str, Any]) -> bool:
+        log = self._context.log(rank)
+        if log is None:
+            return False
+        later = [one for one in log.collectives if one.ddp is None and one.start_ns >= facts["begun_ns"]]
+        batch = facts.get("size") or 1
+        return any("gather" in one.op and _num_elements(one.inputs) >= batch for one in later)
+
+    def _finding(self, by_rank: Mapping[int, Mapping[str, Any]]) -> Finding:
+        facts = next(iter(by_rank.values()))
+        sampler, samples, repeated = facts["sampler"], facts["samples"], _num_repeated(facts)
+        replicas = sampler["replicas"]
+        return Finding(
+            code=self.codes[0],
+            name="padded-evaluation",
+            severity="warning",
+            summary=f"{repeated} of {samples} samples are evaluated twice",
+            ranks=tuple(by_rank),
+            place=place_of(facts.get("site")),
+            evidence=(
+                f"{sampler['kind']} makes {replicas} equal parts of {samples} samples: the first {repeated} come again",
+            ),
+            why="The metric counts these samples twice, and changes with the number of ranks.",
+            fix="Give each rank its part without padding, as Subset(dataset, range(rank, len(dataset), world_size)), "
+            "evaluate the unwrapped model, and sum metric and count over the ranks; loop.evaluate does all of that.",
+            source="ddpilot explain DDP405",
+        )
+
+
+def _num_repeated(facts: Mapping[str, Any]) -> int:
+    sampler, samples = facts.get("sampler") or {}, facts.get("samples")
+    replicas = sampler.get("replicas")
+    if not samples or not replicas or sampler.get("drop_last") is not False:
+        return 0
+    padding = math.ceil(samples / replicas) * replicas - samples
+    return padding if sampler.get("length") == math.ceil(samples / replicas) else 0
+
+
+def _num_elements(tensors: Iterable[Any]) -> int:
+    return max((math.prod(tensor.shape) for tensor in tensors), default=0)
+
+
+class MeanOfMeans:
+    """Numbers that the ranks bring together after an evaluation in which they had unequal numbers of samples.
+
+    Told are averages of one number, and sums or gathers of one quotient whose denominator is the rank's own count.
+    """
+
+    codes: tuple[str, ...] = ("DDP406",)
+    kinds: tuple[str, ...] = ("collected",)
+
+    def __init__(self, context: RuleContext) -> None:
+        self._waiting: Waiting[tuple[int, int], list[Any]] = Waiting(context.world_size)
+        self._world_size = context.world_size
+        self._collected: dict[tuple[int, int, int], list[Any]] = {}
+
+    def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
+        """What `rank` noted."""
+        values = entry.values
+        key = (values["loader"], values["pass"])
+        mine = self._collected.setdefault((rank, *key), [])
+        if len(self._collected) > 4096:
+            self._collected.pop(next(iter(self._collected)))
+        if len(mine) < 16:
+            mine.append(values)
+        # Said when they all had the time to collect the counts, too.
+        self._waiting.put(key, rank, mine, entry.time_ns)
+        return ()
+
+    def look(self, now_ns: int) -> Iterable[Finding]:
+        """What can be said now."""
+        for _, by_rank in self._waiting.settled(now_ns):
+            if len(by_rank) == self._world_size and (found := _find_mean_of_means(by_rank)):
+                yield found
+
+    def finish(self, now_ns: int) -> Iterable[Finding]:
+        """What waits is said now."""
+        return self.look(now_ns + PATIENCE_NS)
+
+
+def _find_mean_of_means(by_rank: Mapping[int, list[Any]]) -> Finding | None:
+    samples = {rank: values[0]["samples"] for rank, values in by_rank.items()}
+    if len(set(samples.values())) == 1 or max(samples.values()) > _MAX_SAMPLES or min(samples.values()) < 1:
+        return None
+    if any(_is_count(one, samples[rank]) for rank, values in by_rank.items() for one in values):
+        return None
+    for number in range(min(len(values) for values in by_rank.values())):
+        found = {rank: values[number] for rank, values in by_rank.items()}
+        first = next(iter(found.values()))
+        if any((one["op"], one["reduce"], one["numel"]) != (first["op"], first["reduce"], 1) for one in found.values()):
+            continue
+        if _is_average(found) or _are_quotients(found, samples):
+            return _say_mean_of_means(found, samples)
+    return None
+
+
+def _is_count(one: Mapping[str, Any], samples: int) -> bool:
+    return one["numel"] != 1 or one["value"] is None or math.isclose(one["value"], samples)
+
+
+def _is_average(found: Mapping[int, Any]) -> bool:
+    return all(one["reduce"] == "avg" for one in found.values()) and any(one["value"] % 1 for one in found.values())
+
+
+def _are_quotients(found: Mapping[int, Any], samples: Mapping[int, int]) -> bool:
+    """Whether each rank's value is a part of its own count, and not of the count of all."""
+    in_all = sum(samples.values())
+    own = [one["value"] for rank, one in found.items() if _is_near_integer(one["value"] * samples[rank], 1e-3)]
+    broken = [value for value in own if 0 < value < 1]
+    of_all = [value for value in broken if _is_near_integer(value * in_all, 1e-2)]
+    return len(own) == len(found) and len(broken) >= 2 and not of_all
+
+
+def _is_near_integer(value: float, tolerance: float) -> bool:
+    return math.isfinite(value) and abs(value - round(value)) < tolerance
+
+
+def _say_mean_of_means(found: Mapping[int, Any], samples: Mapping[int, int]) -> Finding:
+    first = next(iter(found.values()))
+    true = sum(one["value"] * samples[rank] for rank, one in found.items()) / sum(samples.values())
+    mean = sum(one["value"] for one in found.values()) / len(found)
+    shown = list(found)[:8]
+    return Finding(
+        code="DDP406",
+        name="mean-of-means",
+        severity="warning",
+        summary=f"a mean over {render_ranks(found)} takes their means as equal, which are of unequal numbers of "
+        "samples",
+        ranks=tuple(found),
+        place=place_of(first.get("site")),
+        evidence=(
+            *(f"rank {rank}: {found[rank]['value']:.6g} of {samples[rank]} samples" for rank in shown),
+            f"the mean of these is {mean:.6g}, that of all samples {true:.6g}",
+        ),
+        why="A rank with few samples weighs as much as one with many.",
+        fix="Reduce the sum and the number of samples over the ranks, and divide then.",
+        source="ddpilot explain DDP406",
+    )

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DDP409: weights became NaN or infinite; on which rank that began, in which batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from ddpilot.findings.finding import Finding
+from ddpilot.findings.words import render_ranks
+from ddpilot.record.journal import Entry
+from ddpilot.watch.rules.gathering import PATIENCE_NS, Waiting, some
+from ddpilot.watch.rules.rule import RuleContext, place_of
+
+
+class NotFinite:
+    """Says who was first, when an optimizer step has written what is not finite into weights that were.
+
+    A loss or a gradient alone is no fault: a scaler, or the program, may leave that step out.
+    """
+
+    codes: tuple[str, ...] = ("DDP409",)
+    kinds: tuple[str, ...] = ("not_finite", "spoiled")
+
+    def __init__(self, context: RuleContext) -> None:
+        self._seen: dict[int, dict[int, Any]] = {}
+        self._waiting: Waiting[int, Any] = Waiting(context.world_size)
+
+    def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
+        """What `rank` noted."""
+        if entry.kind == "not_finite":
+            mine = self._seen.setdefault(rank, {})
+            mine[entry.values["backward"]] = entry.values
+            if len(mine) > 64:
+                mine.pop(min(mine))
+        else:
+            self._waiting.put(entry.values["time"], rank, entry.values, entry.time_ns)
+        return ()
+
+    def look(self, now_ns: int) -> Iterable[Finding]:
+        """What can be said now."""
+        for _, spoiled in self._waiting.ready(now_ns):
+            yield self._finding(spoiled)
+
+    def finish(self, now_ns: int) -> Iterable[Finding]:
+        """What waits is said now."""
+        return self.look(now_ns + PATIENCE_NS)
+
+    def _finding(self, spoiled: dict[int, Any]) -> Finding:
+        last = max(values["backward"] for values in spoiled.values())
+        firsts = {rank: _begin(mine, last) for rank, mine in self._seen.items() if last in mine}
+        begun = min(firsts.values(), default=last)
+        culprits = {rank: self._seen[rank][begun] for rank, number in sorted(firsts.items()) if number == begun}
+        first = next(iter(culprits.values()), next(iter(spoiled.values())))
+        parameters = next(iter(spoiled.values()))["parameters"]
+        evidence = [_describe(rank, values) for rank, values in list(culprits.items())[:8]]
+        others = [rank for rank in spoiled if rank not in culprits]
+        if others and culprits:
+            evidence.append(f"on {render_ranks(others)} loss and gradients were finite before the ranks' were averaged")
+        evidence.append(f"weights that are not finite since that step: {some(parameters)}")
+        who = tuple(culprits) or tuple(spoiled)
+        return Finding(
+            code=self.codes[0],
+            name="not-finite",
+            severity="error",
+            summary=f"weights are not finite since backward {begun}"
+            + (f"; it began on {render_ranks(who)}" if culprits else ""),
+            ranks=who,
+            place=place_of(first.get("site")),
+            evidence=tuple(evidence),
+            why="DDP averages gradients over all ranks: one that is not finite makes them so everywhere.",
+            fix="Look at the samples of that batch, at a division, logarithm or root in the loss, then at the learning "
+            "rate. torch.autograd.set_detect_anomaly(True) finds the line of a gradient.",
+            source="ddpilot explain DDP409",
+        )
+
+
+def _begin(mine: dict[int, Any], last: int) -> int:
+    """The first of the backwards without a gap up to `last`: those of one accumulated step."""
+    while last - 1 in mine:
+        last -= 1
+    return last
+
+
+def _describe(rank: int, values: Any) -> str:
+    what = f"the loss was {values['loss']}" if values["loss"] else "the loss was finite, its gradient was not"
+    where = f"backward {values['backward']}"
+    if values.get("batch") is not None:
+        where += f", batch {values['batch']} of pass {values['pass']} over the loader"
+    indices = values.get("indices") or ()
+    return f"rank {rank}: {what} in {where}" + (f", samples {some(indices, 8)}" if indices else "")

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DDP118 and DDP412: several ranks on one device, and tensors of one rank on several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ddpilot.findings.finding import Finding
+from ddpilot.findings.words import render_ranks
+from ddpilot.record.journal import Entry
+from ddpilot.watch.rules.gathering import PATIENCE_NS, Gathering, Waiting, members_of, some
+from ddpilot.watch.rules.rule import RuleContext, place_of
+
+
+class OneDevice:
+    """Several ranks' parts of one DDP model on the same accelerator of the same machine."""
+
+    codes: tuple[str, ...] = ("DDP118",)
+    kinds: tuple[str, ...] = ("ddp_model",)
+
+    def __init__(self, context: RuleContext) -> None:
+        self._world_size = context.world_size
+        self._models: Gathering[int, dict[str, Any]] = Gathering(64)
+        self._judged: set[int] = set()
+
+    def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
+        """What `rank` noted."""
+        values = entry.values
+        found = self._models.put(values["model"], rank, dict(values))
+        members = members_of(values["ranks"], self._world_size)
+        if values["model"] in self._judged or len(members) < 2 or any(member not in found for member in members):
+            return
+        self._judged.add(values["model"])
+        by_device: dict[tuple[str, str], list[int]] = {}
+        for member in members:
+            if found[member].get("uuid"):
+                by_device.setdefault((found[member]["host"], found[member]["uuid"]), []).append(member)
+        shared = {device: ranks for device, ranks in by_device.items() if len(ranks) > 1}
+        if shared:
+            yield self._finding(found, shared)
+
+    def look(self, now_ns: int) -> Iterable[Finding]:  # noqa: ARG002 - as every rule
+        """Nothing waits."""
+        return ()
+
+    def finish(self, now_ns: int) -> Iterable[Finding]:  # noqa: ARG002 - as every rule
+        """Nothing waits."""
+        return ()
+
+    def _finding(self, found: Mapping[int, Any], shared: Mapping[tuple[str, str], list[int]]) -> Finding:
+        ranks = sorted(rank for together in shared.values() for rank in together)
+        first = found[ranks[0]]
+        idle = first["num_devices"] > 1
+        lines = [
+            f"{render_ranks(together)} on {first['device']} of {host} ({uuid})"
+            for (host, uuid), together in list(shared.items())[:4]
+        ]
+        return Finding(
+            code=self.codes[0],
+            name="one-device",
+            severity="warning" if idle else "info",
+            summary=f"{render_ranks(ranks)} use the same device",
+            ranks=tuple(ranks),
+            place=place_of(first.get("site")),
+            evidence=(*lines, f"a rank can see {first['num_devices']} device{'s' * idle}"),
+            why="They share its memory and its time, and NCCL refuses to connect them."
+            + (" The other devices are idle." if idle else ""),
+            fix="Call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before the model is made, and use no fixed "
+            "'cuda:0'; start as many ranks as there are devices.",
+            source="ddpilot explain DDP118",
+        )
+
+
+class SeveralDevices:
+    """Says which tensors were on which device, by name, when an operation refused them."""
+
+    codes: tuple[str, ...] = ("DDP412",)
+    kinds: tuple[str, ...] = ("devices",)
+
+    def __init__(self, context: RuleContext) -> None:
+        self._waiting: Waiting[tuple[str, int], Any] = Waiting(context.world_size)
+
+    def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
+        """What `rank` noted."""
+        site = entry.values.get("site") or {}
+        self._waiting.put((site.get("file", ""), site.get("line", 0)), rank, entry.values, entry.time_ns)
+        return ()
+
+    def look(self, now_ns: int) -> Iterable[Finding]:
+        """What can be said now."""
+        for _, by_rank in self._waiting.ready(now_ns):
+            values = next(iter(by_rank.values()))
+            yield Finding(
+                code=self.codes[0],
+                name="several-devices",
+                severity="error",
+                summary=f"tensors on {some(sorted(values['by_device']))} met in one operation",
+                ranks=tuple(by_rank),
+                place=place_of(values.get("site")),
+                evidence=(
+                    *(f"on {device}: {some(names, 8)}" for device, names in sorted(values["by_device"].items())),
+                    values["message"],
+                ),
+                why="An operation takes tensors of one device, and never moves them by itself.",
+                fix="Move what is on the wrong one: model.to(device) before DDP wraps it, and batch, target and what "
+                "the loss holds (weights of classes) with .to(device).",
+                source="ddpilot explain DDP412",
+            )
+
+    def finish(self, now_ns: int) -> Iterable[Finding]:
+        """What waits is said now."""
+        return self.look(now_ns + PATIENCE_NS)

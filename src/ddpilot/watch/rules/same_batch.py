@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DDP401: several ranks train on the same batches."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Any
+
+from ddpilot.findings.finding import Finding
+from ddpilot.findings.words import render_ranks
+from ddpilot.record.journal import Entry
+from ddpilot.watch.rules.gathering import Gathering, members_of
+from ddpilot.watch.rules.rule import RuleContext, place_of
+
+MIN_DIFFERENT = 3
+"""So many batches that differ from each other have to be the same on the ranks, and none may be another."""
+MIN_MADE_BY_HAND = 6
+"""Without a loader that gave the same: the inputs of so many forwards, since made-up ones may be meant to be so."""
+MIN_ELEMENTS = 4
+"""An input of fewer elements, such as a step number, is no batch."""
+
+
+class SameBatch:
+    """Compares fingerprints of what goes into a DDP model while it trains, and of what its loader gave.
+
+    What goes into the model decides: a program may load the same on every rank and take its part of it afterwards.
+    """
+
+    codes: tuple[str, ...] = ("DDP401",)
+    kinds: tuple[str, ...] = ("ddp_model", "loader_pass", "batch", "input")
+
+    def __init__(self, context: RuleContext) -> None:
+        self._world_size = context.world_size
+        self._members: dict[int, tuple[int, ...]] = {}
+        self._inputs: dict[int, Gathering[int, int]] = {}
+        self._numbers: dict[int, OrderedDict[int, None]] = {}
+        self._loaded: Gathering[tuple[int, int, int], int] = Gathering(1024)
+        self._passes: Gathering[tuple[int, int], dict[str, Any]] = Gathering(64)
+        self._judged: set[int] = set()
+
+    def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
+        """What `rank` noted."""
+        values = entry.values
+        if entry.kind == "ddp_model" and len(self._members) < 64:
+            self._members[values["model"]] = members_of(values["ranks"], self._world_size)
+        elif entry.kind == "loader_pass":
+            self._passes.put((values["loader"], values["pass"]), rank, dict(values))
+        elif entry.kind == "batch":
+            self._loaded.put((values["loader"], values["pass"], values["batch"]), rank, values["print"])
+        elif entry.kind == "input" and values["elements"] >= MIN_ELEMENTS:
+            return self._compare(rank, values)
+        return ()
+
+    def look(self, now_ns: int) -> Iterable[Finding]:  # noqa: ARG002 - as every rule
+        """Nothing waits."""
+        return ()
+
+    def finish(self, now_ns: int) -> Iterable[Finding]:  # noqa: ARG002 - as every rule
+        """Nothing waits."""
+        return ()
+
+    def _compare(self, rank: int, values: Any) -> Iterable[Finding]:
+        model = values["model"]
+        members = self._members.get(model, ())
+        if model in self._judged or len(members) < 2 or rank not in members:
+            return
+        inputs = self._inputs.setdefault(model, Gathering(64))
+        inputs.put(values["forward"], rank, values["print"])
+        numbers = self._numbers.setdefault(model, OrderedDict())
+        numbers[values["forward"]] = None
+        whole = [found for n in numbers if len(found := inputs.get(n)) == len(members)]
+        if len(whole) < MIN_DIFFERENT:
+            return
+        alike: dict[tuple[int, ...], list[int]] = {}
+        for member in members:
+            alike.setdefault(tuple(found[member] for found in whole), []).append(member)
+        for prints, ranks in alike.items():
+            if len(ranks) < 2 or len(set(prints)) < MIN_DIFFERENT:
+                continue
+            num_loaded = self._count_loaded(ranks, values)
+            if num_loaded >= MIN_DIFFERENT or len(whole) >= MIN_MADE_BY_HAND:
+                self._judged.add(model)
+                yield self._finding(ranks, values, len(whole), num_loaded)
+        if not any(len(ranks) > 1 for ranks in alike.values()):
+            # They have differed once: what comes later may coincide.
+            self._judged.add(model)
+
+    def _count_loaded(self, ranks: list[int], values: Any) -> int:
+        """How many different batches the loader gave alike to `ranks`; 0 where one was another, or none gave any."""
+        if "loader" not in values:
+            return 0
+        key = (values["loader"], values["pass"])
+        given = [self._loaded.get((*key, number)) for number in range(1, 9)]
+        whole = [[found[rank] for rank in ranks] for found in given if all(rank in found for rank in ranks)]
+        return len({one[0] for one in whole}) if all(len(set(one)) == 1 for one in whole) else 0
+
+    def _finding(self, ranks: list[int], values: Any, num_forwards: int, num_loaded: int) -> Finding:
+        is_loaded = num_loaded >= MIN_DIFFERENT
+        mine = self._passes.get((values["loader"], values["pass"])).get(ranks[0], {}) if is_loaded else {}
+        evidence = [f"the inputs of {num_forwards} forwards were the same on {render_ranks(ranks)}"]
+        if is_loaded:
+            whose = "a stream" if mine.get("samples") is None else f"{mine['samples']} samples"
+            evidence.append(f"so were {num_loaded} batches of the loader of {whose}")
+            evidence.append(describe_sampler(mine))
+        return Finding(
+            code=self.codes[0],
+            name="same-batch",
+            severity="error" if is_loaded else "warning",
+            summary=f"{render_ranks(ranks)} train on the same batches",
+            ranks=tuple(ranks),
+            place=place_of(mine.get("site")) or place_of(values.get("site")),
+            evidence=tuple(evidence),
+            why="The gradients of these ranks are the same, so that their mean is that of one rank: the others add "
+            "nothing."
+            + ("" if (mine.get("sampler") or {}).get("replicas") else " Nothing divides the samples among the ranks."),
+            fix="Give the loader sampler=DistributedSampler(dataset) and leave shuffle out, or let each rank draw its "
+            "own samples (a seed that depends on the rank).",
+            source="ddpilot explain DDP401",
+        )
+
+
+def describe_sampler(values: Any) -> str:
+    """The order that a pass of a loader has, in words; empty where it has no samples by number."""
+    sampler = values.get("sampler")
+    if not sampler:
+        return f"its dataset ({values.get('dataset', 'unknown')}) streams its samples"
+    facts = [f"{name}={sampler[name]}" for name in ("replicas", "rank", "seed", "epoch") if name in sampler]
+    return f"its sampler is {sampler['kind']}({', '.join(facts)})"

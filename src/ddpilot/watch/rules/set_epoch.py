@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DDP402: a sampler that shuffles by its epoch is never told which epoch it is."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from ddpilot.findings.finding import Finding
+from ddpilot.record.journal import Entry
+from ddpilot.watch.rules.gathering import PATIENCE_NS, Waiting
+from ddpilot.watch.rules.rule import RuleContext, place_of
+
+_Pass = tuple[int, int, int]  # rank, loader, number of the pass
+_MAX_PASSES = 4096
+
+
+@dataclass
+class _Seen:
+    facts: dict[str, Any]
+    order: int | None = None
+    is_sorted: bool = True
+    num_batches: int = 0
+    model: int | None = None
+
+
+class SetEpochForgotten:
+    """Two passes in a row that trained the same model, with the same epoch in the sampler, in the same order."""
+
+    codes: tuple[str, ...] = ("DDP402",)
+    kinds: tuple[str, ...] = ("loader_pass", "order", "batch", "trains")
+
+    def __init__(self, context: RuleContext) -> None:
+        self._passes: OrderedDict[_Pass, _Seen] = OrderedDict()
+        self._last: dict[tuple[int, int], _Pass] = {}
+        self._waiting: Waiting[tuple[str, int], Any] = Waiting(context.world_size)
+
+    def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
+        """What `rank` noted."""
+        values = entry.values
+        if entry.kind == "loader_pass" and (values.get("sampler") or {}).get("shuffle"):
+            self._passes[rank, values["loader"], values["pass"]] = _Seen(dict(values))
+            while len(self._passes) > _MAX_PASSES:
+                self._passes.popitem(last=False)
+            return ()
+        if entry.kind not in ("order", "batch", "trains"):
+            return ()
+        key = (rank, values["loader"], values["pass"])
+        seen = self._passes.get(key)
+        if seen is None:
+            return ()
+        if entry.kind == "order":
+            seen.order, seen.is_sorted = values["order"], values["sorted"]
+        elif entry.kind == "batch":
+            seen.num_batches = max(seen.num_batches, values["batch"])
+        else:
+            seen.model = values["model"]
+        if seen.model is not None and seen.order is not None:
+            self._judge(rank, seen.model, key, entry.time_ns)
+        return ()
+
+    def look(self, now_ns: int) -> Iterable[Finding]:
+        """What can be said now."""
+        for _, by_rank in self._waiting.ready(now_ns):
+            yield self._finding(by_rank)
+
+    def finish(self, now_ns: int) -> Iterable[Finding]:
+        """What waits is said now."""
+        return self.look(now_ns + PATIENCE_NS)
+
+    def _judge(self, rank: int, model: int, key: _Pass, now_ns: int) -> None:
+        last, seen = self._passes.get(self._last.get((rank, model), (-1, -1, -1))), self._passes[key]
+        if self._last.get((rank, model)) == key or len(self._last) > _MAX_PASSES:
+            return
+        self._last[rank, model] = key
+        # A first batch that was only looked at is no epoch.
+        if last is None or last.num_batches < 2 or seen.is_sorted:
+            return
+        names = ("replicas", "rank", "seed", "epoch")
+        mine, theirs = seen.facts["sampler"], last.facts["sampler"]
+        if seen.order == last.order and all(mine.get(name) == theirs.get(name) for name in names):
+            if not (mine.get("has_set_epoch") and seen.facts["samples"] == last.facts["samples"]):
+                return
+            site = seen.facts.get("site") or {}
+            self._waiting.put((site.get("file", ""), site.get("line", 0)), rank, seen.facts, now_ns)
+
+    def _finding(self, by_rank: dict[int, Any]) -> Finding:
+        facts = next(iter(by_rank.values()))
+        sampler = facts["sampler"]
+        return Finding(
+            code=self.codes[0],
+            name="set-epoch-forgotten",
+            severity="warning",
+            summary=f"two epochs had the samples in the same order: {sampler['kind']} still is at epoch "
+            f"{sampler.get('epoch')}",
+            ranks=tuple(by_rank),
+            place=place_of(facts.get("site")),
+            evidence=(
+                f"{sampler['kind']}(seed={sampler.get('seed')}, shuffle=True), {facts['samples']} samples",
+                "two passes over them that trained the same model began with the same ones",
+            ),
+            why="The order is a function of seed and epoch, and the sampler does not count epochs by itself.",
+            fix="Call sampler.set_epoch(epoch) at the beginning of each epoch, before the loop over the loader.",
+            source="ddpilot explain DDP402",
+        )

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DDP407: ranks, or the workers of a loader, draw the same random numbers while they train."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ddpilot.findings.finding import Finding, Severity
+from ddpilot.findings.words import render_ranks
+from ddpilot.record.journal import Entry
+from ddpilot.watch.rules.gathering import Gathering, members_of
+from ddpilot.watch.rules.rule import RuleContext, place_of
+
+MIN_STEPS = 3
+"""In so many forwards, or fetched batches, all ranks have to begin with the same state and draw from it."""
+
+_LIBRARIES = {"torch": "torch", "numpy": "numpy.random", "python": "random", "cuda": "torch.cuda"}
+
+
+class SameRandomStreams:
+    """Compares generators' states before and after what draws from them: a DDP model's forward, a loader's fetch.
+
+    The same state is no fault: ranks seed alike to make the same model. Drawing from it for different samples is.
+    """
+
+    codes: tuple[str, ...] = ("DDP407",)
+    kinds: tuple[str, ...] = ("ddp_model", "random", "draws", "trains")
+
+    def __init__(self, context: RuleContext) -> None:
+        self._world_size = context.world_size
+        self._members: dict[int, tuple[int, ...]] = {}
+        self._forwards: Gathering[tuple[int, int], dict[str, Any]] = Gathering(128)
+        self._alike: dict[int, int] = {}
+        self._fetches: Gathering[tuple[Any, ...], int] = Gathering(512)
+        self._fetched: dict[tuple[int, int, str], int] = {}
+        self._training: Gathering[tuple[int, int], dict[str, Any]] = Gathering(64)
+        self._judged: set[tuple[Any, ...]] = set()
+
+    def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
+        """What `rank` noted."""
+        values = entry.values
+        if entry.kind == "ddp_model":
+            if len(self._members) < 64:
+                self._members[values["model"]] = members_of(values["ranks"], self._world_size)
+        elif entry.kind == "trains":
+            self._training.put((values["loader"], values["pass"]), rank, dict(values))
+        elif entry.kind == "random":
+            return self._compare_forwards(rank, values)
+        else:
+            return self._compare_fetches(rank, values)
+        return ()
+
+    def look(self, now_ns: int) -> Iterable[Finding]:  # noqa: ARG002 - as every rule
+        """Nothing waits."""
+        return ()
+
+    def finish(self, now_ns: int) -> Iterable[Finding]:  # noqa: ARG002 - as every rule
+        """Nothing waits."""
+        return ()
+
+    def _compare_forwards(self, rank: int, values: Any) -> Iterable[Finding]:
+        model, number = values["model"], values["forward"]
+        members = self._members.get(model, ())
+        if ("forward", model) in self._judged or rank not in members:
+            return
+        found = self._forwards.put((model, number), rank, dict(values))
+        if len(found) < len(members) or len(members) < 2:
+            return
+        if len({one["before"] for one in found.values()}) > 1:
+            self._judged.add(("forward", model))
+            return
+        self._alike[model] = self._alike.get(model, 0) + all(one["before"] != one["after"] for one in found.values())
+        if self._alike[model] >= MIN_STEPS:
+            self._judged.add(("forward", model))
+            evidence = f"before {self._alike[model]} forwards, {number} the last, the state of {values['library']} was "
+            yield _make_finding(
+                "info",
+                f"{render_ranks(members)} draw the same random numbers in the model, such as dropout's",
+                members,
+                values,
+                (evidence + "the same on all of them, and each drew from it",),
+            )
+
+    def _compare_fetches(self, rank: int, values: Any) -> Iterable[Finding]:
+        loader, library, worker = values["loader"], values["library"], values["worker"]
+        training = self._training.get((loader, values["pass"]))
+        key = (loader, values["pass"], library, worker, values["fetch"])
+        found = self._fetches.put(key, rank, values["before"])
+        members = self._members.get(next((one["model"] for one in training.values()), -1), ())
+        if (loader, library) in self._judged or len(members) < 2:
+            return
+        if worker >= 0:
+            yield from self._compare_workers(rank, values)
+        if any(member not in found for member in members) or (loader, library) in self._judged:
+            return
+        if len({found[member] for member in members}) > 1:
+            self._judged.add((loader, library))
+            return
+        count_key = (loader, values["pass"], library)
+        self._fetched[count_key] = self._fetched.get(count_key, 0) + 1
+        if len(self._fetched) > 256:
+            self._fetched.pop(next(iter(self._fetched)))
+        if self._fetched[count_key] >= MIN_STEPS:
+            self._judged.add((loader, library))
+            where = "in the workers of the loader" if worker >= 0 else "while samples are read"
+            evidence = f"before {self._fetched[count_key]} batches the state of {_LIBRARIES[library]} was the same on "
+            summary = f"{render_ranks(members)} draw the same random numbers {where}"
+            facts = (evidence + "all of them, and each drew from it",)
+            yield _make_finding("warning", summary, members, values, facts)
+
+    def _compare_workers(self, rank: int, values: Any) -> Iterable[Finding]:
+        """Workers of one rank: each begins with a state of its own, unless somebody seeds all of them alike."""
+        loader, library = values["loader"], values["library"]
+        if values["fetch"] > 1:
+            return
+        before = {
+            worker: self._fetches.get((loader, values["pass"], library, worker, 1)).get(rank) for worker in range(64)
+        }
+        same = [worker for worker, state in before.items() if state == values["before"]]
+        if len(same) > 1:
+            self._judged.add((loader, library))
+            summary = f"workers {', '.join(map(str, same[:4]))} of a loader draw the same random numbers"
+            evidence = f"their state of {_LIBRARIES[library]} was the same at their first batch, and each drew from it"
+            yield _make_finding("warning", summary, (rank,), values, (evidence,))
+
+
+def _make_finding(
+    severity: Severity, summary: str, ranks: Iterable[int], values: Mapping[str, Any], evidence: tuple[str, ...]
+) -> Finding:
+    return Finding(
+        code="DDP407",
+        name="same-random-streams",
+        severity=severity,
+        summary=summary,
+        ranks=tuple(ranks),
+        place=place_of(values.get("site")),
+        evidence=evidence,
+        why="They were seeded alike, which is right for making the model, and not seeded again before training.",
+        fix="After the model is made, seed with a number that depends on the rank: torch.manual_seed(seed + rank), and "
+        "numpy and random where samples are augmented; in workers by worker_init_fn, from torch.initial_seed().",
+        source="ddpilot explain DDP407",
+    )

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DDP404: the ranks' loaders have different numbers of batches, which is known before the epoch hangs at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from ddpilot.findings.finding import Finding
+from ddpilot.findings.words import render_ranks
+from ddpilot.record.journal import Entry
+from ddpilot.watch.rules.gathering import Gathering, members_of
+from ddpilot.watch.rules.rule import RuleContext, place_of
+
+_Key = tuple[int, int]
+
+
+class UnequalBatches:
+    """Compares the lengths of loaders that train a DDP model, when the shortest is within two batches of its end.
+
+    Where the program talks between its ranks by collectives of its own, they may have agreed on when to stop; nothing
+    is said then, nor within DDP's `join`.
+    """
+
+    codes: tuple[str, ...] = ("DDP404",)
+    kinds: tuple[str, ...] = ("ddp_model", "loader_pass", "trains", "near_end")
+
+    def __init__(self, context: RuleContext) -> None:
+        self._context = context
+        self._members: dict[int, tuple[int, ...]] = {}
+        self._passes: Gathering[_Key, dict[str, Any]] = Gathering(64)
+        self._training: Gathering[_Key, dict[str, Any]] = Gathering(64)
+        self._ending: Gathering[_Key, int] = Gathering(64)
+        self._had_no_words: dict[_Key, bool] = {}
+        self._judged: set[int] = set()
+
+    def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
+        """What `rank` noted."""
+        values = entry.values
+        if entry.kind == "ddp_model":
+            if len(self._members) < 64:
+                self._members[values["model"]] = members_of(values["ranks"], self._context.world_size)
+            return ()
+        key = (values["loader"], values["pass"])
+        if entry.kind == "loader_pass":
+            self._passes.put(key, rank, dict(values))
+        elif entry.kind == "trains":
+            self._training.put(key, rank, dict(values))
+        else:
+            self._ending.put(key, rank, values["batch"])
+        return self._compare(key)
+
+    def look(self, now_ns: int) -> Iterable[Finding]:  # noqa: ARG002 - as every rule
+        """Nothing waits."""
+        return ()
+
+    def finish(self, now_ns: int) -> Iterable[Finding]:  # noqa: ARG002 - as every rule
+        """Nothing waits."""
+        return ()
+
+    def _compare(self, key: _Key) -> Iterable[Finding]:
+        if key[0] in self._judged:
+            return
+        training, passes = self._training.get(key), self._passes.get(key)
+        members = self._members.get(next((found["model"] for found in training.values()), -1), ())
+        if len(members) < 2 or any(rank not in training or rank not in passes for rank in members):
+            return
+        lengths = {rank: passes[rank].get("length") for rank in members}
+        if len({found["model"] for found in training.values()}) > 1 or None in lengths.values():
+            return
+        if any(training[rank]["join"] for rank in members) or len(set(lengths.values())) == 1:
+            return
+        shortest = min(length for length in lengths.values() if length is not None)
+        short = [rank for rank in members if lengths[rank] == shortest]
+        if key not in self._had_no_words:
+            self._had_no_words[key] = self._say_nothing_else(members, is_whole=True)
+            if len(self._had_no_words) > 64:
+                self._had_no_words.pop(next(iter(self._had_no_words)))
+        if not self._had_no_words[key]:
+            self._judged.add(key[0])
+        elif any(rank in self._ending.get(key) for rank in short):
+            self._judged.add(key[0])
+            if self._say_nothing_else(members, is_whole=False):
+                yield self._finding(members, lengths, short, passes[short[0]])
+
+    def _say_nothing_else(self, members: tuple[int, ...], *, is_whole: bool) -> bool:
+        """Whether the first of these ranks starts no collectives but DDP's and barriers, as far as its ring holds."""
+        log = self._context.log(members[0])
+        if log is None or (is_whole and log.num_begun > len(log.collectives) + log.num_torn):
+            return False
+        return all(one.ddp is not None or one.is_p2p or one.op == "barrier" for one in log.collectives)
+
+    def _finding(self, members: tuple[int, ...], lengths: Any, short: list[int], facts: Any) -> Finding:
+        most = max(lengths.values())
+        long = [rank for rank in members if lengths[rank] == most]
+        seen = [f"rank {rank}: {lengths[rank]} batches" for rank in members[:8]]
+        return Finding(
+            code=self.codes[0],
+            name="unequal-batches",
+            severity="warning",
+            summary=f"{render_ranks(short)} {'has' if len(short) == 1 else 'have'} {lengths[short[0]]} batches in this "
+            f"epoch, {render_ranks(long)} {'has' if len(long) == 1 else 'have'} {most}",
+            ranks=tuple(short),
+            place=place_of(facts.get("site")),
+            evidence=tuple(seen),
+            why="Each backward of DDP needs all ranks. Unless the loop is left before, those with more batches wait "
+            "for those with fewer, for ever.",
+            fix="Let a DistributedSampler divide the dataset, use drop_last=True, or put the loop in "
+            "`with Join([model]):` (torch.distributed.algorithms.join).",
+            source="ddpilot explain DDP404",
+        )
