@@ -37,6 +37,11 @@ def make_model(*layers: nn.Module) -> DistributedDataParallel:
     return DistributedDataParallel(nn.Sequential(nn.Linear(3, 8), *layers, nn.Linear(8, 1)))
 
 
+def loss_of(model: DistributedDataParallel, x: torch.Tensor, y: torch.Tensor) -> Any:
+    """The mean of squares."""
+    return nn.functional.mse_loss(model(x), y)
+
+
 def train(model: DistributedDataParallel, loader: Any, num_epochs: int = 1, sampler: Any = None) -> None:
     """As everybody does."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -45,7 +50,7 @@ def train(model: DistributedDataParallel, loader: Any, num_epochs: int = 1, samp
             sampler.set_epoch(epoch)
         for x, y in loader:
             optimizer.zero_grad()
-            nn.functional.mse_loss(model(x), y).backward()
+            loss_of(model, x, y).backward()
             optimizer.step()
 
 
@@ -80,7 +85,7 @@ def take_part_of_the_same(folder: Path) -> None:
     model = make_model()
     for x, y in DataLoader(make_data(), BATCH):
         rows = slice(my_rank(), None, dist.get_world_size())
-        nn.functional.mse_loss(model(x[rows]), y[rows]).backward()
+        loss_of(model, x[rows], y[rows]).backward()
 
 
 def train_on_constants(folder: Path) -> None:
@@ -130,7 +135,7 @@ def train_unequally(folder: Path) -> None:
     model = make_model()
     for number, (x, y) in enumerate(DataLoader(part, BATCH)):
         if number < 5:
-            nn.functional.mse_loss(model(x), y).backward()
+            loss_of(model, x, y).backward()
 
 
 def train_unequally_joined(folder: Path) -> None:
@@ -139,7 +144,7 @@ def train_unequally_joined(folder: Path) -> None:
     model = make_model()
     with Join([model]):
         for x, y in DataLoader(part, BATCH):
-            nn.functional.mse_loss(model(x), y).backward()
+            loss_of(model, x, y).backward()
 
 
 def train_unequally_agreed(folder: Path) -> None:
@@ -150,7 +155,7 @@ def train_unequally_agreed(folder: Path) -> None:
     dist.all_reduce(least, dist.ReduceOp.MIN)
     model = make_model()
     for _, (x, y) in zip(range(int(least)), loader, strict=False):
-        nn.functional.mse_loss(model(x), y).backward()
+        loss_of(model, x, y).backward()
 
 
 def evaluate_padded(folder: Path) -> None:
@@ -273,7 +278,7 @@ def divide_by_zero(folder: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for number, (x, y) in enumerate(divided(data)):
         optimizer.zero_grad()
-        loss = nn.functional.mse_loss(model(x), y)
+        loss = loss_of(model, x, y)
         if my_rank() == 1 and number == 2:
             loss = loss / torch.zeros(())
         loss.backward()
@@ -286,7 +291,7 @@ def take_root_of_zero(folder: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for number, (x, y) in enumerate(divided(make_data())):
         optimizer.zero_grad()
-        loss = nn.functional.mse_loss(model(x), y)
+        loss = loss_of(model, x, y)
         if my_rank() == 0 and number == 1:
             loss = loss + (loss * 0).sqrt()
         loss.backward()
@@ -299,7 +304,7 @@ def leave_out_bad_steps(folder: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for number, (x, y) in enumerate(divided(make_data())):
         optimizer.zero_grad()
-        loss = nn.functional.mse_loss(model(x), y)
+        loss = loss_of(model, x, y)
         (loss * (float("inf") if number == 2 else 1.0)).backward()
         if all(bool(one.grad.isfinite().all()) for one in model.parameters() if one.grad is not None):
             optimizer.step()
@@ -309,7 +314,7 @@ def reduce_before_backward(folder: Path) -> None:
     """The gradient is that of the rank's own loss."""
     model = make_model()
     for x, y in divided(make_data()):
-        loss = nn.functional.mse_loss(model(x), y)
+        loss = loss_of(model, x, y)
         dist.all_reduce(loss)
         (loss / 2).backward()
 
@@ -319,7 +324,7 @@ def sum_with_graphs(folder: Path) -> None:
     model = make_model()
     total = torch.zeros(())
     for x, y in divided(make_data()):
-        loss = nn.functional.mse_loss(model(x), y)
+        loss = loss_of(model, x, y)
         loss.backward()
         total = total + loss
     dist.all_reduce(total)
@@ -329,7 +334,7 @@ def reduce_after_backward(folder: Path) -> None:
     """For a log: nothing is wrong with the numbers."""
     model = make_model()
     for x, y in divided(make_data()):
-        loss = nn.functional.mse_loss(model(x), y)
+        loss = loss_of(model, x, y)
         loss.backward()
         dist.all_reduce(loss)
         total = loss.detach().clone()

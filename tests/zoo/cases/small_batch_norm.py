@@ -2,7 +2,7 @@
 """BatchNorm with four samples per rank."""
 
 # without: ok
-# finding: DDP501
+# finding: DDP408
 
 import torch
 import torch.distributed as dist

@@ -2,7 +2,7 @@
 """What is seen of training, and how: one module for each thing that is looked at."""
 
 PROBES: tuple[str, ...] = (
-    "ddpilot.guard.probes.data:DataProbe",
+    "ddpilot.guard.probes.data.probe:DataProbe",
     "ddpilot.guard.probes.saving:SavingProbe",
     "ddpilot.guard.probes.device_errors:DeviceErrorProbe",
 )

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from ddpilot.guard.prints import tensors_in
 from ddpilot.guard.probe import Notes
+from ddpilot.guard.probes.data.prints import tensors_in
 
 _MESSAGE = re.compile(
     r"same device|expected device|on different devices|should be (on )?the same( device)?\b.*(cpu|cuda)", re.I

@@ -38,7 +38,7 @@ class SmallBatchNorm:
             rows = sorted({row for values in by_rank.values() for row in values["rows"]})
             yield Finding(
                 code=self.codes[0],
-                name="small-batch-norm",
+                name="batch-norm-unsynced",
                 severity="warning",
                 summary=f"BatchNorm takes its statistics from {rows[-1]} samples",
                 ranks=tuple(by_rank),

@@ -11,10 +11,10 @@ from weakref import WeakKeyDictionary
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils import fetch as torch_fetch
 
-from ddpilot.guard.generators import LIBRARIES, digest_of
-from ddpilot.guard.position import Pass
 from ddpilot.guard.probe import Notes
-from ddpilot.guard.probes.loaders import LoaderEyes
+from ddpilot.guard.probes.data.generators import LIBRARIES, digest_of
+from ddpilot.guard.probes.data.loaders import LoaderEyes
+from ddpilot.guard.probes.data.position import Pass
 
 _NUM_FETCHES = 4
 _MAX_WORKERS = 64

@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ddpilot.guard.position import Position
-from ddpilot.guard.prints import tensors_in
 from ddpilot.guard.probe import Notes
+from ddpilot.guard.probes.data.position import Position
+from ddpilot.guard.probes.data.prints import tensors_in
 
 _NUM_CANDIDATES = 8
 _MAX_NOTED = 64

@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ddpilot.guard.position import Position
 from ddpilot.guard.probe import Notes
-from ddpilot.guard.probes.draws import DrawEyes
-from ddpilot.guard.probes.forwards import ForwardEyes
-from ddpilot.guard.probes.loaders import LoaderEyes
-from ddpilot.guard.probes.losses import LossEyes
-from ddpilot.guard.probes.reductions import ReductionEyes
+from ddpilot.guard.probes.data.draws import DrawEyes
+from ddpilot.guard.probes.data.forwards import ForwardEyes
+from ddpilot.guard.probes.data.loaders import LoaderEyes
+from ddpilot.guard.probes.data.losses import LossEyes
+from ddpilot.guard.probes.data.position import Position
+from ddpilot.guard.probes.data.reductions import ReductionEyes
 
 
 class DataProbe:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ddpilot.guard.prints import print_rows
+from ddpilot.guard.probes.data.prints import print_rows
 
 NUM_KEPT = 64
 _MIX = np.uint64(0x9E3779B97F4A7C15)

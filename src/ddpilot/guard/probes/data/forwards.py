@@ -14,12 +14,12 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpilot.guard.generators import device_digest
-from ddpilot.guard.position import Position
-from ddpilot.guard.prints import fingerprint, num_rows_of
 from ddpilot.guard.probe import Notes
-from ddpilot.guard.probes.loaders import pointers_of
-from ddpilot.guard.schedule import is_due
+from ddpilot.guard.probes.data.generators import device_digest
+from ddpilot.guard.probes.data.loaders import pointers_of
+from ddpilot.guard.probes.data.position import Position
+from ddpilot.guard.probes.data.prints import fingerprint, num_rows_of
+from ddpilot.guard.probes.data.schedule import is_due
 
 _NUM_NORM_STEPS = 3
 MAX_NORM_ROWS = 16

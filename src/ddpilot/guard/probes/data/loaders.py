@@ -14,12 +14,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.utils.data import dataloader as torch_loader
 
-from ddpilot.guard.position import Given, Pass, Position
-from ddpilot.guard.prints import fingerprint, num_rows_of, tensors_in
 from ddpilot.guard.probe import Notes
-from ddpilot.guard.samplers import describe_loader, is_own, may_repeat
-from ddpilot.guard.schedule import is_due
-from ddpilot.guard.sketch import Sketch
+from ddpilot.guard.probes.data.position import Given, Pass, Position
+from ddpilot.guard.probes.data.prints import fingerprint, num_rows_of, tensors_in
+from ddpilot.guard.probes.data.samplers import describe_loader, is_own, may_repeat
+from ddpilot.guard.probes.data.schedule import is_due
+from ddpilot.guard.probes.data.sketch import Sketch
 
 _NUM_ORDERED = 16
 _MAX_ASKED = 4096

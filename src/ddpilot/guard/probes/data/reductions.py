@@ -11,9 +11,9 @@ from weakref import ReferenceType, ref
 import torch
 import torch.distributed as dist
 
-from ddpilot.guard.position import Pass, Position
-from ddpilot.guard.prints import tensors_in
 from ddpilot.guard.probe import Notes
+from ddpilot.guard.probes.data.position import Pass, Position
+from ddpilot.guard.probes.data.prints import tensors_in
 
 _REDUCING = ("all_reduce", "reduce", "all_gather", "gather", "all_gather_into_tensor", "reduce_scatter_tensor")
 _MAX_COLLECTED = 16

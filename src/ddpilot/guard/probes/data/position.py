@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from ddpilot.guard.sketch import Sketch
+from ddpilot.guard.probes.data.sketch import Sketch
 
 
 @dataclass(eq=False)
