@@ -17,7 +17,7 @@ from urllib.parse import parse_qs, urlparse
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.constants import default_pg_timeout
 
-from ddpilot.group.address import is_loopback
+from ddpilot.group.address import check_resolves, is_loopback
 
 Handler = Callable[..., Iterator[tuple[Store, int, int]]]
 
@@ -28,7 +28,8 @@ def number_env_rendezvous(addr: str, port: int) -> None:
     To be called once in a rank, before user code. Where the environment says that an agent hosts the store
     (TORCHELASTIC_USE_AGENT_STORE=True), the n-th group of a rank gets the n-th part of that store, and an address on
     loopback (the `MASTER_ADDR="localhost"; MASTER_PORT="12355"` of tutorials) means the launch's store too, since
-    nobody would listen anywhere else. Any other address is left to torch.
+    nobody would listen anywhere else. Any other address is left to torch, after a look whether its name resolves: torch
+    tries one that does not for half a minute, and then says that it timed out.
     """
     # The module is hidden behind the function of the same name in torch.distributed.
     module = importlib.import_module("torch.distributed.rendezvous")
@@ -47,6 +48,8 @@ def _numbered(original: Handler, addr: str, port: int) -> Handler:
         rank = query.get("rank", os.environ.get("RANK"))
         world_size = query.get("world_size", os.environ.get("WORLD_SIZE"))
         is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        if host and not ours:
+            check_resolves(host)
         if not (is_agents and ours) or rank is None or world_size is None:  # torch says what is missing
             yield from original(url, timeout=timeout, **kwargs)
             return

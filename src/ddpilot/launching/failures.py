@@ -103,7 +103,7 @@ def build_error(
     error = RankError(
         f"running `{function_name}` on {num_ranks} rank{'s' * (num_ranks > 1)}",
         found=found,
-        fix=fix or _describe_known(raised),
+        fix=fix or _describe_known(raised, last_lines),
         rank=failure.rank,
         host=platform.node(),
         exitcode=exitcode,
@@ -133,9 +133,10 @@ def describe_exit(exited: Exited, function_name: str, crash_line: str | None) ->
     return how, "Look for `os._exit` or a C library that calls `exit`; return from the function instead"
 
 
-def _describe_known(raised: Raised | None) -> str:
+def _describe_known(raised: Raised | None, last_lines: Sequence[str]) -> str:
     """What the page of a message of torch's or Python's says; errors of ddpilot say themselves what to do."""
-    known = find_known(f"{raised.type_name}: {raised.message}") if raised is not None else ()
+    known = find_known(f"{raised.type_name}: {raised.message}" if raised is not None else "")
+    known = known or find_known("\n".join(last_lines))  # where a child of the rank's, or C++, wrote what is wrong
     if not known:
         return ""
     entry = known[0]

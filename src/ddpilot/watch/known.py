@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 import sysconfig
+from collections.abc import Sequence
 
 from ddpilot.findings.catalog import find_known
 from ddpilot.findings.finding import Finding, Place
@@ -14,15 +15,23 @@ from ddpilot.watch.view import ErrorView
 _FRAME = re.compile(
     r'^  File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)(?:\n    (?P<text>\S.*))?$', re.M
 )
+_FAULT_FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)$')
 _PATHS = sysconfig.get_paths()
 _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _LIBRARIES = (_OWN, *{_PATHS[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _MAX_MESSAGE_CHARS = 200
 
 
-def find_known_error(rank: int, error: ErrorView) -> Finding | None:
-    """The finding for what `rank` raised; None where no page knows the message."""
-    known = find_known(f"{error.type_name}: {error.message}")
+def find_known_error(rank: int, error: ErrorView | None, last_lines: Sequence[str] = ()) -> Finding | None:
+    """The finding for how `rank` ended, by what it raised or else by the last lines of its output.
+
+    None where no page knows any of that.
+    """
+    said = f"{error.type_name}: {error.message}" if error is not None else ""
+    known = find_known(said)
+    if not known:
+        said = "\n".join(last_lines)  # where a child of the rank's, or C++, wrote what is wrong
+        known = find_known(said)
     if not known:
         return None
     entry = known[0]
@@ -32,8 +41,8 @@ def find_known_error(rank: int, error: ErrorView) -> Finding | None:
         severity=entry.severity,
         summary=entry.title,
         ranks=(rank,),
-        place=_find_place(error.traceback),
-        evidence=(_shorten(f"{error.type_name}: {error.message}"),),
+        place=_find_place(error.traceback if error is not None else "") or _find_crash_place(last_lines),
+        evidence=(_shorten(said),),
         why=" ".join(entry.section("What it means").partition("\n\n")[0].split()),
         fix=f"{entry.first_fix}.",
         source=f"ddpilot explain {entry.code}",
@@ -49,6 +58,14 @@ def _find_place(traceback: str) -> Place | None:
     return Place(
         file=last["file"], line=int(last["line"]), function=last["function"], text=(last["text"] or "").strip()
     )
+
+
+def _find_crash_place(lines: Sequence[str]) -> Place | None:
+    """The innermost line of what Python's fault handler wrote, which begins with the innermost call."""
+    frames = [frame for frame in map(_FAULT_FRAME.match, lines) if frame is not None and not _is_library(frame["file"])]
+    if not frames:
+        return None
+    return Place(file=frames[0]["file"], line=int(frames[0]["line"]), function=frames[0]["function"])
 
 
 def _is_library(file: str) -> bool:

@@ -120,7 +120,7 @@ class Watcher:
             return
         findings = [each for each in report.findings if not (is_own and _is_of_end(each))]
         view = facts_of(failed).error if failed is not None else None
-        known = find_known_error(failed.rank, view) if failed is not None and view is not None else None
+        known = find_known_error(failed.rank, view, error.last_lines) if failed is not None else None
         error.findings = Findings([*([known] if known else []), *findings])
 
     def end(self, is_clean: bool) -> None:
