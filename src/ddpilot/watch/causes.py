@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 from ddpilot.findings.words import render_ranks
 from ddpilot.record.log import Collective
+from ddpilot.watch.control import Spot
 from ddpilot.watch.parting import Parting, Side, find_parting
 from ddpilot.watch.source import Sources
 from ddpilot.watch.stacks import Chain
 from ddpilot.watch.view import Frame
-from ddpilot.watch.words import describe_shortly, say_spot
+from ddpilot.watch.words import describe_shortly, say_spot, show_file
 
 _FORWARD_PARTS = ("buffers", "bucket order")
 
@@ -144,7 +145,7 @@ def _lone_forward(here: Party, there: Party, parting: Parting | None) -> Cause |
     if same_line or not (guard is not None or is_new):
         return None
     who = render_ranks(here.ranks)
-    inside = f", inside `{guard.text}` (line {guard.line})" if guard is not None else ""
+    inside = f", inside {_say(parting, guard)}" if parting is not None and guard is not None else ""
     what = "broadcasts its buffers" if part.what == "buffers" else "broadcasts its order of buckets"
     why = (
         f"the forward of a DDP model {what} to all ranks, and only {who} runs the one at {say_spot(_at(here))}{inside}"
@@ -159,19 +160,19 @@ def _was_there(gone: Party, here: Party) -> bool:
 
 def _left_loop(parting: Parting, here: Party, gone: Party) -> Cause:
     assert parting.loop is not None
-    who, loop = render_ranks(gone.ranks), f"`{parting.loop.text}` (line {parting.loop.line})"
+    who, loop = render_ranks(gone.ranks), _say(parting, parting.loop)
     if parting.swallower is not None:
-        spot = f"`{parting.swallower.text}` (line {parting.swallower.line})"
+        spot = _say(parting, parting.swallower)
         why = (
             f"{who} came to the end of {loop} with fewer rounds: {spot} goes on after an error that the others had not"
         )
         return Cause(code="DDP210", ranks=gone.ranks, why=why, at=_at(here))
     if parting.exit is not None:
-        spot = f"`{parting.exit.text}` (line {parting.exit.line})"
+        spot = _say(parting, parting.exit)
         why = f"{who} left {loop} earlier than {render_ranks(here.ranks)}: {spot} is decided by each rank for itself"
         return Cause(code="DDP208", ranks=gone.ranks, why=why, at=_at(here))
     if parting.skip is not None:
-        spot = f"`{parting.skip.text}` (line {parting.skip.line})"
+        spot = _say(parting, parting.skip)
         why = f"{who} came to the end of {loop} with fewer rounds: {spot} is decided by each rank for itself"
         return Cause(code="DDP210", ranks=gone.ranks, why=why, at=_at(here))
     why = (
@@ -184,7 +185,7 @@ def _guarded(parting: Parting, one: Party, other: Party) -> Cause:
     assert parting.guard is not None
     here, there = (one, other) if one.ranks == parting.ranks else (other, one)
     what = describe_shortly(here.entry) if here.entry is not None else "what they do"
-    spot = f"`{parting.guard.text}` (line {parting.guard.line})"
+    spot = _say(parting, parting.guard)
     behind = "inside" if parting.at is None or parting.at.line != parting.guard.line else "part of"
     via = ""
     if parting.at is not None and here.chain and parting.at.line != here.chain[-1].line:
@@ -202,8 +203,13 @@ def _skipped(parting: Parting, one: Party) -> Cause | None:
     if spot is None:
         return None
     reason = "goes on after an error" if parting.swallower is not None else "is decided by each rank for itself"
-    why = f"the ranks are at different points of one loop: `{spot.text}` (line {spot.line}) {reason}, so that some of "
+    why = f"the ranks are at different points of one loop: {_say(parting, spot)} {reason}, so that some of "
     return Cause(code="DDP210", ranks=(), why=f"{why}them skip part of a round", at=_at(one))
+
+
+def _say(parting: Parting, spot: Spot) -> str:
+    text = spot.text.partition("  #")[0].strip()
+    return f"`{text}` ({show_file(parting.file)}:{spot.line})"
 
 
 def _at(party: Party) -> Frame | None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ddpilot.findings.catalog import find_entry
 from ddpilot.findings.finding import Finding
 from ddpilot.record.agreement import Clash, find_clash, terms_of
 from ddpilot.record.log import Collective
@@ -26,6 +27,7 @@ from ddpilot.watch.words import (
 )
 
 _CODES = {"op": "DDP201", "size": "DDP202", "dtype": "DDP203", "reduce-op": "DDP204", "root": "DDP205"}
+_OF_CONSTRUCTION = {"size": "DDP302", "dtype": "DDP303"}
 _WORDS = {"op": "", "size": "in size", "dtype": "in dtype", "reduce-op": "in its reduce-op", "root": "in its root"}
 _NUM_SAME = 32
 """After so many collectives from the same lines on all ranks, nothing is a consequence of what was before."""
@@ -85,11 +87,12 @@ def explain_clash(view: JobView, meet: Meet, sources: Sources) -> Finding:
         origin = find_origin(view, meet.progress, rest.ranks[0], odd.ranks[0], meet.seq, sources)
         cause = (find_cause(*origin, sources) if origin is not None else None) or find_cause(rest, odd, sources)
     code = _choose_code(meet, cause)
+    known = None if code in FIXES else find_entry(code)
     smallest = min(sides, key=lambda ranks: (len(ranks), -ranks[0]))
     at = cause.at if cause is not None else _frame_of(meet.by_rank[smallest[0]])
     return Finding(
         code=code,
-        name=NAMES[code],
+        name=known.name if known is not None else NAMES[code],
         severity="error",
         summary=_summarize(meet),
         ranks=(cause.ranks if cause is not None else ())
@@ -97,13 +100,14 @@ def explain_clash(view: JobView, meet: Meet, sources: Sources) -> Finding:
         place=place_of(at),
         evidence=(*_show_sides(view, meet), *show_common(meet.progress, meet.seq)),
         why=cause.why if cause is not None else _why(meet),
-        fix=FIXES[code],
+        fix=known.first_fix if known is not None else FIXES[code],
         source=f"ddpilot explain {code}",
     )
 
 
 def _choose_code(meet: Meet, cause: Cause | None) -> str:
-    own = _CODES[meet.clash.aspect]
+    parts = {entry.ddp.what for entry in meet.by_rank.values() if entry.ddp is not None}
+    own = (_OF_CONSTRUCTION if parts == {"construction"} else _CODES).get(meet.clash.aspect, "DDP201")
     return own if cause is None or cause.code in ("DDP201", "DDP220") else cause.code
 
 

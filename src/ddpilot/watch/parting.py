@@ -28,6 +28,8 @@ class Parting:
     """What decided that `ranks` went another way than the others; each of the reasons only where it applies."""
 
     ranks: tuple[int, ...]
+    file: str
+    """Where all the spots are."""
     guard: Spot | None = None
     """A condition that let only `ranks` pass."""
     at: Frame | None = None
@@ -114,11 +116,11 @@ def _parting_from_end(source: Source, frame: Frame, here: Side, gone: Side) -> P
     blocks = source.blocks(frame.line)
     guard = _choose(guards(source, blocks, frame.line))
     if guard is not None and guard.depends_on_rank:
-        return Parting(ranks=here.ranks, guard=guard, at=frame)
+        return Parting(ranks=here.ranks, file=frame.file, guard=guard, at=frame)
     loop = _outermost_loop(blocks)
     if loop is not None:
         return _left_loop(source, loop, blocks, frame, gone.ranks)
-    return Parting(ranks=here.ranks, guard=guard, at=frame) if guard is not None else None
+    return Parting(ranks=here.ranks, file=frame.file, guard=guard, at=frame) if guard is not None else None
 
 
 def _compare(source: Source, one: tuple[Side, Frame], other: tuple[Side, Frame]) -> Parting | None:
@@ -129,7 +131,7 @@ def _compare(source: Source, one: tuple[Side, Frame], other: tuple[Side, Frame])
     conditions = [_choose(_own_guards(source, frame, own[i], sides[1 - i][1])) for i, (_, frame) in enumerate(sides)]
     for side, guard in zip(sides, conditions, strict=True):
         if guard is not None and guard.depends_on_rank:
-            return Parting(ranks=side[0].ranks, guard=guard, at=side[1])
+            return Parting(ranks=side[0].ranks, file=side[1].file, guard=guard, at=side[1])
     for i, (_, frame) in enumerate(sides):
         loop = _outermost_loop(own[i])
         if loop is not None and sides[1 - i][1].line > (loop.node.end_lineno or 0):
@@ -139,16 +141,17 @@ def _compare(source: Source, one: tuple[Side, Frame], other: tuple[Side, Frame])
     for i in smaller:
         guard = conditions[i]
         if guard is not None:
-            return Parting(ranks=sides[i][0].ranks, guard=guard, at=sides[i][1])
+            return Parting(ranks=sides[i][0].ranks, file=one[1].file, guard=guard, at=sides[i][1])
     if not in_loop:
         return None
-    return _same_loop(source, around[0][:common], max(frame.line for _, frame in sides))
+    return _same_loop(source, one[1].file, around[0][:common], max(frame.line for _, frame in sides))
 
 
-def _same_loop(source: Source, common: Sequence[Block], line: int) -> Parting:
+def _same_loop(source: Source, file: str, common: Sequence[Block], line: int) -> Parting:
     loop = [block for block in common if block.is_loop][-1]
     return Parting(
         ranks=(),
+        file=file,
         same_loop=True,
         swallower=next(iter(swallowers(source, source.blocks(line))), None),
         skip=next(iter(skips(source, loop.node, line)), None),
@@ -182,6 +185,7 @@ def _left_loop(source: Source, loop: Block, blocks: Sequence[Block], frame: Fram
     rounds = [spot for each in loops for spot in skips(source, each.node, frame.line)]
     return Parting(
         ranks=tuple(gone),
+        file=frame.file,
         loop=Spot(loops[-1].node.lineno, source.text(loops[-1].node.lineno)),
         at=frame,
         swallower=next(iter(swallowers(source, inside)), None),

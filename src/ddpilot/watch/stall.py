@@ -18,8 +18,6 @@ from ddpilot.watch.unproven import Open, explain_open, find_rendezvous, say_open
 from ddpilot.watch.view import JobView, RankView
 from ddpilot.watch.waits import Wait, find_circles, find_waits
 
-_SURE_NS = 500_000_000
-"""So long after a rank was seen gone its last collectives are in its log."""
 _STACK_AGE_NS = 1_000_000_000
 _ORDER = ("error", "warning", "info")
 
@@ -128,10 +126,9 @@ def _has_waited(look: _Look, rank: int) -> bool:
 
 
 def _say_wait(look: _Look, wait: Wait, held: set[int]) -> None:
-    waited_ns = look.view.now_ns - max(entry.start_ns for entry in wait.held.values())
     gone = [rank for rank in wait.missing if look.fates[rank].is_gone]
     is_over = any(entry.state == "failed" for entry in wait.held.values()) or look.fates[next(iter(wait.held))].is_gone
-    if gone and (is_over or waited_ns > _SURE_NS):
+    if gone:
         look.is_stalled = True
         look.needs.update(list(wait.held)[:1])
         look.findings.append(explain_gone(look.view, wait, gone, look.fates, look.sources))
@@ -139,7 +136,7 @@ def _say_wait(look: _Look, wait: Wait, held: set[int]) -> None:
         return
     absent = [rank for rank in wait.missing if rank not in held and not look.fates[rank].is_gone]
     waited_ns = look.view.now_ns - wait.since_ns
-    if gone or is_over or waited_ns < look.stall_ns or not (absent or not wait.missing):
+    if is_over or waited_ns < look.stall_ns or not (absent or not wait.missing):
         return  # those that hold others up are held up themselves: that is said of them
     if not (wait.missing or wait.unknown) and not any(entry.is_watched for entry in wait.held.values()):
         return  # all have come: it may be over and not look it

@@ -120,7 +120,9 @@ class Watcher:
             return
         findings = [each for each in report.findings if not (is_own and _is_of_end(each))]
         view = facts_of(failed).error if failed is not None else None
-        known = find_known_error(failed.rank, view, error.last_lines) if failed is not None else None
+        # What a consequence says of itself is what the findings explain.
+        is_victim = failed is not None and failed.raised is not None and failed.raised.is_victim
+        known = find_known_error(failed.rank, view, error.last_lines) if failed is not None and not is_victim else None
         error.findings = Findings([*([known] if known else []), *findings])
 
     def end(self, is_clean: bool) -> None:

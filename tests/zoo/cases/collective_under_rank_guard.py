@@ -2,7 +2,7 @@
 """A barrier inside `if rank == 0`, as for saving: the other rank is in backward already."""
 
 # without: hang
-# finding: DDP220, rank 0
+# finding: DDP201, rank 0
 
 import torch
 import torch.distributed as dist

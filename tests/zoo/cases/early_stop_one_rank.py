@@ -2,7 +2,7 @@
 """Each rank decides by its own validation loss to stop early."""
 
 # without: hang
-# finding: DDP207
+# finding: DDP208, rank 1
 
 import torch
 import torch.distributed as dist

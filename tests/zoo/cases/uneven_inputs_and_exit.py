@@ -2,7 +2,7 @@
 """One rank has a batch more; the other has ended."""
 
 # without: error
-# finding: DDP208
+# finding: DDP207, rank 1
 
 import torch
 import torch.distributed as dist
