@@ -49,14 +49,17 @@ class Companion(Protocol):
     def fd(self) -> int:
         """Becomes readable when there is something for `take`."""
 
-    def begin(self, ranks: Sequence[RankState]) -> None:
-        """The ranks are being started."""
+    def begin(self, ranks: Sequence[RankState], sources: Mapping[str, str]) -> None:
+        """The ranks are being started. `sources`: texts of the user's that lie in no file, such as cells, by name."""
 
     def take(self, note: Callable[[str], None]) -> WatchError | None:
         """Show by `note` what there is to say; the error that the launch is to end with, else None."""
 
     def explain(self, error: RankError) -> None:
         """Add to `error`, by which the launch ends, what was seen from outside."""
+
+    def finish(self, note: Callable[[str], None]) -> WatchError | None:
+        """The ranks have ended well: show by `note` what there is to say; the error that it ends with all the same."""
 
     def end(self, is_clean: bool) -> None:
         """The launch is over, and its ranks are gone."""

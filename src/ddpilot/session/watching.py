@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from ddpilot.errors import RankError, WatchError
@@ -51,12 +51,17 @@ class SeenRank:
 
 
 class CellLookout:
-    """What `watcher` sees while the cell `name` runs on all ranks; `note` shows it. `since_s`: when it began."""
+    """What `watcher` sees while the cell `name` runs on all ranks; `note` shows it.
 
-    def __init__(self, watcher: Watcher, name: str, since_s: float, note: Callable[[str], None]) -> None:
+    `since_s`: when it began; `sources`: its text, by the name that lines have.
+    """
+
+    def __init__(
+        self, watcher: Watcher, name: str, since_s: float, sources: Mapping[str, str], note: Callable[[str], None]
+    ) -> None:
         self._watcher = watcher
         self._note = note
-        watcher.resume(name, int(since_s * 1e9))
+        watcher.resume(name, int(since_s * 1e9), sources)
 
     def look(self, busy: Sequence[int], now_s: float) -> WatchError | None:  # noqa: ARG002 - for other lookouts
         """Show what is new; what the cell is to end with, where it is to end."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import queue
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from ddpilot.errors import LaunchError, LaunchInterrupted
@@ -53,7 +53,7 @@ class Work:
                 for rank in ranks
             }
             name = f"Cell In[{number}]"
-            outcome = self._watch(ids, name, events, stops, number=number, quiet=quiet, is_users=True)
+            outcome = self._watch(ids, name, events, stops, number=number, quiet=quiet, sources={name: code})
             self._recover(outcome, events, stops)
         return outcome
 
@@ -72,7 +72,7 @@ class Work:
                     token = uuid.uuid4().hex
                     calls[rank] = ParcelCall(self._ranks.parcel_socket(rank), token, parcel)
                     ids[rank] = self._ask(rank, verb, {**arguments, "token": token}, ranks)
-                outcome = self._watch(ids, name, events, stops, is_users=verb == "call")
+                outcome = self._watch(ids, name, events, stops, sources={} if verb == "call" else None)
                 for rank, part in outcome.parts.items():
                     if part.report is not None and verb != "push" and (verb == "call" or part.report.status == "ok"):
                         answers[rank] = calls[rank].answer()
@@ -128,7 +128,7 @@ class Work:
         number: int | None = None,
         quiet: bool = False,
         patient: bool = False,
-        is_users: bool = False,
+        sources: Mapping[str, str] | None = None,
     ) -> Outcome:
         ranks = self._ranks
         now = time.monotonic()
@@ -144,19 +144,19 @@ class Work:
                 ranks,
                 name=name,
                 events=events,
-                lookout=self._make_lookout(tuple(ids), name, now) if is_users else None,
+                lookout=None if sources is None else self._make_lookout(tuple(ids), name, now, sources),
                 patient=patient,
                 quiet=quiet,
             ).run(stops)
         finally:
             ranks.view.end()
 
-    def _make_lookout(self, ids: Sequence[int], name: str, now: float) -> Lookout | None:
+    def _make_lookout(self, ids: Sequence[int], name: str, now: float, sources: Mapping[str, str]) -> Lookout | None:
         ranks = self._ranks
         others = {*ranks.live} - {*ids}
         if others:
             return Bystanders(ids, others, folder=ranks.ring_folder, name=name, note=ranks.view.note)
-        return None if ranks.watcher is None else CellLookout(ranks.watcher, name, now, ranks.view.note)
+        return None if ranks.watcher is None else CellLookout(ranks.watcher, name, now, sources, ranks.view.note)
 
     # recovery
 

@@ -40,6 +40,8 @@ class Gatherer:
         self._readers = {rank: LogReader(ring_path(folder, rank)) for rank in ranks}
         self._journals = {rank: JournalReader(journal_path(folder, rank)) for rank in ranks}
         self._stacks: dict[int, StackView] = {}
+        self.sources: dict[str, str] = {}
+        """Texts of the user's that lie in no file, by the name that lines have."""
         self.logs: dict[int, RankLog] = {}
         """By rank: what the rings held at the last look."""
 
@@ -62,6 +64,7 @@ class Gatherer:
             now_ns=now_ns,
             name=self._name,
             since_ns=since_ns,
+            sources=dict(self.sources),
         )
 
     def _view(self, rank: int, log: RankLog | None, facts: RankFacts | None) -> RankView:

@@ -6,12 +6,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.sequence import Findings
+from ddpilot.watch.cells import label_cells, rename, rename_in
 from ddpilot.watch.gathering import Gatherer, RankFacts
 from ddpilot.watch.options import WatchOptions
 from ddpilot.watch.report import Report
@@ -21,6 +22,7 @@ from ddpilot.watch.told import Told, key_of
 from ddpilot.watch.view import JobView
 
 INTERVAL_S = 0.25
+_NUM_SOURCES = 200
 _EARLIER_NS = 1_000_000_000
 
 
@@ -59,33 +61,43 @@ class Observer:
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ddpilot-watch", daemon=True)
         self._since_ns = 0
-        self._is_active = threading.Event()
+        self._is_active = False
+        self._is_wanted = threading.Event()
+        self._labels: Mapping[str, str] = {}
 
     def start(self, *, is_paused: bool = False) -> None:
         """Begin to look, or with `is_paused` be ready for `resume`."""
+        self._is_active = not is_paused
         if not is_paused:
-            self._is_active.set()
+            self._is_wanted.set()
         self._thread.start()
 
-    def pause(self) -> None:
-        """Look no more until `resume`; waits for a look that is under way."""
-        self._is_active.clear()
+    def add_sources(self, sources: Mapping[str, str]) -> None:
+        """Texts of the user's that lie in no file, such as cells, by name; of 200 the newest are kept."""
         with self._lock:
-            pass
+            held = {**self._gatherer.sources, **sources}
+            self._gatherer.sources = {name: held[name] for name in list(held)[-_NUM_SOURCES:]}
+            self._labels = label_cells(self._gatherer.sources)
+
+    def pause(self) -> None:
+        """Look once more, as at ranks that may do anything yet, and then not until `resume`."""
+        self._is_active = False
 
     def resume(self, since_ns: int) -> None:
-        """Look again, as if for the first time, at what is newer than `since_ns`."""
+        """Look again, as if for the first time, at what is newer than `since_ns`, and than the last look."""
         with self._lock:
-            self._since_ns = since_ns
+            if not self._is_wanted.is_set():
+                self._since_ns = since_ns
             self._told = Told(self._options.stall_warn_s)
             self._findings.clear()
             self._views.clear()
-        self._is_active.set()
+            self._is_active = True
+        self._is_wanted.set()
 
     def stop(self) -> None:
         """Look no more; waits for a look that is under way, at most 5 s."""
         self._stopped.set()
-        self._is_active.set()
+        self._is_wanted.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(5.0)
 
@@ -98,13 +110,24 @@ class Observer:
             self._save(report)
         return report
 
+    def finish(self) -> None:
+        """Look once more now that the ranks are gone, and tell what is new. To be called after `stop`."""
+        try:
+            with self._lock:
+                self._step(is_last=True)
+        except Exception as error:  # noqa: BLE001 - said, and never in the way of the job
+            self._give_up(error)
+
     def _run(self) -> None:
         while not self._stopped.wait(INTERVAL_S):
-            self._is_active.wait()
+            self._is_wanted.wait()
+            if self._stopped.is_set():
+                return
             try:
                 with self._lock:
-                    if self._is_active.is_set() and not self._stopped.is_set():
-                        self._step()
+                    if not self._is_active:
+                        self._is_wanted.clear()
+                    self._step()
             except Exception as error:  # noqa: BLE001 - said once, and never in the way of the job
                 self._give_up(error)
                 return
@@ -113,9 +136,11 @@ class Observer:
         text = f"watching has ended by an error of its own, and the job goes on: {type(error).__name__}: {error}"
         self._tell(replace(self._empty, notes=(text,)))
 
-    def _step(self) -> None:
+    def _step(self, *, is_last: bool = False) -> None:
         view, analysis = self._look()
-        news = self._told.new_findings([*self._read_journals(view), *analysis.findings])
+        found = [*self._read_journals(view), *analysis.findings]
+        found += self._named(self._rules.finish(view.now_ns)) if is_last else ()
+        news = self._told.new_findings(found)
         status = self._told.new_status(analysis, time.monotonic())
         if not (news or status):
             return
@@ -128,17 +153,28 @@ class Observer:
         found = self._rules.feed(self._gatherer.read_entries(), view.now_ns)
         for fault in self._rules.faults:
             self._note(fault)
-        return found
+        return self._named(found)
+
+    def _named(self, findings: Iterable[Finding]) -> list[Finding]:
+        return [rename_in(finding, self._labels) for finding in findings]
 
     def _look(self) -> tuple[JobView, Analysis]:
-        view = self._gatherer.gather(self._facts(), self._since_ns)
+        view = self._gatherer.gather(self._present_facts(), self._since_ns)
         earlier = self._find_earlier(view.now_ns)
         analysis = analyze(view, earlier, stall_warn_s=self._options.stall_warn_s)
         if analysis.needs_stacks:
             view = self._gatherer.add_stacks(view, analysis.needs_stacks)
             analysis = analyze(view, earlier, stall_warn_s=self._options.stall_warn_s)
         self._views.append(view)
-        return view, analysis
+        status = tuple(rename(line, self._labels) for line in analysis.status)
+        return view, replace(analysis, findings=Findings(self._named(analysis.findings)), status=status)
+
+    def _present_facts(self) -> Mapping[int, RankFacts]:
+        facts = self._facts()
+        if self._is_active:
+            return facts
+        # Between two cells a rank that has come to the end of one may still answer another in the next.
+        return {rank: replace(each, returned=False) for rank, each in facts.items()}
 
     def _find_earlier(self, now_ns: int) -> JobView | None:
         """The newest look that is a second old: by it is judged whether a rank moves."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 from ddpilot.errors import RankError, WatchError
 from ddpilot.findings.finding import Finding
@@ -23,6 +24,7 @@ from ddpilot.watch.options import WatchOptions
 from ddpilot.watch.report import Report
 from ddpilot.watch.view import ErrorView, ProcessView
 
+NOTHING: Mapping[str, str] = MappingProxyType({})
 GUARD_HOOK = "ddpilot.guard.hook:start"
 
 
@@ -71,8 +73,13 @@ class Watcher:
         """Of the job; None where none could be made."""
         return self._folder
 
-    def begin(self, ranks: Sequence[RankState], *, is_paused: bool = False) -> None:
-        """The ranks are being started. `is_paused`: nobody looks at them before `resume`."""
+    def begin(
+        self, ranks: Sequence[RankState], sources: Mapping[str, str] = NOTHING, *, is_paused: bool = False
+    ) -> None:
+        """The ranks are being started. `sources`: the user's texts that lie in no file, by name.
+
+        `is_paused`: nobody looks before `resume`.
+        """
         self._ranks = ranks
         if self._folder is None:
             return
@@ -86,12 +93,14 @@ class Watcher:
             ranks=self._about.ranks,
             others=self._others,
         )
+        self._observer.add_sources(sources)
         self._observer.start(is_paused=is_paused)
 
-    def resume(self, name: str, since_ns: int) -> None:
+    def resume(self, name: str, since_ns: int, sources: Mapping[str, str] = NOTHING) -> None:
         """Look again, at what is newer than `since_ns` and has this name; what was said before may be said again."""
         self._name, self._error = name, None
         if self._observer is not None:
+            self._observer.add_sources(sources)
             self._observer.resume(since_ns)
 
     def pause(self) -> None:
@@ -124,6 +133,13 @@ class Watcher:
         is_victim = failed is not None and failed.raised is not None and failed.raised.is_victim
         known = find_known_error(failed.rank, view, error.last_lines) if failed is not None and not is_victim else None
         error.findings = Findings([*([known] if known else []), *findings])
+
+    def finish(self, note: Callable[[str], None]) -> WatchError | None:
+        """The ranks have ended well: look once more, and `note` what there is; an error where that is one."""
+        if self._observer is not None:
+            self._observer.stop()
+            self._observer.finish()
+        return self.take(note)
 
     def end(self, is_clean: bool) -> None:
         """The launch is over: the folder goes after a clean end, else it stays for `ddpilot watch`."""

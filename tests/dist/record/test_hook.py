@@ -36,7 +36,7 @@ class Hooked(Watcher):
         super().__init__(WatchOptions(guard=False), "hooked", 2)
         self.variables = {} if folder is None else {RING_DIR_VARIABLE: str(folder)}
 
-    def begin(self, ranks: object, *, is_paused: bool = False) -> None:
+    def begin(self, ranks: object, sources: object = None, *, is_paused: bool = False) -> None:
         """Nothing is observed."""
 
 

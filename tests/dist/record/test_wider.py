@@ -21,7 +21,7 @@ from tests.dist.record.ranks import matchable, my_rank, read_all, recorded, ring
 
 def average(tensor: torch.Tensor) -> torch.Tensor:
     """Something to compile: a functional collective between two computations."""
-    total: torch.Tensor = functional.all_reduce(tensor * 2, "sum", dist.group.WORLD)  # type: ignore[arg-type]
+    total: torch.Tensor = functional.all_reduce(tensor * 2, "sum", dist.group.WORLD)
     return total / 4
 
 

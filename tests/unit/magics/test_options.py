@@ -14,7 +14,8 @@ from ddpilot.session.options import SessionOptions
 
 LINE = (
     "-n 2 --gpus 0,1 --backend gloo --seed 7 --app fastai --app mine --env A=1 --env B=x=y --preload numpy --respawn "
-    "--keep-cache --verbose --output rank_zero --output-limit-bytes 5"
+    "--keep-cache --verbose --output rank_zero --output-limit-bytes 5 --no-watch --no-guard --on-finding stop "
+    "--stall-warn-s 7"
 )
 
 
@@ -42,6 +43,10 @@ def test_options_read_every_field_of_a_session() -> None:
         verbose=True,
         output="rank_zero",
         output_limit_bytes=5,
+        watch=False,
+        guard=False,
+        on_finding="stop",
+        stall_warn_s=7.0,
     )
 
 

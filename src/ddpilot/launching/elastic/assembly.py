@@ -75,6 +75,9 @@ def run_assembled(
     is_clean = False
     try:
         _run(agent, me, options)
+        seen = escort.finish()
+        if seen is not None:
+            raise seen
         is_clean = True
     except (LaunchError, RendezvousError, RunStoppedError) as error:
         if meeting is not None and agent.error is None:

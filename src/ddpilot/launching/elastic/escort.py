@@ -35,7 +35,7 @@ class Escort:
     def watch(self, ranks: Sequence[RankState]) -> None:
         """The ranks have been started."""
         if self._companion is not None:
-            self._companion.begin(ranks)
+            self._companion.begin(ranks, {})
 
     def take(self) -> WatchError | None:
         """Show what there is to say; the error that the attempt is to end with, else None."""
@@ -45,6 +45,10 @@ class Escort:
         """Add to `error`, by which the attempt ends, what was seen from outside."""
         if self._companion is not None:
             self._companion.explain(error)
+
+    def finish(self) -> WatchError | None:
+        """The ranks have ended well: show what there is to say; the error that the run ends with if any."""
+        return None if self._companion is None else self._companion.finish(self._say)
 
     def end(self, *, is_clean: bool) -> None:
         """The attempt is over."""

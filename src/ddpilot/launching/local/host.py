@@ -248,7 +248,7 @@ def _run_on(
                     while len(handles) - _num_answered(answers) > _MAX_UNANSWERED:
                         answers.append(wire.receive(job)[0])
                 if companion is not None:
-                    companion.begin(handles)
+                    companion.begin(handles, {name: "".join(lines) for name, lines in sources.items()})
                 Supervisor(job, handles, pump, options, name, known, interrupts, companion).run(answers)
         return RankResults([handle.parcel for handle in handles], known)
     except wire.Closed as error:

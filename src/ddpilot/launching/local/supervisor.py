@@ -97,6 +97,8 @@ class Supervisor:
                 self._ladder.climb(now)
                 self._notice_slow_exits(now)
         self._pump.close()
+        if self._ending is None and self._companion is not None:
+            self._ending = self._companion.finish(self._pump.display.note)
         if self._ending is not None:
             self._raise()
 
