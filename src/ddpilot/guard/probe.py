@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import linecache
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -45,9 +46,18 @@ class Notes:
         """Add an entry to the journal."""
         self._journal.write(kind, values)
 
-    def site(self, frame: FrameType | None = None) -> dict[str, Any]:
-        """The user's line from `frame` (default: the caller's) outwards, as `Place` takes it; empty where none is."""
+    def user_frame(self) -> FrameType | None:
+        """The innermost frame of the caller's stack that is the user's, else a library's; None where there is none."""
+        return self._finder.walk(sys._getframe(1))[0]
+
+    def site(self, frame: FrameType | None = None, line: int | None = None) -> dict[str, Any]:
+        """The user's line from `frame` (default: the caller's) outwards, as `Place` takes it; empty where none is.
+
+        `line`: another line of the same file.
+        """
         fact = describe_site(self._finder.walk(frame or sys._getframe(1)))
+        if line is not None and frame is not None:
+            fact |= {"line": line, "text": linecache.getline(frame.f_code.co_filename, line).strip()[:200]}
         return {key: fact[key] for key in ("file", "line", "function", "text") if key in fact}
 
     def safely(self, function: Hook) -> Hook:

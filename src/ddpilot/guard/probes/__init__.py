@@ -5,5 +5,7 @@ PROBES: tuple[str, ...] = (
     "ddpilot.guard.probes.data.probe:DataProbe",
     "ddpilot.guard.probes.saving:SavingProbe",
     "ddpilot.guard.probes.device_errors:DeviceErrorProbe",
+    "ddpilot.guard.probes.steps:StepProbe",
+    "ddpilot.guard.probes.data_parallel:DataParallelProbe",
 )
 """Every probe, as "module:class"; `guard.hook` installs them in this order."""

@@ -9,6 +9,8 @@ from functools import partial
 from ddpilot.findings.finding import Finding
 from ddpilot.record.journal import Entry
 from ddpilot.record.log import RankLog
+from ddpilot.watch.rules.ddp_use import DataParallel, NeedlessFindUnused, NoSyncInVain
+from ddpilot.watch.rules.divergence import Divergence
 from ddpilot.watch.rules.evaluation import MeanOfMeans, PaddedEvaluation
 from ddpilot.watch.rules.not_finite import NotFinite
 from ddpilot.watch.rules.on_graph import OnGraph
@@ -36,6 +38,10 @@ RULES: tuple[Callable[[RuleContext], Rule], ...] = (
     OneDevice,
     SeveralDevices,
     AllRanksSave,
+    Divergence,
+    NoSyncInVain,
+    DataParallel,
+    NeedlessFindUnused,
 )
 """Every rule."""
 

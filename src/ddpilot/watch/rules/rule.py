@@ -28,17 +28,21 @@ class RuleContext:
 class Rule(Protocol):
     """Looks at some kinds of entries; made with a `RuleContext`. Keeps bounded state."""
 
-    codes: tuple[str, ...]
-    kinds: tuple[str, ...]
-    """Kinds of the entries that it is fed."""
+    @property
+    def codes(self) -> tuple[str, ...]:
+        """Codes of its findings."""
 
-    def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds of the entries that it is fed."""
+
+    def feed(self, rank: int, entry: Entry, /) -> Iterable[Finding]:
         """What can be said after `entry`, the next one of `rank`; those of other ranks may come earlier or later."""
 
-    def look(self, now_ns: int) -> Iterable[Finding]:
+    def look(self, now_ns: int, /) -> Iterable[Finding]:
         """What can be said now that everything known at `now_ns` (CLOCK_MONOTONIC) has been fed."""
 
-    def finish(self, now_ns: int) -> Iterable[Finding]:
+    def finish(self, now_ns: int, /) -> Iterable[Finding]:
         """What can be said now that no entry will come any more. A rule that has nothing to add returns ``()``."""
 
 

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is known of one DDP model of this rank."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddpilot.guard.probes.groups import describe_group, sequence_number
+from ddpilot.guard.probes.reductions import Reductions
+
+_MAX_SAMPLES = 8
+_HOOK_MODULES = ("torch.", "ddpilot.")
+# These leave gradients as each rank has them, on purpose.
+_LOCAL_HOOKS = ("noop_hook", "post_localSGD_hook")
+
+
+class DdpModel:
+    """A model wrapped by `ddp`, of which it keeps no reference. `ordinal`: the how manieth of its process group."""
+
+    def __init__(self, ddp: Any, *, number: int, ordinal: int) -> None:
+        self.number = number
+        self.ordinal = ordinal
+        self.is_alone = dist.get_world_size(ddp.process_group) < 2
+        """Whether its process group is this rank: each rank is to train a model of its own."""
+        self.group = describe_group(ddp.process_group)
+        self.reductions = Reductions()
+        self.site: dict[str, Any] = {}
+        self.why_local = ""
+        """Why the newest gradients were not reduced; empty where they were."""
+        self.why_site: dict[str, Any] = {}
+        self.no_sync_site: dict[str, Any] = {}
+        self.without_effect: dict[str, Any] = {}
+        """Where `no_sync` was around a backward alone."""
+        self.why_silent = ""
+        """Why its gradients may differ between ranks."""
+        self._ref = weakref.ref(ddp)
+        # DDP holds these parameters as long as it lives, so that their ids stay theirs.
+        self.names = {
+            id(parameter): name
+            for name, parameter in ddp.module.named_parameters()
+            if parameter.requires_grad and name not in ddp.parameters_to_ignore
+        }
+        self.ignored = {
+            id(parameter) for name, parameter in ddp.module.named_parameters() if name in ddp.parameters_to_ignore
+        }
+        trainable = [parameter for parameter in ddp.module.parameters() if id(parameter) in self.names]
+        self.born = {id(parameter): (parameter.dtype, parameter.device) for parameter in trainable}
+        spread = range(0, len(trainable), max(1, len(trainable) // _MAX_SAMPLES))
+        self._samples = [weakref.ref(trainable[place]) for place in spread]
+
+    @property
+    def ddp(self) -> Any:
+        """The wrapper; None when it is gone."""
+        return self._ref()
+
+    def sequence_number(self) -> int:
+        """How many collectives its group has started: the same on all ranks at the same moment of training."""
+        return sequence_number(self.ddp.process_group)
+
+    def gradient_state(self) -> list[tuple[int, int] | None]:
+        """Changes when a backward has touched the model."""
+        return [_state(parameter.grad) for sample in self._samples if (parameter := sample()) is not None]
+
+    def current_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those that the module has now."""
+        yield from self.ddp.module.named_parameters()
+
+    def look_at_hooks(self) -> None:
+        """Be silent about gradients that a communication hook, or `join`, may leave different."""
+        ddp = self.ddp
+        if ddp._join_config.enable:
+            self.why_silent = "join"
+        for hook, _ in getattr(ddp, "_comm_hooks", ()):
+            name = getattr(hook, "__name__", type(hook).__name__)
+            if name in _LOCAL_HOOKS or not str(getattr(hook, "__module__", "")).startswith(_HOOK_MODULES):
+                self.why_silent = f"hook {name}"
+
+
+def _state(gradient: Tensor | None) -> tuple[int, int] | None:
+    return None if gradient is None else (gradient.data_ptr(), gradient._version)

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which parameters are compared with which of the other ranks: those of one optimizer in one DDP model, or in none."""
+
+from __future__ import annotations
+
+import time
+import weakref
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from ddpilot.guard.probe import Notes
+from ddpilot.guard.probes.ddp_model import DdpModel
+from ddpilot.guard.probes.fingerprint import Fingerprinter, is_plain
+from ddpilot.guard.probes.groups import sequence_number
+
+FIRST_STEPS = 5
+EVERY = 25
+INTERVAL_S = 0.5
+_MAX_COST = 0.02
+_MAX_PATTERNS = 16
+_MAX_OPTIMIZERS = 64
+_MAX_TENSORS = 8192
+
+
+class Unit:
+    """Parameters of one optimizer that belong to `model`, or to no DDP model; `key` is the same on all ranks."""
+
+    def __init__(self, *, number: int, key: list[Any], model: DdpModel | None) -> None:
+        self.number = number
+        self.key = key
+        self.model = model
+        self.parameters: list[Tensor] = []
+        self.digest = 0
+        self._num_steps = 0
+        self._num_local_steps = 0
+        self._position = 0
+        self._seen: set[str] = set()
+        self._checked_count = 0
+        self._checked_s = 0.0
+        self._cost_s = 0.0
+
+    def advance(self) -> tuple[int, str, bool]:
+        """Count a step: its number, what led to it, and whether it is to be checked. Alike on all ranks."""
+        events = ""
+        if self.model is None:
+            self._num_local_steps += 1
+            count = self._num_local_steps
+        else:
+            reductions = self.model.reductions
+            events = reductions.since(self._position)
+            self._position = reductions.position
+            # Forwards of DDP are as many on all ranks; steps are not where one was forgotten.
+            self._num_local_steps += "F" not in events
+            count = reductions.num_forwards + self._num_local_steps
+        self._num_steps += 1
+        is_new = events not in self._seen and len(self._seen) < _MAX_PATTERNS
+        if is_new:
+            self._seen.add(events)
+        elapsed_s = time.monotonic() - self._checked_s
+        is_due = (
+            is_new
+            or self._num_steps <= FIRST_STEPS
+            or count // EVERY != self._checked_count // EVERY
+            or elapsed_s >= max(INTERVAL_S, self._cost_s / _MAX_COST)
+        )
+        if is_due:
+            self._checked_count = count
+        return count, events, is_due
+
+    def checked(self, cost_s: float) -> None:
+        """A check ended just now."""
+        self._checked_s = time.monotonic()
+        self._cost_s = cost_s
+
+
+class UnitBook:
+    """The units of each optimizer, and the notes on its steps. `models`: the DDP models that there are now."""
+
+    def __init__(self, notes: Notes, models: Callable[[], list[DdpModel]]) -> None:
+        self._notes = notes
+        self._models = models
+        self._units: weakref.WeakKeyDictionary[Optimizer, list[Unit]] = weakref.WeakKeyDictionary()
+        self._num_units = 0
+        self._num_of_key: dict[str, int] = {}
+        self._fingerprinter = Fingerprinter()
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Note that `optimizer` is about to take a step."""
+        units = self._units.get(optimizer)
+        if units is None:
+            if len(self._units) >= _MAX_OPTIMIZERS:
+                return
+            units = self._units[optimizer] = []
+        if not units or any(unit.model is not None and unit.model.ddp is None for unit in units):
+            self._plan(optimizer, units)
+        planned = False
+        for unit in tuple(units):
+            count, events, is_due = unit.advance()
+            if is_due and not planned:
+                planned = True
+                self._plan(optimizer, units)
+            if unit.parameters:
+                self._note(unit, count, events, is_due)
+        for unit in units:
+            if unit.model is not None:
+                unit.model.reductions.step()
+
+    def _note(self, unit: Unit, count: int, events: str, is_due: bool) -> None:
+        model = unit.model
+        values: dict[str, Any] = {"u": unit.number, "n": count}
+        values["s"] = model.sequence_number() if model else sequence_number(dist.group.WORLD)
+        if model is not None:
+            values["e"] = events
+            model.look_at_hooks()
+            if model.why_silent:
+                values["silent"] = model.why_silent
+            if model.why_local:
+                values |= {"why": model.why_local, "at": model.why_site}
+            if model.without_effect:
+                values["vain"], model.without_effect = model.without_effect, {}
+        if is_due:
+            begun = time.monotonic()
+            gradients = [_plain_gradient(parameter) for parameter in unit.parameters]
+            values["f"] = self._fingerprinter.take(unit.parameters, gradients)
+            unit.checked(time.monotonic() - begun)
+        self._notes.write("step", **values)
+
+    def _plan(self, optimizer: Optimizer, units: list[Unit]) -> None:
+        """Sort the optimizer's parameters into units, and note those that are new or have changed."""
+        models = self._models()
+        sorted_in: dict[int, list[tuple[str, Tensor, bool]]] = {}
+        by_number = {model.number: model for model in models}
+        names = {id(parameter): (model.number, name, False) for model in models for parameter, name in _late(model)}
+        names |= {key: (model.number, name, True) for model in models for key, name in model.names.items()}
+        ignored = {key for model in models for key in model.ignored}
+        place = 0
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                place += 1
+                number, name, is_reduced = names.get(
+                    id(parameter), (0, f"parameter {place} {list(parameter.shape)}", False)
+                )
+                if id(parameter) not in ignored and parameter.requires_grad and is_plain(parameter):
+                    sorted_in.setdefault(number, []).append((name, parameter, is_reduced))
+        units[:] = [unit for unit in units if unit.model is None or unit.model.number in by_number]
+        for number, members in sorted_in.items():
+            if number and by_number[number].is_alone:
+                continue
+            found = [unit for unit in units if (unit.model.number if unit.model else 0) == number]
+            unit = found[0] if found else self._new_unit(by_number.get(number), members)
+            if not found:
+                units.append(unit)
+            self._describe(unit, members[:_MAX_TENSORS])
+
+    def _new_unit(self, model: DdpModel | None, members: list[tuple[str, Tensor, bool]]) -> Unit:
+        if model is not None:
+            key = ["ddp", model.group, model.ordinal]
+        else:
+            site = self._notes.site()
+            shapes = zlib.crc32(repr([list(parameter.shape) for _, parameter, _ in members]).encode())
+            key = ["free", shapes, f"{site.get('file')}:{site.get('line')}"]
+        text = repr(key)
+        ordinal = self._num_of_key[text] = self._num_of_key.get(text, -1) + 1
+        self._num_units += 1
+        return Unit(number=self._num_units, key=[*key, ordinal], model=model)
+
+    def _describe(self, unit: Unit, members: list[tuple[str, Tensor, bool]]) -> None:
+        unit.parameters = [parameter for _, parameter, _ in members]
+        names = [name for name, _, _ in members]
+        late = [place for place, (_, _, is_reduced) in enumerate(members) if not is_reduced] if unit.model else []
+        moved = _moved(unit.model, members)
+        digest = zlib.crc32(repr((names, late, moved)).encode())
+        if digest == unit.digest:
+            return
+        unit.digest = digest
+        self._notes.write(
+            "unit",
+            u=unit.number,
+            key=unit.key,
+            names=names,
+            late=late,
+            moved=moved,
+            largest=max(parameter.numel() for parameter in unit.parameters),
+            site=self._notes.site(),
+            made=unit.model.site if unit.model else {},
+        )
+
+
+def _late(model: DdpModel) -> list[tuple[Tensor, str]]:
+    """Parameters that the module has got since it was wrapped, or that became trainable."""
+    known = model.names.keys() | model.ignored
+    return [(parameter, name) for name, parameter in model.current_parameters() if id(parameter) not in known]
+
+
+def _moved(model: DdpModel | None, members: list[tuple[str, Tensor, bool]]) -> list[str]:
+    """Parameters that have another device or dtype than when the model was wrapped."""
+    if model is None:
+        return []
+    return [
+        f"{name}: {' on '.join(map(str, born))}, now {parameter.dtype} on {parameter.device}"
+        for name, parameter, _ in members
+        if (born := model.born.get(id(parameter))) and born != (parameter.dtype, parameter.device)
+    ][:5]
+
+
+def _plain_gradient(parameter: Tensor) -> Tensor | None:
+    gradient = parameter.grad
+    return gradient if gradient is not None and is_plain(gradient) and gradient.device == parameter.device else None

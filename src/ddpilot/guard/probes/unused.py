@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a DDP model that looks for unused parameters has any."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ddpilot.guard.probe import Notes
+from ddpilot.guard.probes.ddp_model import DdpModel
+
+NUM_BACKWARDS = 9
+"""DDP says of its first 10 backwards how much was unused, of each in the next one."""
+
+_MAX_NAMES = 100
+
+
+class UnusedCount:
+    """Follows the first backwards of `model`; call `step` before each optimizer step."""
+
+    def __init__(self, model: DdpModel, notes: Notes) -> None:
+        self.is_over = False
+        self._model = model
+        self._notes = notes
+        self._num_bytes = 0
+        self._names: set[str] = set()
+
+    def step(self) -> None:
+        """Add what DDP knows; after the last of the first backwards, note it."""
+        num = self._model.reductions.num_forwards
+        ddp: Any = self._model.ddp
+        self.is_over = self.is_over or ddp is None
+        if self.is_over or num < 2:
+            return
+        data = ddp._get_ddp_logging_data()
+        if "unused_parameter_size" not in data and num > NUM_BACKWARDS:
+            self.is_over = True  # another torch
+            return
+        self._num_bytes = max(self._num_bytes, int(data.get("unused_parameter_size", 0)))
+        for name, parameter in self._model.current_parameters():
+            if parameter.requires_grad and parameter.grad is None and len(self._names) < _MAX_NAMES:
+                self._names.add(name)
+        if num > NUM_BACKWARDS:
+            self.is_over = True
+            self._notes.write(
+                "unused",
+                group=self._model.group,
+                ordinal=self._model.ordinal,
+                num_backwards=NUM_BACKWARDS,
+                num_bytes=self._num_bytes,
+                names=sorted(self._names),
+                site=self._model.site,
+            )

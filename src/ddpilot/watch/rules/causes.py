@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each cause of ranks growing apart is called, why it happens, and what to do."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Cause(NamedTuple):
+    """A code with its words."""
+
+    code: str
+    name: str
+    why: str
+    fix: str
+
+
+_RUNS_APART = "DDP averages gradients only in the backward of a forward that went through the wrapper"
+
+BYPASS = Cause(
+    "DDP321",
+    "bypass",
+    f"the model inside DDP was called directly: {_RUNS_APART}, so that each rank trains on its own data alone",
+    "Call the DDP model itself, `ddp(x)` instead of `ddp.module(x)`; to reach another method, call it inside `forward`",
+)
+TWO_FORWARDS = Cause(
+    "DDP322",
+    "two-forwards",
+    "two forwards came before two backwards: DDP reduces one backward after each group of forwards, the first; the "
+    "second one's gradients stay local",
+    "Call backward once, on the sum of the losses, or each loss's backward before the next forward; or put all but the "
+    "last forward and backward into `no_sync()`",
+)
+NO_SYNC = Cause(
+    "DDP323",
+    "no-sync-left-on",
+    "the last backward before this step ran for a forward inside `no_sync()`, which is where gradients stay local",
+    "Leave `no_sync()` for the last micro-batch before each step, with its forward and its backward outside, also for "
+    "the last, shorter group of an epoch",
+)
+TWICE = Cause(
+    "DDP329",
+    "backward-twice",
+    "backward ran twice for one forward: DDP reduced the first, the second one's gradients stay local",
+    "Add the losses and call backward once, without `retain_graph=True`",
+)
+LATE = Cause(
+    "DDP332",
+    "layers-changed",
+    "DDP averages the parameters that the model had, and that were trainable, when it was wrapped; these came later or "
+    "were unfrozen later",
+    "Change or unfreeze layers first, and wrap the model in DDP again afterwards",
+)
+MOVED = Cause(
+    "DDP331",
+    "wrapped-before-move",
+    "the model was moved to another device or dtype after it was wrapped: DDP's hooks stay with what it was before, "
+    "and gradients are not reduced any more",
+    "Move first, then wrap: `DDP(model.to(device))`",
+)
+STEP = Cause(
+    "DDP326",
+    "step-on-some-ranks",
+    "the optimizer took a step on some ranks only; gradients were the same on all of them",
+    "Call `optimizer.step()` on every rank, and skip a step on all ranks or on none (reduce the condition first)",
+)
+PARAMETERS = Cause(
+    "DDP325",
+    "parameters-differ",
+    "gradients are the same on all ranks and parameters are not: DDP copies rank 0's when it wraps a model and never "
+    "again, so that one rank's have been loaded, initialised or changed since",
+    "Load or initialise before the model is wrapped, or on every rank alike",
+)
+UNKNOWN = Cause(
+    "DDP320",
+    "gradients-differ",
+    "every backward went through DDP, so that gradients were changed on some ranks after they were reduced",
+    "Change gradients (clipping, masking, noise) on every rank alike; look at what runs between backward and step",
+)
+NEVER_WRAPPED = Cause(
+    "DDP324",
+    "never-wrapped",
+    "no DDP model has these parameters, and no collective was large enough to average them: each rank trains a model "
+    "of its own, on its own data",
+    "Wrap the model, `model = DistributedDataParallel(model)`, and call it through the wrapper",
+)
+LOCAL = {
+    "no_sync": NO_SYNC,
+    "forward in no_sync": NO_SYNC,
+    "two forwards": TWO_FORWARDS,
+    "twice": TWICE,
+    "bypass": BYPASS,
+}
+"""By why a probe says that a backward was not reduced."""

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The same model and optimizer on several ranks, step by step: do they stay alike, and if not, since when and why."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ddpilot.findings.finding import Finding
+from ddpilot.record.journal import Entry
+from ddpilot.watch.rules import causes
+from ddpilot.watch.rules.causes import Cause
+from ddpilot.watch.rules.fingerprints import Difference, compare
+from ddpilot.watch.rules.other_reductions import find_reduction
+from ddpilot.watch.rules.rule import RuleContext
+from ddpilot.watch.rules.telling import tell_divergence
+
+NUM_LOCAL_STEPS = 16
+"""Steps without a reduction by DDP that may be meant (local SGD averages parameters from time to time)."""
+
+NUM_FREE_STEPS = 50
+"""The same for parameters that no DDP model has."""
+
+NUM_SINGLE_STEPS = 5
+"""Steps that one rank takes after reductions that another took part in, which takes none."""
+
+WAIT_NS = 300_000_000
+"""How long a rank that has not noted a moment yet is waited for before the others are compared."""
+
+_MAX_MOMENTS = 128
+
+When = tuple[int, int]
+"""The number of collectives that the group had started, and the how manieth step since the last of them."""
+
+
+@dataclass
+class Moment:
+    """One optimizer step, by the ranks that took it."""
+
+    steps: dict[int, Entry] = field(default_factory=dict)
+    seen_ns: int | None = None
+    is_compared: bool = False
+    difference: Difference = field(default_factory=Difference)
+
+    def value(self, rank: int, name: str) -> Any:
+        """What `rank` noted as `name`; None where it did not."""
+        return self.steps[rank].values.get(name)
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether DDP reduced a backward before this step."""
+        return any("F" in (step.values.get("e") or "") for step in self.steps.values())
+
+
+class Comparison:
+    """All that is known of the ranks' units with the same `key`."""
+
+    def __init__(self, key: tuple[Any, ...], context: RuleContext) -> None:
+        self.key = key
+        self.units: dict[int, dict[str, Any]] = {}
+        self.loads: dict[int, Entry] = {}
+        self.is_over = False
+        """Nothing more is said: it has been, or differences are meant."""
+        self._context = context
+        self._moments: OrderedDict[When, Moment] = OrderedDict()
+        self._waiting: dict[When, Moment] = {}
+        self._last: dict[int, When] = {}
+        self._order: dict[int, deque[When]] = {}
+        self._first_bad: Moment | None = None
+        self._began_alike: bool | None = None
+        self._first_ns: dict[int, int] = {}
+        self._num_steps = 0
+        self._num_local = 0
+
+    @property
+    def is_free(self) -> bool:
+        """Whether no DDP model has these parameters."""
+        return bool(self.key[0] == "free")
+
+    def describe(self, rank: int, unit: dict[str, Any]) -> None:
+        """What `rank` says of its unit."""
+        self.units[rank] = unit
+
+    def loaded(self, rank: int, entry: Entry) -> None:
+        """`rank` loaded a state dict into the model after it was wrapped."""
+        self.loads[rank] = entry
+
+    def step(self, rank: int, entry: Entry) -> None:
+        """`rank` is about to take a step."""
+        if self.is_over:
+            return
+        if entry.values.get("silent"):
+            self._end()
+            return
+        number = entry.values["s"]
+        last = self._last.get(rank, (-1, 0))
+        when = (number, last[1] + 1 if last[0] == number else 0)
+        self._last[rank] = when
+        self._order.setdefault(rank, deque(maxlen=_MAX_MOMENTS)).append(when)
+        self._first_ns.setdefault(rank, entry.time_ns)
+        moment = self._moments.setdefault(when, Moment())
+        moment.steps[rank] = entry
+        if "f" in entry.values and not moment.is_compared:
+            self._waiting[when] = moment
+        if len(self._moments) > _MAX_MOMENTS:
+            self._waiting.pop(self._moments.popitem(last=False)[0], None)
+
+    def judge(self, now_ns: int | None) -> Iterator[Finding]:
+        """What is new. `now_ns`: None between two looks, when only what all ranks have noted is compared."""
+        if self.is_over:
+            return
+        for moment in self._ready(now_ns):
+            finding = self._weigh(moment)
+            if finding is not None:
+                self._end()
+                yield finding
+                return
+        if now_ns is not None and (finding := self._step_of_some(now_ns)) is not None:
+            self._end()
+            yield finding
+
+    def finish(self) -> Iterator[Finding]:
+        """What is left to say when no rank will take another step."""
+        moment = self._first_bad
+        if self.is_over or moment is None:
+            return
+        cause = self._cause(moment)
+        num_needed = 2 if self.is_free else 1
+        is_known = cause.code != causes.UNKNOWN.code
+        if is_known and self._num_steps >= num_needed and not self._is_reduced_otherwise():
+            self._end()
+            yield self._tell(cause, moment, moment)
+
+    def _end(self) -> None:
+        self.is_over = True
+        self._moments.clear()
+        self._waiting.clear()
+        self._order.clear()
+
+    def _ready(self, now_ns: int | None) -> list[Moment]:
+        """Moments of which enough ranks have a fingerprint, oldest first."""
+        ready = []
+        for when, moment in list(self._waiting.items()):
+            num = sum("f" in step.values for step in moment.steps.values())
+            if now_ns is not None and moment.seen_ns is None:
+                moment.seen_ns = now_ns
+            is_old = now_ns is not None and moment.seen_ns is not None and now_ns - moment.seen_ns >= WAIT_NS
+            if num >= self._num_ranks() or (num >= 2 and is_old):
+                moment.is_compared = True
+                ready.append(moment)
+                del self._waiting[when]
+        return ready
+
+    def _num_ranks(self) -> int:
+        group = "world" if self.is_free else self.key[1]
+        return self._context.world_size if group == "world" else len(group.split(","))
+
+    def _weigh(self, moment: Moment) -> Finding | None:
+        """Compare the ranks at `moment`; a finding where that is the proof."""
+        fingerprints = {rank: step.values["f"] for rank, step in moment.steps.items() if "f" in step.values}
+        names = {rank: self.units[rank]["names"] for rank in fingerprints}
+        moment.difference = difference = compare(names, fingerprints)
+        self._num_steps += 1
+        if self._began_alike is None:
+            self._began_alike = not difference.parameters
+        if not difference.parameters:
+            self._first_bad = moment if difference.gradients else None
+            self._num_local = 0
+            return None
+        self._first_bad = self._first_bad or moment
+        self._num_local = max(0, self._count(moment) - self._count(self._first_bad)) + 1
+        if self._is_proven(moment):
+            return self._tell(self._cause(self._first_bad), self._first_bad, moment)
+        return None
+
+    def _count(self, moment: Moment) -> int:
+        return max(int(step.values["n"]) for step in moment.steps.values())
+
+    def _is_proven(self, moment: Moment) -> bool:
+        if self.is_free:
+            return (
+                self._num_local >= NUM_FREE_STEPS
+                and self._cause(self._first_bad or moment) is causes.NEVER_WRAPPED
+                and not self._is_reduced_otherwise()
+            )
+        if moment.is_reduced:
+            return True
+        return self._num_local >= NUM_LOCAL_STEPS and not self._is_reduced_otherwise()
+
+    def _cause(self, moment: Moment) -> Cause:
+        if self.is_free:
+            is_one_model = self._began_alike and bool(moment.difference.gradients)
+            return causes.NEVER_WRAPPED if is_one_model else causes.UNKNOWN
+        differing = {*moment.difference.gradients} or {*moment.difference.parameters}
+        moved = {name.partition(":")[0] for unit in self.units.values() for name in unit["moved"]}
+        late = {unit["names"][place] for unit in self.units.values() for place in unit["late"]}
+        if moved & differing:
+            return causes.MOVED
+        if differing <= late:
+            return causes.LATE
+        if not moment.difference.gradients:
+            return causes.STEP if self._skipped() else causes.PARAMETERS
+        whys = [moment.value(rank, "why") for rank in moment.steps]
+        return next((causes.LOCAL[why] for why in whys if why), causes.UNKNOWN)
+
+    def _skipped(self) -> dict[int, When]:
+        """Ranks that took no step where another did and both went on; with the first such moment."""
+        found: dict[int, When] = {}
+        begun = max((order[0] for order in self._order.values()), default=(0, 0))
+        ended = min((order[-1] for order in self._order.values()), default=(0, 0))
+        taken = {rank: set(order) for rank, order in self._order.items()}
+        for when in sorted(set().union(*taken.values())):
+            if begun <= when <= ended:
+                for rank in taken:
+                    if when not in taken[rank]:
+                        found.setdefault(rank, when)
+        return found
+
+    def _step_of_some(self, now_ns: int) -> Finding | None:
+        """Ranks that never took a step with an optimizer that others have taken several with."""
+        if self.is_free or not self._order:
+            return None
+        group = range(self._context.world_size) if self.key[1] == "world" else _ranks(self.key[1])
+        steps = [moment for moment in self._moments.values() if moment.is_reduced]
+        if len(self._order) >= len(group) or len(steps) < NUM_SINGLE_STEPS:
+            return None
+        # The others have taken part in the reductions before all steps but the last; their notes may come late.
+        seen_ns = steps[0].seen_ns
+        if seen_ns is None or now_ns - seen_ns < WAIT_NS or self._is_reduced_otherwise():
+            return None
+        self._skippers = tuple(rank for rank in group if rank not in self._order)
+        return self._tell(causes.STEP, steps[0], steps[-1])
+
+    _skippers: tuple[int, ...] = ()
+
+    def _is_reduced_otherwise(self) -> bool:
+        """Whether other collectives may have averaged what DDP did not; also where that is not known."""
+        largest = max(unit["largest"] for unit in self.units.values())
+        for rank, since_ns in self._first_ns.items():
+            log = self._context.log(rank)
+            if log is None:
+                return self.is_free
+            if find_reduction(log, since_ns, largest) is not None:
+                return True
+        return False
+
+    def _tell(self, cause: Cause, first: Moment, proof: Moment) -> Finding:
+        skipped: Sequence[int] = self._skippers or (tuple(self._skipped()) if cause is causes.STEP else ())
+        return tell_divergence(cause, self, first, proof, skipped=tuple(skipped))
+
+
+def _ranks(group: str) -> list[int]:
+    return [int(rank) for rank in group.split(",")] if " " not in group else []

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Uses of DDP, or of what stands beside it, that cost time or do not do what they say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ddpilot.findings.finding import Finding
+from ddpilot.record.journal import Entry
+from ddpilot.watch.rules.rule import RuleContext, place_of
+
+NUM_IN_VAIN = 2
+"""Backwards in `no_sync` that were reduced all the same, before that is said."""
+
+
+class NoSyncInVain:
+    """`no_sync` around a backward whose forward ran outside of it."""
+
+    codes = ("DDP328",)
+    kinds = ("step",)
+
+    def __init__(self, _: RuleContext) -> None:
+        self._num: dict[int, int] = {}
+
+    def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
+        """As `Rule.feed`."""
+        site = entry.values.get("vain")
+        if not site:
+            return
+        self._num[rank] = self._num.get(rank, 0) + 1
+        if self._num[rank] == NUM_IN_VAIN:
+            yield Finding(
+                code="DDP328",
+                name="no-sync-backward-only",
+                severity="warning",
+                summary="no_sync() has no effect here: gradients were reduced in every backward",
+                ranks=(rank,),
+                place=place_of(site),
+                evidence=(f"seen before {NUM_IN_VAIN} optimizer steps, last before step {entry.values['n']}",),
+                why="DDP decides in the forward whether the backward that follows is reduced",
+                fix="Put the forward into `no_sync()` too",
+                source="ddpilot explain DDP328",
+            )
+
+    def look(self, _: int) -> Iterable[Finding]:
+        """Nothing."""
+        return ()
+
+    finish = look
+
+
+class DataParallel:
+    """`nn.DataParallel` trains in a job of several ranks."""
+
+    codes = ("DDP330",)
+    kinds = ("data_parallel",)
+
+    def __init__(self, context: RuleContext) -> None:
+        self._num_ranks = context.world_size
+
+    def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
+        """As `Rule.feed`."""
+        yield Finding(
+            code="DDP330",
+            name="data-parallel",
+            severity="warning",
+            summary=f"nn.DataParallel trains a model in a job of {self._num_ranks} ranks",
+            ranks=(rank,),
+            place=place_of(entry.values["site"]),
+            why="DataParallel spreads a batch over the devices of one process; ranks learn nothing of each other by it",
+            fix="Use `DistributedDataParallel(model)` instead, with one device per rank",
+            source="ddpilot explain DDP330",
+        )
+
+    def look(self, _: int) -> Iterable[Finding]:
+        """Nothing."""
+        return ()
+
+    finish = look
+
+
+class NeedlessFindUnused:
+    """`find_unused_parameters=True` for a model that uses all of them."""
+
+    codes = ("DDP312",)
+    kinds = ("unused",)
+
+    def __init__(self, context: RuleContext) -> None:
+        self._num_ranks = context.world_size
+        self._needless: dict[tuple[str, int], set[int]] = {}
+
+    def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
+        """As `Rule.feed`."""
+        values = entry.values
+        ranks = self._needless.setdefault((values["group"], values["ordinal"]), set())
+        if not values["num_bytes"]:
+            ranks.add(rank)
+        group = values["group"]
+        if len(ranks) == (self._num_ranks if group == "world" else len(group.split(","))):
+            yield Finding(
+                code="DDP312",
+                name="needless-find-unused",
+                severity="info",
+                summary=f"no parameter was unused in the first {values['num_backwards']} backwards, on any rank",
+                ranks=tuple(sorted(ranks)),
+                place=place_of(values["site"]),
+                why="find_unused_parameters=True walks the whole graph in each step, for nothing if none is unused",
+                fix="Leave it out, unless a branch that is taken later leaves parameters unused",
+                source="ddpilot explain DDP312",
+            )
+
+    def look(self, _: int) -> Iterable[Finding]:
+        """Nothing."""
+        return ()
+
+    finish = look

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that grow apart: their parameters differ at the same moment of training, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from ddpilot.findings.finding import Finding
+from ddpilot.record.journal import Entry
+from ddpilot.watch.rules.causes import LOCAL, NEVER_WRAPPED
+from ddpilot.watch.rules.comparison import Comparison
+from ddpilot.watch.rules.rule import RuleContext
+from ddpilot.watch.rules.telling import tell_order
+
+_MAX_UNITS = 256
+
+
+class Divergence:
+    """Compares, for each DDP model and optimizer, the fingerprints that ranks took between the same two collectives."""
+
+    codes = (
+        *dict.fromkeys(cause.code for cause in LOCAL.values()),
+        *("DDP320", NEVER_WRAPPED.code, "DDP325", "DDP326", "DDP327", "DDP331", "DDP332"),
+    )
+    kinds = ("ddp", "unit", "step", "load")
+
+    def __init__(self, context: RuleContext) -> None:
+        self._context = context
+        self._comparisons: dict[tuple[Any, ...], Comparison] = {}
+        self._of_unit: dict[tuple[int, int], Comparison] = {}
+        self._orders: dict[tuple[str, int], tuple[int, list[Any]]] = {}
+        self._told_order: set[tuple[str, int]] = set()
+
+    def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
+        """As `Rule.feed`."""
+        if entry.kind == "ddp":
+            return self._compare_order(rank, entry.values)
+        if entry.kind == "unit":
+            self._add_unit(rank, entry.values)
+        elif entry.kind == "step" and (comparison := self._of_unit.get((rank, entry.values["u"]))):
+            comparison.step(rank, entry)
+            return comparison.judge(None)
+        elif entry.kind == "load":
+            for comparison in self._comparisons.values():
+                if comparison.key[:3] == ("ddp", entry.values["group"], entry.values["ordinal"]):
+                    comparison.loaded(rank, entry)
+        return ()
+
+    def _compare_order(self, rank: int, values: dict[str, Any]) -> Iterable[Finding]:
+        key = (values["group"], values["ordinal"])
+        if key not in self._orders and len(self._orders) < _MAX_UNITS:
+            self._orders[key] = rank, values["names"]
+        first, names = self._orders.get(key, (rank, values["names"]))
+        if names == values["names"] or sorted(names) != sorted(values["names"]) or key in self._told_order:
+            return []
+        self._told_order.add(key)  # all else follows from it
+        return [tell_order(first, names, rank, values)]
+
+    def look(self, now_ns: int) -> Iterable[Finding]:
+        """As `Rule.look`."""
+        return self._judge(now_ns)
+
+    def finish(self, now_ns: int) -> Iterator[Finding]:
+        """As `Rule.finish`."""
+        yield from self._judge(now_ns + 10**12)
+        for comparison in self._comparisons.values():
+            yield from comparison.finish()
+
+    def _judge(self, now_ns: int) -> Iterator[Finding]:
+        for comparison in self._comparisons.values():
+            yield from comparison.judge(now_ns)
+
+    def _add_unit(self, rank: int, values: dict[str, Any]) -> None:
+        key = tuple(values["key"])
+        if key[1:3] in self._told_order:
+            return
+        if key not in self._comparisons:
+            if len(self._comparisons) >= _MAX_UNITS:
+                return
+            self._comparisons[key] = Comparison(key, self._context)
+        comparison = self._comparisons[key]
+        comparison.describe(rank, values)
+        self._of_unit[rank, values["u"]] = comparison

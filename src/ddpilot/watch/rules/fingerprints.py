@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compare the fingerprints that several ranks took at the same moment of training."""
+
+from __future__ import annotations
+
+import base64
+import math
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+TOLERANCES = {"p": 1e-5, "w": 1e-3, "g": 1e-4}
+"""Relative: of norms of parameters, of weighted sums (which may nearly cancel), of norms of gradients. On machines
+alike the same numbers have the same fingerprint; these leave room for different ones."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What differs between ranks at one moment; lines say it with values, by the tensor's name."""
+
+    gradients: Mapping[str, str] = field(default_factory=dict)
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    ranks: tuple[int, ...] = ()
+    """Those unlike most; all where no two agree more than others."""
+
+
+def compare(names: Mapping[int, Sequence[str]], fingerprints: Mapping[int, Mapping[str, str]]) -> Difference:
+    """How `fingerprints`, by rank, differ in the tensors that all these ranks have, `names` being theirs in order."""
+    ranks = sorted(fingerprints)
+    first = fingerprints[ranks[0]]
+    if all(fingerprints[rank] == first and names[rank] == names[ranks[0]] for rank in ranks):
+        return Difference()
+    numbers = {rank: {key: _unpack(fingerprints[rank][key]) for key in "pwg"} for rank in ranks}
+    places = {rank: {name: place for place, name in enumerate(names[rank])} for rank in ranks}
+    common = [name for name in names[ranks[0]] if all(name in places[rank] for rank in ranks)]
+    found: dict[str, dict[str, str]] = {"g": {}, "p": {}}
+    looks: dict[int, list[tuple[float, ...]]] = {rank: [] for rank in ranks}
+    for name in common:
+        for kinds in ("g", "pw"):
+            values = {kind: [numbers[rank][kind][places[rank][name]] for rank in ranks] for kind in kinds}
+            wrong = [kind for kind in kinds if not _are_alike(values[kind], TOLERANCES[kind])]
+            if wrong:
+                what = "weighted sum" if wrong[0] == "w" else "norm"
+                found[kinds[0]][name] = f"{what} {_say(ranks, values[wrong[0]])}"
+                for at, rank in enumerate(ranks):
+                    looks[rank].append(tuple(_rounded(values[kind][at]) for kind in kinds))
+    return Difference(found["g"], found["p"], _odd_ones(looks))
+
+
+def _are_alike(values: Sequence[float], tolerance: float) -> bool:
+    finite = [value for value in values if math.isfinite(value)]
+    if len(finite) != len(values):
+        return not finite  # NaN everywhere is another matter
+    return max(values) - min(values) <= tolerance * max(map(abs, values))
+
+
+def _say(ranks: Sequence[int], values: Sequence[float]) -> str:
+    said = [
+        f"rank {rank} {'none' if value == -1.0 else f'{value:.6g}'}" for rank, value in zip(ranks, values, strict=True)
+    ]
+    return ", ".join(said if len(said) <= 8 else [*said[:7], f"... {said[-1]}"])
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.3g}")
+
+
+def _odd_ones(looks: Mapping[int, Sequence[object]]) -> tuple[int, ...]:
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for rank, look in looks.items():
+        alike.setdefault(tuple(look), []).append(rank)
+    largest = max(map(len, alike.values()))
+    most = [ranks for ranks in alike.values() if len(ranks) == largest]
+    return tuple(sorted(rank for rank in looks if len(most) > 1 or rank not in most[0]))
+
+
+def _unpack(text: str) -> array[float]:
+    return array("f", base64.b64decode(text))

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The finding on ranks that grow apart, with what was seen of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ddpilot.findings.finding import Finding
+from ddpilot.findings.words import render_ranks
+from ddpilot.watch.rules import causes
+from ddpilot.watch.rules.causes import Cause
+from ddpilot.watch.rules.rule import place_of
+
+if TYPE_CHECKING:
+    from ddpilot.watch.rules.comparison import Comparison, Moment
+
+_EVENTS = {"F": "forward", "f": "forward in no_sync", "B": "backward", "b": "backward in no_sync", "R": "backward"}
+_MAX_NAMED = 3
+
+
+def tell_divergence(
+    cause: Cause, comparison: Comparison, first: Moment, proof: Moment, *, skipped: tuple[int, ...] = ()
+) -> Finding:
+    """What is said of `cause`: gradients or steps that first differed at `first`, parameters that do at `proof`."""
+    ranks = skipped or proof.difference.ranks or first.difference.ranks or tuple(sorted(first.steps))
+    return Finding(
+        code=cause.code,
+        name=cause.name,
+        severity="warning" if cause is causes.NEVER_WRAPPED else "error",
+        summary=_summary(cause, first, proof, skipped),
+        ranks=tuple(ranks),
+        place=place_of(_site(cause, comparison, first)),
+        evidence=tuple(_evidence(cause, comparison, first, proof)),
+        why=cause.why,
+        fix=cause.fix,
+        source=f"ddpilot explain {cause.code}",
+    )
+
+
+def tell_order(first: int, names: list[Any], second: int, values: Mapping[str, Any]) -> Finding:
+    """Two ranks wrapped a model with the same parameters in another order; `values` are those of `second`."""
+    at = next(at for at, (one, other) in enumerate(zip(names, values["names"], strict=True)) if one != other)
+    return Finding(
+        code="DDP327",
+        name="parameter-order",
+        severity="error",
+        summary=f"the model's parameters stand in another order on rank {second} than on rank {first}",
+        ranks=(first, second),
+        place=place_of(values["site"]),
+        evidence=tuple(
+            f"parameter {at}: rank {rank} {each[at][0]} {each[at][1]}"
+            for rank, each in ((first, names), (second, values["names"]))
+        ),
+        why="DDP matches parameters by their number, not by their name: gradients of different layers are averaged",
+        fix="Create layers in the same order on every rank: from a list or a sorted one, never from a set",
+        source="ddpilot explain DDP327",
+    )
+
+
+def _summary(cause: Cause, first: Moment, proof: Moment, skipped: tuple[int, ...]) -> str:
+    number = _number(first)
+    if cause is causes.STEP:
+        others = render_ranks(rank for rank in first.steps if rank not in skipped)
+        return f"step {number}: {others} called optimizer.step(), {render_ranks(skipped)} did not"
+    if first.difference.gradients:
+        return f"gradients differ between ranks at step {number}" + (
+            f", parameters at step {_number(proof)}" if proof.difference.parameters else ""
+        )
+    return f"parameters differ between ranks before step {_number(proof)}, gradients do not"
+
+
+def _evidence(cause: Cause, comparison: Comparison, first: Moment, proof: Moment) -> list[str]:
+    lines = []
+    if first.difference.gradients:
+        lines += _name_some("gradient of", first.difference.gradients, first)
+    if proof.difference.parameters:
+        lines += _name_some("parameter", proof.difference.parameters, proof)
+    events = {rank: events for rank in sorted(first.steps) if (events := first.value(rank, "e"))}
+    if events:
+        lines += _say_events(events)
+    unit = next(iter(comparison.units.values()))
+    if cause is causes.MOVED:
+        lines += unit["moved"][:_MAX_NAMED]
+    if unit["made"]:
+        lines.append(f"wrapped in DDP at {place_of(unit['made'])}")
+    for rank, entry in sorted(comparison.loads.items()):
+        if cause is causes.PARAMETERS:
+            lines.append(f"rank {rank} loaded a state dict at {place_of(entry.values['site'])}")
+    lines.append(f"optimizer steps at {place_of(unit['site'])}")
+    return lines
+
+
+def _name_some(what: str, lines: Mapping[str, str], moment: Moment) -> list[str]:
+    named = [f"step {_number(moment)}: {what} {name}: {line}" for name, line in list(lines.items())[:_MAX_NAMED]]
+    rest = len(lines) - _MAX_NAMED
+    return [*named, f"and {rest} more"] if rest > 0 else named
+
+
+def _say_events(events: Mapping[int, str]) -> list[str]:
+    alike: dict[str, list[int]] = {}
+    for rank, text in events.items():
+        alike.setdefault(text, []).append(rank)
+    return [
+        f"before it, {render_ranks(ranks)}: {', '.join(_EVENTS[event] for event in text[-8:])}"
+        for text, ranks in alike.items()
+    ]
+
+
+def _site(cause: Cause, comparison: Comparison, first: Moment) -> Any:
+    unit = next(iter(comparison.units.values()))
+    if cause is causes.PARAMETERS:
+        loads = [entry.values["site"] for _, entry in sorted(comparison.loads.items())]
+        return loads[0] if loads else unit["made"] or unit["site"]
+    if cause in causes.LOCAL.values():
+        found = next((site for rank in sorted(first.steps) if (site := first.value(rank, "at"))), None)
+        return found or unit["site"]
+    if cause in (causes.LATE, causes.MOVED):
+        return unit["made"] or unit["site"]
+    return unit["site"]
+
+
+def _number(moment: Moment) -> int:
+    return min(int(step.values["n"]) for step in moment.steps.values())

@@ -1,0 +1,687 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs as users write them, run by the ranks of these tests: wrong ones, and right ones that look like them."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpilot.guard.hook import install
+from ddpilot.guard.probes import PROBES
+from ddpilot.record.hook import journal_path, ring_path
+from ddpilot.record.recording import start_recording
+
+Program = Callable[[], object]
+NUM_STEPS = 4
+
+
+def run_programs(folder: str, names: list[str]) -> list[str]:
+    """Run the programs called `names` one after the other, each with a journal and a ring of its own in `folder`."""
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo")
+    said: list[str] = []
+    for name in names:
+        place = Path(folder) / name
+        place.mkdir(exist_ok=True)
+        torch.manual_seed(0)
+        with start_recording(ring_path(place, rank), rank=rank):
+            stop = install(journal_path(place, rank), rank=rank, probes=PROBES, tell=said.append)
+            try:
+                ALL[name]()
+            finally:
+                stop()
+    dist.destroy_process_group()
+    return said
+
+
+def make_model() -> nn.Module:
+    """The same on all ranks."""
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+def make_batches(num: int = NUM_STEPS) -> Iterator[Tensor]:
+    """Other data on each rank."""
+    generator = torch.Generator().manual_seed(100 + dist.get_rank())
+    for _ in range(num):
+        yield torch.randn(6, 8, generator=generator)
+
+
+def loss_of(output: Tensor) -> Any:
+    """Something to learn."""
+    return (output - 1).square().mean()
+
+
+def make(**options: Any) -> tuple[Any, torch.optim.Optimizer]:
+    """A DDP model and its optimizer."""
+    model = DistributedDataParallel(make_model(), **options)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer, num: int = NUM_STEPS) -> None:
+    """The loop that everybody writes."""
+    for batch in make_batches(num):
+        optimizer.zero_grad()
+        loss_of(model(batch)).backward()
+        optimizer.step()
+
+
+# Wrong ones
+
+
+def bypass_by_module() -> None:
+    """`ddp.module(x)`."""
+    model, optimizer = make()
+    for batch in make_batches():
+        optimizer.zero_grad()
+        output = model.module(batch)  # line: bypass_by_module
+        loss = loss_of(output)
+        loss.backward()
+        optimizer.step()
+
+
+class _WithLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = make_model()
+
+    def forward(self, batch: Tensor) -> Tensor:
+        output: Tensor = self.net(batch)
+        return output
+
+    def training_loss(self, batch: Tensor) -> Any:
+        """What people call since the wrapper has no such method."""
+        return loss_of(self(batch))
+
+
+def bypass_by_method() -> None:
+    """`ddp.module.training_loss(x)`."""
+    model = DistributedDataParallel(_WithLoss())
+    optimizer = torch.optim.AdamW(model.parameters())
+    for batch in make_batches():
+        loss = model.module.training_loss(batch)  # line: bypass_by_method
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def bypass_by_old_name() -> None:
+    """The model that was wrapped is called by the name that it had before."""
+    net = make_model()
+    model = DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in make_batches():
+        optimizer.zero_grad()
+        loss_of(net(batch)).backward()  # line: bypass_by_old_name
+        optimizer.step()
+
+
+def bypass_now_and_then() -> None:
+    """Every third batch goes past the wrapper."""
+    model, optimizer = make()
+    for number, batch in enumerate(make_batches(7)):
+        optimizer.zero_grad()
+        output = model.module(batch) if number % 3 == 2 else model(batch)  # line: bypass_now_and_then
+        loss_of(output).backward()
+        optimizer.step()
+
+
+def two_forwards() -> None:
+    """Two forwards, then two backwards."""
+    model, optimizer = make()
+    for batch in make_batches():
+        optimizer.zero_grad()
+        first, second = loss_of(model(batch)), loss_of(model(batch.flip(0) * 2))
+        first.backward()
+        second.backward()  # line: two_forwards
+        optimizer.step()
+
+
+def backward_twice() -> None:
+    """Two losses of one forward, backward for each."""
+    model, optimizer = make()
+    for batch in make_batches():
+        optimizer.zero_grad()
+        output: Any = model(batch)
+        output.square().mean().backward(retain_graph=True)
+        output.abs().mean().backward()  # line: backward_twice
+        optimizer.step()
+
+
+def no_sync_left_on() -> None:
+    """The last, shorter group of the epoch ends inside `no_sync`."""
+    model, optimizer = make()
+    for _ in range(2):
+        for number, batch in enumerate(make_batches(5)):
+            is_last_of_group = number % 2 == 1
+            with contextlib.nullcontext() if is_last_of_group else model.no_sync():  # line: no_sync_left_on
+                loss_of(model(batch)).backward()
+            if is_last_of_group or number == 4:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def no_sync_around_forward() -> None:
+    """The backward outside of it is not reduced either."""
+    model, optimizer = make()
+    for batch in make_batches(20):
+        optimizer.zero_grad()
+        with model.no_sync():  # line: no_sync_around_forward
+            loss = loss_of(model(batch))
+        loss.backward()
+        optimizer.step()
+
+
+def no_sync_around_backward() -> None:
+    """It has no effect."""
+    model, optimizer = make()
+    for number, batch in enumerate(make_batches(8)):
+        loss = loss_of(model(batch))
+        if number % 4 == 3:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            with model.no_sync():  # line: no_sync_around_backward
+                loss.backward()
+
+
+def never_wrapped() -> None:
+    """No DDP at all; the loss is averaged for the log."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in make_batches(3):
+        optimizer.zero_grad()
+        loss = loss_of(model(batch))
+        loss.backward()
+        optimizer.step()  # line: never_wrapped
+        dist.all_reduce(loss.detach())
+
+
+def head_never_wrapped() -> None:
+    """The backbone is wrapped, the head with its own parameters is not."""
+    model, head = DistributedDataParallel(make_model()), nn.Linear(4, 3)
+    optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
+    for batch in make_batches():
+        optimizer.zero_grad()
+        loss_of(head(model(batch))).backward()
+        optimizer.step()  # line: head_never_wrapped
+
+
+def loaded_on_one_rank() -> None:
+    """Rank 1 loads weights after wrapping."""
+    model, optimizer = make()
+    if dist.get_rank() == 1:
+        other = make_model()
+        model.module.load_state_dict(other.state_dict())  # line: loaded_on_one_rank
+    train(model, optimizer)
+
+
+def initialised_on_one_rank() -> None:
+    """Rank 0 initialises after wrapping: an orthogonal matrix, whose norm every other one has too."""
+    net = nn.Linear(16, 16)
+    nn.init.orthogonal_(net.weight)
+    model = DistributedDataParallel(net)  # line: initialised_on_one_rank
+    if dist.get_rank() == 0:
+        nn.init.orthogonal_(net.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in make_batches():
+        optimizer.zero_grad()
+        loss_of(model(batch.repeat(1, 2))).backward()
+        optimizer.step()
+
+
+def step_on_one_rank() -> None:
+    """Only rank 0 takes steps."""
+    model, optimizer = make()
+    for batch in make_batches(8):
+        optimizer.zero_grad()
+        loss_of(model(batch)).backward()
+        if dist.get_rank() == 0:
+            optimizer.step()  # line: step_on_one_rank
+
+
+def step_skipped_on_one_rank() -> None:
+    """Rank 1 leaves out a step, as for a bad batch."""
+    model, optimizer = make()
+    for number, batch in enumerate(make_batches()):
+        optimizer.zero_grad()
+        loss_of(model(batch)).backward()
+        if not (number == 1 and dist.get_rank() == 1):
+            optimizer.step()  # line: step_skipped_on_one_rank
+
+
+def gradients_changed() -> None:
+    """Rank 0 clips, the other does not."""
+    model, optimizer = make()
+    for batch in make_batches():
+        optimizer.zero_grad()
+        loss_of(model(batch)).backward()
+        if dist.get_rank() == 0:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()  # line: gradients_changed
+
+
+class _Parts(nn.Module):
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict({name: nn.Linear(8, 8) for name in names})
+
+    def forward(self, batch: Tensor) -> Tensor:
+        for name in sorted(self.parts):
+            batch = self.parts[name](batch).tanh()
+        return batch
+
+
+def parameter_order() -> None:
+    """The order of the layers comes from a set, which each process iterates in its own order."""
+    names = ["left", "right"] if dist.get_rank() == 0 else ["right", "left"]
+    model = DistributedDataParallel(_Parts(names))  # line: parameter_order
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def layer_replaced() -> None:
+    """The head is replaced after wrapping."""
+    net: Any = make_model()
+    model = DistributedDataParallel(net, find_unused_parameters=True)  # line: layer_replaced
+    net[2] = nn.Linear(16, 3)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def layer_unfrozen() -> None:
+    """A frozen layer is unfrozen after wrapping."""
+    net: Any = make_model()
+    net[0].requires_grad_(False)
+    model = DistributedDataParallel(net)  # line: layer_unfrozen
+    net[0].requires_grad_(True)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def moved_after_wrapping() -> None:
+    """Another dtype stands for another device here."""
+    model = DistributedDataParallel(make_model())  # line: moved_after_wrapping
+    model.double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in make_batches(20):
+        optimizer.zero_grad()
+        loss_of(model(batch.double())).backward()
+        optimizer.step()
+
+
+def data_parallel() -> None:
+    """The wrapper for one process with several devices, instead of DDP."""
+    model = nn.DataParallel(make_model())
+    for batch in make_batches():
+        loss_of(model(batch)).backward()  # line: data_parallel
+
+
+def find_unused_for_nothing() -> None:
+    """All parameters are used."""
+    model = DistributedDataParallel(make_model(), find_unused_parameters=True)  # line: find_unused_for_nothing
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), 12)
+
+
+# Right ones
+
+
+class _Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+        self.number = 0
+
+    def forward(self, batch: Tensor) -> Tensor:
+        self.number += 1
+        output: Tensor = self.branches[self.number % 5 == 4](batch)
+        return output
+
+
+def find_unused_with_need() -> None:
+    """Branches that are taken now and then."""
+    model = DistributedDataParallel(_Branches(), find_unused_parameters=True)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), 12)
+
+
+def plain() -> None:
+    """The loop that everybody writes."""
+    train(*make(), num=30)
+
+
+def bucket_views() -> None:
+    """Gradients are views of the buckets, kept from step to step."""
+    model, optimizer = make(gradient_as_bucket_view=True)
+    for batch in make_batches():
+        optimizer.zero_grad(set_to_none=False)
+        loss_of(model(batch)).backward()
+        optimizer.step()
+
+
+def static_graph() -> None:
+    """With a static graph."""
+    train(*make(static_graph=True))
+
+
+def accumulation() -> None:
+    """`no_sync` for all but the last micro-batch."""
+    model, optimizer = make()
+    for number, batch in enumerate(make_batches(9)):
+        is_last = number % 3 == 2
+        with contextlib.nullcontext() if is_last else model.no_sync():
+            (loss_of(model(batch)) / 3).backward()
+        if is_last:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def accumulation_without_no_sync() -> None:
+    """Slower, and right."""
+    model, optimizer = make()
+    for number, batch in enumerate(make_batches(6)):
+        (loss_of(model(batch)) / 3).backward()
+        if number % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def one_backward_of_two_forwards() -> None:
+    """The sum of the losses of two forwards."""
+    model, optimizer = make()
+    for batch in make_batches():
+        optimizer.zero_grad()
+        (loss_of(model(batch)) + loss_of(model(batch * 2))).backward()
+        optimizer.step()
+
+
+def local_sgd_unwrapped() -> None:
+    """Each rank trains by itself, and every 4th step parameters are averaged."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number, batch in enumerate(make_batches(60)):
+        optimizer.zero_grad()
+        loss_of(model(batch)).backward()
+        optimizer.step()
+        if number % 4 == 3:
+            average(model)
+
+
+def local_sgd_by_no_sync() -> None:
+    """The same with a DDP model that never reduces."""
+    model, optimizer = make()
+    with model.no_sync():
+        for number, batch in enumerate(make_batches(40)):
+            optimizer.zero_grad()
+            loss_of(model(batch)).backward()
+            optimizer.step()
+            if number % 4 == 3:
+                average(model)
+
+
+def local_sgd_by_hook() -> None:
+    """torch's own: a hook that leaves gradients alone, and an averager."""
+    model, optimizer = make()
+    model.register_comm_hook(None, lambda state, bucket: _done(bucket.buffer()))
+    for batch in make_batches():
+        optimizer.zero_grad()
+        loss_of(model(batch)).backward()
+        optimizer.step()
+    average(model)
+
+
+def _done(tensor: Tensor) -> torch.futures.Future[Tensor]:
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(tensor)
+    return future
+
+
+def average(model: nn.Module) -> None:
+    """Each parameter, over the ranks."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            dist.all_reduce(parameter)
+            parameter.div_(dist.get_world_size())
+
+
+def gradients_by_hand() -> None:
+    """No DDP; all_reduce of each gradient."""
+    model = make_model()
+    optimizer = torch.optim.Adam(model.parameters())
+    for batch in make_batches():
+        optimizer.zero_grad()
+        loss_of(model(batch)).backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+        optimizer.step()
+
+
+def sharded_optimizer() -> None:
+    """Each rank's inner optimizer has other parameters."""
+    model = DistributedDataParallel(make_model())
+    train(model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01))
+
+
+def fully_sharded() -> None:
+    """Each rank holds, and its optimizer sees, a part of each parameter."""
+    model = make_model()
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), 60)
+
+
+def parameter_server() -> None:
+    """Rank 0 takes the step, and the others get its parameters."""
+    model, optimizer = make()
+    for batch in make_batches(8):
+        optimizer.zero_grad()
+        loss_of(model(batch)).backward()
+        if dist.get_rank() == 0:
+            optimizer.step()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                dist.broadcast(parameter, 0)
+
+
+def join() -> None:
+    """Ranks have other numbers of batches, and join."""
+    model, optimizer = make()
+    for _ in range(2):
+        with model.join():
+            train(model, optimizer, 3 + 2 * dist.get_rank())
+
+
+def gan() -> None:
+    """Two models, two optimizers, one of which the other's loss goes through."""
+    generator, discriminator = DistributedDataParallel(nn.Linear(8, 8)), DistributedDataParallel(make_model())
+    for_generator = torch.optim.Adam(generator.parameters())
+    for_discriminator = torch.optim.Adam(discriminator.parameters())
+    for batch in make_batches():
+        for_discriminator.zero_grad()
+        fake = generator(batch)
+        (discriminator(batch).mean() - discriminator(fake.detach()).mean()).backward()
+        for_discriminator.step()
+        for_generator.zero_grad()
+        discriminator.module(fake).mean().backward()
+        for_generator.step()
+
+
+def probe_on_rank_zero() -> None:
+    """Rank 0 alone trains a probe, with its own optimizer, on the features of the model."""
+    model, optimizer = make()
+    probe = nn.Linear(4, 2)
+    for_probe = torch.optim.SGD(probe.parameters(), lr=0.1)
+    for batch in make_batches():
+        optimizer.zero_grad()
+        loss_of(model(batch)).backward()
+        optimizer.step()
+        if dist.get_rank() == 0:
+            with torch.no_grad():
+                features = model.module(batch)
+            for_probe.zero_grad()
+            loss_of(probe(features)).backward()
+            for_probe.step()
+
+
+def model_of_its_own_on_each_rank() -> None:
+    """A search over seeds: nothing is shared but the results."""
+    torch.manual_seed(dist.get_rank())
+    model = make_model()
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), 60)
+    dist.barrier()
+
+
+def two_optimizers() -> None:
+    """Two optimizers share a model, one of which steps every second time."""
+    model = DistributedDataParallel(make_model())
+    first, second = (torch.optim.SGD(part.parameters(), lr=0.1) for part in (model.module[0], model.module[2]))
+    for number, batch in enumerate(make_batches()):
+        loss_of(model(batch)).backward()
+        first.step()
+        first.zero_grad()
+        if number % 2:
+            second.step()
+            second.zero_grad()
+
+
+def average_of_weights() -> None:
+    """A moving average of the weights, kept beside, which is evaluated past the wrapper."""
+    model, optimizer = make()
+    slow = copy.deepcopy(model.module)
+    for batch in make_batches():
+        optimizer.zero_grad()
+        loss_of(model(batch)).backward()
+        optimizer.step()
+        with torch.no_grad():
+            for old, new in zip(slow.parameters(), model.module.parameters(), strict=True):
+                old.lerp_(new, 0.1)
+            slow(batch)
+            model.module(batch)
+
+
+def half_precision() -> None:
+    """bfloat16 parameters, gradients in half precision by torch's hook."""
+    model = DistributedDataParallel(make_model().bfloat16())
+    model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in make_batches():
+        optimizer.zero_grad()
+        loss_of(model(batch.bfloat16())).backward()
+        optimizer.step()
+
+
+def scaler_skips() -> None:
+    """A scaler leaves out the steps whose gradients overflow, on all ranks."""
+    model, optimizer = make()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**60, growth_interval=1)
+    for number, batch in enumerate(make_batches(6)):
+        optimizer.zero_grad()
+        factor = float("inf") if number == 2 else 1.0
+        scaler.scale(loss_of(model(batch)) * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def frozen_layers() -> None:
+    """A part is frozen before wrapping, and loaded on every rank after it."""
+    net: Any = make_model()
+    net[0].requires_grad_(False)
+    model = DistributedDataParallel(net)
+    model.load_state_dict(model.state_dict())
+    train(model, torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.01))
+
+
+def compiled() -> None:
+    """torch.compile around the wrapper."""
+    model, optimizer = make()
+    train(torch.compile(model, backend="eager"), optimizer)
+
+
+def subgroups() -> None:
+    """Each rank trains in a group of its own, and then both in one that is not the default."""
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    train(*make(process_group=alone))
+    everybody = dist.new_group(list(range(dist.get_world_size())))
+    train(*make(process_group=everybody))
+
+
+def warm_up_of_learning_rate() -> None:
+    """The first steps change nothing."""
+    model, optimizer = make()
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 3))
+    for batch in make_batches(6):
+        optimizer.zero_grad()
+        loss_of(model(batch)).backward()
+        optimizer.step()
+        schedule.step()
+
+
+def closures() -> None:
+    """An optimizer that evaluates several times in a step."""
+    model = DistributedDataParallel(make_model())
+    optimizer: Any = torch.optim.LBFGS(model.parameters(), max_iter=3)
+    for batch in make_batches():
+
+        def evaluate(batch: Tensor = batch) -> Any:
+            optimizer.zero_grad()
+            loss = loss_of(model(batch))
+            loss.backward()
+            return loss
+
+        optimizer.step(evaluate)
+
+
+WRONG: Mapping[str, str] = {
+    "bypass_by_module": "DDP321",
+    "bypass_by_method": "DDP321",
+    "bypass_by_old_name": "DDP321",
+    "bypass_now_and_then": "DDP321",
+    "two_forwards": "DDP322",
+    "no_sync_left_on": "DDP323",
+    "no_sync_around_forward": "DDP323",
+    "never_wrapped": "DDP324",
+    "head_never_wrapped": "DDP324",
+    "loaded_on_one_rank": "DDP325",
+    "initialised_on_one_rank": "DDP325",
+    "step_on_one_rank": "DDP326",
+    "step_skipped_on_one_rank": "DDP326",
+    "parameter_order": "DDP327",
+    "no_sync_around_backward": "DDP328",
+    "backward_twice": "DDP329",
+    "moved_after_wrapping": "DDP331",
+    "layer_replaced": "DDP332",
+    "layer_unfrozen": "DDP332",
+    "gradients_changed": "DDP320",
+    "data_parallel": "DDP330",
+    "find_unused_for_nothing": "DDP312",
+}
+"""Programs that are wrong, and the code of what is to be said of each."""
+
+RIGHT: tuple[Program, ...] = (
+    *(plain, bucket_views, static_graph, accumulation, accumulation_without_no_sync, one_backward_of_two_forwards),
+    *(
+        local_sgd_unwrapped,
+        local_sgd_by_no_sync,
+        local_sgd_by_hook,
+        gradients_by_hand,
+        sharded_optimizer,
+        fully_sharded,
+    ),
+    *(parameter_server, join, gan, probe_on_rank_zero, model_of_its_own_on_each_rank, two_optimizers),
+    *(average_of_weights, half_precision, scaler_skips, frozen_layers, compiled, subgroups),
+    *(warm_up_of_learning_rate, closures, find_unused_with_need),
+)
+"""Programs that are right, and of which nothing is to be said."""
+
+ALL: Mapping[str, Program] = {
+    **{program.__name__: program for program in RIGHT},
+    **{name: globals()[name] for name in WRONG},
+}
