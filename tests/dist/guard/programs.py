@@ -661,7 +661,7 @@ WRONG: Mapping[str, str] = {
     "layer_unfrozen": "DDP332",
     "gradients_changed": "DDP320",
     "data_parallel": "DDP330",
-    "find_unused_for_nothing": "DDP312",
+    "find_unused_for_nothing": "DDP502",
 }
 """Programs that are wrong, and the code of what is to be said of each."""
 

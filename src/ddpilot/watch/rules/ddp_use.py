@@ -82,7 +82,7 @@ class DataParallel:
 class NeedlessFindUnused:
     """`find_unused_parameters=True` for a model that uses all of them."""
 
-    codes = ("DDP312",)
+    codes = ("DDP502",)
     kinds = ("unused",)
 
     def __init__(self, context: RuleContext) -> None:
@@ -98,7 +98,7 @@ class NeedlessFindUnused:
         group = values["group"]
         if len(ranks) == (self._num_ranks if group == "world" else len(group.split(","))):
             yield Finding(
-                code="DDP312",
+                code="DDP502",
                 name="needless-find-unused",
                 severity="info",
                 summary=f"no parameter was unused in the first {values['num_backwards']} backwards, on any rank",
@@ -106,7 +106,7 @@ class NeedlessFindUnused:
                 place=place_of(values["site"]),
                 why="find_unused_parameters=True walks the whole graph in each step, for nothing if none is unused",
                 fix="Leave it out, unless a branch that is taken later leaves parameters unused",
-                source="ddpilot explain DDP312",
+                source="ddpilot explain DDP502",
             )
 
     def look(self, _: int) -> Iterable[Finding]:
