@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ddpilot.data.glimpses import Glimpse
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False, slots=True)  # frozen, making one would take four times as long
 class LocalBatch:
     """This rank's piece of one global batch."""
 

@@ -19,8 +19,12 @@ def to_device(batch: Any, device: torch.device | str, *, non_blocking: bool = Tr
     (default True): a copy from pinned memory goes on while the host does; from other memory it waits, as torch does.
     """
     if isinstance(batch, torch.Tensor):
+        if batch.device == device:
+            return batch
         # The other way, from a device to the host, the tensor would be there before its values are.
         return batch.to(device, non_blocking=non_blocking and batch.device.type == "cpu")
+    if type(batch) in (list, tuple):
+        return type(batch)([to_device(part, device, non_blocking=non_blocking) for part in batch])
     if isinstance(batch, str | bytes | int | float | bool | complex | None):
         return batch
     if callable(getattr(batch, "to", None)):

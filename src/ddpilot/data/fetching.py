@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch._utils import ExceptionWrapper
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate, get_worker_info
 
@@ -26,7 +27,7 @@ class Order(NamedTuple):
 
     epoch: int
     batch: int
-    sample_ids: list[int]
+    sample_ids: NDArray[np.int64]
     """At least one number; where the piece is empty, that of a sample that shows what a batch looks like."""
 
     draws: list[int] | None
@@ -141,22 +142,22 @@ class PieceReader(Dataset[Any]):
                 return without_rows(self.collate(samples), self.collate([*samples, *samples]))
             return self.collate(samples)
         except Exception as error:  # noqa: BLE001 - the rank raises it, with its number
-            doing = f"collating samples {order.sample_ids} (batch {order.batch} of epoch {order.epoch})"
+            doing = f"collating samples {order.sample_ids.tolist()} (batch {order.batch} of epoch {order.epoch})"
             return catch_failure(doing, "Call `collate_fn` with these samples, without workers.", error)
 
     def _read(self, order: Order, seeded: bool) -> list[Any] | Failure:
-        place = 0
+        place, numbers = 0, order.sample_ids.tolist()
         try:
             if not self.seeded and (many := getattr(self.dataset, "__getitems__", None)):
-                return list(many(order.sample_ids))
+                return list(many(numbers))
             samples = []
-            for place, number in enumerate(order.sample_ids):
+            for place, number in enumerate(numbers):
                 if seeded:
                     draw = 0 if order.draws is None else order.draws[place] + 1
                     seed_random(mix_seed(self._seed, order.epoch, number, draw, 0))
                 samples.append(self.dataset[number])
         except Exception as error:  # noqa: BLE001 - the rank raises it, with its number
-            number = order.sample_ids[place]
+            number = numbers[place]
             doing = f"reading sample {number} (batch {order.batch} of epoch {order.epoch})"
             return catch_failure(doing, f"Look at `dataset[{number}]`.", error)
         return samples

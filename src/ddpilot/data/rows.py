@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import Subset, TensorDataset, default_collate
 
-Rows = Callable[[Sequence[int]], list[torch.Tensor]]
+Rows = Callable[[NDArray[np.int64]], list[torch.Tensor]]
 
 
 def find_rows(dataset: Any, collate: Callable[[list[Any]], Any]) -> Rows | None:
@@ -18,12 +20,12 @@ def find_rows(dataset: Any, collate: Callable[[list[Any]], Any]) -> Rows | None:
         return None
     if type(dataset) is Subset and (rows := find_rows(dataset.dataset, collate)) is not None:
         inner, indices = rows, dataset.indices
-        return lambda numbers: inner([indices[number] for number in numbers])
+        return lambda numbers: inner(np.array([indices[number] for number in numbers.tolist()], dtype=np.int64))
     if type(dataset) is not TensorDataset or not all(map(_is_plain, dataset.tensors)):
         return None
 
-    def take(numbers: Sequence[int]) -> list[torch.Tensor]:
-        index = torch.tensor(numbers)
+    def take(numbers: NDArray[np.int64]) -> list[torch.Tensor]:
+        index = torch.from_numpy(numbers.copy())  # torch warns of one that is read-only
         return [tensor.index_select(0, index) for tensor in dataset.tensors]
 
     return take

@@ -143,12 +143,12 @@ class ShardedLoader:
             start = int(division.starts[batch])
             stop = start + 1
         draws = list(range(start, stop)) if self.plan.has_repeats else None
-        return [Order(epoch, batch, division.order[start:stop].tolist(), draws, is_empty)]
+        return [Order(epoch, batch, division.order[start:stop], draws, is_empty)]
 
     def _go_on_empty(self, epoch: int, division: Epoch) -> Iterator[LocalBatch]:
         data = None
         if len(division.order):
-            data, _ = self._reader.__getitems__([Order(epoch, 0, division.order[:1].tolist(), None, True)])
+            data, _ = self._reader.__getitems__([Order(epoch, 0, division.order[:1], None, True)])
             if isinstance(data, Failure):
                 data.throw(self.rank)
         index = division.num_batches

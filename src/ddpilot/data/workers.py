@@ -40,9 +40,13 @@ class Workers:
         workers were given another epoch since.
         """
         self._number += 1
-        number = self._number
         self._generator.manual_seed(seed)
-        results = self._start()
+        if not self._loader.num_workers and not self._loader.pin_memory:
+            # What torch's loader would do for each batch, without what it does around it.
+            return map(self._reader.__getitems__, self._orders)
+        return self._go_on(self._start(), self._number)
+
+    def _go_on(self, results: Iterator[Any], number: int) -> Iterator[Any]:
         while True:
             if self._loader.persistent_workers and number != self._number:
                 raise DataError(
@@ -58,9 +62,6 @@ class Workers:
             yield result
 
     def _start(self) -> Iterator[Any]:
-        if not self._loader.num_workers and not self._loader.pin_memory:
-            # What torch's loader would do for each batch, without what it does around it.
-            return map(self._reader.__getitems__, self._orders)
         try:
             return iter(self._loader)
         except (pickle.PicklingError, AttributeError, TypeError) as error:

@@ -128,19 +128,19 @@ def _group(
         if not members:
             return
         counts = _global_counts(members, group)
-        size = len(counts)
+        total, size = sum(counts), len(counts)
         for place, (batch, count) in enumerate(zip(members, counts, strict=False)):
             yield CurrentBatch(
-                data=batch.data,
-                epoch=epoch,
-                index=batch.index,
-                count=batch.count,
-                global_count=count,
-                sample_ids=batch.sample_ids,
-                group_count=sum(counts),
-                group_size=size,
-                is_first=place == 0,
-                is_last=place == size - 1,
+                batch.data,
+                epoch,
+                batch.index,
+                batch.count,
+                count,
+                batch.sample_ids,
+                total,
+                size,
+                place == 0,
+                place == size - 1,
             )
         if size < len(members):
             return
@@ -148,9 +148,9 @@ def _group(
 
 def _global_counts(members: list[LocalBatch], group: GroupLike) -> list[int]:
     """Samples of all ranks in each batch; only those up to the first that has none, which is the end of the data."""
-    known = [batch.global_count for batch in members]
-    if None not in known:
-        return [count for count in known if count is not None]
+    known = [count for batch in members if (count := batch.global_count) is not None]
+    if len(known) == len(members):
+        return known
     counts = torch.tensor([float(batch.count) for batch in members], dtype=torch.float64)
     if group.world_size > 1:
         counts = group.all_reduce(counts.to(group.device)).cpu()

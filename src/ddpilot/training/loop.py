@@ -29,6 +29,7 @@ from ddpilot.training.loop_keeping import KeepingLoop
 from ddpilot.training.loop_looking import LookingLoop
 from ddpilot.training.memory import explain_out_of_memory, is_out_of_memory
 from ddpilot.training.notices import never_had_a_sample, say_dropped, say_findings, user_line
+from ddpilot.training.updating import clear_gradients
 from ddpilot.training.wrapping import prepare_optimizer, wrap
 
 
@@ -244,6 +245,7 @@ class Loop(KeepingLoop, LookingLoop):
             return False  # an earlier pass of the epoch was left, and that is where it goes on
         self._say_dropped()
         self._trained.begin()
+        self._known = ()
         with naming_rank(self.rank):  # where a plan looks at its sampler, it does not know the rank
             found = check_batch_norms(self._updates.models, getattr(loader, "plan", None), self.rank)
             is_open = self._place.begin_pass(loader, self.device)
@@ -267,8 +269,10 @@ class Loop(KeepingLoop, LookingLoop):
         others, at any number of ranks. Where memory runs out inside, OutOfMemoryError is raised, on this rank alone:
         the others end as after any error of one rank.
         """
-        self._trained.check(models, self.rank)
-        self._unprepared.check_models(models)
+        if models != self._known:
+            self._trained.check(models, self.rank)
+            self._unprepared.check_models(models)
+            self._known = models
         return Accumulation(models, self._updates, self._precision, self.group, self._sharing)
 
     def backward(self, loss: torch.Tensor, count: float | None = None, *, retain_graph: bool = False) -> None:
@@ -318,7 +322,7 @@ class Loop(KeepingLoop, LookingLoop):
             if not is_out_of_memory(error):
                 raise
             raise explain_out_of_memory(error, self.group, self._sharing, self._updates.batch) from error
-        optimizer.zero_grad(set_to_none=True)
+        clear_gradients(optimizer)
         if done and scheduler is not None:
             scheduler.step()
         self._place.num_updates += done and (not self._optimizers or optimizer is self._optimizers[0])

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from ddpilot.errors import LoopError
@@ -76,6 +77,7 @@ class LoopState:
         self._say_once = SayOnce(self.print)
         self._trained = TrainedWatch()
         self._unprepared = PreparedWatch(self.group.rank)
+        self._known: tuple[nn.Module, ...] = ()  # what `accumulate` has looked at in this pass
         self._left_at: Line | None = None
         self._waiting = WaitClock()
         self._things = Things()

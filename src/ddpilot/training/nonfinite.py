@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,29 +48,30 @@ class FiniteWatch:
         self._seen: deque[tuple[torch.Tensor, _Place | None]] = deque(maxlen=_NUM_KEPT)
         self._bad: list[str] = []
         self._pending: tuple[torch.Tensor, torch.cuda.Event] | None = None
+        self._gradients = Gradients()
 
-    def seed(self, loss: torch.Tensor, weight: float, batch: CurrentBatch | None) -> torch.Tensor:
+    def seed(self, loss: torch.Tensor, weight: float, batch: CurrentBatch | None) -> torch.Tensor | float:
         """What the backward of `loss` begins with: `weight`, or NaN where `loss` is not finite. Remembers it."""
         if self._is_late:
             self._seen.append((loss.detach(), _Place.of(batch)))
             return (loss.detach() * 0).add_(weight)
         if not math.isfinite(value := loss.item()):
             self._bad.append(_describe(value, _Place.of(batch)))
-            weight = math.nan
-        return torch.full_like(loss, weight, requires_grad=False)
+            return math.nan
+        return weight
 
     @property
     def is_bad(self) -> bool:
         """Is a loss of this rank known not to be finite? For those whose gradient reaches no parameter."""
         return bool(self._bad)
 
-    def find(self, gradients: Sequence[torch.Tensor], norm: torch.Tensor | None = None) -> bool:
+    def find(self, gradients: list[torch.Tensor], norm: torch.Tensor | None = None) -> bool:
         """Are `gradients`, summed over all ranks, not finite? On CUDA: those of the call before.
 
         `norm`: of all of them, where it is known. The same on all ranks.
         """
         if not self._is_late:
-            return not (all_finite(gradients) if norm is None else math.isfinite(norm.item()))
+            return not (self._gradients.are_finite(gradients) if norm is None else math.isfinite(norm.item()))
         is_bad = self.find_pending()
         if gradients:
             self._pending = _look_later(torch.nn.utils.get_total_norm(gradients) if norm is None else norm)
@@ -94,14 +95,36 @@ class FiniteWatch:
         return "; ".join([*losses[:_NUM_NAMED], describe_parameters(models)]) if losses else ""
 
 
-def all_finite(gradients: Sequence[torch.Tensor]) -> bool:
-    """Is every element finite? The host waits for it."""
-    if gradients and gradients[0].device.type != "cpu":
-        total = torch.nn.utils.get_total_norm(gradients).item()
-    else:
-        total = sum([gradient.sum().item() for gradient in gradients])
-    # Sums and norms are not finite where an element is not, but may overflow without one.
-    return math.isfinite(total) or all(bool(gradient.isfinite().all()) for gradient in gradients)
+class Gradients:
+    """Looks at gradients while the host waits."""
+
+    def __init__(self) -> None:
+        self._one, self._found = torch.ones(1, device="cpu"), torch.zeros(1, device="cpu")
+        self._are_plain = True
+
+    def are_finite(self, gradients: list[torch.Tensor]) -> bool:
+        """Is every element finite?"""
+        if not gradients:
+            return True
+        if gradients[0].device.type != "cpu":
+            # The norm is not finite where an element is not, but may overflow without one.
+            return math.isfinite(torch.nn.utils.get_total_norm(gradients).item()) or all(map(_is_finite, gradients))
+        if self._are_plain:
+            try:
+                # What fp16's scaler uses goes over all of them in one call; times one, everything stays as it is.
+                torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._found, self._one)
+                if self._found.item():
+                    self._found.zero_()
+                    return False
+                return True
+            except RuntimeError:  # it takes none that are sparse or complex, or whose elements share memory
+                self._are_plain = False
+        return all(map(_is_finite, gradients))
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    values = tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor
+    return bool(torch.isfinite(values).all())
 
 
 def _look_later(norm: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
@@ -122,8 +145,8 @@ def _describe(value: float, place: _Place | None) -> str:
 def describe_parameters(models: Iterable[nn.Module]) -> str:
     """Which weights and which gradients are not finite, by name, at most eight of each."""
     named = [(name, p) for model in models for name, p in unwrap(model).named_parameters()]
-    weights = [name for name, p in named if not bool(torch.isfinite(p).all())]
-    gradients = [name for name, p in named if p.grad is not None and not bool(torch.isfinite(p.grad).all())]
+    weights = [name for name, p in named if not _is_finite(p)]
+    gradients = [name for name, p in named if p.grad is not None and not _is_finite(p.grad)]
     return f"weights that are not finite: {_names(weights) or 'none'}; gradients: {_names(gradients) or 'none'}"
 
 

@@ -10,21 +10,23 @@ import torch
 
 def backward_weighted(
     loss: torch.Tensor,
-    seed: torch.Tensor | None,
-    parameters: Iterable[torch.nn.Parameter],
+    seed: torch.Tensor | float | None,
+    models: Iterable[torch.nn.Module],
     *,
     retain_graph: bool = False,
 ) -> None:
-    """Add the gradient of `seed` times `loss`, both scalars; without a `seed` add exact zeros, whatever `loss` is.
+    """Add the gradient of `seed` times `loss`, a scalar; without a `seed` add exact zeros, whatever `loss` is.
 
     DDP waits for every rank, so a rank without samples runs through its graph too; but the mean of no samples is NaN,
-    and so is zero times NaN. `parameters`: all that the graph may reach, only needed for that.
+    and so is zero times NaN. `models`: all that the graph may reach, only needed for that.
     """
     if seed is not None:
+        if not isinstance(seed, torch.Tensor):  # one is what torch begins with by itself, at less cost
+            seed = None if seed == 1.0 else torch.full_like(loss, seed, requires_grad=False)
         loss.backward(seed, retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         return
     # Leaf hooks run before a gradient is accumulated and before DDP sees it.
-    trained = (parameter for parameter in parameters if parameter.requires_grad)
+    trained = (parameter for model in models for parameter in model.parameters() if parameter.requires_grad)
     hooks = [parameter.register_hook(torch.zeros_like) for parameter in trained]  # type: ignore[no-untyped-call]
     try:
         loss.backward(torch.zeros_like(loss), retain_graph=retain_graph)  # type: ignore[no-untyped-call]

@@ -22,7 +22,7 @@ def test_rows_are_what_collate_makes(dataset: Dataset[Any], numbers: list[int]) 
     """Values, dtypes and shapes, repeated samples too; a list, and nothing shared with the dataset."""
     rows = find_rows(dataset, default_collate)
     assert rows is not None
-    taken, collated = rows(numbers), default_collate([dataset[number] for number in numbers])
+    taken, collated = rows(np.array(numbers)), default_collate([dataset[number] for number in numbers])
     assert type(taken) is type(collated)
     for one, other in zip(taken, collated, strict=True):
         assert (one.dtype, one.shape, one.tolist()) == (other.dtype, other.shape, other.tolist())
