@@ -119,10 +119,10 @@ class StepProbe:
         model.why_local = why = model.reductions.backward(syncs=syncs, retains=retains)
         if not why:
             if not syncs:
-                model.without_effect = model.no_sync_site
+                model.without_effect = self._notes.site()
             return
+        model.why_site = model.no_sync_site
         if "no_sync" in why:
-            model.why_site = model.no_sync_site
             return
         frame = self._notes.user_frame()
         model.why_site = self._notes.site(frame)

@@ -120,7 +120,7 @@ class UnitBook:
             if model.why_silent:
                 values["silent"] = model.why_silent
             if model.why_local:
-                values |= {"why": model.why_local, "at": model.why_site}
+                values |= {"why": model.why_local, "at": model.why_site, "site": self._notes.site()}
             if model.without_effect:
                 values["vain"], model.without_effect = model.without_effect, {}
         if is_due:

@@ -13,7 +13,7 @@ from ddpilot.record.journal import Entry
 from ddpilot.watch.rules import causes
 from ddpilot.watch.rules.causes import Cause
 from ddpilot.watch.rules.fingerprints import Difference, compare
-from ddpilot.watch.rules.other_reductions import find_reduction
+from ddpilot.watch.rules.other_reductions import may_be_reduced
 from ddpilot.watch.rules.rule import RuleContext
 from ddpilot.watch.rules.telling import tell_divergence
 
@@ -30,6 +30,7 @@ WAIT_NS = 300_000_000
 """How long a rank that has not noted a moment yet is waited for before the others are compared."""
 
 _MAX_MOMENTS = 128
+_MAX_REDUCED = 3
 
 When = tuple[int, int]
 """The number of collectives that the group had started, and the how manieth step since the last of them."""
@@ -73,6 +74,7 @@ class Comparison:
         self._first_ns: dict[int, int] = {}
         self._num_steps = 0
         self._num_local = 0
+        self._num_reduced = 0
 
     @property
     def is_free(self) -> bool:
@@ -92,7 +94,7 @@ class Comparison:
         if self.is_over:
             return
         if entry.values.get("silent"):
-            self._end()
+            self.end()
             return
         number = entry.values["s"]
         last = self._last.get(rank, (-1, 0))
@@ -114,11 +116,11 @@ class Comparison:
         for moment in self._ready(now_ns):
             finding = self._weigh(moment)
             if finding is not None:
-                self._end()
+                self.end()
                 yield finding
                 return
         if now_ns is not None and (finding := self._step_of_some(now_ns)) is not None:
-            self._end()
+            self.end()
             yield finding
 
     def finish(self) -> Iterator[Finding]:
@@ -130,10 +132,11 @@ class Comparison:
         num_needed = 2 if self.is_free else 1
         is_known = cause.code != causes.UNKNOWN.code
         if is_known and self._num_steps >= num_needed and not self._is_reduced_otherwise():
-            self._end()
+            self.end()
             yield self._tell(cause, moment, moment)
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """Say nothing more."""
         self.is_over = True
         self._moments.clear()
         self._waiting.clear()
@@ -238,11 +241,15 @@ class Comparison:
     def _is_reduced_otherwise(self) -> bool:
         """Whether other collectives may have averaged what DDP did not; also where that is not known."""
         largest = max(unit["largest"] for unit in self.units.values())
-        for rank, since_ns in self._first_ns.items():
+        since = self._first_bad.steps if self._first_bad else {}
+        for rank in self._order:
             log = self._context.log(rank)
             if log is None:
                 return self.is_free
-            if find_reduction(log, since_ns, largest) is not None:
+            if may_be_reduced(log, since[rank].time_ns if rank in since else self._first_ns[rank], largest):
+                self._num_reduced += 1
+                if self._num_reduced >= _MAX_REDUCED:
+                    self.end()  # it is meant so, and asking takes time
                 return True
         return False
 

@@ -55,6 +55,9 @@ class Divergence:
         if names == values["names"] or sorted(names) != sorted(values["names"]) or key in self._told_order:
             return []
         self._told_order.add(key)  # all else follows from it
+        for comparison in self._comparisons.values():
+            if comparison.key[1:3] == key:
+                comparison.end()
         return [tell_order(first, names, rank, values)]
 
     def look(self, now_ns: int) -> Iterable[Finding]:

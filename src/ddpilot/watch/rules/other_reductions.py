@@ -8,17 +8,17 @@ import math
 from ddpilot.record.log import Collective, RankLog
 
 
-def find_reduction(log: RankLog, since_ns: int, num_elements: int) -> Collective | None:
-    """A collective of no DDP model since `since_ns` that moved `num_elements` or more; None: there was none.
+def may_be_reduced(log: RankLog, since_ns: int, num_elements: int) -> bool:
+    """Whether a collective of no DDP model since `since_ns` moved `num_elements` or more, or may have: it is forgotten.
 
     Point-to-point operations count too: gossip averages with them.
     """
     for collective in reversed(log.collectives):
         if collective.start_ns < since_ns:
-            return None
+            return False
         if collective.ddp is None and _num_elements(collective) >= num_elements:
-            return collective
-    return None
+            return True
+    return bool(log.collectives) and log.collectives[0].index > 1
 
 
 def _num_elements(collective: Collective) -> int:

@@ -23,7 +23,10 @@ def tell_divergence(
     cause: Cause, comparison: Comparison, first: Moment, proof: Moment, *, skipped: tuple[int, ...] = ()
 ) -> Finding:
     """What is said of `cause`: gradients or steps that first differed at `first`, parameters that do at `proof`."""
-    ranks = skipped or proof.difference.ranks or first.difference.ranks or tuple(sorted(first.steps))
+    loaded = tuple(sorted(comparison.loads)) if cause is causes.PARAMETERS else ()
+    if len(loaded) == len(first.steps):
+        loaded = ()
+    ranks = skipped or loaded or proof.difference.ranks or first.difference.ranks or tuple(sorted(first.steps))
     return Finding(
         code=cause.code,
         name=cause.name,
@@ -76,6 +79,9 @@ def _evidence(cause: Cause, comparison: Comparison, first: Moment, proof: Moment
         lines += _name_some("gradient of", first.difference.gradients, first)
     if proof.difference.parameters:
         lines += _name_some("parameter", proof.difference.parameters, proof)
+    if cause is causes.NO_SYNC:
+        sites = {str(place_of(step.values["at"])) for step in first.steps.values() if step.values.get("at")}
+        lines += [f"no_sync() at {site}" for site in sorted(sites)]
     events = {rank: events for rank in sorted(first.steps) if (events := first.value(rank, "e"))}
     if events:
         lines += _say_events(events)
@@ -111,10 +117,10 @@ def _site(cause: Cause, comparison: Comparison, first: Moment) -> Any:
     unit = next(iter(comparison.units.values()))
     if cause is causes.PARAMETERS:
         loads = [entry.values["site"] for _, entry in sorted(comparison.loads.items())]
-        return loads[0] if loads else unit["made"] or unit["site"]
+        return (loads[0] if loads else unit["made"]) or unit["site"]
     if cause in causes.LOCAL.values():
-        found = next((site for rank in sorted(first.steps) if (site := first.value(rank, "at"))), None)
-        return found or unit["site"]
+        guilty = next((step.values for _, step in sorted(first.steps.items()) if step.values.get("why")), {})
+        return (guilty.get("site" if guilty.get("why") == "no_sync" else "at")) or unit["site"]
     if cause in (causes.LATE, causes.MOVED):
         return unit["made"] or unit["site"]
     return unit["site"]
