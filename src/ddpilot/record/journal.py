@@ -31,6 +31,9 @@ _HEAD = struct.Struct("=8sIIIiQ")
 _BYTE_ORDER = 0x01020304
 # Words of 8 bytes that change while the rank runs, by number.
 _NUM_WRITTEN, _CLOSED_NS = 8, 9
+# From here on, for each part of each page: index and place of the first entry that begins in it.
+_PARTS_AT, _NUM_PARTS = 16, 32
+_PARTS_END = _PARTS_AT + 4 * _NUM_PARTS
 _START = struct.Struct("=IIIxxxx")  # mark with the page's generation, bytes of the text, crc of what follows
 _WHEN = struct.Struct("=Qq")  # index, time; then the text
 _ENTRY_BYTES = _START.size + _WHEN.size
@@ -80,6 +83,7 @@ class JournalWriter:
         self._generation = 1
         self._used = 0
         self._index = 0
+        self._part = -1
         self._map: mmap.mmap | None = _make(Path(path), page_bytes, rank)
         self._words = memoryview(self._map).cast("Q")
 
@@ -106,7 +110,15 @@ class JournalWriter:
                 crc = zlib.crc32(text, zlib.crc32(when, generation))
                 packed = _START.pack(_MARK | generation, len(text), crc) + when + text
                 self._map[at : at + len(packed)] = packed
+                self._mark_part(at - _HEADER_BYTES, index)
             self._words[_NUM_WRITTEN] = self._index
+
+    def _mark_part(self, at: int, index: int) -> None:
+        part = at * _NUM_PARTS // self._page_bytes  # counts on through both pages
+        if part != self._part:
+            self._part = part
+            self._words[_PARTS_AT + 2 * part + 1] = at
+            self._words[_PARTS_AT + 2 * part] = index
 
     def close(self) -> None:
         """Say that this rank ended in an orderly way; the file stays. Idempotent."""
@@ -126,40 +138,56 @@ def read_journal(path: str | os.PathLike[str], after: int = 0) -> Journal:
     May be called at any time. Raises `RecordError` where the file is no journal, or one of another version or kind of
     machine; `OSError` where it cannot be read: `FileNotFoundError` until the rank has made it.
     """
-    data = Path(path).read_bytes()
-    if len(data) < _HEADER_BYTES or not data.startswith(MAGIC):
-        raise _refuse(path, f"{len(data)} bytes that start with {data[:8]!r}, which is no journal")
-    _, version, order, page_bytes, rank, pid = _HEAD.unpack_from(data)
-    if (version, order) != (VERSION, _BYTE_ORDER) or len(data) < _HEADER_BYTES + 2 * page_bytes:
-        raise _refuse(path, f"a journal of version {version}, byte order {order:#x} and {len(data)} bytes")
-    words = memoryview(data)[: 8 * 16].cast("Q")
-    found = {
-        entry.index: entry
-        for page in (0, 1)
-        for entry in _entries(data[_HEADER_BYTES + page * page_bytes :][:page_bytes], after)
-    }
+    with open(path, "rb", buffering=0) as file:
+        head = file.read(_HEADER_BYTES)
+        if len(head) < _HEADER_BYTES or not head.startswith(MAGIC):
+            raise _refuse(path, f"{len(head)} bytes that start with {head[:8]!r}, which is no journal")
+        _, version, order, page_bytes, rank, pid = _HEAD.unpack_from(head)
+        words = memoryview(head).cast("Q")
+        # Where nothing is new, which is most often so, the pages are not read.
+        pages = file.read(2 * page_bytes) if words[_NUM_WRITTEN] > after else b""
+    if (version, order) != (VERSION, _BYTE_ORDER) or len(pages) not in (0, 2 * page_bytes):
+        raise _refuse(path, f"a journal of version {version}, byte order {order:#x} and {len(pages)} bytes of entries")
+    found: dict[int, Entry] = {}
+    for at in (0, page_bytes) if pages else ():
+        page = pages[at : at + page_bytes]
+        found |= {entry.index: entry for entry in _entries(page, after, _starts(words, at, page_bytes, after))}
     entries = tuple(found[index] for index in sorted(found))
     newest = max(words[_NUM_WRITTEN], entries[-1].index if entries else 0)
     return Journal(rank, pid, entries, max(0, newest - after - len(entries)), words[_CLOSED_NS] or None)
 
 
-def _entries(page: bytes, after: int) -> Iterator[Entry]:
-    mark, at = page[:4], 0
+def _starts(words: memoryview, page_at: int, page_bytes: int, after: int) -> list[tuple[int, int]]:
+    """Entries of the page, by index and place, behind the last of which all lies that follows `after`."""
+    known = zip(words[_PARTS_AT:_PARTS_END:2], words[_PARTS_AT + 1 : _PARTS_END : 2], strict=True)
+    return sorted((index, at - page_at) for index, at in known if index <= after and 0 <= at - page_at < page_bytes)
+
+
+def _entries(page: bytes, after: int, starts: list[tuple[int, int]]) -> Iterator[Entry]:
+    mark = page[:4]
     (number,) = struct.unpack("=I", mark)
     if number >> 16 != _MARK >> 16:
         return
+    # Of a page that was started over, some of them are gone.
+    at = next((at for index, at in reversed(starts) if _unpack(page, at, number)[:2] == (True, index)), 0)
     while 0 <= at <= len(page) - _ENTRY_BYTES:
-        _, length, crc = _START.unpack_from(page, at)
-        start = at + _ENTRY_BYTES
-        text = page[start : start + length]
-        when = page[at + _START.size : start]
-        is_whole = len(text) == length and zlib.crc32(text, zlib.crc32(when, number & 0xFFFF)) == crc
-        index, time_ns = _WHEN.unpack(when)
+        is_whole, index, end = _unpack(page, at, number)
         if is_whole and index > after:
-            kind, values = json.loads(text)
-            yield Entry(index, time_ns, kind, values)
+            start = at + _ENTRY_BYTES
+            kind, values = json.loads(page[start:end])
+            yield Entry(index, _WHEN.unpack_from(page, at + _START.size)[1], kind, values)
         # One that is just being written, or whose writing a signal cut short, may have others behind it.
-        at = start + length + 7 & ~7 if is_whole else page.find(mark, at + 8)
+        at = end + 7 & ~7 if is_whole else page.find(mark, at + 8)
+
+
+def _unpack(page: bytes, at: int, number: int) -> tuple[bool, int, int]:
+    """Whether the entry at `at` is whole and of the page's generation, its index, and where its text ends."""
+    found, length, crc = _START.unpack_from(page, at)
+    start = at + _ENTRY_BYTES
+    when = page[at + _START.size : start]
+    text = page[start : start + length]
+    is_whole = len(text) == length and found == number and zlib.crc32(text, zlib.crc32(when, number & 0xFFFF)) == crc
+    return is_whole, _WHEN.unpack(when)[0], start + length
 
 
 def _make(path: Path, page_bytes: int, rank: int) -> mmap.mmap:

@@ -57,14 +57,14 @@ def explain_job(folder: Path, about: JobAbout, *, ask: bool = True) -> Report:
     """What can be said of the job now, with what its observer found while it ran. `ask` live ranks for their stacks."""
     saved = read_report(folder)
     gatherer = Gatherer(folder, about.world_size, about.ranks, about.name)
-    rules = RuleBook(about.world_size, log=lambda rank: gatherer.logs.get(rank))
+    rules = RuleBook(about.world_size, log=gatherer.full_log)
     earlier = gatherer.gather({}) if ask and about.is_running else None
     if earlier is not None:
         time.sleep(_BETWEEN_S)
     view = gatherer.add_last_stacks(gatherer.gather({}))
     analysis = _analyze(gatherer, view, earlier, ask=ask)
     findings = [*(saved.findings if saved else ()), *rules.feed(gatherer.read_entries(), view.now_ns)]
-    findings += analysis.findings
+    findings += [*(() if about.is_running else rules.finish(view.now_ns)), *analysis.findings]
     unseen = tuple(r for r in range(about.world_size) if r not in view.ranks or view.ranks[r].log is None)
     return Report(
         job=about.id,

@@ -8,9 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from ddpilot.errors import RecordError
 from ddpilot.record.hook import journal_path, ring_path
 from ddpilot.record.journal import Entry
 from ddpilot.record.log import RankLog
+from ddpilot.record.reading import read_ring
 from ddpilot.watch.journals import JournalReader
 from ddpilot.watch.processes import look_at
 from ddpilot.watch.rings import LogReader, passed_by_all
@@ -48,6 +50,13 @@ class Gatherer:
     def read_entries(self) -> dict[int, tuple[Entry, ...]]:
         """By rank: what guard noted since the last call."""
         return {rank: entries for rank, journal in self._journals.items() if (entries := journal.read())}
+
+    def full_log(self, rank: int) -> RankLog | None:
+        """All that the ring of `rank` holds, which takes milliseconds; None where it cannot be read."""
+        try:
+            return read_ring(ring_path(self._folder, rank))
+        except (RecordError, OSError):
+            return None
 
     def gather(self, facts: Mapping[int, RankFacts], since_ns: int = 0) -> JobView:
         """The job as it is now. `facts`: by rank, also of ranks that record nothing."""

@@ -51,7 +51,7 @@ class Observer:
         self._tell = tell
         self._options = options
         self._gatherer = Gatherer(folder, world_size, range(world_size) if ranks is None else ranks, name)
-        self._rules = RuleBook(world_size, log=lambda rank: self._gatherer.logs.get(rank))
+        self._rules = RuleBook(world_size, log=self._gatherer.full_log)
         self._told = Told(options.stall_warn_s)
         self._others = others
         self._empty = Report(job=folder.name, name=name, world_size=world_size)

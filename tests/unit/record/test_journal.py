@@ -49,6 +49,8 @@ def test_journal_stays_as_large_as_it_is_and_counts_what_it_lost(tmp_path: Path)
             assert journal.num_lost == 0
             seen += [entry.index for entry in journal.entries]
     assert seen == list(range(1, 5001))
+    for after in (4990, 4999, 5000):
+        assert [entry.index for entry in read_journal(path, after=after).entries] == list(range(after + 1, 5001))
     whole = read_journal(path)
     held = [entry.index for entry in whole.entries]
     assert held == list(range(held[0], 5001))
