@@ -166,10 +166,10 @@ def no_sync_left_on() -> None:
     for _ in range(2):
         for number, batch in enumerate(make_batches(5)):
             is_last_of_group = number % 2 == 1
-            with contextlib.nullcontext() if is_last_of_group else model.no_sync():  # line: no_sync_left_on
+            with contextlib.nullcontext() if is_last_of_group else model.no_sync():
                 loss_of(model(batch)).backward()
             if is_last_of_group or number == 4:
-                optimizer.step()
+                optimizer.step()  # line: no_sync_left_on
                 optimizer.zero_grad()
 
 
@@ -194,8 +194,8 @@ def no_sync_around_backward() -> None:
             optimizer.step()
             optimizer.zero_grad()
         else:
-            with model.no_sync():  # line: no_sync_around_backward
-                loss.backward()
+            with model.no_sync():
+                loss.backward()  # line: no_sync_around_backward
 
 
 def never_wrapped() -> None:
