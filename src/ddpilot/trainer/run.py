@@ -26,7 +26,8 @@ class Run:
     model: nn.Module
     """The model itself, on the device and not wrapped."""
     wrapped: Any
-    """What a training step calls: the model in DDP where there are several ranks. Of a ModuleDict, a dict of them."""
+    """What a training step calls, or a method of it: the model in DDP where there are several ranks. Of a ModuleDict, a
+    dict of them."""
     optimizers: Mapping[str, Optimizer]
     """By name; "optimizer" where there is one."""
     schedulers: Mapping[str, Any] = field(default_factory=dict)

@@ -24,7 +24,6 @@ from ddpilot.trainer.checking import (
 )
 from ddpilot.trainer.fitting import Fit, fit_here
 from ddpilot.trainer.history import History
-from ddpilot.trainer.inside import run_inside
 from ddpilot.trainer.looking import call_here, evaluate_here, predict_here
 from ddpilot.trainer.outcome import Outcome, apply, as_it_was, collect
 from ddpilot.trainer.parts import make_ema, make_optimizers, make_schedulers
@@ -33,6 +32,7 @@ from ddpilot.trainer.position import Position
 from ddpilot.trainer.run import Run
 from ddpilot.trainer.sizing import Search, find_batch_size_here
 from ddpilot.training.batch_size import BatchSizeSearch
+from ddpilot.training.inside import run_inside
 from ddpilot.training.precision import Kind
 from ddpilot.training.signals import StopSignals
 

@@ -57,7 +57,10 @@ class Accumulation:
         self._updates.accumulating = self._outside
         if self._stack is not None:
             self._stack.close()
-        if error is not None and not isinstance(error, DdpilotError):
+        if error is None:
+            if self._updates.is_update:
+                self._updates.bypasses.check_all(self._models)
+        elif not isinstance(error, DdpilotError):
             self._explain(error, self._updates.batch)
 
     def _explain(self, error: BaseException, batch: CurrentBatch | None) -> None:

@@ -75,7 +75,8 @@ class Loop(KeepingLoop, LookingLoop):
 
         `things`: models, optimizers, and what else is to be saved with them: schedulers, an `AveragedModel`, anything
         with `state_dict` and `load_state_dict`; one comes back by itself, several as a tuple. Weights and buffers
-        become those of rank 0. `explain` says what was chosen, and why.
+        become those of rank 0. A model that comes back has the methods of the one that went in, which run as forward
+        passes of DDP. `explain` says what was chosen, and why.
 
         `comm`: gradients cross, and are summed, in 16 bits. `shard="optimizer"`: each rank keeps the state of its share
         of the parameters only; use the optimizer that is returned. `find_unused_parameters`: updates may leave
@@ -266,8 +267,9 @@ class Loop(KeepingLoop, LookingLoop):
         """Forward and backward of one batch: gradients cross between ranks only with the last batch of a group.
 
         Pass the models that `prepare` returned and whose gradients the backward inside adds up. Raises LoopError for
-        others, at any number of ranks. Where memory runs out inside, OutOfMemoryError is raised, on this rank alone:
-        the others end as after any error of one rank.
+        others, at any number of ranks, and where the forward pass went round DDP, so that gradients did not cross.
+        Where memory runs out inside, OutOfMemoryError is raised, on this rank alone: the others end as after any error
+        of one rank.
         """
         if models != self._known:
             self._trained.check(models, self.rank)
@@ -307,7 +309,8 @@ class Loop(KeepingLoop, LookingLoop):
 
         False, and nothing done, while gradients are still accumulated; False too where fp16 skips the update, on all
         ranks alike. Raises NonFiniteError on all ranks, before anything is updated, and LoopError at any number of
-        ranks: for parameters that are in no prepared model, and in `batches` for gradients without any `loop.backward`.
+        ranks: for parameters that are in no prepared model, and in `batches` for gradients without any `loop.backward`;
+        with several ranks for those of a forward pass that went round DDP.
         For what is meant otherwise call `optimizer.step()`.
         """
         if not self.is_update:

@@ -7,14 +7,16 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ddpilot.errors import LoopError
 from ddpilot.group.protocol import GroupLike
+from ddpilot.training.bypassing import BypassWatch
 from ddpilot.training.deciding import Decider, Decision
 from ddpilot.training.grouping import CurrentBatch
 from ddpilot.training.nonfinite import FiniteWatch, raise_nonfinite
-from ddpilot.training.reduction import Reductions
+from ddpilot.training.reduction import Reductions, reduced
 from ddpilot.training.weighting import CountTotals, backward_weighted
 from ddpilot.training.wrapping import unwrap
 
@@ -44,6 +46,8 @@ class Updates:
         self._checked: set[int] = set()
         self.reductions = Reductions(group.rank)
         """What DDP waits for, by name."""
+        self.bypasses = BypassWatch(group.rank)
+        """Which DDP models an update goes round."""
         self.models: list[nn.Module] = []
         """As `prepare` returned them."""
         self.accumulating: tuple[nn.Module, ...] = ()
@@ -55,6 +59,8 @@ class Updates:
         """Train `model` too, as `prepare` returns it; in place of the same one that was prepared before."""
         self.models = [*(one for one in self.models if unwrap(one) is not unwrap(model)), model]
         self.reductions.watch(model)
+        if isinstance(model, DistributedDataParallel):
+            self.bypasses.watch(model, reduced(model).values())
         self._reduced |= {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
 
     @property
@@ -68,6 +74,8 @@ class Updates:
         self._is_due = batch.is_last and self._decider.next_update()
         self._is_whole = False
         self._checked.clear()
+        if batch.is_last:
+            self.bypasses.begin()
         if batch.is_first:
             self._totals.clear()
             self._has_backward = False
@@ -139,10 +147,10 @@ class Updates:
             self._look([gradient for p in reduced if (gradient := p.grad) is not None])
 
     def check_backward(self, optimizer: Optimizer) -> None:
-        """Raise LoopError where `optimizer` is to apply gradients and no backward of the update went through here."""
+        """Raise LoopError where `optimizer` is to apply gradients that went round `backward`, or round DDP."""
         if self.batch is None or self._has_backward:
-            return
-        if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+            self.bypasses.check(p for group in optimizer.param_groups for p in group["params"])
+        elif any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
             raise LoopError(
                 "updating the weights",
                 found=f"there are gradients, and no loop.backward() was called for this update (batch "

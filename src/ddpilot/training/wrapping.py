@@ -16,6 +16,7 @@ from ddpilot.group.process_group import Group
 from ddpilot.group.protocol import GroupLike
 from ddpilot.training.comm_hooks import check_compressible, compress, is_fp16
 from ddpilot.training.ddp_options import HAS_FORWARD_SYNC, Choice, DdpOptions, resolve
+from ddpilot.training.inside import PreparedDDP
 
 
 def wrap(model: nn.Module, group: GroupLike, options: DdpOptions | None = None) -> tuple[nn.Module, tuple[Choice, ...]]:
@@ -40,7 +41,7 @@ def wrap(model: nn.Module, group: GroupLike, options: DdpOptions | None = None) 
     if group.world_size == 1 or not trains or not isinstance(group, Group):
         return model, ()
     arguments, choices = resolve(options, group, os.environ)
-    wrapped = DistributedDataParallel(model, **arguments)
+    wrapped = PreparedDDP(model, **arguments)
     if options.comm is not None:
         compress(wrapped, options.comm)
     if not HAS_FORWARD_SYNC:  # without it, older versions of torch do not make buffers equal here

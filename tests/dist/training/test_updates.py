@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,8 +13,9 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from ddpilot import RankError
+from ddpilot import FakeGroup, RankError
 from ddpilot.errors import LoopError, NonFiniteError
+from ddpilot.group.protocol import GroupLike
 from ddpilot.training.loop import Loop
 from ddpilot.training.wrapping import unwrap
 from tests.dist.training.bodies import launch
@@ -84,6 +87,60 @@ def test_two_models_with_two_optimizers_train_alike_at_any_world_size() -> None:
     for results in others:
         for weights in results:
             assert weights == pytest.approx(alone, rel=1e-10)
+
+
+class Rated(nn.Module):
+    """Trained by a method that is not `forward`, and made of parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.head = nn.Linear(2, 1)
+        self.scale = 0.5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (samples, 2)."""
+        return torch.as_tensor(self.inner(x).tanh())
+
+    def rate(self, x: torch.Tensor, *, power: float) -> torch.Tensor:
+        """x: (samples, 2)."""
+        return torch.as_tensor(self.head(self(x)).abs() ** power)
+
+
+def train_rated(how: str, group: GroupLike | None = None) -> Any:
+    """An epoch of a model by its method, or in a way that goes round DDP; its weights, or what was refused."""
+    loop = Loop(seed=1, accumulate=2, group=group)
+    inner = Rated().double()
+    model, optimizer = loop.prepare(inner, torch.optim.SGD(inner.parameters(), lr=0.1))
+    ways: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "method": lambda x: model.rate(x, power=2.0),
+        "inner": lambda x: inner.rate(x, power=2.0),
+        "unwrapped": lambda x: unwrap(model).rate(x, power=2.0),
+        "parts": lambda x: model.head(model.inner(x).tanh()) ** 2,
+    }
+    try:
+        for (x,) in loop.batches(loop.loader(TensorDataset(X), global_batch_size=5)):
+            with loop.accumulate(model) if how != "inner" else nullcontext():
+                loop.backward(ways[how](x).mean() * model.scale)
+            loop.step(optimizer)
+    except LoopError as error:
+        return str(error)
+    return flat(model)
+
+
+def train_rated_each_way() -> Any:
+    """By the method, alone and together; then round DDP."""
+    ways = ("method", "inner", "unwrapped", "parts")
+    return train_rated("method", FakeGroup()), [train_rated(how) for how in ways]
+
+
+def test_a_method_of_a_prepared_model_trains_as_forward_does_and_what_goes_round_ddp_is_refused() -> None:
+    """The same numbers as alone; gradients that did not cross are refused before the weights of ranks differ."""
+    for rank, (alone, (together, *refused)) in enumerate(launch(2, train_rated_each_way)):
+        assert together == pytest.approx(alone, rel=1e-10)
+        for text in refused:
+            assert text.startswith(f"[rank {rank}] updating the weights: Rated has gradients, and the Rated that")
+            assert "Call what prepare() returned, or one of its methods" in text
 
 
 def overflow_on_rank_one() -> list[tuple[bool, list[float], float]]:

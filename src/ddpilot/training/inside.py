@@ -3,11 +3,33 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+
+class PreparedDDP(DistributedDataParallel):
+    """DDP with the public methods and attributes of the model inside, so that a program is the same on one rank.
+
+    A method runs as a forward pass of DDP: the gradients of what it returns cross between ranks.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        model = self.__dict__.get("_modules", {}).get("module")
+        if name == "module" and model is not None:  # asked for in every forward pass
+            return model
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if model is None or name.startswith("_"):
+                raise
+        value = getattr(model, name)
+        if not inspect.ismethod(value):
+            return value
+        return lambda *args, **kwargs: run_inside(self, lambda inner: getattr(inner, name)(*args, **kwargs))
 
 
 class _Once(nn.Module):
