@@ -155,7 +155,13 @@ __all__ = [
 ]
 
 
+_MODULES = ("watch",)
+"""Modules with functions of their own: `ddpilot.watch.enable()`."""
+
+
 def __getattr__(name: str) -> object:
+    if name in _MODULES:
+        return importlib.import_module(f"ddpilot.{name}")
     home = _HOMES.get(name) or _HOOKS.get(name)
     if home is None:
         raise AttributeError(f"module 'ddpilot' has no attribute {name!r}; its public names are {', '.join(__all__)}")

@@ -68,16 +68,21 @@ def _user() -> str:
     return str(os.getuid()) if hasattr(os, "getuid") else getpass.getuser()
 
 
+def open_root(root: Path) -> Path:
+    """`root`, made where it is not there. Raises `OSError` where that fails, or where somebody else has the place."""
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = os.lstat(root)
+    if hasattr(os, "getuid") and (not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid()):
+        raise PermissionError(f"{root} is not a folder of this user; {JOBS_VARIABLE} can name another one")
+    return root
+
+
 def make_job_folder(name: str, world_size: int, ranks: tuple[int, ...] = ()) -> tuple[Path, JobAbout]:
     """A new folder for a job that this process watches, private to the user; old ones are removed down to 20.
 
     Raises `OSError` where there is no room, or where somebody else has the place.
     """
-    root = jobs_root()
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = os.lstat(root)
-    if hasattr(os, "getuid") and (not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid()):
-        raise PermissionError(f"{root} is not a folder of this user; {JOBS_VARIABLE} can name another one")
+    root = open_root(jobs_root())
     remove_old(root)
     about = JobAbout(
         id=f"{time.strftime('%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}",

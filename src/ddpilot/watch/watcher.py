@@ -17,6 +17,7 @@ from ddpilot.findings.sequence import Findings
 from ddpilot.launching.companion import RankState
 from ddpilot.record.hook import HOOK, RING_DIR_VARIABLE
 from ddpilot.watch import folders
+from ddpilot.watch.enabling import GUARD_HOOK
 from ddpilot.watch.gathering import RankFacts
 from ddpilot.watch.known import find_known_error
 from ddpilot.watch.observer import Observer
@@ -25,7 +26,6 @@ from ddpilot.watch.report import Report
 from ddpilot.watch.view import ErrorView, ProcessView
 
 NOTHING: Mapping[str, str] = MappingProxyType({})
-GUARD_HOOK = "ddpilot.guard.hook:start"
 
 
 class Watcher:

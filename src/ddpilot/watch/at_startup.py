@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Imported when Python starts with DDPILOT_WATCH=1: by `ddpilot_watch.pth`, which lies beside the package."""
+
+from __future__ import annotations
+
+import os
+
+# Nothing is imported in a process that is no rank, such as the launcher itself.
+if not {"RANK", "SLURM_PROCID", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK"}.isdisjoint(os.environ):
+    from ddpilot.watch.enabling import enable_from_environment
+
+    enable_from_environment()
