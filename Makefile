@@ -14,7 +14,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3
 	&& { command -v $$python; break; }; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-browser soak check bench reference clean
+.PHONY: help setup demo test test-browser soak zoo check bench reference clean
 
 help: ## list the verbs
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -47,6 +47,9 @@ $(BROWSER_READY): $(READY)
 
 soak: $(READY) ## the long, randomised versions
 	DDPILOT_SOAK=1 $(PYTEST) -m soak
+
+zoo: $(READY) ## run every program of the failure zoo without and with ddpilot, print the table, write docs/zoo.md
+	$(BIN)/python -m tests.zoo.table
 
 check: $(READY) ## lint, strict types, import floors
 	$(BIN)/ruff check .

@@ -103,7 +103,8 @@ def judge(case: Case, watched: Watched) -> Sequence[str]:
 
 def _named_lines(finding: Finding, name: str) -> set[int]:
     text = "\n".join([str(finding.place), finding.summary, *finding.evidence, finding.why])
-    return {int(number) for number in re.findall(rf"{re.escape(name)}:(\d+)", text)}
+    found = re.findall(rf"{re.escape(name)}:(\d+)|\(line (\d+)\)", text)
+    return {int(first or second) for first, second in found}
 
 
 def _run_script(script: str) -> None:

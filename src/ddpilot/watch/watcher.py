@@ -129,10 +129,11 @@ class Watcher:
             return
         findings = [each for each in report.findings if not (is_own and _is_of_end(each))]
         view = facts_of(failed).error if failed is not None else None
-        # What a consequence says of itself is what the findings explain.
-        is_victim = failed is not None and failed.raised is not None and failed.raised.is_victim
-        known = find_known_error(failed.rank, view, error.last_lines) if failed is not None and not is_victim else None
-        error.findings = Findings([*([known] if known else []), *findings])
+        known = find_known_error(failed.rank, view, error.last_lines) if failed is not None else None
+        # A connection that was closed is a consequence, which `findings` explain; a port that is taken is a cause.
+        if known is not None and known.code != "DDP209":
+            findings.insert(0, known)
+        error.findings = Findings(findings)
 
     def finish(self, note: Callable[[str], None]) -> WatchError | None:
         """The ranks have ended well: look once more, and `note` what there is; an error where that is one."""

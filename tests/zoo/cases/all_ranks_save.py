@@ -16,6 +16,7 @@ rank = dist.get_rank()
 torch.manual_seed(0)
 model = DDP(torch.nn.Linear(4, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+torch.manual_seed(1 + rank)
 path = os.path.join(tempfile.gettempdir(), f"zoo-{os.environ['MASTER_PORT']}.pt")
 for step in range(6):
     model(torch.randn(8, 4)).square().mean().backward()

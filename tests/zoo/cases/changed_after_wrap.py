@@ -13,6 +13,7 @@ rank = dist.get_rank()
 torch.manual_seed(0)
 model = DDP(torch.nn.Linear(4, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+torch.manual_seed(1 + rank)
 if rank == 0:
     model.module.load_state_dict({name: torch.zeros_like(t) for name, t in model.module.state_dict().items()})
 for step in range(5):

@@ -13,12 +13,13 @@ rank = dist.get_rank()
 torch.manual_seed(0)
 model = DDP(torch.nn.Linear(4, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+torch.manual_seed(1 + rank)
 for step in range(8):
     loss = model(torch.randn(8, 4)).square().mean()
-    loss.backward()  # HERE
+    loss.backward()
     optimizer.step()
     optimizer.zero_grad()
     if rank == 1 and step == 4:
-        break
+        break  # HERE
 dist.barrier()
 dist.destroy_process_group()

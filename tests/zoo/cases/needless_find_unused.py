@@ -27,6 +27,7 @@ class Two(torch.nn.Module):
 
 model = DDP(Two(), find_unused_parameters=True)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+torch.manual_seed(1 + rank)
 for step in range(12):
     model(torch.randn(8, 4)).sum().backward()
     optimizer.step()

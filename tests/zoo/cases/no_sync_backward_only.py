@@ -13,6 +13,7 @@ rank = dist.get_rank()
 torch.manual_seed(0)
 model = DDP(torch.nn.Linear(4, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+torch.manual_seed(1 + rank)
 for step in range(8):
     for micro in range(4):
         loss = model(torch.randn(8, 4)).square().mean() / 4

@@ -14,6 +14,7 @@ torch.manual_seed(0)
 names = ["left", "right"] if rank == 0 else ["right", "left"]
 model = DDP(torch.nn.ModuleDict({name: torch.nn.Linear(4, 4, bias=False) for name in names}))  # HERE
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+torch.manual_seed(1 + rank)
 for step in range(5):
     x = torch.randn(8, 4)
     (model.module["left"](x) + 2 * model.module["right"](x)).square().mean().backward()

@@ -12,11 +12,11 @@ dist.init_process_group("gloo")
 rank = dist.get_rank()
 torch.manual_seed(0)
 model = DDP(torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.Dropout(0.5), torch.nn.Linear(64, 2)))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
 for step in range(12):
-    x = torch.arange(32.0).reshape(8, 4) + rank + step
-    model(x).square().mean().backward()
-    optimizer.step()  # HERE
+    x = torch.arange(32.0).reshape(8, 4).sin() + rank + step
+    model(x).square().mean().backward()  # HERE
+    optimizer.step()
     optimizer.zero_grad()
 mask = torch.nn.functional.dropout(torch.ones(100))
 seen = [torch.zeros(100) for _ in range(2)]

@@ -13,5 +13,6 @@ rank = dist.get_rank()
 torch.manual_seed(0)
 model = DDP(torch.nn.Linear(4, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+torch.manual_seed(1 + rank)
 torch.nn.Linear(4, 2).load_state_dict(model.state_dict())  # HERE
 dist.destroy_process_group()

@@ -13,6 +13,7 @@ rank = dist.get_rank()
 torch.manual_seed(0)
 model = DDP(torch.nn.Linear(4, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+torch.manual_seed(1 + rank)
 for step in range(5):
     torch.manual_seed(10 * step + rank)
     first, second = model(torch.randn(8, 4)).square().mean(), model(torch.randn(8, 4)).square().mean()

@@ -14,6 +14,7 @@ rank = dist.get_rank()
 torch.manual_seed(0)
 model = DDP(torch.nn.Linear(4, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+torch.manual_seed(1 + rank)
 dataset = TensorDataset(torch.randn(40 if rank == 0 else 32, 4))
 for (x,) in DataLoader(dataset, batch_size=8):  # HERE
     model(x).square().mean().backward()
