@@ -66,7 +66,7 @@ class Run:
     def stop(self, *, everywhere: bool = False) -> None:
         """Ask all ranks to stop, from any of them: they leave after the same update, soon; see `Loop.stop`.
 
-        In `on_update_end` of rank 0 that is within about 40 ms, after 32 more updates at most, since the ranks exchange
+        In `on_update_end` of rank 0 that is within about 0.1 s, after 32 more updates at most, since the ranks exchange
         such flags so often; in `on_epoch_end` before another batch is trained on. `everywhere`: where all ranks call it
         at the same point, after this very update.
         """

@@ -143,8 +143,8 @@ class Trainer:
         `epochs` counts from where the trainer is, so a call that is repeated trains on; `until_epoch` is a total, with
         which it does not. `check_finite`: as for `Loop`. `progress`: False shows no bar and no line for each epoch.
 
-        After Ctrl-C, `max_time_s` seconds or a callback's stop all ranks leave after the same update, within about 40
-        ms (see `Run.stop`), and it returns; the next fit on the same data goes on there. Where a rank raises,
+        After Ctrl-C, `max_time_s` seconds or a callback's stop all ranks leave after the same update, within about 0.1
+        s (see `Run.stop`), and it returns; the next fit on the same data goes on there. Where a rank raises,
         RankError, and with `nproc_per_node=0` what was raised: everything here is then as it was before. On a rank
         that was there already, an exception leaves things as the updates so far made them. Raises
         LoopError, before a rank starts, for what cannot be meant.

@@ -16,7 +16,7 @@ from ddpilot.group.protocol import GroupLike
 REASONS = ("asked", "time", "SIGINT", "SIGTERM", "SIGUSR1")
 """Why training can be ended jointly, in the order of the flags on the wire."""
 
-INTERVAL_S = 0.04
+INTERVAL_S = 0.1
 """The ranks exchange their flags about so often, or with every update where that takes longer."""
 MAX_INTERVAL = 32
 """Updates from one exchange to the next, at most: updates may suddenly take longer than those before."""

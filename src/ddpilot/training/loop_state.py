@@ -189,7 +189,7 @@ class LoopState:
     def stop(self, *, everywhere: bool = False) -> None:
         """Ask all ranks to stop, from any of them: they leave after the same update, or before the next epoch.
 
-        Which update that is depends on when the ranks exchange their flags: about every 40 ms, after 32 updates at
+        Which update that is depends on when the ranks exchange their flags: about every 0.1 s, after 32 updates at
         most. `everywhere`: every rank calls this at the same point, as where the number of updates decides; then all
         leave after this very update. Not collective.
         """

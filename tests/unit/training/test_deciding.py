@@ -51,13 +51,13 @@ def gaps(decider: Decider, clock: list[float], duration_s: float, num: int) -> l
     return found
 
 
-def test_decider_exchanges_every_forty_milliseconds_and_grows_into_it() -> None:
+def test_decider_exchanges_every_tenth_of_a_second_and_grows_into_it() -> None:
     """With every update at first and where updates are long, every 32 at most; alone it costs nothing to look."""
     clock = [0.0]
     decider = Decider(FakeGroup(world_size=2), clock=lambda: clock[0])
     assert gaps(decider, clock, 1e-4, 8) == [1, 2, 4, 8, 16, MAX_INTERVAL, MAX_INTERVAL, MAX_INTERVAL]
-    assert gaps(decider, clock, 0.0099, 4) == [MAX_INTERVAL, 4, 4, 4]
-    assert gaps(decider, clock, 1.0, 3) == [4, 1, 1]
+    assert gaps(decider, clock, 0.0099, 4) == [MAX_INTERVAL, 10, 10, 10]
+    assert gaps(decider, clock, 1.0, 3) == [10, 1, 1]
     assert gaps(decider, clock, 0.0, 3) == [1, 2, 4]
     assert gaps(Decider(FakeGroup(), clock=lambda: clock[0]), clock, 1e-4, 3) == [1, 1, 1]
 
