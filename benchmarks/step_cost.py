@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a training step costs around the model: `Loop` against a loop by hand and three libraries, 1 and 2 ranks.
 
-A tiny model shows the libraries' own time; a step of 10 ms what of it remains in practice. All take turns in the same
-processes, epoch by epoch, so that what else the machine does hits them alike; ratios are taken within a turn.
+A tiny model shows the libraries' own time; a step of 10 ms what of it remains in practice. All take many short turns in
+the same ranks, each time in another order, so that what else the machine does hits them alike; a ratio is that of two
+neighbouring turns, and what is said of it is the median of all turns, with the quarters below and above it. Beside it
+stands the ratio of processor time, of all threads of all ranks: it does not grow where a rank waits for a core, or for
+the other rank, which on two busy cores is most of a short step.
 """
 
 from __future__ import annotations
@@ -11,26 +14,32 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
 import ddpilot
 from benchmarks.measure import Row, main, render_values
-from benchmarks.step_loops import LOOPS, Job, by_ddpilot, by_hand, let_peers_import
+from benchmarks.step_loops import LOOPS, Epoch, Job, Moment, by_ddpilot, by_hand, let_peers_import
 
 WARM_UP = 20
 """First steps of an epoch, not counted."""
-NUM_STEPS = 170
-NUM_LONG_STEPS = 60
+NUM_STEPS = WARM_UP + 64
+"""`Loop` exchanges flags with every 32nd of short updates: twice in what is counted."""
+NUM_LONG_STEPS = WARM_UP + 20
 LONG_STEP_S = 0.010
 LONG_LIMIT = 1.03
 
+Taken = dict[str, list[Moment]]
+"""Microseconds of a step in each turn, of the clock and of processor time, by loop."""
 
-def step_us(stamps: Sequence[float]) -> float:
+
+def step_us(stamps: Sequence[Moment]) -> Moment:
     """Microseconds per step, from the moments at which steps began."""
-    return (stamps[-1] - stamps[WARM_UP]) / (len(stamps) - 1 - WARM_UP) * 1e6
+    num = len(stamps) - 1 - WARM_UP
+    clock_s, cpu_s = (end - begin for begin, end in zip(stamps[WARM_UP], stamps[-1], strict=True))
+    return clock_s / num * 1e6, cpu_s / num * 1e6
 
 
 def enter_group() -> None:
@@ -40,16 +49,22 @@ def enter_group() -> None:
     ddpilot.init_group("gloo")
 
 
-def measure_tiny(rounds: int, names: Sequence[str]) -> dict[str, list[float]]:
-    """Microseconds per step of each loop, by turns."""
-    enter_group()
-    epochs = {name: LOOPS[name](Job(NUM_STEPS, 0)) for name in names}
-    taken: dict[str, list[float]] = {name: [] for name in names}
+def take_turns(epochs: dict[str, Epoch], rounds: int) -> Taken:
+    """An epoch of each by turns; the first turn is not counted."""
+    taken: Taken = {name: [] for name in epochs}
+    names = list(epochs)
     for turn in range(rounds + 1):
-        for name, epoch in epochs.items():
+        for name in names:
             dist.barrier()
-            taken[name] += [step_us(epoch())][: turn > 0]  # the first turn is not counted
+            taken[name] += [step_us(epochs[name]())][: turn > 0]
+        names = names[::-1] if turn % 2 else [*names[1:], names[0]]
     return taken
+
+
+def measure_tiny(rounds: int) -> Taken:
+    """Of a step that is nothing but overhead."""
+    enter_group()
+    return take_turns({name: make(Job(NUM_STEPS, 0)) for name, make in LOOPS.items()}, rounds)
 
 
 def matmuls_of(duration_s: float) -> int:
@@ -66,73 +81,68 @@ def matmuls_of(duration_s: float) -> int:
     return max(1, round(number.item() / dist.get_world_size()))
 
 
-def measure_long(rounds: int) -> dict[str, list[float]]:
-    """The same for a step of `LONG_STEP_S` seconds, ours and by hand."""
+def measure_long(rounds: int) -> Taken:
+    """Of a step of `LONG_STEP_S` seconds, ours and by hand."""
     enter_group()
     job = Job(NUM_LONG_STEPS, matmuls_of(LONG_STEP_S))
-    epochs = {"by hand": by_hand(job), "ddpilot": by_ddpilot(job)}
-    taken: dict[str, list[float]] = {name: [] for name in epochs}
-    for turn in range(rounds + 1):
-        for name in list(epochs)[:: 1 if turn % 2 else -1]:
-            dist.barrier()
-            taken[name] += [step_us(epochs[name]())][: turn > 0]
-    return taken
+    return take_turns({"by hand": by_hand(job), "ddpilot": by_ddpilot(job)}, rounds)
 
 
-def ratios(taken: dict[str, list[float]], name: str, to: str) -> list[float]:
-    """Of `name` to another loop, turn by turn."""
-    return [ours / theirs for ours, theirs in zip(taken[name], taken[to], strict=True)]
+def run(what: Callable[[int], Taken], num_ranks: int, rounds: int) -> Taken:
+    """On `num_ranks` ranks: the time of rank 0, which is that of all, and the mean of their processor times."""
+    ranks = list(ddpilot.Launcher(nproc_per_node=num_ranks, env={"OMP_NUM_THREADS": "1"}).run(what, rounds))
+    return {
+        name: [
+            (turns[0][0], statistics.fmean(cpu for _, cpu in turns))
+            for turns in zip(*(taken[name] for taken in ranks), strict=True)
+        ]
+        for name in ranks[0]
+    }
 
 
-def render_ratios(values: Sequence[float]) -> str:
-    """Median and range."""
-    return f"{statistics.median(values):.3f} ({min(values):.3f}-{max(values):.3f})"
+def ratios(taken: Taken, to: str) -> tuple[list[float], list[float]]:
+    """Of ddpilot to another loop, turn by turn: of time, and of processor time."""
+    pairs = list(zip(taken["ddpilot"], taken[to], strict=True))
+    return [ours[0] / theirs[0] for ours, theirs in pairs], [ours[1] / theirs[1] for ours, theirs in pairs]
 
 
-def tiny_rows(num_ranks: int, rounds: int) -> list[Row]:
-    """One row per peer, and one against the loop by hand, which has no bar of its own."""
-    launcher = ddpilot.Launcher(nproc_per_node=num_ranks, env={"OMP_NUM_THREADS": "1"})
-    taken = launcher.run(measure_tiny, rounds, list(LOOPS))[0]
-    ours = f"{render_values(taken['ddpilot'], 'us')}, least {min(taken['ddpilot']):.0f}"
-    rows = []
-    for name in (name for name in LOOPS if name != "ddpilot"):
-        by_turn = ratios(taken, "ddpilot", name)
-        is_peer = name != "by hand"
-        rows.append(
-            Row(
-                what=f"a step of a tiny model, {num_ranks} rank{'s' if num_ranks > 1 else ''}, against {name}",
-                ours=ours,
-                peer=f"{render_values(taken[name], 'us')}, least {min(taken[name]):.0f}",
-                ratio=render_ratios(by_turn),
-                bar="below 1" if is_peer else "none",
-                holds=not is_peer or statistics.median(by_turn) < 1,
-            )
-        )
-    return rows
+def render_ratio(values: Sequence[float]) -> str:
+    """Median, and the quarters below and above it."""
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return f"{middle:.3f} ({low:.3f}-{high:.3f})"
 
 
-def long_row(num_ranks: int, rounds: int) -> Row:
-    """The bar of the 10 ms step."""
-    launcher = ddpilot.Launcher(nproc_per_node=num_ranks, env={"OMP_NUM_THREADS": "1"})
-    taken = launcher.run(measure_long, rounds)[0]
-    by_turn = ratios(taken, "ddpilot", "by hand")
-    in_ms = {name: [value / 1e3 for value in values] for name, values in taken.items()}
+def make_row(what: str, taken: Taken, to: str, limit: float | None, unit: str) -> Row:
+    """One line of the table, against the loop `to`."""
+    clock, cpu = ratios(taken, to)
+    scale = {"us": 1.0, "ms": 1e-3}[unit]
+    times = {name: [clock_us * scale for clock_us, _ in taken[name]] for name in ("ddpilot", to)}
     return Row(
-        what=f"a step of {LONG_STEP_S * 1e3:.0f} ms, {num_ranks} rank{'s' if num_ranks > 1 else ''}",
-        ours=render_values(in_ms["ddpilot"], "ms"),
-        peer=f"by hand: {render_values(in_ms['by hand'], 'ms')}",
-        ratio=render_ratios(by_turn),
-        bar=f"{LONG_LIMIT}",
-        holds=statistics.median(by_turn) <= LONG_LIMIT,
+        what=f"{what}, against {to}",
+        ours=render_values(times["ddpilot"], unit),
+        peer=render_values(times[to], unit),
+        ratio=f"{render_ratio(clock)}; processor time {render_ratio(cpu)}",
+        bar="none" if limit is None else f"below {limit:g}",
+        holds=limit is None or statistics.median(clock) < limit,
     )
 
 
 def measure(rounds: int) -> list[Row]:
-    """All rows."""
+    """One row per peer and number of ranks, and those of the long step. The loop by hand has a bar there only."""
+    rows = []
     numbers = (1, 2) if (os.cpu_count() or 1) > 1 else (1,)
-    tiny = [row for num in numbers for row in tiny_rows(num, rounds)]
-    return tiny + [long_row(num, rounds) for num in numbers]
+    of = {num: f"{num} rank{'s' if num > 1 else ''}" for num in numbers}
+    for num in numbers:
+        taken = run(measure_tiny, num, rounds)
+        for peer in (name for name in LOOPS if name != "ddpilot"):
+            limit = None if peer == "by hand" else 1.0
+            rows.append(make_row(f"a step of a tiny model, {of[num]}", taken, peer, limit, "us"))
+    for num in numbers:
+        taken = run(measure_long, num, rounds)
+        what = f"a step of {LONG_STEP_S * 1e3:.0f} ms, {of[num]}"
+        rows.append(make_row(what, taken, "by hand", LONG_LIMIT, "ms"))
+    return rows
 
 
 if __name__ == "__main__":
-    sys.exit(main(measure, rounds=21))
+    sys.exit(main(measure, rounds=40))

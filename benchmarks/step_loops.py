@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One small training loop as it is written with each library: the same model, data and batches per rank.
 
-Each takes a `Job` and returns a function that trains one epoch and returns the moments (s) at which its steps began.
+Each takes a `Job` and returns a function that trains one epoch and returns the moments at which its steps began.
 """
 
 from __future__ import annotations
@@ -26,7 +26,14 @@ import ddpilot
 BATCH_SIZE_PER_RANK = 8
 WIDTH = 8
 
-Epoch = Callable[[], list[float]]
+Moment = tuple[float, float]
+"""Seconds of the clock, and of processor time of all threads of this rank."""
+Epoch = Callable[[], list[Moment]]
+
+
+def now() -> Moment:
+    """A step begins."""
+    return time.perf_counter(), time.process_time()
 
 
 @dataclass(frozen=True)
@@ -73,11 +80,11 @@ def by_hand(job: Job) -> Epoch:
     optimizer = job.optimizer(model)
     epochs = iter(range(10**9))
 
-    def epoch() -> list[float]:
+    def epoch() -> list[Moment]:
         stamps = []
         sampler.set_epoch(next(epochs))
         for x, y in loader:
-            stamps.append(time.perf_counter())
+            stamps.append(now())
             x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
             optimizer.zero_grad(set_to_none=True)
             loss = job.loss(model, x, y)
@@ -95,11 +102,11 @@ def by_ddpilot(job: Job, **options: Any) -> Epoch:
     model, optimizer = loop.prepare(model, job.optimizer(model))
     loader = loop.loader(job.dataset(), batch_size_per_rank=BATCH_SIZE_PER_RANK, shuffle=True)
 
-    def epoch() -> list[float]:
+    def epoch() -> list[Moment]:
         stamps = []
         for _ in loop.epochs(loop.epoch + 1):
             for x, y in loop.batches(loader):
-                stamps.append(time.perf_counter())
+                stamps.append(now())
                 with loop.accumulate(model):
                     loop.backward(job.loss(model, x, y))
                 loop.step(optimizer)
@@ -116,10 +123,10 @@ def by_accelerate(job: Job) -> Epoch:
     loader = DataLoader(job.dataset(), batch_size=BATCH_SIZE_PER_RANK, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, job.optimizer(model), loader)
 
-    def epoch() -> list[float]:
+    def epoch() -> list[Moment]:
         stamps = []
         for x, y in loader:
-            stamps.append(time.perf_counter())
+            stamps.append(now())
             with accelerator.accumulate(model):
                 optimizer.zero_grad()
                 accelerator.backward(job.loss(model, x, y))
@@ -138,10 +145,10 @@ def by_fabric(job: Job) -> Epoch:
     model, optimizer = fabric.setup(model, job.optimizer(model))
     loader = fabric.setup_dataloaders(DataLoader(job.dataset(), batch_size=BATCH_SIZE_PER_RANK, shuffle=True))
 
-    def epoch() -> list[float]:
+    def epoch() -> list[Moment]:
         stamps = []
         for x, y in loader:
-            stamps.append(time.perf_counter())
+            stamps.append(now())
             optimizer.zero_grad()
             fabric.backward(job.loss(model, x, y))
             optimizer.step()
@@ -162,11 +169,11 @@ def by_lightning(job: Job) -> Epoch:
         def __init__(self) -> None:
             super().__init__()
             self.model = job.model()
-            self.stamps: list[float] = []
+            self.stamps: list[Moment] = []
 
         def training_step(self, batch: Any, _number: int) -> torch.Tensor:
             """Forward and loss; the library does the rest."""
-            self.stamps.append(time.perf_counter())
+            self.stamps.append(now())
             return job.loss(self.model, *batch)
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -177,7 +184,7 @@ def by_lightning(job: Job) -> Epoch:
     module = Module()
     off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 
-    def epoch() -> list[float]:
+    def epoch() -> list[Moment]:
         module.stamps = []
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
