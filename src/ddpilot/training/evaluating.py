@@ -14,7 +14,7 @@ from ddpilot.data.devices import to_device
 from ddpilot.errors import LoopError
 from ddpilot.group.protocol import GroupLike
 from ddpilot.training.grouping import CurrentBatch, Loader, iterate_groups
-from ddpilot.training.metrics import make_meters, naming_metric
+from ddpilot.training.metrics import divides_range, make_meters, naming_metric
 from ddpilot.training.wrapping import sync_buffers, unwrap
 
 
@@ -58,15 +58,18 @@ def evaluate(
             rank=group.rank,
         )
     meters = make_meters(metrics, group.device)
+    asks = group.world_size > 1 and any(meter.asks_for_range for meter in meters.values())
     with evaluation_mode(model, group) as inner:
         for batch in iterate_groups(loader, group, epoch=0):
+            arguments = None
             if batch.count:
                 arguments = (forward or _output_and_target)(inner, to_device(batch.data, group.device))
-                for name, meter in meters.items():
-                    with naming_metric(name, batch.index, group.rank):
+            is_divided = asks and divides_range(arguments, group)
+            for name, meter in meters.items():
+                with naming_metric(name, batch.index, group.rank):
+                    if arguments is not None:
                         meter.update(arguments, batch.count)
-            for meter in meters.values():
-                meter.end_batch(group)
+                    meter.end_batch(group, is_divided)
     return {name: meter.compute(group) for name, meter in meters.items()}
 
 

@@ -20,11 +20,18 @@ from ddpilot.training.structure import join_rows, to_host
 class Meter(Protocol):
     """Adds up one metric over the batches of an evaluation."""
 
+    @property
+    def asks_for_range(self) -> bool:
+        """Does it depend on whether a whole batch lies in [0, 1]? Then `end_batch` has to be told."""
+
     def update(self, arguments: tuple[Any, ...], count: int, /) -> None:
         """Take this rank's `count` samples of a batch; not called where it has none."""
 
-    def end_batch(self, group: GroupLike) -> None:
-        """After each global batch, on every rank. May be collective."""
+    def end_batch(self, group: GroupLike, is_divided: bool) -> None:
+        """After each global batch, on every rank. May be collective.
+
+        `is_divided`: some ranks' outputs lie in [0, 1], those of others do not.
+        """
 
     def compute(self, group: GroupLike, /) -> Any:
         """The value over all samples of all ranks, the same on every rank. Collective."""
@@ -76,7 +83,26 @@ def _can_merge(metric: Any) -> bool:
     joins = {"dim_zero_sum", "dim_zero_cat", "dim_zero_max", "dim_zero_min"}
     reductions = [getattr(one, "__name__", "") for one in getattr(metric, "_reductions", {"": None}).values()]
     says_so = metric.full_state_update is False and not metric.dist_sync_on_step
+    # One without a `data_range` (SSIM) takes that of each batch.
+    says_so &= getattr(metric, "data_range", 1.0) is not None
     return says_so and bool(reductions) and set(reductions) <= joins and not _parts(metric)
+
+
+def _normalises(metric: Any) -> bool:
+    """Does `metric` take a batch of which all outputs lie in [0, 1] for probabilities, and any other for logits?"""
+    return any(kind.__module__.startswith("torchmetrics.classification") for kind in type(metric).__mro__)
+
+
+def divides_range(arguments: tuple[Any, ...] | None, group: GroupLike) -> bool:
+    """Do the outputs of some ranks lie in [0, 1], and those of others not? The same on all ranks. Collective.
+
+    `arguments`: what metrics are called with for this rank's part of a batch, the output first; None for no sample.
+    """
+    flags = torch.zeros(2, device=group.device)
+    output = arguments[0] if arguments else None
+    if isinstance(output, torch.Tensor) and output.is_floating_point():
+        flags[int(((output >= 0) & (output <= 1)).all())] = 1
+    return bool(group.all_reduce(flags).min() > 0)
 
 
 def _parts(metric: Any) -> list[Any]:
@@ -90,6 +116,8 @@ class MeanOf:
 
     Where it returns (mean, count), that count is taken: of tokens, say.
     """
+
+    asks_for_range = False
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         self._name = name
@@ -119,7 +147,7 @@ class MeanOf:
         per_sample = value.reshape(count, -1).mean(dim=1) if value.ndim else value.expand(count)
         self._sum += torch.stack([per_sample.sum(), torch.tensor(float(count), dtype=torch.float64)])
 
-    def end_batch(self, group: GroupLike) -> None:
+    def end_batch(self, group: GroupLike, is_divided: bool) -> None:
         """Nothing to do."""
 
     def compute(self, group: GroupLike) -> float:
@@ -135,12 +163,20 @@ class MergedMetric:
 
     def __init__(self, metric: Any) -> None:
         self._metric = metric
+        self._waiting: tuple[Any, ...] | None = None
+        self.asks_for_range = _normalises(metric)
 
     def update(self, arguments: tuple[Any, ...], _count: int, /) -> None:
-        self._metric.update(*arguments)
+        self._waiting = arguments
 
-    def end_batch(self, group: GroupLike) -> None:
-        """Nothing to do."""
+    def end_batch(self, group: GroupLike, is_divided: bool) -> None:
+        """Take the batch; whole, on rank 0, where its parts would be taken for different things. Collective then."""
+        mine, self._waiting = self._waiting, None
+        if is_divided and self.asks_for_range:
+            whole = _gather(mine, group)
+            mine = whole if group.is_rank_zero else None
+        if mine is not None:
+            self._metric.update(*to_device(mine, self._metric.device))
 
     def compute(self, group: GroupLike) -> Any:
         if group.world_size > 1:
@@ -157,6 +193,8 @@ class MergedMetric:
 class GatheredMetric:
     """Any other torchmetrics metric: every rank updates it with all samples of a batch, in the order of the dataset."""
 
+    asks_for_range = False
+
     def __init__(self, metric: Any, device: torch.device) -> None:
         self._metric = metric
         self._device = device
@@ -165,18 +203,22 @@ class GatheredMetric:
     def update(self, arguments: tuple[Any, ...], _count: int, /) -> None:
         self._waiting = arguments
 
-    def end_batch(self, group: GroupLike) -> None:
+    def end_batch(self, group: GroupLike, is_divided: bool) -> None:  # noqa: ARG002  (it has the whole batch)
         """Gather the batch's arguments. Collective."""
-        parts = [self._waiting]
-        if group.world_size > 1:
-            parts = group.all_gather_object(None if self._waiting is None else to_host(self._waiting))
-        present = [part for part in parts if part is not None]
-        self._waiting = None
-        if present:
-            self._metric.update(*to_device(join_rows(present), self._device))
+        mine, self._waiting = self._waiting, None
+        whole = _gather(mine, group) if group.world_size > 1 else mine
+        if whole is not None:
+            self._metric.update(*to_device(whole, self._device))
 
     def compute(self, _group: GroupLike, /) -> Any:
         return plain(self._metric.compute())
+
+
+def _gather(mine: tuple[Any, ...] | None, group: GroupLike) -> Any:
+    """What all ranks have of a batch, in the order of the dataset, on the CPU; None where nobody has. Collective."""
+    parts = group.all_gather_object(None if mine is None else to_host(mine))
+    present = [part for part in parts if part is not None]
+    return join_rows(present) if present else None
 
 
 def plain(value: Any) -> Any:

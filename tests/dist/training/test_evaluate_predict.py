@@ -187,6 +187,7 @@ def metrics_of_torchmetrics(num_samples: int, group: Any = None) -> dict[str, An
     values = loop.evaluate(nn.Identity(), loader, spearman, forward=lambda model, batch: tuple(batch[0].T[:2]))
     means = {"mean": MeanMetric()}
     values |= loop.evaluate(nn.Identity(), loader, means, forward=lambda model, batch: (batch[0],))
+    values |= values_near_probabilities(loop, loader)
     matrix = torch.zeros(5, 5, dtype=torch.long).index_put_(
         (targets, logits.argmax(1)), torch.ones(num_samples, dtype=torch.long), accumulate=True
     )
@@ -194,6 +195,24 @@ def metrics_of_torchmetrics(num_samples: int, group: Any = None) -> dict[str, An
     assert not own.update_called
     assert values["mean"] == pytest.approx(logits.mean().item(), rel=1e-4)
     return {**values, **classes["classes"], "order": classes["order"]}
+
+
+def values_near_probabilities(loop: Loop, loader: Any) -> dict[str, Any]:
+    """Metrics that look at a batch as a whole: whether it lies in [0, 1], and which range it has."""
+    from torchmetrics.classification import BinaryAccuracy, MulticlassAUROC
+    from torchmetrics.image import StructuralSimilarityIndexMeasure
+
+    near = {"near": MulticlassAUROC(5)}
+    found = loop.evaluate(nn.Identity(), loader, near, forward=lambda m, batch: (batch[0] * 0.25 + 0.5, batch[1]))
+    low = {"low": BinaryAccuracy()}
+    found |= loop.evaluate(nn.Identity(), loader, low, forward=lambda m, batch: (batch[0][:, 0].abs(), batch[1] % 2))
+    images = {"images": StructuralSimilarityIndexMeasure(gaussian_kernel=False, kernel_size=3)}
+    return found | loop.evaluate(
+        nn.Identity(),
+        loader,
+        images,
+        forward=lambda m, batch: (y := batch[0][:, None, :, None] * batch[0][:, None, None], y.round()),
+    )
 
 
 def metrics_alone_and_together() -> list[tuple[Any, Any]]:
