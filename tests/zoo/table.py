@@ -15,7 +15,7 @@ from rich.table import Table
 
 from ddpilot.findings.catalog import find_entry
 from tests.zoo.plain import HANG_AFTER_S, Plain, PlainRunner
-from tests.zoo.watched import Case, Watched, judge, read_case, read_cases, run_watched
+from tests.zoo.watched import Case, Watched, judge, read_case, read_cases, run_case, run_watched
 
 HERE = Path(__file__).parent
 TARGET = HERE.parents[1] / "docs" / "zoo.md"
@@ -82,7 +82,8 @@ def run_cases() -> Iterator[Row]:
     with PlainRunner() as runner, ThreadPoolExecutor(NUM_AT_ONCE) as pool:
         plain = list(pool.map(runner.run, paths))
     for path, end in zip(paths, plain, strict=True):
-        case, watched = read_case(path), run_watched(path)
+        case = read_case(path)
+        watched = run_case(case)
         yield Row(case=case, plain=end, watched=watched, wrong=tuple(judge(case, watched)))
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.zoo.plain import Plain, PlainRunner
-from tests.zoo.watched import judge, read_case, read_cases, run_watched
+from tests.zoo.watched import judge, read_case, read_cases, run_case, run_watched
 
 HERE = Path(__file__).parent
 CASES = read_cases(HERE / "cases")
@@ -40,8 +40,9 @@ def test_without_ddpilot_every_case_fails_as_its_users_saw_it(plain_runs: dict[P
 @pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
 def test_with_ddpilot_the_case_is_named(path: Path) -> None:
     """Code, rank and line of the finding are those that the case says."""
-    watched = run_watched(path, limit_s=40)
-    assert not judge(read_case(path), watched), watched
+    case = read_case(path)
+    watched = run_case(case)
+    assert not judge(case, watched), watched
 
 
 @pytest.mark.parametrize("path", CONTROLS, ids=lambda path: path.stem)

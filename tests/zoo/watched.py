@@ -63,15 +63,17 @@ def read_cases(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.py"))
 
 
-def run_watched(script: Path, limit_s: float = 60.0) -> Watched:
-    """Run `script` on two ranks; every finding is kept, an error stops it."""
+def run_watched(script: Path, limit_s: float = 60.0, *, until: str = "", stall_warn_s: float = 30.0) -> Watched:
+    """Run `script` on two ranks; every finding is kept, an error or the code `until` stops it."""
     seen: list[Finding] = []
 
     def keep(finding: Finding) -> str | None:
         seen.append(finding)
-        return "stop" if finding.severity == "error" else None
+        return "stop" if finding.severity == "error" or finding.code == until else None
 
-    launcher = Launcher(nproc_per_node=2, output="silent", timeout_s=limit_s, on_finding=keep, backend="gloo")
+    launcher = Launcher(
+        nproc_per_node=2, output="silent", timeout_s=limit_s, on_finding=keep, stall_warn_s=stall_warn_s, backend="gloo"
+    )
     began_s = time.monotonic()
     error: LaunchError | RankError | None = None
     try:
@@ -82,6 +84,11 @@ def run_watched(script: Path, limit_s: float = 60.0) -> Watched:
     except LaunchTimeoutError as caught:
         error = caught
     return Watched(findings=tuple(seen), error=error, seconds=time.monotonic() - began_s)
+
+
+def run_case(case: Case) -> Watched:
+    """Run the script of `case` until its finding is there; what is unproven is a warning after four seconds here."""
+    return run_watched(case.path, 40.0, until=case.code, stall_warn_s=4.0)
 
 
 def judge(case: Case, watched: Watched) -> Sequence[str]:

@@ -14,7 +14,6 @@ rank = dist.get_rank()
 torch.manual_seed(0)
 model = DDP(torch.nn.Linear(4, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-torch.manual_seed(1 + rank)
 dataset = TensorDataset(torch.randn(64, 4))
 loader = DataLoader(dataset, batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(0))
 for epoch in range(2):
