@@ -47,7 +47,8 @@ class NotFinite:
         return self.look(now_ns + PATIENCE_NS)
 
     def _finding(self, spoiled: dict[int, Any]) -> Finding:
-        last = max(values["backward"] for values in spoiled.values())
+        # A rank whose own loss was finite notices only in its next backward.
+        last = min(values["backward"] for values in spoiled.values())
         firsts = {rank: _begin(mine, last) for rank, mine in self._seen.items() if last in mine}
         begun = min(firsts.values(), default=last)
         culprits = {rank: self._seen[rank][begun] for rank, number in sorted(firsts.items()) if number == begun}
