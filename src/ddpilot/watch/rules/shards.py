@@ -21,7 +21,7 @@ MIN_DIFFERENT = 4
 
 
 class ShardsOverlap:
-    """Compares the attributes of samplers that divide by rank, and of all samplers 64 samples of each rank.
+    """Compares the attributes of samplers that divide by rank, and of all samplers 64 samples.
 
     A sample is the same where its number and its content are: ranks may have numbered datasets of their own. Ranks that
     load the same batches in the same order are left to `SameBatch`, since they may take their part of each afterwards.

@@ -73,8 +73,9 @@ class Position:
 
     def is_evaluating(self) -> bool:
         """Whether every DDP model of this process is in eval mode; False where there is none."""
-        models: list[Any] = list(self.models)
-        return bool(models) and not any(model.training and model.module.training for model in models)
+        models = list(self.models)
+        # As `model.module`, at a fraction of what nn.Module's attributes cost.
+        return bool(models) and not any(one.training and one._modules["module"].training for one in models)  # type: ignore[union-attr]
 
     def find_given(self, pointers: frozenset[int]) -> Given | None:
         """The newest batch that has one of these tensors, else the newest one."""

@@ -83,18 +83,21 @@ def print_rows(data: Any, num_rows: int, rows: list[int]) -> dict[int, int]:
         return {}
     if not all(is_readable(tensor) for tensor in leaves):
         return {}
+    arrays = [_as_array(tensor) for tensor in leaves]
     found = {}
     for row in rows:
         value = 0
-        for tensor in leaves:
-            value = zlib.crc32(_bytes_of(tensor[row], MAX_ROW_ELEMENTS), value)
+        for array in arrays:
+            one = array[row].reshape(-1)
+            value = zlib.crc32(one[:: max(1, one.size // MAX_ROW_ELEMENTS)][:MAX_ROW_ELEMENTS].tobytes(), value)
         found[row] = value
     return found
 
 
 def is_readable(tensor: torch.Tensor) -> bool:
     """Whether its values are in the host's memory, in the usual order."""
-    return tensor.device.type == "cpu" and tensor.layout is torch.strided and type(tensor) in _PLAIN
+    is_plain = type(tensor) in _PLAIN and tensor.layout is torch.strided and tensor.device.type == "cpu"
+    return is_plain and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -109,7 +112,12 @@ def _bytes_of(tensor: torch.Tensor, max_elements: int) -> bytes:
     flat = tensor.reshape(-1)
     if num > max_elements:
         flat = flat[:: num // max_elements][:max_elements]
-    flat = flat.contiguous()
-    if flat.dtype is torch.bfloat16 or flat.dtype.itemsize == 1:
-        flat = flat.view(torch.int16 if flat.dtype.itemsize == 2 else torch.uint8)
-    return bytes(flat.numpy().tobytes())
+    return bytes(_as_array(flat).tobytes())
+
+
+def _as_array(tensor: torch.Tensor) -> Any:
+    """Its values, as integers where numpy lacks the type."""
+    tensor = tensor.detach()
+    if tensor.dtype.itemsize == 1 or tensor.dtype is torch.bfloat16:
+        tensor = tensor.view(torch.uint8 if tensor.dtype.itemsize == 1 else torch.int16)
+    return tensor.numpy()
