@@ -12,7 +12,7 @@ from ddpilot.record.log import Collective, GroupOfRanks, Line
 from ddpilot.watch.view import Frame
 
 _UNITS = (("GB", 1 << 30), ("MB", 1 << 20), ("kB", 1 << 10))  # as torch counts in `bucket_cap_mb`
-_MAX_ROWS = 12
+_MAX_ROWS = 8
 _MAX_WHAT_CHARS = 90
 _DDP_WORDS = {
     "buffers": "of DDP buffers",
@@ -106,7 +106,7 @@ def say_bytes(num_bytes: int) -> str:
 def say_s(duration_ns: int) -> str:
     """Such as ``2.4 s`` or ``3 min``."""
     seconds = max(0, duration_ns) / 1e9
-    if seconds < 10:
+    if seconds < 9.95:
         return f"{seconds:.1f} s"
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
@@ -147,7 +147,7 @@ def merge_rows(rows: Iterable[tuple[int, str, str]]) -> list[Row]:
 
 
 def lay_out(rows: Sequence[Row]) -> tuple[str, ...]:
-    """Rows as aligned lines, twelve at most."""
+    """Rows as aligned lines, eight at most."""
     shown = rows[:_MAX_ROWS]
     first = max((len(row[0]) for row in shown), default=0)
     second = max((len(row[1]) for row in shown if len(row[1]) <= _MAX_WHAT_CHARS), default=0)

@@ -1,0 +1,371 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Waits: what is proven, what may still end, and what is no wait at all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from benchmarks.watch_analysis import make_log, view_of
+from ddpilot.findings.as_text import render_text
+from ddpilot.record.log import Collective
+from ddpilot.watch.stall import Analysis, analyze
+from ddpilot.watch.view import ErrorView, Frame, JobView, ProcessView, RankView, StackView
+from tests.unit.watch.logs import FILE, S, Writer, alive, bucket, died, group_of, job, part, returned, texts_of
+
+WORLD = group_of(0, 1)
+TORCH = "/x/site-packages/torch"
+IN_BARRIER = (Frame(f"{TORCH}/distributed/distributed_c10d.py", 5, "barrier"), Frame(FILE, 9, "main", "dist.barrier()"))
+GIL: dict[str, Any] = {"heartbeat_ns": 100 * S}
+
+
+def pair(**more: Any) -> tuple[Writer, Writer]:
+    """Two ranks that have done one all_reduce together."""
+    ranks = (Writer(0, WORLD, **more), Writer(1, WORLD, **more))
+    for rank in ranks:
+        rank.call("all_reduce", 1)
+    return ranks
+
+
+def at(line: int, text: str, *inner: Frame, taken_s: float = 109.0) -> StackView:
+    """A main thread that is at a line of the user's, and below it."""
+    return StackView(taken_ns=int(taken_s * S), threads={1: (*inner, Frame(FILE, line, "main", text))}, main=1)
+
+
+def codes(analysis: Analysis) -> list[tuple[str, str]]:
+    """Codes and severities."""
+    return [(finding.code, finding.severity) for finding in analysis.findings]
+
+
+def one_waits(
+    stack: StackView | None, *, after_s: float = 10.0, before: StackView | None = None, **log: Any
+) -> Analysis:
+    """Rank 0 waits in a barrier since 0.02 s; rank 1 is elsewhere, as its `stack` says."""
+    zero, one = pair()
+    zero.wait("barrier", 9)
+    view = job([alive(zero), alive(one, stack=stack, log=one.log(**log))], after_s=after_s)
+    earlier = job([alive(zero), alive(one, stack=before)], after_s=after_s - 2) if before is not None else None
+    return analyze(view, earlier)
+
+
+def test_nothing_is_said_while_all_is_well_or_has_just_begun() -> None:
+    """A wait of less than two seconds is nothing."""
+    zero, one = pair()
+    assert analyze(job([alive(zero), alive(one)])) == analyze(job([]))
+    zero.wait("barrier", 9)
+    assert analyze(job([alive(zero), alive(one)], after_s=1.9)).status == ()
+
+
+def test_a_rank_that_has_not_come_is_a_status_with_its_line() -> None:
+    """Unproven: who waits since when in what, who is not there, and where its Python is."""
+    analysis = one_waits(at(20, "time.sleep(60)"))
+    (line,) = analysis.status
+    assert line.startswith("rank 0 waits for 10 s in barrier (#1 of the default group) at train.py:9; not there: ")
+    assert line.endswith("rank 1 is elsewhere: train.py:20  time.sleep(60)")
+    assert not analysis.findings
+    assert analysis.is_stalled
+
+
+def test_the_stacks_of_ranks_that_have_not_come_are_asked_for() -> None:
+    """And not again for a second."""
+    assert one_waits(None).needs_stacks == (1,)
+    assert one_waits(at(20, "f()", taken_s=109.9)).needs_stacks == ()
+
+
+def test_a_wait_that_has_lasted_is_a_warning_and_never_an_error() -> None:
+    """After `stall_warn_s`, with the lines of both."""
+    analysis = one_waits(at(20, "f()", taken_s=139), after_s=40, before=at(20, "f()", taken_s=137))
+    assert codes(analysis) == [("DDP218", "warning")]
+    assert analysis.findings[0].ranks == (1,)
+    assert "f() (has not moved)" in str(analysis.findings)
+
+
+@pytest.mark.parametrize(
+    ("inner", "text", "code"),
+    [
+        (Frame(f"{TORCH}/utils/data/dataloader.py", 1291, "_try_get_data"), "for x in loader:", "DDP213"),
+        (Frame(f"{TORCH}/serialization.py", 90, "save"), "torch.save(model, p)", "DDP214"),
+        (Frame("/usr/lib/python3.11/urllib/request.py", 9, "urlopen"), "fetch(url)", "DDP214"),
+        (Frame(f"{TORCH}/_inductor/compile_fx.py", 9, "compile_fx"), "y = step(x)", "DDP221"),
+        (Frame(f"{TORCH}/nn/modules/linear.py", 9, "forward"), "y = f(x)", "DDP218"),
+    ],
+)
+def test_what_an_absent_rank_does_is_told_by_its_stack(inner: Frame, text: str, code: str) -> None:
+    """The mechanism, not the name of anything of the user's."""
+    assert codes(one_waits(at(20, text, inner, taken_s=139), after_s=40)) == [(code, "warning")]
+
+
+def test_a_rank_whose_line_moves_is_slow_and_that_is_no_warning() -> None:
+    """Neither is one that begins collectives of another group meanwhile."""
+    analysis = one_waits(at(21, "g()", taken_s=139), after_s=40, before=at(20, "f()", taken_s=137))
+    assert codes(analysis) == [("DDP217", "info")]
+    assert "(moves)" in analysis.status[0]
+
+
+def test_a_busy_processor_proves_nothing() -> None:
+    """Its line has not moved: it may spin."""
+    zero, one = pair()
+    zero.wait("barrier", 9)
+    looks = []
+    for cpu_s in (1.0, 3.0):
+        process = ProcessView(pid=1, state="running", cpu_s=cpu_s, os_state="R")
+        stack = at(20, "f()", taken_s=136 + cpu_s)
+        looks.append(job([alive(zero), alive(one, stack=stack, process=process)], after_s=36 + cpu_s))
+    assert codes(analyze(looks[1], looks[0])) == [("DDP218", "warning")]
+
+
+def test_python_that_does_not_run_is_said() -> None:
+    """C code holds its lock, as the heartbeat shows."""
+    assert "has run no Python for 10 s" in one_waits(None, **GIL).status[0]
+
+
+def test_a_stopped_process_is_said() -> None:
+    """By Ctrl-Z or a debugger."""
+    zero, one = pair()
+    zero.wait("barrier", 9)
+    process = ProcessView(pid=1, state="running", os_state="T")
+    assert "rank 1 is stopped" in analyze(job([alive(zero), alive(one, process=process)])).status[0]
+
+
+def test_a_rank_that_has_returned_is_proof_at_once() -> None:
+    """With the guard that the collective is behind."""
+    source = "x = 1\n" * 7 + "if rank == 0:\n    dist.barrier()\n"
+    zero, one = pair(texts=texts_of(source))
+    view = job([alive(zero.wait("barrier", 9)), returned(one)], after_s=0.1, sources={FILE: source})
+    (finding,) = analyze(view).findings
+    assert (finding.code, finding.ranks) == ("DDP220", (0,))
+    assert finding.summary == "rank 1 has returned, and rank 0 waits for it in barrier (#1 of the default group)"
+    assert "its last was #0: all_reduce, train.py:1" in "\n".join(finding.evidence)
+
+
+def test_a_rank_that_left_the_loop_and_returned_is_uneven_data() -> None:
+    """It has been in the loop where the other one is."""
+    source = "for x in loader:\n    y.backward()\n"
+    zero, one = (Writer(rank, WORLD, texts=texts_of(source)) for rank in (0, 1))
+    for rank in (zero, one):
+        rank.call("all_reduce", 2, ddp=bucket())
+    view = job([alive(zero.wait("all_reduce", 2, ddp=bucket())), returned(one)], sources={FILE: source})
+    assert [(each.code, each.ranks) for each in analyze(view).findings] == [("DDP207", (1,))]
+
+
+def test_a_rank_that_returned_without_ever_being_there_has_finished_early() -> None:
+    """Nothing in the source says why."""
+    zero, one = pair()
+    view = job([alive(zero.wait("barrier", 9)), returned(one)])
+    assert [(each.code, each.ranks) for each in analyze(view).findings] == [("DDP208", (1,))]
+
+
+def test_a_death_is_told_with_those_who_wait() -> None:
+    """And its signal."""
+    zero, one = pair()
+    (finding,) = analyze(job([alive(zero.wait("barrier", 9)), died(one)])).findings
+    assert (finding.code, finding.ranks) == ("DDP209", (1,))
+    assert finding.summary.startswith("rank 1 died of SIGKILL, and rank 0 waits for it in barrier")
+    assert "memory" in finding.why
+
+
+def test_consequences_of_a_death_are_no_deaths() -> None:
+    """One rank raises; the others lose their connections, and the launcher ends the last one."""
+    group = group_of(0, 1, 2)
+    zero, one, two = (Writer(rank, group).call("all_reduce", 1) for rank in range(3))
+    closed = ErrorView(type_name="RuntimeError", message="[pair.cc:553] Connection closed by peer [127.0.0.1]:9")
+    own = ErrorView(
+        type_name="ValueError", message="bad sample", traceback=f'  File "{FILE}", line 7, in main\n    f()\n'
+    )
+    ranks = [
+        alive(zero.call("barrier", 9, state="failed"), error=closed),
+        alive(one, error=own),
+        died(two.wait("barrier", 9), "SIGKILL"),
+    ]
+    (finding,) = analyze(job(ranks)).findings
+    assert (finding.code, finding.ranks) == ("DDP209", (1,))
+    assert "raised ValueError: bad sample" in finding.summary
+    assert finding.place is not None
+    assert (finding.place.line, finding.place.text) == (7, "f()")
+
+
+def test_a_death_before_anybody_waits_is_told_too() -> None:
+    """With what it did last."""
+    zero, one = pair()
+    (finding,) = analyze(job([alive(zero), died(one, "SIGSEGV", -11)])).findings
+    assert (finding.code, finding.ranks, finding.summary) == ("DDP209", (1,), "rank 1 died of SIGSEGV")
+
+
+def test_an_orderly_end_of_all_ranks_is_nothing() -> None:
+    """Also where an asynchronous collective was never waited for, on one rank only."""
+    zero, one = pair()
+    zero.wait("all_reduce", 9, is_async=True)
+    assert analyze(job([returned(zero), returned(one)])) == analyze(job([]))
+
+
+def test_the_abort_of_a_clash_is_no_second_finding() -> None:
+    """gloo ends a process whose tensor has another size."""
+    zero, one = pair()
+    zero.wait("all_reduce", 3)
+    one.wait("all_reduce", 3, inputs=(replace(zero.log().collectives[0].inputs[0], shape=(9,)),))
+    (finding,) = analyze(job([died(zero, "SIGABRT", -6), died(one, "SIGABRT", -6)])).findings
+    assert finding.code == "DDP202"
+    assert "died of SIGABRT" in "\n".join(finding.evidence)
+
+
+def test_groups_in_different_orders_are_a_circle() -> None:
+    """Proven, for each waits for the other."""
+    zero, one = pair()
+    first, second = group_of(0, 1, name="1"), group_of(0, 1, name="2")
+    view = job([alive(zero.wait("all_reduce", 5, group=first)), alive(one.wait("all_reduce", 6, group=second))])
+    (finding,) = analyze(view).findings
+    assert (finding.code, finding.ranks) == ("DDP206", (0, 1))
+    assert "rank 0 waits for rank 1, rank 1 waits for rank 0" in finding.why
+
+
+def test_a_circle_is_not_proven_where_another_thread_may_help() -> None:
+    """A rank that starts collectives from two threads may still come."""
+    zero, one = pair()
+    first, second = group_of(0, 1, name="1"), group_of(0, 1, name="2")
+    one.call("all_reduce", 2, group=group_of(0, 1, name="3"), thread=2)
+    zero.call("all_reduce", 2, group=group_of(0, 1, name="3"))
+    view = job([alive(zero.wait("all_reduce", 5, group=first)), alive(one.wait("all_reduce", 6, group=second))])
+    assert not analyze(view).findings
+
+
+def test_ranks_that_wait_for_one_that_waits_are_not_told_apart_from_it() -> None:
+    """The status names the one that all of it hangs on."""
+    world, some = group_of(0, 1, 2), group_of(1, 2, name="1")
+    zero, one, two = (Writer(rank, world).call("all_reduce", 1) for rank in range(3))
+    ranks = [alive(zero.wait("barrier", 9)), alive(one.wait("barrier", 8, group=some)), alive(two, stack=at(3, "f()"))]
+    analysis = analyze(job(ranks))
+    assert [line.partition(";")[0].partition(" at ")[2] for line in analysis.status] == ["train.py:9", "train.py:8"]
+    assert all("rank 2 is elsewhere: train.py:3  f()" in line for line in analysis.status)
+
+
+@pytest.mark.parametrize(("op", "other"), [("recv", "recv"), ("send", "send")])
+def test_both_sides_of_a_message_that_wait_for_each_other_are_a_circle(op: str, other: str) -> None:
+    """Both receive first, or both send first."""
+    zero, one = pair()
+    waits = [zero.wait(op, 5, peer=1, tag=0), one.wait(other, 5, peer=0, tag=0)]
+    for wait in waits:
+        assert wait.log().collectives[-1].is_p2p
+    view = job([alive(each, *IN_BARRIER) for each in waits])
+    assert codes(analyze(view)) == [("DDP219", "error")]
+
+
+def test_a_message_that_has_both_sides_is_being_sent() -> None:
+    """Also with a receive from any; a tag that differs is another message."""
+    zero, one = pair()
+    zero.wait("send", 5, peer=1, tag=3)
+    for tag, found in ((3, []), (4, [("DDP219", "error")])):
+        receiver = Writer(1, WORLD).call("all_reduce", 1).wait("recv", 6, peer=0, tag=tag)
+        assert codes(analyze(job([alive(zero, *IN_BARRIER), alive(receiver, *IN_BARRIER)]))) == found
+    anyone = one.wait("recv", 6, peer=None, tag=3)
+    assert not analyze(job([alive(zero, *IN_BARRIER), alive(anyone, *IN_BARRIER)])).findings
+
+
+def test_a_stage_that_waits_for_a_message_is_only_a_status() -> None:
+    """The stage before it computes."""
+    zero, one = pair()
+    analysis = analyze(job([alive(zero, stack=at(3, "f()")), alive(one.wait("recv", 6, peer=0, tag=0), *IN_BARRIER)]))
+    assert not analysis.findings
+    assert "rank 0 is elsewhere" in analysis.status[0]
+
+
+def test_an_asynchronous_collective_that_nobody_waits_for_may_stay() -> None:
+    """Whether it is waited for is told by the stack, and only that is asked for."""
+    zero, one = pair()
+    zero.wait("all_reduce", 5, is_async=True)
+    unknown = analyze(job([alive(zero), alive(one, stack=at(3, "f()"))]))
+    assert (unknown.status, unknown.needs_stacks) == ((), (0,))
+    elsewhere = analyze(job([alive(zero, stack=at(7, "compute()")), alive(one, stack=at(3, "f()"))], after_s=60))
+    assert (elsewhere.status, codes(elsewhere)) == ((), [])
+    waiting = analyze(job([alive(zero, stack=at(7, "work.wait()")), alive(one, stack=at(3, "f()"))]))
+    assert waiting.status
+
+
+def test_nccl_collectives_that_all_have_begun_may_be_over() -> None:
+    """Nobody asks whether its newest are; one that lacks a rank cannot be."""
+    zero, one = pair()
+    for rank in (zero, one):
+        rank.wait("all_reduce", 5, is_watched=False)
+    assert analyze(job([alive(zero), alive(one)], after_s=90)) == analyze(job([]))
+    zero.wait("all_reduce", 5, is_watched=False)
+    assert analyze(job([alive(zero), alive(one, stack=at(3, "f()"))], after_s=9)).status
+
+
+def test_all_have_come_and_it_does_not_end() -> None:
+    """Then it is their connection, which is a warning in the end."""
+    zero, one = pair()
+    view = job([alive(rank.wait("barrier", 9)) for rank in (zero, one)], after_s=40)
+    analysis = analyze(view)
+    assert "all ranks have come, and it does not end" in analysis.status[0]
+    assert codes(analysis) == [("DDP218", "warning")]
+
+
+def test_ranks_of_another_node_are_not_held_to_be_missing() -> None:
+    """What is not seen here is said so."""
+    zero = Writer(0, WORLD).call("all_reduce", 1).wait("barrier", 9)
+    view = JobView(world_size=2, ranks={0: alive(zero)}, now_ns=110 * S)
+    analysis = analyze(view)
+    assert "of rank 1 nothing is known here" in analysis.status[0]
+    assert not analysis.findings
+
+
+def test_a_group_that_others_do_not_make_is_proven() -> None:
+    """One rank is in new_group, which needs the one that waits for it in the default group."""
+    zero, one = pair()
+    inner = Frame(f"{TORCH}/distributed/distributed_c10d.py", 6056, "new_group")
+    view = job([alive(zero, stack=at(4, "g = dist.new_group([0, 1])", inner)), alive(one.wait("barrier", 9))])
+    (finding,) = analyze(view).findings
+    assert (finding.code, finding.severity, finding.ranks) == ("DDP215", "error", (0,))
+
+
+def test_a_rank_that_leaves_its_group_is_proven_to_be_missed() -> None:
+    """It has called destroy_process_group while others are in a collective."""
+    zero, one = pair()
+    inner = Frame(f"{TORCH}/distributed/distributed_c10d.py", 2000, "destroy_process_group")
+    view = job([alive(zero, stack=at(4, "dist.destroy_process_group()", inner)), alive(one.wait("barrier", 9))])
+    assert codes(analyze(view)) == [("DDP216", "error")]
+
+
+def rendezvous(*others: RankView, after_s: float) -> Analysis:
+    """Rank 0 is in init_process_group."""
+    inner = Frame(f"{TORCH}/distributed/rendezvous.py", 9, "_env_rendezvous_handler")
+    stack = replace(at(2, "dist.init_process_group()", inner), taken_ns=int((100 + after_s) * S))
+    return analyze(job([alive(Writer(0, WORLD), stack=stack), *others], after_s=after_s))
+
+
+def test_a_group_that_is_not_complete_says_who_is_missing() -> None:
+    """A status, then a warning; an error where one of them is gone."""
+    elsewhere = alive(Writer(1, WORLD), stack=at(7, "download()"))
+    early = rendezvous(elsewhere, after_s=3)
+    assert "rank 1 is elsewhere: train.py:7  download()" in early.status[0]
+    assert not early.findings
+    assert codes(rendezvous(elsewhere, after_s=40)) == [("DDP215", "warning")]
+    gone = rendezvous(returned(Writer(1, WORLD)), after_s=3)
+    assert [(each.code, each.severity, each.ranks) for each in gone.findings] == [("DDP215", "error", (1,))]
+
+
+def test_buffers_that_only_one_rank_broadcasts_are_named_when_the_other_returned() -> None:
+    """From the traceback of an error, where no stack is left."""
+    source = "def validate():\n    model(x)\nif rank == 0:\n    validate()\n"
+    zero, one = (Writer(rank, WORLD, texts=texts_of(source)).call("all_reduce", 1) for rank in (0, 1))
+    zero.call("broadcast", 2, ddp=part("buffers"), state="failed", function="validate")
+    text = f'  File "{FILE}", line 4, in <module>\n    validate()\n  File "{FILE}", line 2, in validate\n    model(x)\n'
+    error = ErrorView(type_name="RuntimeError", message="Connection closed by peer", traceback=text)
+    (finding,) = analyze(job([alive(zero, error=error), returned(one)], sources={FILE: source})).findings
+    assert (finding.code, finding.ranks) == ("DDP211", (0,))
+    assert "inside `if rank == 0:` (train.py:3)" in finding.why
+
+
+def test_thousands_of_ranks_fit_one_screen() -> None:
+    """Whatever is wrong with how many of them; what it costs is measured by benchmarks/watch_analysis.py."""
+    ranks = tuple(range(256))
+    logs = [make_log(rank, ranks, 8, -1) for rank in ranks]
+    for log in logs[::2]:
+        last = log.collectives[-1]
+        assert isinstance(last, Collective)
+        odd = replace(last, line=replace(last.line, line=last.index + log.rank), op="barrier")  # type: ignore[type-var]
+        logs[log.rank] = replace(log, collectives=(*log.collectives[:-1], odd))
+    text = render_text(analyze(view_of(logs)).findings, 120)
+    assert len(text.splitlines()) <= 24
+    assert "and 121 more lines like these" in text
