@@ -15,7 +15,7 @@ from ddpilot.watch.gathering import Gatherer
 from ddpilot.watch.report import Report, read_report
 from ddpilot.watch.rules.book import RuleBook
 from ddpilot.watch.stall import Analysis, analyze
-from ddpilot.watch.told import key_of
+from ddpilot.watch.told import newest
 from ddpilot.watch.view import JobView
 
 _BETWEEN_S = 1.0
@@ -70,7 +70,7 @@ def explain_job(folder: Path, about: JobAbout, *, ask: bool = True) -> Report:
         job=about.id,
         name=about.name,
         world_size=about.world_size,
-        findings=Findings({key_of(finding): finding for finding in reversed(findings)}.values()),
+        findings=Findings(newest(findings)),
         status=analysis.status,
         unseen=unseen,
         notes=(_describe_state(about, view), *(saved.notes if saved else ())),

@@ -15,7 +15,7 @@ import time
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -44,13 +44,13 @@ class JobAbout:
     """Seconds since 1970."""
     ranks: tuple[int, ...] = ()
     """Those of this node, of which there are rings here."""
-    pids: Mapping[str, int] = field(default_factory=dict)
-    """Their processes, by rank."""
+    ended_s: float | None = None
+    """When it ended, in seconds since 1970; None while it runs, and where who watched it was killed."""
 
     @property
     def is_running(self) -> bool:
-        """Whether the process that watches it lives, as far as can be told on this machine."""
-        if self.host != platform.node():
+        """Whether it has not ended, and the process that watches it lives, as far as can be told on this machine."""
+        if self.ended_s is not None or self.host != platform.node():
             return False
         try:
             return abs(psutil.Process(self.pid).create_time() - self.pid_started_s) < 1.0
@@ -139,6 +139,15 @@ def remove_old(root: Path, num_kept: int = NUM_KEPT) -> None:
     ended = [folder for folder, about in list_jobs(root) if not about.is_running]
     for folder in ended[num_kept:]:
         remove(folder)
+
+
+def close_job(folder: Path, about: JobAbout, *, is_clean: bool) -> None:
+    """The job has ended: its folder goes after a clean end, else it says so."""
+    if is_clean:
+        remove(folder)
+        return
+    with suppress(OSError):  # on a full disk it is an ended job of a process that lives
+        write_about(folder, replace(about, ended_s=time.time()))
 
 
 def remove(folder: Path) -> None:

@@ -42,6 +42,7 @@ class Gatherer:
         self._readers = {rank: LogReader(ring_path(folder, rank)) for rank in ranks}
         self._journals = {rank: JournalReader(journal_path(folder, rank)) for rank in ranks}
         self._stacks: dict[int, StackView] = {}
+        self._num_begun: dict[int, int] = {}
         self.sources: dict[str, str] = {}
         """Texts of the user's that lie in no file, by the name that lines have."""
         self.logs: dict[int, RankLog] = {}
@@ -77,6 +78,9 @@ class Gatherer:
         )
 
     def _view(self, rank: int, log: RankLog | None, facts: RankFacts | None) -> RankView:
+        if log is not None and self._num_begun.get(rank) != log.num_begun:
+            self._stacks.pop(rank, None)  # it has gone on since then
+            self._num_begun[rank] = log.num_begun
         if facts is None:
             facts = RankFacts(process=look_at(log.pid)) if log is not None else RankFacts()
         elif facts.process.state == "running":

@@ -18,7 +18,7 @@ from ddpilot.watch.options import WatchOptions
 from ddpilot.watch.report import Report
 from ddpilot.watch.rules.book import RuleBook
 from ddpilot.watch.stall import Analysis, analyze
-from ddpilot.watch.told import Told, key_of
+from ddpilot.watch.told import Told, newest
 from ddpilot.watch.view import JobView
 
 INTERVAL_S = 0.25
@@ -61,7 +61,7 @@ class Observer:
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ddpilot-watch", daemon=True)
         self._since_ns = 0
-        self._is_active = False
+        self._is_active = self._has_given_up = False
         self._is_wanted = threading.Event()
         self._labels: Mapping[str, str] = {}
 
@@ -112,6 +112,8 @@ class Observer:
 
     def finish(self) -> None:
         """Look once more now that the ranks are gone, and tell what is new. To be called after `stop`."""
+        if self._has_given_up:
+            return
         try:
             with self._lock:
                 self._step(is_last=True)
@@ -133,6 +135,7 @@ class Observer:
                 return
 
     def _give_up(self, error: Exception) -> None:
+        self._has_given_up = True
         text = f"watching has ended by an error of its own, and the job goes on: {type(error).__name__}: {error}"
         self._tell(replace(self._empty, notes=(text,)))
 
@@ -186,7 +189,7 @@ class Observer:
         seen = {rank for rank, each in view.ranks.items() if each.log is not None}
         return replace(
             self._empty,
-            findings=Findings({key_of(finding): finding for finding in findings}.values()),
+            findings=Findings(newest(findings)),
             status=analysis.status,
             unseen=tuple(rank for rank in range(view.world_size) if rank not in seen),
             notes=tuple(self._others()),

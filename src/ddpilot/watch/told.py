@@ -19,12 +19,12 @@ class Told:
         self._wait_s = again_s
 
     def new_findings(self, findings: Iterable[Finding]) -> list[Finding]:
-        """Those of which there was none of the same code, place and ranks."""
+        """Those that say something else than any before."""
         news = []
         for finding in findings:
-            if key_of(finding) not in self._keys:
-                self._keys.add(key_of(finding))
+            if self._keys.isdisjoint(keys_of(finding)):
                 news.append(finding)
+            self._keys |= keys_of(finding)
         return news
 
     def new_status(self, analysis: Analysis, now_s: float) -> tuple[str, ...]:
@@ -45,6 +45,18 @@ class Told:
         return text if is_new else ""
 
 
-def key_of(finding: Finding) -> object:
-    """What two findings have in common that say the same."""
-    return finding.code, finding.place, finding.ranks
+def keys_of(finding: Finding) -> set[object]:
+    """Two findings that have one of these in common say the same: of one line, or in the same words."""
+    return {(finding.code, finding.place or finding.summary), (finding.code, finding.summary)}
+
+
+def newest(findings: Iterable[Finding]) -> list[Finding]:
+    """Of those that say the same the last one, in the order of the first."""
+    kept: list[Finding] = []
+    for finding in findings:
+        same = next((at for at, each in enumerate(kept) if not keys_of(each).isdisjoint(keys_of(finding))), None)
+        if same is None:
+            kept.append(finding)
+        else:
+            kept[same] = finding
+    return kept

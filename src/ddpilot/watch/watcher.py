@@ -131,7 +131,7 @@ class Watcher:
         view = facts_of(failed).error if failed is not None else None
         known = find_known_error(failed.rank, view, error.last_lines) if failed is not None else None
         # A connection that was closed is a consequence, which `findings` explain; a port that is taken is a cause.
-        if known is not None and known.code != "DDP209":
+        if known is not None and known.code not in ("DDP209", *(each.code for each in findings)):
             findings.insert(0, known)
         error.findings = Findings(findings)
 
@@ -146,8 +146,8 @@ class Watcher:
         """The launch is over: the folder goes after a clean end, else it stays for `ddpilot watch`."""
         if self._observer is not None:
             self._observer.stop()
-        if self._folder is not None and is_clean:
-            folders.remove(self._folder)
+        if self._folder is not None:
+            folders.close_job(self._folder, self._about, is_clean=is_clean)
         os.close(self._reader)
         os.close(self._writer)
 
