@@ -14,7 +14,8 @@ class RankResults(Sequence[Any]):
     """Every rank's value, by rank: `results[0]` is what rank 0 returned.
 
     A value is unpickled when it is first asked for, and large tensors in it are read from a memory file when they are
-    touched; they are this process's own. Classes and functions that the parent had shipped come back as the parent's.
+    touched; they are this process's own. A DDP model comes back as the module in it. Classes and functions that the
+    parent had shipped come back as the parent's.
     """
 
     def __init__(self, parcels: Sequence[Sequence[int]], known: Sequence[Any]) -> None:
@@ -52,8 +53,8 @@ class RankResults(Sequence[Any]):
             raise LaunchError(
                 f"reading what rank {rank} returned",
                 found=f"{type(error).__name__}: {error}",
-                fix="Return plain values, tensors, a model's `state_dict()` (of a DDP model: of `model.module`), or "
-                "objects whose modules this process can import",
+                fix="Return plain values, tensors, a model or its `state_dict()`, or objects "
+                "whose modules this process can import",
                 rank=rank,
             ) from error
         del self._parcels[rank]

@@ -80,8 +80,8 @@ def _has_to_see(ddp: DistributedDataParallel) -> bool:
 def _empty_forward_failed(batch: CurrentBatch, group: GroupLike, error: Exception) -> LoopError:
     return LoopError(
         f"training on batch {batch.index} of epoch {batch.epoch}",
-        found=f"it has {batch.global_count} samples for {group.world_size} ranks, none of them here, and the "
-        f"model does not run on zero rows ({error})",
+        found=f"it has {batch.global_count} samples for {group.world_size} ranks, none of them here, and what is "
+        f"computed does not run on zero rows ({error})",
         fix="Write x.flatten(1) for x.view(len(x), -1); or use drop_last=True or another global_batch_size.",
         rank=group.rank,
     )

@@ -178,6 +178,7 @@ class Loop(KeepingLoop, LookingLoop):
         makes one after each epoch; when it ends, the last one is on the disk. SIGTERM and SIGUSR1 then end it with
         SystemExit(75) on all ranks, after a checkpoint: for a scheduler that starts the job again.
         """
+        self._place.begin_epochs()
         self._keeper.begin()
         self._decider.start()
         self._num_epochs = num
@@ -200,7 +201,9 @@ class Loop(KeepingLoop, LookingLoop):
     def batches(self, loader: Loader) -> Iterator[Any]:
         """This rank's piece of every batch of the epoch, on the device; all ranks leave together, after an update.
 
-        A rank for which a batch has no sample gets one of zero rows, and takes part. Collective: every rank iterates
+        A rank for which a batch has no sample gets one of zero rows, and takes part; a prepared model runs it, on
+        made-up rows where it has to. Outside of `epochs`, each further pass over the same data is an epoch of its own,
+        with another order. Collective: every rank iterates
         to the end or to the joint stop; after one every further pass of the epoch is empty. SIGINT, SIGTERM and SIGUSR1
         end it after the current update on all ranks; a second SIGINT at once. Raises NonFiniteError on all ranks, and
         LoopError before the first batch for what `loader` and `shard` did not make, and where BatchNorm would see a
@@ -238,16 +241,23 @@ class Loop(KeepingLoop, LookingLoop):
                 if self.next_batch and self._updates.batch is None and "dataset_length" not in describe_data(loader):
                     self._keeper.say_nothing_left()
                 self._place.end_pass()
-            self._updates.batch = None
+            self._updates.leave()
 
     def _begin_pass(self, loader: Loader) -> bool:
         check_loader(loader, self.group)
         if self.should_stop and self.next_batch:
             return False  # an earlier pass of the epoch was left, and that is where it goes on
+        if not self._keeper.is_in_epochs:
+            with naming_rank(self.rank):  # where a plan looks at its sampler, it does not know the rank
+                is_next = self._place.is_next_epoch(loader)
+            if is_next and self.should_stop:
+                return False
+            if is_next:
+                self._place.begin_epoch_outside()
         self._say_dropped()
         self._trained.begin()
         self._known = ()
-        with naming_rank(self.rank):  # where a plan looks at its sampler, it does not know the rank
+        with naming_rank(self.rank):
             found = check_batch_norms(self._updates.models, getattr(loader, "plan", None), self.rank)
             is_open = self._place.begin_pass(loader, self.device)
         say_findings(new := tuple(one for one in found if one not in self.findings), self.group)

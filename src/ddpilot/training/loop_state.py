@@ -123,12 +123,15 @@ class LoopState:
 
     @property
     def epoch(self) -> int:
-        """The epoch that `epochs` is at, or will begin with; can be set."""
+        """The epoch that `epochs` is at, or will begin with; can be set.
+
+        Outside of `epochs`, each further pass of `batches` over the same data is the next epoch.
+        """
         return self._place.epoch
 
     @epoch.setter
     def epoch(self, epoch: int) -> None:
-        self._place.epoch = epoch
+        self._place.go_to(epoch)
 
     @property
     def next_batch(self) -> int:

@@ -17,6 +17,7 @@ from ddpilot.training.deciding import Decider, Decision
 from ddpilot.training.grouping import CurrentBatch
 from ddpilot.training.nonfinite import FiniteWatch, raise_nonfinite
 from ddpilot.training.reduction import Reductions, reduced
+from ddpilot.training.standing_in import StandIns
 from ddpilot.training.weighting import CountTotals, backward_weighted
 from ddpilot.training.wrapping import unwrap
 
@@ -41,6 +42,7 @@ class Updates:
         self._watch = watch
         self._totals: dict[tuple[int, ...], CountTotals] = {}
         self._is_due = self._has_backward = False
+        self._stand_ins = StandIns()
         self._is_whole = False  # the last backward pass is known to have left nothing out
         self._reduced: set[int] = set()
         self._checked: set[int] = set()
@@ -70,7 +72,10 @@ class Updates:
 
     def enter(self, batch: CurrentBatch) -> None:
         """Go to the next batch."""
+        self.leave()
         self.batch = batch
+        if not batch.count:
+            self._stand_ins.begin([unwrap(model) for model in self.models])
         self._is_due = batch.is_last and self._decider.next_update()
         self._is_whole = False
         self._checked.clear()
@@ -79,6 +84,11 @@ class Updates:
         if batch.is_first:
             self._totals.clear()
             self._has_backward = False
+
+    def leave(self) -> None:
+        """Be at no batch."""
+        self.batch = None
+        self._stand_ins.end()
 
     def backward(
         self, loss: torch.Tensor, count: float | None, scaler: torch.amp.GradScaler | None, retain_graph: bool
@@ -124,7 +134,7 @@ class Updates:
 
     def settle_outside(self) -> None:
         """Learn what all ranks decide between epochs. Collective."""
-        self.batch = None
+        self.leave()
         self._is_due = True
         self.settle()
         self.check_pending()
@@ -170,7 +180,8 @@ class Updates:
 
     def drop_unfinished(self) -> bool:
         """Leave the current batch; whether there were gradients of an unfinished accumulation group to be dropped."""
-        unfinished, self.batch = not self.is_update, None
+        unfinished = not self.is_update
+        self.leave()
         for parameter in (parameter for model in self.models for parameter in model.parameters() if unfinished):
             parameter.grad = None
         return unfinished

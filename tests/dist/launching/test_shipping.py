@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from ddpilot import Launcher, LaunchError, RankError, ShipError
+from ddpilot import Launcher, RankError, ShipError
 from ddpilot.launching.local.client import server_pids, stop_servers
 from tests.dist.launching.scripts import run_script
 
@@ -173,23 +173,24 @@ def test_launch_keeps_the_text_of_an_exception_that_cannot_be_pickled(capfd: pyt
     assert type(caught.value.__cause__) is TwoArgumentsError  # rebuilt without its `__init__`, which takes two
 
 
-def test_launch_hints_at_the_state_dict_when_a_ddp_model_comes_back() -> None:
-    """A DDP model cannot be packed or opened without its group; both hints say what to return."""
+def test_a_ddp_model_comes_back_as_the_module_in_it() -> None:
+    """Its process group stays on its rank, whether it was left there or not."""
 
     def train(leave: bool) -> Any:
         import ddpilot
 
         group = ddpilot.init_group()
         model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
+        torch.nn.init.constant_(model.module.weight, 3.0)
         if leave:
             group.leave()
-        return model
+        return {"model": model, "module": model.module}
 
-    with pytest.raises(RankError, match=r"stays on its rank: of a DDP model, send `model.module`"):
-        QUIET.run(train, True)
-    results = QUIET.run(train, False)
-    with pytest.raises(LaunchError, match=r"a model's `state_dict\(\)` \(of a DDP model: of `model.module`\)"):
-        results[0]
+    for leave in (True, False):
+        back = QUIET.run(train, leave)[0]
+        assert type(back["model"]) is torch.nn.Linear
+        assert back["model"] is back["module"]
+        assert back["model"].weight.item() == 3.0
 
 
 def test_launch_returns_300_mb_lazily_and_equal() -> None:

@@ -245,21 +245,23 @@ class Reshaping(nn.Module):
 
 
 def train_reshaping() -> None:
-    """One epoch, whose last batch has no sample for rank 1."""
+    """Two epochs, whose last batch has no sample for rank 1; in the second the loop itself reshapes."""
     loop = Loop()
     model = loop.prepare(Reshaping())
-    for (x,) in loop.batches(loop.loader(TensorDataset(X), global_batch_size=12)):
-        with loop.accumulate(model):
-            loop.backward(model(x).mean())
+    for epoch in range(2):
+        for (x,) in loop.batches(loop.loader(TensorDataset(X), global_batch_size=12)):
+            with loop.accumulate(model):
+                loop.backward(model(x.view(len(x), -1) if epoch else x).mean())
 
 
-def test_a_model_that_cannot_take_zero_rows_is_told_what_to_do() -> None:
-    """The error names the batch, and the usual cause."""
+def test_a_loop_that_cannot_take_zero_rows_is_told_what_to_do_and_a_model_can() -> None:
+    """The error names the batch, and the usual cause. What fails in the model is not in the way."""
     with pytest.raises(RankError, match=r"it has 1 samples for 2 ranks, none of them here") as caught:
         launch(2, train_reshaping)
     assert isinstance(caught.value.__cause__, LoopError)
     assert caught.value.rank == 1
     assert "x.flatten(1)" in str(caught.value)
+    assert "epoch 1" in str(caught.value)
 
 
 def train_batch_norm(global_batch_size: int, num_samples: int) -> Any:

@@ -61,6 +61,32 @@ def test_epochs_draw_other_dropout_on_each_rank_and_the_same_choices_in_python()
     assert drawn[0, 0][1:] == drawn[1, 0][1:] != drawn[0, 1][1:]
 
 
+def test_each_pass_outside_of_epochs_has_another_order() -> None:
+    """As if `epochs` counted them, with a second loader beside it too, and with other dropout."""
+
+    def passes(loop: Loop) -> list[list[float]]:
+        data = TensorDataset(torch.arange(8.0).reshape(-1, 1))
+        seen = []
+        for _ in range(3):
+            loader = loop.loader(data, global_batch_size=4, shuffle=True)
+            seen.append([*torch.cat([x for (x,) in loop.batches(loader)]).flatten().tolist(), torch.rand(()).item()])
+            assert len(list(loop.batches(loop.loader(data, global_batch_size=8)))) == 1
+        return seen
+
+    loop, counted = Loop(group=FakeGroup()), Loop(group=FakeGroup())
+    loader = loop.loader(TensorDataset(torch.arange(8.0).reshape(-1, 1)), global_batch_size=4, shuffle=True)
+    seen = passes(loop)
+    expected = [[*torch.cat([x for (x,) in counted.batches(loader)]).flatten().tolist()] for _ in counted.epochs(3)]
+    assert [order[:-1] for order in seen] == expected
+    assert len({tuple(order) for order in expected}) == len({order[-1] for order in seen}) == 3
+    assert loop.epoch == 2
+    assert list(loop.epochs(2)) == [0, 1]
+    loop.epoch = 1
+    assert passes(loop)[0] == seen[1]
+    loop.stop(everywhere=True)
+    assert list(loop.batches(loader)) == []
+
+
 def test_batches_leave_after_an_update_and_go_on_there() -> None:
     """A stop in batch 1 of groups of two ends after batch 1 of 3; another loop with that place does the rest."""
     loop, _, _, loader = make(16, accumulate=2)
@@ -297,7 +323,7 @@ def test_gradients_of_a_plain_backward_are_refused() -> None:
         model(x).mean().backward()
         if loop.is_update:
             break
-    with pytest.raises(LoopError, match=r"no loop.backward.*batch 1 of epoch 0.*instead of loss.backward"):
+    with pytest.raises(LoopError, match=r"no loop.backward.*batch 1 of epoch 1.*instead of loss.backward"):
         loop.step(optimizer)
     assert torch.equal(model.state_dict()["weight"], changed)
 

@@ -40,7 +40,7 @@ def _hint(culprit: Any) -> str:
     if isinstance(culprit, (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)):
         return "; a generator or a coroutine cannot travel: return its values, for instance as a list"
     if type(culprit).__module__.startswith(("torch.distributed", "torch._C._distributed")):
-        return "; what belongs to a process group stays on its rank: of a DDP model, send `model.module`"
+        return "; what belongs to a process group stays on its rank"
     if is_compiled(culprit):
         return ": call `torch.compile` there"
     return ""

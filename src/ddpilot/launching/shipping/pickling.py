@@ -52,7 +52,8 @@ def known_object(index: int) -> Any:
 
 
 class ShipPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is untyped
-    """Pickles by value what ``__main__`` defines, and storages out of band.
+    """Pickles by value what ``__main__`` defines, storages out of band, and a DDP model as the module in it, since its
+    process group belongs to its rank.
 
     `defined` collects the classes and functions that went by value. `known`: None on the way to a rank, where functions
     from ``__main__`` share the globals of the rank's; on the way back what the receiver shipped: such an object goes as
@@ -76,6 +77,8 @@ class ShipPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is 
                 return self._reduce_storage(obj)
             if isinstance(obj, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
                 return reduce_torch_op(obj)
+            if isinstance(obj, torch.nn.parallel.DistributedDataParallel):
+                return _module_in_ddp, (obj.module,)
         by_name = reduce_lazy_module(obj)
         if by_name is not NotImplemented:
             return by_name
@@ -115,6 +118,10 @@ class ShipPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is 
         region = (ctypes.c_ubyte * on_host.nbytes()).from_address(on_host.data_ptr())
         region.storage = on_host  # the bytes are written at once, but keep them alive for as long as the view is
         return _untyped_storage, (pickle.PickleBuffer(region),)
+
+
+def _module_in_ddp(module: Any) -> Any:
+    return module
 
 
 def _untyped_storage(data: Any) -> Any:

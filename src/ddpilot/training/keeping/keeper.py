@@ -60,7 +60,9 @@ class Keeper:
         self._options = options
         self._joint: JointCheckpoints | None = None
         self._has_begun = False
-        self._is_in_epochs = False
+        self.is_in_epochs = False
+        """Does `Loop.epochs` count the epochs?"""
+        """Does `Loop.epochs` count the epochs?"""
         self._is_asked = self._is_unsaid = self._is_metric_missed = False
         self._resumed = ""
         self._best = parse_best(None if options is None else options.best)
@@ -138,7 +140,7 @@ class Keeper:
             found = f"`best` is {self._said_best()!r}, and the metrics are {', '.join(map(repr, metrics)) or 'none'}"
             raise self._refuse("saving", found, "Give the metric under the name that `best` has.")
         self._is_asked = True
-        if not in_batch and not self._is_in_epochs:
+        if not in_batch and not self.is_in_epochs:
             self._save(self._place.next_batch)
             self.wait()
 
@@ -186,14 +188,14 @@ class Keeper:
         return self._joint is None or self._joint.wait()
 
     def __enter__(self) -> Keeper:
-        self._is_in_epochs = True
+        self.is_in_epochs = True
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Not collective: one rank may be here alone, with an exception."""
-        self._is_in_epochs = False
+        self.is_in_epochs = False
         if kind is None:
             self.say_resumed()
         if self._joint is None:

@@ -36,9 +36,31 @@ class Place:
         self._passes = 0
         self._facts: list[Facts] = []
         self._num_to_skip = 0
+        self._num_outside = 0
         self._resumed: Progress | None = None
         self._resumed_facts: Sequence[Facts] = ()
         self._rng: Mapping[str, Any] | None = None
+
+    def go_to(self, epoch: int) -> None:
+        """Be at `epoch`, of which no pass has begun."""
+        self.epoch = epoch
+        self._num_outside = 0
+        self.begin_epoch()
+
+    def begin_epochs(self) -> None:
+        """From now on epochs are counted by `Loop.epochs`: passes before it were none of them."""
+        self.epoch -= self._num_outside
+        self._num_outside = 0
+
+    def is_next_epoch(self, loader: object) -> bool:
+        """Would a pass over `loader`, outside of `Loop.epochs`, be the second one over its data in this epoch?"""
+        return describe_data(loader) in self._facts
+
+    def begin_epoch_outside(self) -> None:
+        """The next epoch begins, with a pass outside of `Loop.epochs`."""
+        self.end_epoch()
+        self.begin_epoch()
+        self._num_outside += 1
 
     def begin_pass(self, loader: object, device: torch.device) -> bool:
         """Begin a pass, with its random state; False where a resumed epoch has it behind it already.
@@ -104,7 +126,7 @@ class Place:
         """
         self.epoch, self.next_batch = progress.epoch, progress.batch
         self.num_updates, self.samples_seen = progress.step, progress.samples_seen
-        self._passes, self._num_to_skip = 0, progress.passes
+        self._passes, self._num_to_skip, self._num_outside = 0, progress.passes, 0
         self._facts = []
         self._resumed = progress
         self._resumed_facts = () if other_data and not progress.batch else facts
