@@ -20,6 +20,7 @@ SCRIPTS = (
     "fifty_launches",
     "random_faults",
     "record_overhead",
+    "guard_overhead",
     "session_start",
     "session_cells",
     "random_cells",

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ that was not reduced differs everywhere, and where the middle is 0 (rows of an e
 _HASH = np.arange(1, WINDOW + 1, dtype=np.uint64) * np.uint64(2654435761) % np.uint64(1 << 32)
 _WEIGHTS = (_HASH / float(1 << 31) - 1.0).astype(np.float32)
 NO_GRADIENT = -1.0
+MAX_GRADIENTS = 64
 
 
 def is_plain(tensor: Any) -> bool:
@@ -33,49 +34,61 @@ def is_plain(tensor: Any) -> bool:
 
 
 class Fingerprinter:
-    """Takes fingerprints, into memory that it keeps: touching fresh memory takes longer than the sums."""
+    """Takes fingerprints of `parameters`, again and again, into memory that it keeps: fresh memory costs time.
 
-    def __init__(self) -> None:
+    `always`: places of parameters whose gradients are looked at each time, besides up to 64 spread over all.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], always: Iterable[int] = ()) -> None:
+        self.parameters = tuple(parameters)
+        spread = range(0, len(parameters), -(-len(parameters) // MAX_GRADIENTS) or 1)
+        self._sampled = sorted({*spread, *always})
         self._buffers: dict[torch.device, Tensor] = {}
+        self._windows: dict[torch.device, list[Tensor]] = {}
+        self._addresses: dict[torch.device, list[int]] = {}
 
     @torch.no_grad()
-    def take(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> dict[str, str]:
-        """Norms (``p``) and weighted sums (``w``) of `parameters`, norms of `gradients` (``g``, -1: there is none).
+    def take(self) -> dict[str, str]:
+        """Norms (``p``) and weighted sums (``w``) of parameters, norms of gradients (``g``, -1: none, or not looked at).
 
-        Each is float32 in base64. All tensors must be `is_plain`. Reads every parameter once and waits once per device,
+        Each is float32 in base64. All parameters must be `is_plain`. Reads each of them once and waits once per device,
         twice where the middle of a gradient is 0.
         """
-        found = np.zeros((3, len(parameters)), dtype=np.float32)
+        found = np.zeros((3, len(self.parameters)), dtype=np.float32)
         found[2] = NO_GRADIENT
         places_of: dict[torch.device, list[int]] = {}
-        for place, parameter in enumerate(parameters):
+        for place, parameter in enumerate(self.parameters):
             places_of.setdefault(parameter.device, []).append(place)
+        sampled = [(place, _plain_gradient(self.parameters[place])) for place in self._sampled]
         for device, places in places_of.items():
-            found[:, places] = self._take_on(
-                device, [parameters[place] for place in places], [gradients[place] for place in places]
-            )
+            parameters = [self.parameters[place] for place in places]
+            given = [(place, grad) for place, grad in sampled if grad is not None and grad.device == device]
+            found[:2, places], slopes = self._take_on(device, parameters, [grad for _, grad in given])
+            found[2, [place for place, _ in given]] = slopes
         return {key: base64.b64encode(row.tobytes()).decode() for key, row in zip("pwg", found, strict=True)}
 
-    def _take_on(self, device: torch.device, parameters: list[Tensor], gradients: list[Tensor | None]) -> Any:
-        given = [(place, gradient) for place, gradient in enumerate(gradients) if gradient is not None]
-        windows = [_window(parameter) for parameter in parameters]
-        steep = [_window(gradient) for _, gradient in given]
-        norms = torch.stack(_norms(parameters)).float()
-        numbers = self._join(device, [norms, *windows, *steep])
-        found = np.full((3, len(parameters)), NO_GRADIENT, dtype=np.float32)
+    def _take_on(self, device: torch.device, parameters: list[Tensor], gradients: list[Tensor]) -> tuple[Any, Any]:
+        windows = self._windows_of(device, parameters)
+        steep = [_window(gradient) for gradient in gradients]
+        numbers = self._join(device, [torch.stack(_norms(parameters)).float(), *windows, *steep])
         sizes = [window.numel() for window in windows]
         begin, middle = len(parameters), len(parameters) + sum(sizes)
-        found[0] = numbers[:begin]
         values, slopes = numbers[begin:middle], numbers[middle:]
         values *= np.concatenate([_WEIGHTS[:size] for size in sizes])
-        found[1] = _sums(values, sizes)
         slopes *= slopes
         roots = np.sqrt(_sums(slopes, [window.numel() for window in steep]))
-        flat = [at for at, root in enumerate(roots) if root == 0 and given[at][1].numel() > WINDOW]
+        flat = [at for at, root in enumerate(roots) if root == 0 and gradients[at].numel() > WINDOW]
         if flat:
-            roots[flat] = torch.stack(_norms([given[at][1] for at in flat])).float().cpu().numpy()
-        found[2, [place for place, _ in given]] = roots
-        return found
+            roots[flat] = torch.stack(_norms([gradients[at] for at in flat])).float().cpu().numpy()
+        return np.stack([numbers[:begin], _sums(values, sizes)]), roots
+
+    def _windows_of(self, device: torch.device, parameters: list[Tensor]) -> list[Tensor]:
+        # Making views takes as long as reading what they show: kept while the parameters lie where they did.
+        addresses = [parameter.data_ptr() for parameter in parameters]
+        if self._addresses.get(device) != addresses:
+            self._addresses[device] = addresses
+            self._windows[device] = [_window(parameter) for parameter in parameters]
+        return self._windows[device]
 
     def _join(self, device: torch.device, pieces: list[Tensor]) -> Any:
         """All numbers of `pieces` on the CPU, one after the other, in float32 that may be written to."""
@@ -83,8 +96,13 @@ class Fingerprinter:
         buffer = self._buffers.get(device)
         if buffer is None or buffer.numel() < num:
             self._buffers[device] = buffer = torch.empty(num, device=device)
-        torch.cat([piece.reshape(-1) for piece in pieces], out=buffer[:num])
+        torch.cat(pieces, out=buffer[:num])
         return buffer[:num].cpu().numpy()
+
+
+def _plain_gradient(parameter: Tensor) -> Tensor | None:
+    gradient = parameter.grad
+    return gradient if gradient is not None and is_plain(gradient) else None
 
 
 def _norms(tensors: list[Tensor]) -> list[Tensor]:

@@ -34,7 +34,7 @@ class Unit:
         self.number = number
         self.key = key
         self.model = model
-        self.parameters: list[Tensor] = []
+        self.fingerprinter = Fingerprinter([])
         self.digest = 0
         self._num_steps = 0
         self._num_local_steps = 0
@@ -87,7 +87,6 @@ class UnitBook:
         self._units: weakref.WeakKeyDictionary[Optimizer, list[Unit]] = weakref.WeakKeyDictionary()
         self._num_units = 0
         self._num_of_key: dict[str, int] = {}
-        self._fingerprinter = Fingerprinter()
 
     def step(self, optimizer: Optimizer) -> None:
         """Note that `optimizer` is about to take a step."""
@@ -104,7 +103,7 @@ class UnitBook:
             if is_due and not planned:
                 planned = True
                 self._plan(optimizer, units)
-            if unit.parameters:
+            if unit.fingerprinter.parameters:
                 self._note(unit, count, events, is_due)
         for unit in units:
             if unit.model is not None:
@@ -125,8 +124,7 @@ class UnitBook:
                 values["vain"], model.without_effect = model.without_effect, {}
         if is_due:
             begun = time.monotonic()
-            gradients = [_plain_gradient(parameter) for parameter in unit.parameters]
-            values["f"] = self._fingerprinter.take(unit.parameters, gradients)
+            values["f"] = unit.fingerprinter.take()
             unit.checked(time.monotonic() - begun)
         self._notes.write("step", **values)
 
@@ -170,10 +168,14 @@ class UnitBook:
         return Unit(number=self._num_units, key=[*key, ordinal], model=model)
 
     def _describe(self, unit: Unit, members: list[tuple[str, Tensor, bool]]) -> None:
-        unit.parameters = [parameter for _, parameter, _ in members]
+        parameters = [parameter for _, parameter, _ in members]
         names = [name for name, _, _ in members]
         late = [place for place, (_, _, is_reduced) in enumerate(members) if not is_reduced] if unit.model else []
         moved = _moved(unit.model, members)
+        if len(parameters) != len(unit.fingerprinter.parameters) or any(
+            new is not old for new, old in zip(parameters, unit.fingerprinter.parameters, strict=True)
+        ):
+            unit.fingerprinter = Fingerprinter(parameters, always=late)
         digest = zlib.crc32(repr((names, late, moved)).encode())
         if digest == unit.digest:
             return
@@ -185,7 +187,7 @@ class UnitBook:
             names=names,
             late=late,
             moved=moved,
-            largest=max(parameter.numel() for parameter in unit.parameters),
+            largest=max(parameter.numel() for parameter in parameters),
             site=self._notes.site(),
             made=unit.model.site if unit.model else {},
         )
@@ -206,8 +208,3 @@ def _moved(model: DdpModel | None, members: list[tuple[str, Tensor, bool]]) -> l
         for name, parameter, _ in members
         if (born := model.born.get(id(parameter))) and born != (parameter.dtype, parameter.device)
     ][:5]
-
-
-def _plain_gradient(parameter: Tensor) -> Tensor | None:
-    gradient = parameter.grad
-    return gradient if gradient is not None and is_plain(gradient) and gradient.device == parameter.device else None
