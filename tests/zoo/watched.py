@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import re
-import runpy
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +12,7 @@ from pathlib import Path
 from ddpilot.api.launch import Launcher
 from ddpilot.errors import LaunchError, LaunchTimeoutError, RankError, WatchError
 from ddpilot.findings.finding import Finding
+from tests.zoo.plain import run_as_main
 
 _WITHOUT = re.compile(r"^# without: (.+)$", re.MULTILINE)
 _EXPECTED = re.compile(r"^# finding: (?P<code>DDP\d{3}|-)(?:, rank (?P<rank>\d))?$", re.MULTILINE)
@@ -115,5 +114,4 @@ def _named_lines(finding: Finding, name: str) -> set[int]:
 
 
 def _run_script(script: str) -> None:
-    sys.argv[:] = [script]
-    runpy.run_path(script, run_name="__main__")
+    run_as_main(script)
