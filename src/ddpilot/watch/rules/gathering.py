@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
 NS_PER_S = 1_000_000_000
 PATIENCE_NS = NS_PER_S * 2 // 5
@@ -82,9 +82,24 @@ class Waiting(Generic[K, V]):
         return dict(sorted(values.items()))
 
 
-def members_of(ranks: Sequence[int] | None, world_size: int) -> tuple[int, ...]:
-    """The ranks of a model's group as a probe notes them: None stands for all."""
-    return tuple(range(world_size)) if ranks is None else tuple(ranks)
+class Members:
+    """The ranks of each DDP model's group, of the 256 newest models."""
+
+    def __init__(self, world_size: int) -> None:
+        self._all = tuple(range(world_size))
+        self._by_model: OrderedDict[int, tuple[int, ...]] = OrderedDict()
+
+    def note(self, values: Mapping[str, Any]) -> tuple[int, ...]:
+        """Take them from a ``ddp_model`` entry, where None stands for all."""
+        ranks = self._all if values["ranks"] is None else tuple(values["ranks"])
+        self._by_model[values["model"]] = ranks
+        if len(self._by_model) > 256:
+            self._by_model.popitem(last=False)
+        return ranks
+
+    def of(self, model: int | None) -> tuple[int, ...]:
+        """Empty where the model is not known."""
+        return self._by_model.get(-1 if model is None else model, ())
 
 
 def some(names: Sequence[object], limit: int = 5) -> str:

@@ -67,7 +67,7 @@ class NotFinite:
             summary=f"weights are not finite since backward {begun}"
             + (f"; it began on {render_ranks(who)}" if culprits else ""),
             ranks=who,
-            place=place_of(first.get("site")),
+            place=place_of(first.get("site")) or place_of(next(iter(spoiled.values())).get("site")),
             evidence=tuple(evidence),
             why="DDP averages gradients over all ranks: one that is not finite makes them so everywhere.",
             fix="Look at the samples of that batch, at a division, logarithm or root in the loss, then at the learning "

@@ -9,7 +9,7 @@ from typing import Any
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.words import render_ranks
 from ddpilot.record.journal import Entry
-from ddpilot.watch.rules.gathering import PATIENCE_NS, Gathering, Waiting, members_of, some
+from ddpilot.watch.rules.gathering import PATIENCE_NS, Gathering, Members, Waiting, some
 from ddpilot.watch.rules.rule import RuleContext, place_of
 
 
@@ -20,7 +20,7 @@ class OneDevice:
     kinds: tuple[str, ...] = ("ddp_model",)
 
     def __init__(self, context: RuleContext) -> None:
-        self._world_size = context.world_size
+        self._members = Members(context.world_size)
         self._models: Gathering[int, dict[str, Any]] = Gathering(64)
         self._judged: set[int] = set()
 
@@ -28,7 +28,7 @@ class OneDevice:
         """What `rank` noted."""
         values = entry.values
         found = self._models.put(values["model"], rank, dict(values))
-        members = members_of(values["ranks"], self._world_size)
+        members = self._members.note(values)
         if values["model"] in self._judged or len(members) < 2 or any(member not in found for member in members):
             return
         self._judged.add(values["model"])

@@ -10,7 +10,7 @@ from typing import Any
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.words import render_ranks
 from ddpilot.record.journal import Entry
-from ddpilot.watch.rules.gathering import Gathering, members_of
+from ddpilot.watch.rules.gathering import Gathering, Members
 from ddpilot.watch.rules.rule import RuleContext, place_of
 
 MIN_DIFFERENT = 3
@@ -19,6 +19,7 @@ MIN_MADE_BY_HAND = 6
 """Without a loader that gave the same: the inputs of so many forwards, since made-up ones may be meant to be so."""
 MIN_ELEMENTS = 4
 """An input of fewer elements, such as a step number, is no batch."""
+_MAX_FORWARDS = 64
 
 
 class SameBatch:
@@ -31,8 +32,7 @@ class SameBatch:
     kinds: tuple[str, ...] = ("ddp_model", "loader_pass", "batch", "input")
 
     def __init__(self, context: RuleContext) -> None:
-        self._world_size = context.world_size
-        self._members: dict[int, tuple[int, ...]] = {}
+        self._members = Members(context.world_size)
         self._inputs: dict[int, Gathering[int, int]] = {}
         self._numbers: dict[int, OrderedDict[int, None]] = {}
         self._loaded: Gathering[tuple[int, int, int], int] = Gathering(1024)
@@ -42,8 +42,8 @@ class SameBatch:
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
         """What `rank` noted."""
         values = entry.values
-        if entry.kind == "ddp_model" and len(self._members) < 64:
-            self._members[values["model"]] = members_of(values["ranks"], self._world_size)
+        if entry.kind == "ddp_model":
+            self._members.note(values)
         elif entry.kind == "loader_pass":
             self._passes.put((values["loader"], values["pass"]), rank, dict(values))
         elif entry.kind == "batch":
@@ -62,13 +62,15 @@ class SameBatch:
 
     def _compare(self, rank: int, values: Any) -> Iterable[Finding]:
         model = values["model"]
-        members = self._members.get(model, ())
+        members = self._members.of(model)
         if model in self._judged or len(members) < 2 or rank not in members:
             return
-        inputs = self._inputs.setdefault(model, Gathering(64))
+        inputs = self._inputs.setdefault(model, Gathering(_MAX_FORWARDS))
         inputs.put(values["forward"], rank, values["print"])
         numbers = self._numbers.setdefault(model, OrderedDict())
         numbers[values["forward"]] = None
+        if len(numbers) > _MAX_FORWARDS:
+            numbers.popitem(last=False)
         whole = [found for n in numbers if len(found := inputs.get(n)) == len(members)]
         if len(whole) < MIN_DIFFERENT:
             return

@@ -9,7 +9,7 @@ from typing import Any
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.words import render_ranks
 from ddpilot.record.journal import Entry
-from ddpilot.watch.rules.gathering import Gathering, members_of
+from ddpilot.watch.rules.gathering import Gathering, Members
 from ddpilot.watch.rules.rule import RuleContext, place_of
 from ddpilot.watch.rules.same_batch import describe_sampler
 
@@ -32,7 +32,7 @@ class ShardsOverlap:
 
     def __init__(self, context: RuleContext) -> None:
         self._world_size = context.world_size
-        self._members: dict[int, tuple[int, ...]] = {}
+        self._members = Members(context.world_size)
         self._passes: Gathering[tuple[int, int], dict[str, Any]] = Gathering(64)
         self._training: Gathering[tuple[int, int], int] = Gathering(64)
         self._pairs: Gathering[tuple[int, int], dict[int, int]] = Gathering(64)
@@ -42,8 +42,8 @@ class ShardsOverlap:
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
         """What `rank` noted."""
         values = entry.values
-        if entry.kind == "ddp_model" and len(self._members) < 64:
-            self._members[values["model"]] = members_of(values["ranks"], self._world_size)
+        if entry.kind == "ddp_model":
+            self._members.note(values)
         elif entry.kind == "loader_pass":
             self._passes.put((values["loader"], values["pass"]), rank, dict(values))
         elif entry.kind == "trains":
@@ -68,7 +68,7 @@ class ShardsOverlap:
 
     def _of_model(self, key: tuple[int, int], model: int) -> dict[int, dict[str, Any]]:
         """What all ranks of `model` noted of a pass that trained it; empty until it is complete."""
-        members = self._members.get(model, ())
+        members = self._members.of(model)
         training, passes = self._training.get(key), self._passes.get(key)
         if key[0] in self._judged or len(members) < 2:
             return {}

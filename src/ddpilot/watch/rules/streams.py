@@ -9,7 +9,7 @@ from typing import Any
 from ddpilot.findings.finding import Finding, Severity
 from ddpilot.findings.words import render_ranks
 from ddpilot.record.journal import Entry
-from ddpilot.watch.rules.gathering import Gathering, members_of
+from ddpilot.watch.rules.gathering import Gathering, Members
 from ddpilot.watch.rules.rule import RuleContext, place_of
 
 MIN_STEPS = 3
@@ -28,8 +28,7 @@ class SameRandomStreams:
     kinds: tuple[str, ...] = ("ddp_model", "random", "draws", "trains")
 
     def __init__(self, context: RuleContext) -> None:
-        self._world_size = context.world_size
-        self._members: dict[int, tuple[int, ...]] = {}
+        self._members = Members(context.world_size)
         self._forwards: Gathering[tuple[int, int], dict[str, Any]] = Gathering(128)
         self._alike: dict[int, int] = {}
         self._fetches: Gathering[tuple[Any, ...], int] = Gathering(512)
@@ -41,8 +40,7 @@ class SameRandomStreams:
         """What `rank` noted."""
         values = entry.values
         if entry.kind == "ddp_model":
-            if len(self._members) < 64:
-                self._members[values["model"]] = members_of(values["ranks"], self._world_size)
+            self._members.note(values)
         elif entry.kind == "trains":
             self._training.put((values["loader"], values["pass"]), rank, dict(values))
         elif entry.kind == "random":
@@ -61,7 +59,7 @@ class SameRandomStreams:
 
     def _compare_forwards(self, rank: int, values: Any) -> Iterable[Finding]:
         model, number = values["model"], values["forward"]
-        members = self._members.get(model, ())
+        members = self._members.of(model)
         if ("forward", model) in self._judged or rank not in members:
             return
         found = self._forwards.put((model, number), rank, dict(values))
@@ -87,7 +85,7 @@ class SameRandomStreams:
         training = self._training.get((loader, values["pass"]))
         key = (loader, values["pass"], library, worker, values["fetch"])
         found = self._fetches.put(key, rank, values["before"])
-        members = self._members.get(next((one["model"] for one in training.values()), -1), ())
+        members = self._members.of(next((one["model"] for one in training.values()), -1))
         if (loader, library) in self._judged or len(members) < 2:
             return
         if worker >= 0:

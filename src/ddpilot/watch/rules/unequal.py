@@ -9,7 +9,7 @@ from typing import Any
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.words import render_ranks
 from ddpilot.record.journal import Entry
-from ddpilot.watch.rules.gathering import Gathering, members_of
+from ddpilot.watch.rules.gathering import Gathering, Members
 from ddpilot.watch.rules.rule import RuleContext, place_of
 
 _Key = tuple[int, int]
@@ -27,7 +27,7 @@ class UnequalBatches:
 
     def __init__(self, context: RuleContext) -> None:
         self._context = context
-        self._members: dict[int, tuple[int, ...]] = {}
+        self._members = Members(context.world_size)
         self._passes: Gathering[_Key, dict[str, Any]] = Gathering(64)
         self._training: Gathering[_Key, dict[str, Any]] = Gathering(64)
         self._ending: Gathering[_Key, int] = Gathering(64)
@@ -38,8 +38,7 @@ class UnequalBatches:
         """What `rank` noted."""
         values = entry.values
         if entry.kind == "ddp_model":
-            if len(self._members) < 64:
-                self._members[values["model"]] = members_of(values["ranks"], self._context.world_size)
+            self._members.note(values)
             return ()
         key = (values["loader"], values["pass"])
         if entry.kind == "loader_pass":
@@ -62,7 +61,7 @@ class UnequalBatches:
         if key[0] in self._judged:
             return
         training, passes = self._training.get(key), self._passes.get(key)
-        members = self._members.get(next((found["model"] for found in training.values()), -1), ())
+        members = self._members.of(next((found["model"] for found in training.values()), -1))
         if len(members) < 2 or any(rank not in training or rank not in passes for rank in members):
             return
         lengths = {rank: passes[rank].get("length") for rank in members}

@@ -108,8 +108,9 @@ class LossEyes:
         facts["noted"] = True
         self._num_noted += 1
         known = {name: fact for name, fact in facts.items() if name != "noted"}
-        site = self._notes.site() if what == "loss" else {}
-        self._notes.write("not_finite", **known, loss=str(value) if what == "loss" else "", site=site)
+        # A thread of the backward engine has no line of the user's: then that of the step is shown.
+        loss = str(value) if what == "loss" else ""
+        self._notes.write("not_finite", **known, loss=loss, site=self._notes.site())
 
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._poll()

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Feed rules with entries as ranks would note them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from ddpilot.findings.finding import Finding
+from ddpilot.record.journal import Entry
+from ddpilot.record.log import RankLog
+from ddpilot.watch.rules.rule import Rule, RuleContext
+
+SECOND = 1_000_000_000
+Note = tuple[int, str, dict[str, Any]]
+"""Rank, kind, values."""
+
+
+def judge(
+    make: Callable[[RuleContext], Rule],
+    notes: Iterable[Note],
+    *,
+    world_size: int = 2,
+    log: Callable[[int], RankLog | None] | None = None,
+) -> list[Finding]:
+    """What the rule says of `notes`, each a millisecond after the one before, up to the end of the job."""
+    rule = make(RuleContext(world_size=world_size, log=log) if log else RuleContext(world_size=world_size))
+    found: list[Finding] = []
+    now_ns = SECOND
+    for index, (rank, kind, values) in enumerate(notes, 1):
+        now_ns += SECOND // 1000
+        assert kind in rule.kinds
+        found += rule.feed(rank, Entry(index, now_ns, kind, values))
+        found += rule.look(now_ns)
+    found += rule.finish(now_ns)
+    return found
+
+
+def model(ranks: Sequence[int] | None = None, **facts: Any) -> dict[str, Any]:
+    """A DDP model of these ranks."""
+    return {"model": 1, "ranks": ranks, "device": "cpu", "host": "here", **facts}
+
+
+def loader_pass(number: int = 1, **facts: Any) -> dict[str, Any]:
+    """A pass over the first loader."""
+    sampler = {"kind": "DistributedSampler", "length": 8, "epoch": 0, "seed": 0, "shuffle": True, "drop_last": False}
+    sampler |= {"has_set_epoch": True, "replicas": 2, "rank": 0, **facts.pop("sampler", {})}
+    whole = {"loader": 1, "pass": number, "length": 4, "samples": 16, "dataset": "TensorDataset", "size": 2}
+    return {**whole, "workers": 0, "sampler": sampler, "site": SITE, **facts}
+
+
+SITE = {"file": "train.py", "line": 20, "function": "main", "text": "for x, y in loader:"}

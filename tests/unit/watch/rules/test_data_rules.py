@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules about batches, samplers and parts, on values: subgroups, order of arrival, what cannot be told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ddpilot.record.log import Collective, RankLog
+from ddpilot.record.log import Tensor as LoggedTensor
+from ddpilot.watch.rules.evaluation import MeanOfMeans, PaddedEvaluation
+from ddpilot.watch.rules.same_batch import SameBatch
+from ddpilot.watch.rules.saving import AllRanksSave
+from ddpilot.watch.rules.set_epoch import SetEpochForgotten
+from ddpilot.watch.rules.shards import ShardsOverlap
+from ddpilot.watch.rules.unequal import UnequalBatches
+from tests.unit.watch.rules.feeding import SECOND, SITE, Note, judge, loader_pass, model
+
+
+def inputs(rank: int, prints: list[int], elements: int = 32) -> list[Note]:
+    """What went into the model on `rank`."""
+    facts = {"model": 1, "rows": 4, "elements": elements, "site": SITE}
+    return [(rank, "input", {**facts, "forward": n, "print": p}) for n, p in enumerate(prints, 1)]
+
+
+def make_log(*collectives: Collective, num_lost: int = 0) -> RankLog:
+    """A ring that holds these."""
+    times = {"started_ns": 0, "started_unix_ns": 0, "heartbeat_ns": None, "closed_ns": None}
+    counts = {"num_begun": len(collectives) + num_lost, "num_torn": 0, "num_faults": 0, "first_fault": ""}
+    about: dict[str, Any] = {"rank": 0, "pid": 1, "host": "", "torch": "", "source": "kernels", **times, **counts}
+    return RankLog(collectives=collectives, **about)
+
+
+def make_collective(op: str, numel: int = 1, start_ns: int = 2 * SECOND) -> Collective:
+    """One that the program asked for."""
+    tensor = LoggedTensor(dtype="float32", shape=(numel,), device="cpu")
+    return Collective(index=1, op=op, operator="", group=None, seq=1, inputs=(tensor,), start_ns=start_ns)
+
+
+def test_same_batch_is_told_of_the_ranks_that_share_it() -> None:
+    """Of four ranks two and two have the same, as where the local rank was taken for the rank on two nodes."""
+    notes: list[Note] = [(rank, "ddp_model", model()) for rank in range(4)]
+    for rank in (3, 0, 2, 1):
+        notes += inputs(rank, [10 + rank % 2, 20 + rank % 2, 30 + rank % 2, 41, 51, 61 + rank % 2])
+    found = judge(SameBatch, notes, world_size=4)
+    assert [finding.ranks for finding in found] == [(0, 2), (1, 3)]
+    assert {finding.severity for finding in found} == {"warning"}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "elements"),
+    [
+        ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 7], 32),
+        ([1, 1, 1, 1, 2, 2], [1, 1, 1, 1, 2, 2], 32),
+        ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6], 1),
+        ([1, 2, 3, 4, 5], [1, 2, 3, 4, 5], 32),
+    ],
+    ids=["one differs", "hardly any differ from each other", "a number", "few, and made by hand"],
+)
+def test_same_batch_is_not_told_without_proof(first: list[int], second: list[int], elements: int) -> None:
+    """Each of them can happen in a right program."""
+    notes: list[Note] = [(rank, "ddp_model", model()) for rank in (0, 1)]
+    assert judge(SameBatch, notes + inputs(0, first, elements) + inputs(1, second, elements)) == []
+
+
+def test_same_batch_is_not_compared_between_models_of_other_groups() -> None:
+    """Ranks 0 and 1 hold two parts of one model that is split: each is alone in its group of copies."""
+    notes: list[Note] = [(rank, "ddp_model", model(ranks=[rank, rank + 2])) for rank in (0, 1)]
+    for rank in (0, 1):
+        notes += inputs(rank, [1, 2, 3, 4, 5, 6])
+    assert judge(SameBatch, notes, world_size=4) == []
+
+
+def pass_of(number: int, order: int, *, epoch: int = 0, num_batches: int = 4, is_sorted: bool = False) -> list[Note]:
+    """One pass on rank 0 that trains model 1."""
+    key = {"loader": 1, "pass": number}
+    return [
+        (0, "loader_pass", loader_pass(number, sampler={"epoch": epoch})),
+        (0, "order", {**key, "order": order, "sorted": is_sorted}),
+        (0, "trains", {**key, "model": 1, "join": False}),
+        (0, "batch", {**key, "batch": num_batches, "print": 1, "rows": 2}),
+    ]
+
+
+def test_set_epoch_is_missed_in_the_second_pass_in_a_row() -> None:
+    """Line, epoch and seed are said."""
+    (finding,) = judge(SetEpochForgotten, pass_of(1, 7) + pass_of(2, 7))
+    assert finding.place is not None
+    assert finding.place.line == 20
+    assert "epoch 0" in finding.summary
+
+
+@pytest.mark.parametrize(
+    "notes",
+    [
+        pass_of(1, 7) + pass_of(2, 8, epoch=1),
+        pass_of(1, 7, num_batches=1) + pass_of(2, 7),
+        pass_of(1, 7, is_sorted=True) + pass_of(2, 7, is_sorted=True),
+        pass_of(1, 7) + pass_of(2, 8, epoch=1) + pass_of(3, 7),
+    ],
+    ids=["called", "one batch was looked at", "in order", "a second training from the beginning"],
+)
+def test_set_epoch_is_not_missed_in_right_programs(notes: list[Note]) -> None:
+    """Nothing is said."""
+    assert judge(SetEpochForgotten, notes) == []
+
+
+def samplers(*facts: dict[str, Any], world_size: int = 2) -> list[Note]:
+    """A pass that trains, on as many ranks as there are `facts` of samplers."""
+    notes: list[Note] = []
+    for rank, one in enumerate(facts):
+        replicas = {"replicas": world_size, "rank": rank}
+        notes.append((rank, "ddp_model", model()))
+        notes.append((rank, "loader_pass", loader_pass(sampler={**replicas, **one})))
+        notes.append((rank, "trains", {"loader": 1, "pass": 1, "model": 1, "join": False}))
+    return notes
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        ({"rank": 0}, {"rank": 0}, "ranks 0,1 read the same part"),
+        ({"replicas": 4}, {"replicas": 4}, "4 parts for 2 ranks"),
+        ({"seed": 0}, {"seed": 1}, "seed differs"),
+        ({"epoch": 3}, {"epoch": 0}, "epoch differs"),
+    ],
+)
+def test_parts_that_do_not_fit_are_told_from_the_samplers(
+    first: dict[str, Any], second: dict[str, Any], said: str
+) -> None:
+    """Before a sample is read twice."""
+    (finding,) = judge(ShardsOverlap, samplers(first, second))
+    assert said in finding.summary
+
+
+def test_parts_are_right_where_samplers_agree_or_do_not_shuffle() -> None:
+    """An epoch that differs makes no difference to an order that is none."""
+    assert judge(ShardsOverlap, samplers({}, {})) == []
+    assert judge(ShardsOverlap, samplers({"shuffle": False}, {"shuffle": False, "epoch": 5})) == []
+
+
+def lengths(*numbers: int | None, joins: bool = False) -> list[Note]:
+    """Ranks with as many batches, of which the first is nearly at its end."""
+    notes: list[Note] = []
+    for rank, number in enumerate(numbers):
+        key = {"loader": 1, "pass": 1}
+        notes.append((rank, "ddp_model", model()))
+        notes.append((rank, "loader_pass", loader_pass(length=number)))
+        notes.append((rank, "trains", {**key, "model": 1, "join": joins}))
+    return [*notes, (0, "near_end", {"loader": 1, "pass": 1, "batch": 3})]
+
+
+def test_unequal_batches_are_told_before_the_end() -> None:
+    """Where the ring shows that the program itself has nothing agreed."""
+    (finding,) = judge(UnequalBatches, lengths(5, 6), log=lambda rank: make_log())
+    assert finding.ranks == (0,)
+    assert finding.severity == "warning"
+
+
+@pytest.mark.parametrize(
+    ("notes", "log"),
+    [
+        (lengths(5, 5), make_log()),
+        (lengths(5, 6, joins=True), make_log()),
+        (lengths(5, None), make_log()),
+        (lengths(5, 6), make_log(make_collective("all_reduce"))),
+        (lengths(5, 6), make_log(num_lost=1)),
+        (lengths(5, 6), None),
+    ],
+    ids=["equal", "joined", "unknown", "agreed", "an older one may have agreed", "no ring"],
+)
+def test_unequal_batches_are_not_told_where_the_ranks_may_have_agreed(notes: list[Note], log: RankLog | None) -> None:
+    """Nothing is said."""
+    assert judge(UnequalBatches, notes, log=lambda rank: log) == []
+
+
+def evaluation(samples: int, **sampler: Any) -> list[Note]:
+    """A whole pass without gradients."""
+    facts = loader_pass(samples=samples, sampler={"length": -(-samples // 2), **sampler})
+    end = {"loader": 1, "pass": 1, "batches": 4, "samples": 8, "evaluates": True}
+    return [(0, "loader_pass", facts), (0, "pass_end", end)]
+
+
+def test_padding_is_told_where_sums_are_reduced_and_not_where_samples_are_gathered() -> None:
+    """What is gathered may have been cut."""
+    sums = make_log(make_collective("all_reduce", 2), make_collective("all_gather", 1))
+    (finding,) = judge(PaddedEvaluation, evaluation(15), log=lambda rank: sums)
+    assert finding.summary == "1 of 15 samples are evaluated twice"
+    gathered = make_log(make_collective("all_gather", 8))
+    assert judge(PaddedEvaluation, evaluation(15), log=lambda rank: gathered) == []
+    assert judge(PaddedEvaluation, evaluation(16)) == []
+    assert judge(PaddedEvaluation, evaluation(15, drop_last=True)) == []
+
+
+def collected(rank: int, samples: int, *values: float, reduce: str = "sum") -> list[Note]:
+    """Numbers that `rank` gives after an evaluation of `samples`."""
+    facts = {"loader": 1, "pass": 1, "op": "all_reduce", "reduce": reduce, "numel": 1, "site": SITE}
+    return [(rank, "collected", {**facts, "value": value, "samples": samples}) for value in values]
+
+
+def test_a_mean_of_means_is_told_by_its_denominators() -> None:
+    """Of 3 and 7 samples; and what says so."""
+    (finding,) = judge(MeanOfMeans, collected(0, 3, 2 / 3) + collected(1, 7, 3 / 7))
+    assert finding.evidence[-1] == "the mean of these is 0.547619, that of all samples 0.5"
+    assert judge(MeanOfMeans, collected(0, 3, 1.234, reduce="avg") + collected(1, 7, 2.345, reduce="avg"))
+
+
+@pytest.mark.parametrize(
+    "notes",
+    [
+        collected(0, 3, 2 / 3) + collected(1, 3, 1 / 3),
+        collected(0, 3, 2 / 10) + collected(1, 7, 3 / 10),
+        collected(0, 3, 2.0, 3.0) + collected(1, 7, 3.0, 7.0),
+        collected(0, 3, 2 / 3, 3.0) + collected(1, 7, 3 / 7, 7.0),
+        collected(0, 3, 1.234) + collected(1, 7, 2.345),
+    ],
+    ids=["equal parts", "of the count of all", "sums and counts", "with counts", "sums of losses"],
+)
+def test_a_mean_of_means_is_not_told_where_it_may_be_none(notes: list[Note]) -> None:
+    """Nothing is said."""
+    assert judge(MeanOfMeans, notes) == []
+
+
+def save(rank: int, start_s: float, *, host: str = "a", path: str = "/x.pt") -> Note:
+    """`rank` writes for half a second."""
+    times = {"start_ns": int(start_s * SECOND), "end_ns": int((start_s + 0.5) * SECOND)}
+    return (rank, "save", {"path": path, "host": host, **times, "site": SITE})
+
+
+def test_saves_to_one_file_are_told_and_others_are_not() -> None:
+    """On two machines, minutes apart, or under two names they are right."""
+    (finding,) = judge(AllRanksSave, [save(0, 10), save(1, 12)])
+    assert finding.ranks == (0, 1)
+    assert judge(AllRanksSave, [save(0, 10), save(1, 12, host="b")]) == []
+    assert judge(AllRanksSave, [save(0, 10), save(1, 60)]) == []
+    assert judge(AllRanksSave, [save(0, 10), save(1, 10, path="/y.pt")]) == []
+    assert judge(AllRanksSave, [save(0, 10), save(0, 11)]) == []

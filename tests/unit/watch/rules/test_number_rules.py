@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules about random streams, BatchNorm, what is not finite, the graph, and devices, on values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ddpilot.record.journal import Entry
+from ddpilot.watch.rules.not_finite import NotFinite
+from ddpilot.watch.rules.on_graph import OnGraph
+from ddpilot.watch.rules.placement import OneDevice, SeveralDevices
+from ddpilot.watch.rules.rule import RuleContext
+from ddpilot.watch.rules.same_batch import SameBatch
+from ddpilot.watch.rules.small_norm import SmallBatchNorm
+from ddpilot.watch.rules.streams import SameRandomStreams
+from tests.unit.watch.rules.feeding import SITE, Note, judge, model
+
+
+def forwards(rank: int, states: list[tuple[int, int]]) -> list[Note]:
+    """States of the generator before and after forwards of `rank`."""
+    facts = {"model": 1, "library": "torch", "site": SITE}
+    return [(rank, "random", {**facts, "forward": n, "before": a, "after": b}) for n, (a, b) in enumerate(states, 1)]
+
+
+def test_streams_are_told_where_all_ranks_draw_from_the_same_state() -> None:
+    """Three times, in the model: an information."""
+    models: list[Note] = [(rank, "ddp_model", model()) for rank in (0, 1)]
+    states = [(1, 2), (2, 3), (3, 4)]
+    (finding,) = judge(SameRandomStreams, models + forwards(0, states) + forwards(1, states))
+    assert finding.severity == "info"
+    assert finding.ranks == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ([(1, 1), (1, 1), (1, 1), (1, 1)], [(1, 1), (1, 1), (1, 1), (1, 1)]),
+        ([(1, 2), (2, 3)], [(1, 2), (2, 3)]),
+        ([(1, 2), (2, 3), (3, 4)], [(1, 2), (5, 6), (3, 4)]),
+        ([(1, 2), (2, 3), (3, 4)], [(1, 1), (2, 2), (3, 3)]),
+    ],
+    ids=["nothing is drawn", "twice", "one state differs", "one rank draws nothing"],
+)
+def test_streams_are_not_told_without_draws(first: list[tuple[int, int]], second: list[tuple[int, int]]) -> None:
+    """The same seed alone is right."""
+    models: list[Note] = [(rank, "ddp_model", model()) for rank in (0, 1)]
+    assert judge(SameRandomStreams, models + forwards(0, first) + forwards(1, second)) == []
+
+
+def draws(rank: int, worker: int, states: list[int], *, trains: bool = True) -> list[Note]:
+    """States of numpy before what `worker` (-1: the rank itself) drew for its batches."""
+    key = {"loader": 1, "pass": 1}
+    facts = {**key, "worker": worker, "library": "numpy", "site": SITE}
+    notes: list[Note] = [(rank, "ddp_model", model())]
+    notes += [(rank, "trains", {**key, "model": 1, "join": False})] * trains
+    return notes + [(rank, "draws", {**facts, "fetch": n, "before": s}) for n, s in enumerate(states, 1)]
+
+
+def test_streams_are_told_where_samples_are_read_alike() -> None:
+    """In the ranks, in workers of two ranks, and in two workers of one; not in evaluation, nor where they differ."""
+    assert judge(SameRandomStreams, draws(0, -1, [1, 2, 3]) + draws(1, -1, [1, 2, 3]))[0].severity == "warning"
+    assert "workers" in judge(SameRandomStreams, draws(0, 0, [1, 2, 3]) + draws(1, 0, [1, 2, 3]))[0].summary
+    alike = judge(SameRandomStreams, draws(0, 0, [1, 2]) + draws(0, 1, [1, 2]))
+    assert [finding.ranks for finding in alike] == [(0,)]
+    assert judge(SameRandomStreams, draws(0, -1, [1, 2, 3]) + draws(1, -1, [1, 5, 3])) == []
+    assert judge(SameRandomStreams, draws(0, 0, [1, 2]) + draws(0, 1, [3, 4])) == []
+    unused = [note for rank in (0, 1) for note in draws(rank, -1, [1, 2, 3], trains=False)]
+    assert judge(SameRandomStreams, unused) == []
+
+
+@pytest.mark.parametrize(("rows", "is_told"), [([15, 15, 4], True), ([16, 16, 4], False), ([32, 32, 32], False)])
+def test_batch_norm_is_told_below_16_samples(rows: list[int], is_told: bool) -> None:
+    """The largest of three batches counts: the last of an epoch may be smaller."""
+    notes: list[Note] = [(0, "norms", {"model": 1, "layers": ["1"], "rows": rows, "site": SITE})]
+    assert bool(judge(SmallBatchNorm, notes)) == is_told
+
+
+def bad(rank: int, backward: int, loss: str = "nan") -> Note:
+    """Loss, or with an empty one the gradient, of `rank` is not finite."""
+    where = {"loader": 1, "pass": 2, "batch": 7, "indices": [3, 4]}
+    return (rank, "not_finite", {"backward": backward, "loss": loss, "site": SITE, **where})
+
+
+def spoiled(rank: int, backward: int) -> Note:
+    """The step after `backward` spoilt weights of `rank`."""
+    return (rank, "spoiled", {"backward": backward, "time": 1, "parameters": ["0.weight"], "site": SITE})
+
+
+def test_what_is_not_finite_is_told_of_the_rank_that_was_first() -> None:
+    """Whatever order the entries come in; the others notice one backward later."""
+    notes = [bad(0, 6), spoiled(0, 6), bad(1, 5), spoiled(1, 5)]
+    for order in (notes, notes[::-1], [notes[2], notes[3], notes[0], notes[1]]):
+        (finding,) = judge(NotFinite, order)
+        assert finding.ranks == (1,)
+        assert finding.evidence[0] == (
+            "rank 1: the loss was nan in backward 5, batch 7 of pass 2 over the loader, samples 3, 4"
+        )
+
+
+def test_what_is_not_finite_is_told_of_its_first_backward_in_an_accumulated_step() -> None:
+    """The step came after the third of them; and nothing is said where no step spoilt weights."""
+    (finding,) = judge(NotFinite, [bad(0, 9, loss=""), bad(0, 10), bad(0, 11), spoiled(0, 11)])
+    assert "since backward 9" in finding.summary
+    assert "its gradient was not" in finding.evidence[0]
+    assert judge(NotFinite, [bad(0, 9), bad(1, 9)]) == []
+
+
+def test_a_reduced_tensor_on_the_graph_is_told_by_its_line() -> None:
+    """Two lines, two findings; the same line of two ranks is one."""
+    facts = {"op": "all_reduce", "numel": 1, "losses": 2}
+    other = {**SITE, "line": 30}
+    notes: list[Note] = [(rank, "on_graph", {**facts, "case": "sum", "site": SITE}) for rank in (0, 1)]
+    notes.append((0, "on_graph", {**facts, "case": "backward", "site": other}))
+    found = judge(OnGraph, notes)
+    assert [(finding.ranks, finding.place and finding.place.line) for finding in found] == [((0, 1), 20), ((0,), 30)]
+
+
+def gpu(rank: int, uuid: str, num_devices: int, host: str = "here") -> Note:
+    """A rank's part of the model on a GPU."""
+    return (rank, "ddp_model", model(device="cuda:0", uuid=uuid, num_devices=num_devices, host=host, site=SITE))
+
+
+def test_ranks_on_one_device_are_told() -> None:
+    """A warning where others are idle, an information where there is one; other machines and the CPU are right."""
+    assert [f.severity for f in judge(OneDevice, [gpu(0, "a", 2), gpu(1, "a", 2)])] == ["warning"]
+    assert [f.severity for f in judge(OneDevice, [gpu(0, "a", 1), gpu(1, "a", 1)])] == ["info"]
+    assert judge(OneDevice, [gpu(0, "a", 2), gpu(1, "b", 2)]) == []
+    assert judge(OneDevice, [gpu(0, "a", 1), gpu(1, "a", 1, host="there")]) == []
+    assert judge(OneDevice, [(0, "ddp_model", model()), (1, "ddp_model", model())]) == []
+
+
+def test_tensors_on_several_devices_are_told_by_name() -> None:
+    """As the exception is about to end the rank."""
+    names = {"cuda:0": ["output"], "cpu": ["target"]}
+    notes: list[Note] = [(1, "devices", {"by_device": names, "message": "RuntimeError: same device", "site": SITE})]
+    (finding,) = judge(SeveralDevices, notes)
+    assert finding.evidence == ("on cpu: target", "on cuda:0: output", "RuntimeError: same device")
+
+
+def test_rules_keep_bounded_state_over_a_long_job() -> None:
+    """Thousands of notes that say nothing."""
+    rule: Any = SameBatch(RuleContext(world_size=2))
+    for rank in (0, 1):
+        rule.feed(rank, Entry(1, 1, "ddp_model", model()))
+    for number in range(2_000):
+        for rank in (0, 1):
+            facts = {"model": 1, "rows": 4, "elements": 32, "site": SITE, "forward": number, "print": 5}
+            list(rule.feed(rank, Entry(1, 1, "input", facts)))
+    assert len(rule._numbers[1]) < 100
