@@ -15,10 +15,6 @@ MAX_SPLITS = 512
 
 def what_is_alike(operation: Operation, args: Sequence[Any]) -> tuple[Any, ...]:
     """A key that is the same for calls of `operation` whose records differ by number, time, thread and role only."""
-    tensors: Sequence[Any] = args[operation.list_at] if operation.list_at >= 0 else ()
-    if len(tensors) == 1:  # by far the most frequent
-        only = tensors[0]
-        return (only.shape, only.dtype, only.device, *args[operation.plain_from :])
     inputs, outputs = tensors_of(operation, args)
     numbers = [number_at(args, at) for at in (operation.root_at, operation.peer_at, operation.tag_at)]
     splits = [tuple(args[at]) for at in operation.splits_at]

@@ -26,7 +26,7 @@ from ddpilot.record.arguments import (
 from ddpilot.record.buckets import BucketBook
 from ddpilot.record.groups import GroupBook, GroupEntry
 from ddpilot.record.operations import Operation
-from ddpilot.record.pending import Usual
+from ddpilot.record.pending import Ticket, Usual
 from ddpilot.record.ring import RingWriter
 from ddpilot.record.sites import SiteFinder, Trail, describe_site, find_ddp_model, main_frame
 
@@ -61,39 +61,44 @@ class Describer:
         self._main_id = self._main_id or threading.get_native_id()
         return self._main_id
 
-    def begin(
-        self, operation: Operation, args: Sequence[Any], frame: FrameType | None, start_ns: int
-    ) -> tuple[int, Usual]:
-        """Write the record of `operation`, called with `args` on the stack of `frame`.
+    def begin_of(self, operation: Operation) -> Callable[[Sequence[Any], FrameType | None, int], Ticket]:
+        """What writes the record of `operation`, called with its arguments on the stack of a frame, at a time in ns.
 
-        Returns its index, and what it has in common with others.
+        It returns the record's ticket.
         """
-        group = self._groups.find(self._unbox(args[operation.group_at]))
-        try:
-            return self._begin(operation, args, group, frame, start_ns)
-        except Exception:
-            group.next_seq += not operation.is_p2p  # the other ranks count it
-            raise
+        operator, group_at, is_p2p = operation.operator, operation.group_at, operation.is_p2p
+        list_at, plain_from, reduce_op_at = operation.list_at, operation.plain_from, operation.reduce_op_at
+        unbox, find, walk, thread_id = self._unbox, self._groups.find, self._sites.walk, self.thread_id
+        write, refs = self._ring.begin, self._ring.refs
 
-    def _begin(
-        self, operation: Operation, args: Sequence[Any], group: GroupEntry, frame: FrameType | None, start_ns: int
-    ) -> tuple[int, Usual]:
-        trail = user, called, ddp, in_reducer = self._sites.walk(frame)
-        if user is None and in_reducer:
-            # The engine runs the backward of an accelerator in threads of its own; who waits for it is the main thread.
-            trail = user, called, _, _ = self._sites.walk(main_frame())
-        site = (id(user.f_code), user.f_lasti, id(called)) if user is not None else (0, 0, id(called))
-        key = (operation.operator, group.number, site, what_is_alike(operation, args))
-        usual = self._ring.refs.get(key) or self._make_usual(key, operation, args, group, trail)
-        role = self._role(operation, args, ddp, in_reducer, frame) if ddp or in_reducer else 0
-        is_main = threading.get_ident() == self._main_ident
-        thread = self._main_id if is_main and self._main_id else self.thread_id()
-        if operation.is_p2p:
-            return self._ring.begin(start_ns, -1, thread, role, usual.packed), usual
-        seq = group.next_seq
-        index = self._ring.begin(start_ns, seq, thread, role, usual.packed)
-        group.next_seq = seq + 1  # last, so that one which Ctrl-C keeps from starting does not count
-        return index, usual
+        def begin(args: Sequence[Any], frame: FrameType | None, start_ns: int) -> Ticket:
+            group = find(unbox(args[group_at]))
+            try:
+                trail = user, called, ddp, in_reducer = walk(frame)
+                if user is None and in_reducer:
+                    # The engine runs the backward of an accelerator in its own threads; who waits is the main thread.
+                    trail = user, called, _, _ = walk(main_frame())
+                site = (id(user.f_code), user.f_lasti, id(called)) if user is not None else (0, 0, id(called))
+                if list_at >= 0 and len(args[list_at]) == 1:  # by far the most frequent
+                    only = args[list_at][0]
+                    alike = (only.shape, only.dtype, only.device, *args[plain_from:])
+                else:
+                    alike = what_is_alike(operation, args)
+                key = (operator, group.number, site, alike)
+                usual = refs.get(key) or self._make_usual(key, operation, args, group, trail)
+                role = self._role(operation, args, ddp, in_reducer, frame) if ddp or in_reducer else 0
+                reduce_op = args[reduce_op_at] if reduce_op_at >= 0 else None
+                seq = -1 if is_p2p else group.next_seq
+                thread = thread_id()
+                index = write(start_ns, seq, thread, role, usual.packed)
+                if not is_p2p:
+                    group.next_seq = seq + 1  # last, so that one which Ctrl-C keeps from starting does not count
+                return index, usual, thread, reduce_op
+            except Exception:
+                group.next_seq += not is_p2p  # the other ranks count it
+                raise
+
+        return begin
 
     def _make_usual(
         self, key: tuple[Any, ...], operation: Operation, args: Sequence[Any], group: GroupEntry, trail: Trail
@@ -109,6 +114,7 @@ class Describer:
         device = placed[0].device.type if placed else ""
         at_any_time = group.may_be_asked(device)
         num_bytes = count_bytes(inputs or outputs)
+        flags = flags_of(operation, args)
         packed = layout.USUAL.pack(
             self._refer(operation.operator, operation.describe),
             self._refer(("group", group.number), lambda: group.fact),
@@ -120,11 +126,13 @@ class Describer:
             number_at(args, operation.root_at),
             number_at(args, operation.peer_at),
             number_at(args, operation.tag_at),
-            flags_of(operation, args) | at_any_time * layout.ASKED_ANY_TIME,
+            flags | at_any_time * layout.ASKED_ANY_TIME,
             num_bytes,
         )
         tells_failure = not operation.is_p2p and group.tells_failure(device)
-        usual = Usual(packed, num_bytes, at_any_time, tells_failure)
+        may_be_captured = not at_any_time and device in ("cuda", "")
+        is_waited_for = flags == layout.NOT_ASYNC and device == "cpu"
+        usual = Usual(packed, num_bytes, at_any_time, may_be_captured, tells_failure, is_waited_for)
         self._ring.refs[key] = usual
         return usual
 

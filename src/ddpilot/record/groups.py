@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 
@@ -17,7 +17,7 @@ class GroupEntry:
         self.number = number
         self.fact = fact
         self.next_seq = 0
-        self.alive: weakref.ref[Any] | None = None
+        self.alive: Callable[[], Any] = lambda: None
         self._backends = dict(_parse_backends(str(fact.get("backend", ""))))
 
     def may_be_asked(self, device: str) -> bool:
@@ -53,12 +53,12 @@ class GroupBook:
     def find(self, group: Any) -> GroupEntry:
         """The entry of `group`, a `ProcessGroup`; the first time, one is made."""
         entry = self._by_id.get(id(group))
-        if entry is not None and entry.alive is not None and entry.alive() is group:
+        if entry is not None and entry.alive() is group:
             return entry
         return self._find_slowly(group)
 
     def _find_slowly(self, group: Any) -> GroupEntry:
-        self._by_id = {key: entry for key, entry in self._by_id.items() if entry.alive and entry.alive()}
+        self._by_id = {key: entry for key, entry in self._by_id.items() if entry.alive()}
         name = group.group_name
         if group in self._registry._world.pg_map:
             entry = self._make(name, self._describe(group))
@@ -67,7 +67,7 @@ class GroupBook:
             self._by_id[id(group)] = entry
             return entry
         # Destroyed, but a DDP model still uses it: Python then sees a new object each time.
-        gone = [entry for entry in self._by_name.get(name, ()) if entry.alive is None or entry.alive() is None]
+        gone = [entry for entry in self._by_name.get(name, ()) if entry.alive() is None]
         return gone[-1] if gone else self._make(name, {"name": name, "size": group.size(), "rank": group.rank()})
 
     def _make(self, name: str, fact: dict[str, Any]) -> GroupEntry:

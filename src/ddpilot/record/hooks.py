@@ -7,11 +7,12 @@ sizes, miss `monitored_barrier`, and belong to one group each, so that every gro
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ddpilot.record.operations import Operation, spell
-from ddpilot.record.recorder import Recorder, Ticket
+from ddpilot.record.pending import Ticket
+from ddpilot.record.recorder import Begin, Recorder, Started
 
 HOOK_ID = 0xDD9107
 _REGISTER = "_register_process_group"
@@ -36,10 +37,11 @@ def install_hooks(recorder: Recorder, registry: Any) -> Callable[[], None]:
     """
     register = getattr(registry, _REGISTER)
     operations = {name: _plan(name) for name in _hook_names()}
+    watch = {name: (recorder.begin_of(plan), recorder.started_of(plan)) for name, plan in operations.items()}
 
     def register_with_hooks(name: str, group: Any) -> None:
         register(name, group)
-        _attach(recorder, operations, group)
+        _attach(watch, group)
 
     register_with_hooks.__ddpilot__ = True  # type: ignore[attr-defined]
 
@@ -52,7 +54,7 @@ def install_hooks(recorder: Recorder, registry: Any) -> Callable[[], None]:
 
     setattr(registry, _REGISTER, register_with_hooks)
     for group in registry._world.pg_map:
-        _attach(recorder, operations, group)
+        _attach(watch, group)
     return uninstall
 
 
@@ -80,23 +82,23 @@ def _plan(name: str) -> Operation:
     )
 
 
-def _attach(recorder: Recorder, operations: dict[str, Operation], group: Any) -> None:
+def _attach(watch: Mapping[str, tuple[Begin, Started]], group: Any) -> None:
     from weakref import ref
 
     # The hooks live as long as the group does, and must not keep it alive in turn.
     weak_group = ref(group)
-    begun: dict[int, tuple[Ticket | None, Operation]] = {}
+    begun: dict[int, tuple[Ticket | None, Started]] = {}
 
     def before(told: Any) -> None:
         root = told.root if told.root >= 0 else None
         args = (weak_group(), told.input_tensors, told.output_tensors, root, told.async_op)
-        operation = operations[told.name.name]
-        begun[told.op_id] = recorder.begin(operation, args), operation
+        begin, started = watch[told.name.name]
+        begun[told.op_id] = begin(args), started
 
     def after(told: Any) -> None:
         if told.op_id in begun:
-            ticket, operation = begun.pop(told.op_id)
-            recorder.started(ticket, told.work, operation)
+            ticket, started = begun.pop(told.op_id)
+            started(ticket, told.work)
 
     group.register_pre_hook(HOOK_ID, before)
     group.register_post_hook(HOOK_ID, after)

@@ -73,16 +73,16 @@ def _make_kernel(recorder: Recorder, operation: Operation, overload: Any) -> Cal
 
     rest = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
     redispatch = overload._handle.redispatch_boxed
-    begin, started, cut_short = recorder.begin, recorder.started, recorder.cut_short
+    begin, started, cut_short = recorder.begin_of(operation), recorder.started_of(operation), recorder.cut_short
     after: dict[int, Any] = {}  # by the bits of the key set before: to find one takes a third of making it
 
-    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+    def kernel(keyset: Any, *args: Any) -> Any:
         ticket = None
         try:
-            ticket = begin(operation, args)
+            ticket = begin(args)
             bits = keyset.raw_repr()
-            result = redispatch(after.get(bits) or after.setdefault(bits, keyset & rest), *args, **kwargs)
-            started(ticket, result, operation)
+            result = redispatch(after.get(bits) or after.setdefault(bits, keyset & rest), *args)
+            started(ticket, result)
         except BaseException as error:
             cut_short(ticket, error)
             raise

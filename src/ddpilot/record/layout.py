@@ -33,8 +33,9 @@ NUM_BEGUN, HEARTBEAT_NS, CLOSED_NS, NUM_FAULTS, FIRST_FAULT, LOST_FACTS = range(
 FRESH = struct.Struct("=QQqQI")
 USUAL = struct.Struct("=IIIIiiiIQ")
 BODY = struct.Struct("=QQqQIIIIIiiiIQ")
+WHOLE = struct.Struct(f"={FRESH.size}s{USUAL.size}sI")
+"""Both parts and their CRC-32."""
 CRC_AT = BODY.size
-BODY_BYTES = BODY.size + 4
 # Words of a record after its body, by number. Outcome and reduce-op have the record's index in their upper bits: so it
 # is known that they are about this record, and not about the one that lay here before.
 REDUCE_OP, PENDING_NS, END_NS, OUTCOME = range(10, 14)

@@ -68,6 +68,8 @@ def plan_operation(operator: str, schema: Any) -> Operation | str:
     group_at = _first(types, "ProcessGroup")
     if group_at < 0:
         return "no process group among its arguments: it is local to the rank"
+    if any(argument.kwarg_only for argument in schema.arguments):
+        return "it has arguments that are given by name only, which no operator had so far"
     base = operator.partition("::")[2].partition(".")[0]
     tensors = [at for at, kind in enumerate(types) if _holds_tensors(kind)]
     outputs = [at for at in tensors if names[at].startswith("output")]

@@ -13,7 +13,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from ddpilot.record import layout
 from ddpilot.record.ring import RingWriter
@@ -27,11 +28,14 @@ NUM_ASKED = 4
 TURN_NS, NUM_ASKED_IN_TURN = 1_000_000, 64
 """Works that only a thread which starts collectives may ask are asked so often, so many at a time: one after the other
 takes half of what each takes alone, between two collectives."""
-MANY_REDUCE_OPS, REDUCE_OP_STEP = 256, 16
-"""Of more new reduce-ops than that in one turn only every 16th is read, since that takes longer than all the rest."""
+MANY_REDUCE_OPS, REDUCE_OP_STEP = 256, 17
+"""Of more new reduce-ops than that in one turn only every 17th is kept, and also in the next turn: to read them takes
+longer than all the rest, and keeping them costs more than what else there is to do, by the caches that they fill.
+A prime number, else it could be the same line's each time."""
 
 
-class Usual(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Usual:
     """What collectives that are alike have in common."""
 
     packed: bytes
@@ -39,12 +43,18 @@ class Usual(NamedTuple):
     num_bytes: int
     at_any_time: bool
     """Any thread may ask at any time whether it is over."""
+    may_be_captured: bool
+    """It may become a part of a CUDA graph."""
     tells_failure: bool
-    """Its work has a future that says whether it failed."""
+    """Its work says whether it failed."""
+    is_waited_for: bool
+    """Its caller returns when it is over: it is not asynchronous, and its tensors are in the CPU's memory."""
 
 
+Ticket = tuple[int, Usual, int, Any]
+"""The index of a record, what it has in common with others, its thread, and its boxed reduce-op, or None."""
 _Entry = tuple[int, Any, Usual]
-"""Record and boxed work."""
+"""The index of a record, its boxed work, and what it has in common with others."""
 
 
 class PendingWorks:
@@ -70,66 +80,95 @@ class PendingWorks:
         self._any_time: deque[_Entry] = deque()
         self._starters: deque[_Entry] = deque()  # to be asked by threads that start collectives
         self._reduce_ops: deque[tuple[int, Any]] = deque(maxlen=MAX_WORKS)
+        self._reduce_op_step = 1
+        # Where the newest is, if it is waited for; not itself, which the other thread may let go.
+        self._waited_for: tuple[deque[_Entry], int, int] | None = None
         self._added_bytes = self._removed_bytes = self._next_turn_ns = 0
 
-    def add(self, entry: _Entry, reduce_op: Any) -> None:
-        """Ask from now on whether the work in `entry` is over; `reduce_op` is a boxed one, or None.
+    def add(self, ticket: Ticket, boxed: Any) -> None:
+        """Ask from now on whether the work `boxed` of the collective of `ticket` is over.
 
         Those that may not be asked at any time are asked by threads that start collectives only, and never while one of
         them captures a CUDA graph, which asking would spoil.
         """
-        if reduce_op is not None:
-            self._reduce_ops.append((entry[0], reduce_op))
-        usual = entry[2]
+        index, usual, thread, reduce_op = ticket
+        waited_for = self._waited_for
+        if waited_for is not None and waited_for[2] == thread:
+            self._end_waited_for(*waited_for)
+        if reduce_op is not None and not index % self._reduce_op_step:
+            self._reduce_ops.append((index, reduce_op))
+            if len(self._reduce_ops) > MANY_REDUCE_OPS:
+                self._reduce_op_step = REDUCE_OP_STEP
         works = self._any_time if usual.at_any_time else self._starters
         is_many = len(works) > MANY_WORKS or self._added_bytes - self._removed_bytes > MANY_BYTES
-        if (is_many or not usual.at_any_time) and not self._make_room(usual, is_many):
-            self._ring.finish(entry[0], 0, layout.UNKNOWN)
+        is_turn = not usual.at_any_time and self._clock_ns() > self._next_turn_ns
+        if (is_many or is_turn or usual.may_be_captured) and not self._make_room(usual, is_many, is_turn):
+            self._ring.finish(index, 0, layout.UNKNOWN)
             return
         self._added_bytes += usual.num_bytes
-        works.append(entry)
+        works.append((index, boxed, usual))
+        self._waited_for = (works, index, thread) if usual.is_waited_for else None
 
-    def _make_room(self, usual: Usual, is_many: bool) -> bool:
+    def _end_waited_for(self, works: deque[_Entry], index: int, _: int) -> None:
+        # When its thread starts another one it is over. To let go of it now, while it is in the caches, takes a part of
+        # what it takes later, and the next one finds its memory. It is asked only where that tells more.
+        with self._lock:
+            entry = works[-1] if works else None
+            if entry is None or entry[0] != index:
+                return
+            if not entry[2].tells_failure:
+                self._ring.finish(index, self._clock_ns(), layout.DONE)
+            elif not self._is_over(works, entry):
+                return
+            if works and works[-1] is entry:  # not where a signal's handler was faster
+                self._removed_bytes += works.pop()[2].num_bytes
+
+    def _make_room(self, usual: Usual, is_many: bool, is_turn: bool) -> bool:
         # Whether one more may be followed.
         is_capturing = self._is_capturing()
-        if is_capturing and not usual.at_any_time:
+        if is_capturing and usual.may_be_captured:
             return False
+        if is_turn and not is_capturing:
+            self._next_turn_ns = self._clock_ns() + TURN_NS
+            self._ask(self._starters, NUM_ASKED_IN_TURN, go_on=False)
         if is_many:
             self._ask(self._any_time, NUM_ASKED, go_on=False)
             if not is_capturing:
                 self._ask(self._starters, NUM_ASKED, go_on=False)
             num_works = len(self._any_time) + len(self._starters)
             return num_works < MAX_WORKS and self._added_bytes - self._removed_bytes <= MAX_BYTES
-        if (now_ns := self._clock_ns()) > self._next_turn_ns:
-            self._next_turn_ns = now_ns + TURN_NS
-            self._ask(self._starters, NUM_ASKED_IN_TURN, go_on=False)
         return True
 
     def catch_up(self) -> None:
         """Read reduce-ops, and ask all works that any thread may ask."""
         count = len(self._reduce_ops)
-        for number in range(count):
-            record, boxed = self._reduce_ops.popleft()
-            if count <= MANY_REDUCE_OPS or number % REDUCE_OP_STEP == 0:
-                with suppress(AttributeError):  # torch 2.6 has no way to read it
-                    self._ring.set_reduce_op(record, boxed.op())
-        self._ask(self._any_time, len(self._any_time), go_on=True)
+        self._reduce_op_step = REDUCE_OP_STEP if count * self._reduce_op_step > MANY_REDUCE_OPS else 1
+        for _ in range(count):
+            index, boxed = self._reduce_ops.popleft()
+            with suppress(AttributeError):  # torch 2.6 has no way to read it
+                self._ring.set_reduce_op(index, boxed.op())
+        count = len(self._any_time)
+        for number in range(0, count, NUM_ASKED_IN_TURN):
+            self._ask(self._any_time, min(NUM_ASKED_IN_TURN, count - number), go_on=True)
 
     def clear(self) -> None:
         """Let go of all of them."""
         with self._lock:
             self._any_time.clear()
             self._starters.clear()
+            self._waited_for = None
             self._reduce_ops.clear()
 
     def _ask(self, works: deque[_Entry], num_works: int, *, go_on: bool) -> None:
         # `go_on`: also after one that is not over, which the next ones are most likely not either.
-        for _ in range(num_works):
-            with self._lock:  # taken anew for each, so that no collective has to wait for more than one
+        with self._lock:
+            for _ in range(num_works):
                 if not works:
                     break
-                if self._is_over(works):
-                    self._removed_bytes += works.popleft()[2].num_bytes
+                entry = works[0]
+                if self._is_over(works, entry):
+                    if works and works[0] is entry:  # not where a signal's handler was faster
+                        self._removed_bytes += works.popleft()[2].num_bytes
                 elif go_on:
                     works.rotate(-1)
                 else:
@@ -137,25 +176,32 @@ class PendingWorks:
         if not (self._any_time or self._starters):
             self._removed_bytes = self._added_bytes  # several threads that add may have lost count
 
-    def _is_over(self, works: deque[_Entry]) -> bool:
-        record, boxed, usual = works[0]
+    def _is_over(self, works: deque[_Entry], entry: _Entry) -> bool:
+        index, boxed, usual = entry
         now_ns = self._clock_ns()
         try:
             work = self._unbox(boxed)
             if not work.is_completed():
-                self._ring.still_pending(record, now_ns)
+                self._ring.still_pending(index, now_ns)
                 return False
-            outcome = layout.FAILED if usual.tells_failure and _has_failed(work) else layout.DONE
+            outcome = layout.FAILED if usual.tells_failure and _has_failed(work, usual) else layout.DONE
         except Exception:
-            works.popleft()  # what cannot be asked is not asked again
-            self._ring.finish(record, 0, layout.UNKNOWN)
+            with suppress(ValueError):  # where a signal's handler was faster
+                works.remove(entry)  # what cannot be asked is not asked again
+            self._ring.finish(index, 0, layout.UNKNOWN)
             raise
-        self._ring.finish(record, now_ns, outcome)
+        self._ring.finish(index, now_ns, outcome)
         return True
 
 
-def _has_failed(work: Any) -> bool:
-    # `is_success` and `exception` print a warning that they are deprecated.
+def _has_failed(work: Any, usual: Usual) -> bool:
+    # Of a work that is over. `is_success` and `exception` print a warning that they are deprecated.
+    if usual.is_waited_for:  # takes a fifth of what a future takes, and its caller does the same
+        try:
+            work.wait()
+        except Exception:  # noqa: BLE001 - whatever the backend raises
+            return True
+        return False
     future = work.get_future()
     try:
         future.value()

@@ -13,11 +13,11 @@ from ddpilot.record import layout
 from ddpilot.record.describe import Describer
 from ddpilot.record.forks import ForkGuard
 from ddpilot.record.operations import Operation
-from ddpilot.record.pending import PendingWorks, Usual
+from ddpilot.record.pending import PendingWorks, Ticket
 from ddpilot.record.ring import RingWriter
 
-Ticket = tuple[int, Usual, Any]
-"""The index of a record, what it has in common with others, and its reduce-op as torch boxes it, or None."""
+Begin = Callable[[Sequence[Any]], Ticket | None]
+Started = Callable[[Ticket | None, Any], None]
 
 
 class Recorder:
@@ -42,35 +42,43 @@ class Recorder:
         self._forks = ForkGuard()
         self._start_ns = 0
 
-    def begin(self, operation: Operation, args: Sequence[Any]) -> Ticket | None:
-        """`operation` is about to start with `args`. To be called by the function that torch calls for it."""
-        if self._forks.is_fork():  # a forked process, such as a DataLoader's worker, has the ring mapped too
-            return None
-        self._start_ns = start_ns = time.monotonic_ns()
-        try:
-            index, usual = self._describer.begin(operation, args, sys._getframe(2), start_ns)
-            return index, usual, args[operation.reduce_op_at] if operation.reduce_op_at >= 0 else None
-        except Exception as error:  # noqa: BLE001 - said once, and never in the way of training
-            self._fault(error)
-            return None
+    def begin_of(self, operation: Operation) -> Begin:
+        """What is to be called with its arguments by the function that torch calls when `operation` is to start."""
+        begin = self._describer.begin_of(operation)
+        is_fork, clock_ns, frame_at = self._forks.is_fork, time.monotonic_ns, sys._getframe
 
-    def started(self, ticket: Ticket | None, result: Any, operation: Operation) -> None:
-        """The collective of `ticket`, which is `operation`, has given `result`."""
-        if ticket is None:
-            return
-        index, usual, reduce_op = ticket
-        try:
-            at = operation.work_at
-            if at is None:
-                self._ring.finish(index, time.monotonic_ns(), layout.DONE)
+        def begin_safely(args: Sequence[Any]) -> Ticket | None:
+            if is_fork():  # a forked process, such as a DataLoader's worker, has the ring mapped too
+                return None
+            self._start_ns = start_ns = clock_ns()
+            try:
+                return begin(args, frame_at(2), start_ns)
+            except Exception as error:  # noqa: BLE001 - said once, and never in the way of training
+                self._fault(error)
+                return None
+
+        return begin_safely
+
+    def started_of(self, operation: Operation) -> Started:
+        """What is to be called when `operation` was started, with its ticket and what it gave."""
+        at, add, finish = operation.work_at, self._pending.add, self._ring.finish
+
+        def started(ticket: Ticket | None, result: Any) -> None:
+            if ticket is None:
                 return
-            boxed = result if at < 0 else result[at]
-            if boxed is None:  # as for each of several that are coalesced
-                self._ring.finish(index, 0, layout.UNKNOWN)
-                return
-            self._pending.add((index, boxed, usual), reduce_op)
-        except Exception as error:  # noqa: BLE001 - said once, and never in the way of training
-            self._fault(error)
+            try:
+                if at is None:
+                    finish(ticket[0], time.monotonic_ns(), layout.DONE)
+                    return
+                boxed = result if at < 0 else result[at]
+                if boxed is None:  # as for each of several that are coalesced
+                    finish(ticket[0], 0, layout.UNKNOWN)
+                    return
+                add(ticket, boxed)
+            except Exception as error:  # noqa: BLE001 - said once, and never in the way of training
+                self._fault(error)
+
+        return started
 
     def cut_short(self, ticket: Ticket | None, error: BaseException) -> None:
         """The collective of `ticket` raised `error` instead of starting; or Ctrl-C came, before or after it started."""

@@ -21,9 +21,9 @@ from ddpilot.record import layout
 MAX_FACT_BYTES = 32 * 1024
 
 # What every collective passes, looked up once.
-_RECORDS_AT, _RECORD_BYTES, _BODY_BYTES = layout.HEADER_BYTES, layout.RECORD_BYTES, layout.BODY_BYTES
+_RECORDS_AT, _RECORD_BYTES = layout.HEADER_BYTES, layout.RECORD_BYTES
 _NUM_BEGUN, _END_NS, _OUTCOME = layout.NUM_BEGUN, layout.END_NS, layout.OUTCOME
-_pack, _pack_crc, _crc = layout.FRESH.pack, layout.CRC.pack, zlib.crc32
+_pack_fresh, _pack_whole_into, _crc = layout.FRESH.pack, layout.WHOLE.pack_into, zlib.crc32
 
 
 class RingWriter:
@@ -64,9 +64,9 @@ class RingWriter:
         """
         index = self._next_index()
         at = _RECORDS_AT + index % self.num_records * _RECORD_BYTES
-        packed = _pack(index, start_ns, seq, thread, role) + usual
+        fresh = _pack_fresh(index, start_ns, seq, thread, role)
         # At one go: Python's signal handlers, which may raise, run between two steps.
-        self._map[at : at + _BODY_BYTES] = packed + _pack_crc(_crc(packed))
+        _pack_whole_into(self._map, at, fresh, usual, _crc(usual, _crc(fresh)))
         self._words[_NUM_BEGUN] = index
         return index
 

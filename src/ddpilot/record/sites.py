@@ -59,7 +59,9 @@ class SiteFinder:
             kind = kinds.get(code.co_filename) or self._classify(code.co_filename)
             if kind == USER:
                 return frame, called, ddp, in_reducer
-            if kind == LIBRARY:
+            if kind == INNER:
+                pass  # by far the most, and nothing to compare with
+            elif kind == LIBRARY:
                 nearest = nearest or (frame, called, ddp, in_reducer)
             elif kind == OURS:
                 # What ddpilot asks for by itself is no line of whatever library runs it.

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ddpilot.record.pending import MANY_BYTES, MAX_BYTES, MAX_WORKS, TURN_NS, PendingWorks, Usual
+from ddpilot.record.pending import MANY_BYTES, MAX_BYTES, MAX_WORKS, REDUCE_OP_STEP, TURN_NS, PendingWorks, Usual
 from ddpilot.record.reading import read_ring
 from tests.unit.record.rings import begin, open_ring
 
@@ -35,6 +36,8 @@ class Work:
         if self.error:
             raise self.error
 
+    wait = value
+
     def done(self) -> bool:
         """Whether it is over."""
         return self.is_over
@@ -55,10 +58,20 @@ class Case:
             clock_ns=lambda: self.now_ns,
         )
 
-    def add(self, work: Work, *, num_bytes: int = 8, at_any_time: bool = True, tells_failure: bool = True) -> None:
+    def add(
+        self,
+        work: Work,
+        *,
+        num_bytes: int = 8,
+        at_any_time: bool = True,
+        tells_failure: bool = True,
+        is_waited_for: bool = False,
+        thread: int = 4711,
+        reduce_op: Any = None,
+    ) -> None:
         """Begin a collective with this work."""
-        usual = Usual(b"", num_bytes, at_any_time, tells_failure)
-        self.pending.add((begin(self.ring, 100), work, usual), None)
+        usual = Usual(b"", num_bytes, at_any_time, not at_any_time, tells_failure, is_waited_for)
+        self.pending.add((begin(self.ring, 100), usual, thread, reduce_op), work)
 
     def states(self) -> list[str]:
         """Of all records."""
@@ -139,6 +152,34 @@ def test_works_are_not_followed_when_too_much_is_pending(case: Case) -> None:
     assert case.states() == ["done", "unknown", "begun"]
 
 
+def test_works_whose_caller_waits_are_let_go_when_their_thread_starts_another(case: Case) -> None:
+    """Over and asked how it ended; over without being asked where nobody knows more; not over by another's start."""
+    done, failed, mute, others = Work(), Work(RuntimeError("connection closed")), Work(), Work()
+    done.is_over = failed.is_over = True
+    for work in (done, failed):
+        case.add(work, is_waited_for=True)
+    case.add(mute, is_waited_for=True, at_any_time=False, tells_failure=False)
+    case.add(others, is_waited_for=True, at_any_time=False, tells_failure=False, thread=4712)
+    case.now_ns += 1
+    case.add(Work(), is_waited_for=True, thread=4712)
+    case.add(Work(), thread=4712)
+    assert case.states() == ["done", "failed", "begun", "done", "begun", "begun"]
+    assert [work.num_asked for work in (done, failed, mute, others)] == [1, 1, 0, 0]
+
+
+def test_work_whose_caller_waits_is_asked_like_others_when_nothing_else_starts(case: Case) -> None:
+    """Its end is seen at the next turn, and not looked for again by the one that starts then."""
+    work, late = Work(), Work()
+    work.is_over = True
+    case.add(work, is_waited_for=True)
+    case.pending.catch_up()
+    assert case.states() == ["done"]
+    case.add(late, is_waited_for=True)
+    case.add(Work())
+    assert case.states() == ["done", "begun", "begun"]
+    assert [work.num_asked, late.num_asked] == [1, 1]
+
+
 def test_works_without_a_future_are_not_asked_for_one(case: Case) -> None:
     """Of point-to-point works, and of NCCL's, it is known only that they are over."""
     work = Work(RuntimeError("nobody asks for it"))
@@ -155,6 +196,26 @@ def test_works_are_let_go_when_the_recording_ends(case: Case) -> None:
     case.pending.clear()
     case.pending.catch_up()
     assert work.num_asked == 0
+
+
+def test_reduce_ops_are_read_of_all_but_where_there_are_many(case: Case) -> None:
+    """Of more than 256 in a turn every 17th of the others; of all again after a turn with few."""
+
+    class ReduceOp:
+        def op(self) -> int:
+            return 3
+
+    def known_after(num_added: int) -> list[int]:
+        before = len(case.states())
+        for _ in range(num_added):
+            case.add(Work(), reduce_op=ReduceOp())
+        case.pending.catch_up()
+        return [entry.index for entry in read_ring(case.path).collectives[before:] if entry.reduce_op == "MIN"]
+
+    assert len(known_after(256)) == 256
+    assert known_after(300) == [*range(257, 514), *range(527, 557, REDUCE_OP_STEP)]
+    assert len(known_after(100)) == 6
+    assert len(known_after(100)) == 100
 
 
 def test_work_that_cannot_be_asked_does_not_keep_others_from_being_asked(case: Case) -> None:
