@@ -167,7 +167,7 @@ def _start_rank(script: str, rank: int, num_ranks: int, port: int, folder: Path,
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    faulthandler.dump_traceback_later(limit_s - 1, file=sys.__stderr__)  # what hangs says where
+    faulthandler.dump_traceback_later(limit_s - 1, file=2)  # what hangs says where
     sys.path[0] = str(Path(script).parent)
     code = 1
     try:
