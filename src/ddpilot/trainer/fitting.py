@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,6 @@ from torch.utils.data import DataLoader
 
 from ddpilot.trainer.calling import find_inner
 from ddpilot.trainer.history import measured
-from ddpilot.trainer.ledger import Ledger
 from ddpilot.trainer.loading import NO_SIZES, make_loader_of
 from ddpilot.trainer.parts import relink
 from ddpilot.trainer.places import group_here
@@ -54,10 +52,12 @@ class Fit:
     ddp: Mapping[str, Any]
 
 
-def fit_here(trainer: Trainer, fit: Fit, signals: StopSignals) -> None:
+def fit_here(trainer: Trainer, fit: Fit, signals: StopSignals) -> Exception | None:
     """Train `trainer`'s model on this rank, together with the others. Collective.
 
     `signals`: entered, so that the stop button loses nothing before the first update and after the last one either.
+    Returns what a callback of rank 0 raised once the last update was made (on the other ranks, that it did): to be
+    raised when what was learnt is safe.
     """
     loop = Loop(
         trainer.seed,
@@ -73,27 +73,41 @@ def fit_here(trainer: Trainer, fit: Fit, signals: StopSignals) -> None:
     train_loader, val_loader = _make_loaders(fit, loop)
     data = describe_data(train_loader)
     _start(loop, trainer.position, data)
-    run = _prepare(trainer, loop, fit)
+    run, story = _prepare(trainer, loop, fit)
     if fit.checkpoints["checkpoint_dir"] is not None and fit.checkpoints["resume"]:
         _resume(loop, run, fit)
     watchers = Watchers(trainer.callbacks, run)
     try:
         watchers.tell("on_fit_start")
         for _ in loop.epochs(run.num_epochs):
-            _train_epoch(trainer, run, train_loader, val_loader, watchers, fit)
+            _train_epoch(trainer, run, train_loader, val_loader, watchers, fit, story)
+        watchers.is_over = True
         watchers.tell("on_fit_end")
     except BaseException as error:
         watchers.tell_exception(error)
         raise
     _say_stop(loop)
     trainer.position = Position(loop.epoch, loop.next_batch, loop.num_updates, data)
+    return watchers.late
 
 
 def _start(loop: Loop, position: Position, data: Mapping[str, Any]) -> None:
     epoch, next_batch = position.epoch, position.next_batch
     if next_batch and position.data != data:  # of other data there is no rest: another epoch begins
+        _say_left_out(loop, position, data)
         epoch, next_batch = epoch + 1, 0
     loop.start_at(epoch, next_batch=next_batch, num_updates=position.num_updates)
+
+
+def _say_left_out(loop: Loop, position: Position, data: Mapping[str, Any]) -> None:
+    before, epoch = position.data, position.epoch + 1
+    names = [name for name in ("dataset_length", "global_batch_size") if before.get(name) != data.get(name)]
+    changed = ", ".join(f"{name} {before.get(name)} -> {data.get(name)}" for name in names) or "or their order"
+    loop.print(
+        f"the rest of epoch {epoch}, from batch {position.next_batch + 1} on, is left out, since the data are others "
+        f"now ({changed}): epoch {epoch + 1} begins",
+        flush=True,
+    )
 
 
 def _resume(loop: Loop, run: Run, fit: Fit) -> None:
@@ -104,7 +118,7 @@ def _resume(loop: Loop, run: Run, fit: Fit) -> None:
     loop.print(f"goes on with epoch {loop.epoch + 1}; {goal}: {left} more, up to {run.num_epochs}", flush=True)
 
 
-def _prepare(trainer: Trainer, loop: Loop, fit: Fit) -> Run:
+def _prepare(trainer: Trainer, loop: Loop, fit: Fit) -> tuple[Run, Story]:
     model, options = trainer.model, dict(fit.ddp)
     shard = options.pop("shard", None)
     parts = dict(model.items()) if type(model) is nn.ModuleDict else {"": model}
@@ -120,8 +134,9 @@ def _prepare(trainer: Trainer, loop: Loop, fit: Fit) -> Run:
         loop.prepare(scheduler)
     if trainer.ema is not None:
         loop.prepare(trainer.ema)
-    loop.track(story=Story(trainer.history, trainer.callbacks))
-    return Run(
+    story = Story(trainer.history, trainer.callbacks)
+    loop.track(story=story)
+    run = Run(
         loop=loop,
         model=unwrap(wrapped[0]) if "" in parts else model,
         wrapped=wrapped[0] if "" in parts else dict(zip(parts, wrapped, strict=True)),
@@ -130,7 +145,9 @@ def _prepare(trainer: Trainer, loop: Loop, fit: Fit) -> Run:
         ema=trainer.ema,
         history=trainer.history,
         num_epochs=loop.epoch + fit.epochs if fit.until_epoch is None else fit.until_epoch,
+        until_epoch=fit.until_epoch,
     )
+    return run, story
 
 
 def bring_state(optimizer: Optimizer) -> None:
@@ -155,12 +172,15 @@ def _make_loaders(fit: Fit, loop: Loop) -> tuple[Loader, Loader | None]:
     return train, make_loader_of(fit.val_set, loop.group, loop.seed, sizes, {**common, **kept}, say=loop.print)
 
 
-def _train_epoch(trainer: Trainer, run: Run, train: Loader, val: Loader | None, watchers: Watchers, fit: Fit) -> None:
+def _train_epoch(
+    trainer: Trainer, run: Run, train: Loader, val: Loader | None, watchers: Watchers, fit: Fit, story: Story
+) -> None:
     loop = run.loop
     run.metrics = {}
     watchers.tell("on_epoch_start")
     _say_untrained(run)
-    rows = _train_batches(trainer, run, train, watchers)
+    rows = _train_batches(trainer, run, train, watchers, story)
+    watchers.is_over = loop.should_stop or (not loop.next_batch and loop.epoch + 1 >= run.num_epochs)
     if val is not None and not loop.next_batch:  # not after a stop in the middle
         found = {f"val_{name}": value for name, value in _validate(trainer, run, val).items()}
         run.metrics |= found
@@ -193,8 +213,10 @@ def _say_untrained(run: Run) -> None:
     run.left_out = left
 
 
-def _train_batches(trainer: Trainer, run: Run, loader: Loader, watchers: Watchers) -> list[dict[str, Any]]:
-    loop, ledger, began_s = run.loop, Ledger(run.loop), time.perf_counter()
+def _train_batches(
+    trainer: Trainer, run: Run, loader: Loader, watchers: Watchers, story: Story
+) -> list[dict[str, Any]]:
+    loop, ledger = run.loop, story.begin_epoch(run.loop)
     for batch in loop.batches(loader):
         before = loop.num_updates
         run.loss = ledger.add(trainer.train_batch(run, batch))
@@ -203,8 +225,9 @@ def _train_batches(trainer: Trainer, run: Run, loader: Loader, watchers: Watcher
                 run.ema.update_parameters(run.model)
             watchers.tell_update()
     watchers.settle()
+    story.end_epoch()
     means, rows = ledger.close(loop.num_updates)
-    seconds = time.perf_counter() - began_s
+    seconds = ledger.seconds
     run.metrics |= {"epoch": loop.epoch, "update": loop.num_updates, **means}
     run.metrics |= {"lr": float(run.optimizer.param_groups[0]["lr"]), "samples": ledger.num_samples}
     run.metrics |= {"seconds": seconds, "samples_per_s": ledger.num_samples / seconds}

@@ -43,7 +43,9 @@ class History:
         last = measured(self.epochs[-1]) if self.epochs else {}
         said = ", ".join(f"{name}={value:.4g}" for name, value in last.items())
         num_updates = self.updates[-1]["update"] if self.updates else 0
-        return f"History({len(self.epochs)} epochs, {num_updates} updates{'; last: ' * bool(said)}{said})"
+        num_epochs = len({row["epoch"] for row in self.epochs})  # of several rows where it went on after a stop
+        counts = f"{num_epochs} epoch{'s' * (num_epochs != 1)}, {num_updates} updates"
+        return f"History({counts}{'; last: ' * bool(said)}{said})"
 
     def state_dict(self) -> dict[str, Any]:
         """Both lists, without what a checkpoint cannot hold; the updates, of which there are many, as a tensor."""

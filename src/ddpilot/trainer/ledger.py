@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,10 +19,15 @@ _MAX_ROWS = 1000
 
 
 class Ledger:
-    """Sums of losses, weighted by what they are means over, for each update of one epoch."""
+    """Sums of losses, weighted by what they are means over, for each update of one epoch.
 
-    def __init__(self, loop: Loop) -> None:
+    `before`: what `state_dict` gave, of an epoch that goes on from a checkpoint in its middle.
+    """
+
+    def __init__(self, loop: Loop, before: Mapping[str, Any] | None = None) -> None:
         self._loop = loop
+        self._before = before
+        self._began_s = time.perf_counter()
         self._names: tuple[str, ...] = ("loss",)
         self._waiting: list[tuple[torch.Tensor, ...]] = []
         self._weights: list[float] = []
@@ -29,8 +35,13 @@ class Ledger:
         self._updates: list[list[float]] = []
         """For each update the sums of this rank's losses, and their weight."""
         self._is_open = False
-        self.num_samples = 0
+        self.num_samples = 0 if before is None else int(before["samples"])
         """Of all ranks together."""
+
+    @property
+    def seconds(self) -> float:
+        """That the epoch took so far."""
+        return time.perf_counter() - self._began_s + (0.0 if self._before is None else self._before["seconds"])
 
     def add(self, said: Any) -> torch.Tensor:
         """Take what a training step returned for the current batch; its first loss, detached.
@@ -72,10 +83,7 @@ class Ledger:
 
         The last of them is number `num_updates`.
         """
-        self._flush()
-        width = len(self._names) + 1
-        table = torch.tensor(self._updates, dtype=torch.float64).reshape(-1, width)
-        table = self._loop.reduce(table, "sum").cpu()
+        table = self._table()
         totals = table.sum(0).tolist()
         # There is no sample where a fit goes on behind the last batch of an epoch.
         weight = totals[-1] or math.nan
@@ -87,3 +95,21 @@ class Ledger:
             if weight
         ]
         return means, rows
+
+    def state_dict(self) -> dict[str, Any]:
+        """The epoch up to now: a table of all ranks' sums and weights, with a row for each update. Collective."""
+        table = self._table()
+        return {"names": list(self._names), "table": table, "samples": self.num_samples, "seconds": self.seconds}
+
+    def _table(self) -> torch.Tensor:
+        self._flush()
+        mine = torch.tensor(self._updates, dtype=torch.float64).reshape(-1, len(self._names) + 1)
+        table = self._loop.reduce(mine, "sum").cpu()
+        before = self._before
+        if before is None:
+            return table
+        if not self._updates:
+            self._names = tuple(before["names"])
+        if list(self._names) != list(before["names"]):  # another program now: of what it did before, samples count
+            return table
+        return torch.cat([before["table"], table.reshape(-1, len(self._names) + 1)])

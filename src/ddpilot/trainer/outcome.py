@@ -4,14 +4,19 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
+import cloudpickle
 from torch import nn
 
 from ddpilot.group.protocol import GroupLike
+from ddpilot.launching.failures import Failure, build_error
+from ddpilot.launching.local.rank import describe_raised
+from ddpilot.launching.local.report import Raised
 from ddpilot.trainer.position import Position
 from ddpilot.training.optimizer_state import full_state
 from ddpilot.training.plain import plain_attributes
@@ -35,15 +40,43 @@ class Outcome:
     callbacks: list[dict[str, Any]]
     history: dict[str, Any]
     position: Position
+    late: tuple[Raised, bytes] | None = None
+    """What a callback raised on rank 0 once training was over, and the exception, pickled; b"" where it cannot be."""
 
 
-def collect(trainer: Trainer, group: GroupLike) -> Outcome | None:
+def collect(trainer: Trainer, group: GroupLike, late: Exception | None) -> Outcome | None:
     """The outcome on rank 0; None on the others. Collective where an optimizer's state is divided among the ranks."""
     optimizers = {name: full_state(optimizer) for name, optimizer in trainer.optimizers.items()}
-    return _gather(trainer, optimizers) if group.is_rank_zero else None
+    return _gather(trainer, optimizers, late) if group.is_rank_zero else None
 
 
-def _gather(trainer: Trainer, optimizers: dict[str, dict[str, Any]]) -> Outcome:
+def raise_late(late: tuple[Raised, bytes], num_ranks: int) -> NoReturn:
+    """Raise in the notebook what a callback raised on rank 0 once training was over: RankError, the original chained.
+
+    `num_ranks`: of the fit.
+    """
+    raised, pickled = late
+    try:
+        error = pickle.loads(pickled)
+    except Exception:  # noqa: BLE001  (unpickling runs the user's code; the text is there in any case)
+        error = None
+    failure = Failure(rank=0, raised=raised, exited=None, error=error, since_s=raised.time_s)
+    said = build_error(
+        failure, function_name="Trainer.fit", num_ranks=num_ranks, last_lines=(), victims=(), returned=()
+    )
+    said.fix = "Training was over by then: what it learnt is here"
+    raise said from error
+
+
+def _pack(error: Exception) -> tuple[Raised, bytes]:
+    try:
+        pickled = cloudpickle.dumps(error)
+    except Exception:  # noqa: BLE001  (pickling runs the user's code; the text travels in any case)
+        pickled = b""
+    return describe_raised(error), pickled
+
+
+def _gather(trainer: Trainer, optimizers: dict[str, dict[str, Any]], late: Exception | None = None) -> Outcome:
     model = trainer.model
     return Outcome(
         weights=model.state_dict(),
@@ -55,6 +88,7 @@ def _gather(trainer: Trainer, optimizers: dict[str, dict[str, Any]]) -> Outcome:
         callbacks=[callback.state_dict() for callback in trainer.callbacks],
         history=trainer.history.state_dict(),
         position=trainer.position,
+        late=None if late is None else _pack(late),
     )
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 from ddpilot.trainer.callback import Callback
 from ddpilot.trainer.history import History
+from ddpilot.trainer.ledger import Ledger
+from ddpilot.training.loop import Loop
 
 
 @dataclass
@@ -29,14 +31,28 @@ class Story:
     def __init__(self, history: History, callbacks: Sequence[Callback]) -> None:
         self._history = history
         self._callbacks = callbacks
+        self._ledger: Ledger | None = None
+        self._left: dict[str, Any] | None = None
+
+    def begin_epoch(self, loop: Loop) -> Ledger:
+        """The losses of an epoch that begins now, or goes on where a checkpoint in its middle left it."""
+        before, self._left = self._left, None
+        self._ledger = Ledger(loop, before if loop.next_batch else None)
+        return self._ledger
+
+    def end_epoch(self) -> None:
+        """Its losses are in the history, or are to be."""
+        self._ledger = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Of the callbacks by the names of their classes, in their order."""
+        """Of the callbacks by the names of their classes, in their order. In the middle of an epoch collective."""
         states = [(type(callback).__qualname__, callback.state_dict()) for callback in self._callbacks]
-        return {"history": self._history.state_dict(), "callbacks": states}
+        running = None if self._ledger is None else self._ledger.state_dict()
+        return {"history": self._history.state_dict(), "callbacks": states, "running": running}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """A callback that is new keeps the state that it has; one that is gone is left out."""
+        self._left = state["running"]
         self._history.load_state_dict(state["history"])
         left = list(state["callbacks"])
         for callback in self._callbacks:

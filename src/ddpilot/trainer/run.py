@@ -38,6 +38,8 @@ class Run:
     """Rows of the epochs so far, those of earlier fits too. Complete on rank 0 and on all others."""
     num_epochs: int = 0
     """The number that `epoch` goes up to."""
+    until_epoch: int | None = None
+    """The same, where `fit` was asked for a total; None where it was asked for so many more."""
     loss: torch.Tensor | None = None
     """This rank's mean of the last batch, detached, on the device; NaN where it had no sample."""
     values: dict[str, Any] = field(default_factory=dict)

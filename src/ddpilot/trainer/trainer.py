@@ -25,7 +25,7 @@ from ddpilot.trainer.checking import (
 from ddpilot.trainer.fitting import Fit, fit_here
 from ddpilot.trainer.history import History
 from ddpilot.trainer.looking import call_here, evaluate_here, predict_here
-from ddpilot.trainer.outcome import Outcome, apply, as_it_was, collect
+from ddpilot.trainer.outcome import Outcome, apply, as_it_was, collect, raise_late
 from ddpilot.trainer.parts import make_ema, make_optimizers, make_schedulers
 from ddpilot.trainer.places import group_here, is_on_ranks, run_on_ranks, say_ignored
 from ddpilot.trainer.position import Position
@@ -146,8 +146,9 @@ class Trainer:
         After Ctrl-C, `max_time_s` seconds or a callback's stop all ranks leave after the same update, within about 0.1
         s (see `Run.stop`), and it returns; the next fit on the same data goes on there. Where a rank raises,
         RankError, and with `nproc_per_node=0` what was raised: everything here is then as it was before. On a rank
-        that was there already, an exception leaves things as the updates so far made them. Raises
-        LoopError, before a rank starts, for what cannot be meant.
+        that was there already, an exception leaves things as the updates so far made them. What a callback of rank 0
+        raises once the last update was made is raised as well, and what was learnt is here. Raises LoopError, before
+        a rank starts, for what cannot be meant.
         """
         sizes = {"global_batch_size": global_batch_size, "batch_size_per_rank": batch_size_per_rank}
         fit = Fit(
@@ -170,20 +171,25 @@ class Trainer:
         if is_on_ranks():
             say_ignored(nproc_per_node)
             with StopSignals() as signals:
-                fit_here(self, fit, signals)
+                late = fit_here(self, fit, signals)
         elif nproc_per_node == 0:
             with StopSignals() as signals, as_it_was(self):
-                fit_here(self, fit, signals)
+                late = fit_here(self, fit, signals)
         else:
             self.nproc_per_node = self.nproc_per_node if nproc_per_node is None else nproc_per_node
             outcomes = run_on_ranks(self.launcher, self.nproc_per_node, "fit", self, fit)
             apply(self, outcomes[0])
+            if outcomes[0].late is not None:
+                raise_late(outcomes[0].late, len(outcomes))
+            late = None
+        if late is not None:
+            raise late
         return self.history
 
     def _fit_here(self, fit: Fit) -> Outcome | None:
         with StopSignals() as signals:
-            fit_here(self, fit, signals)
-            return collect(self, group_here())
+            late = fit_here(self, fit, signals)
+            return collect(self, group_here(), late)
 
     def train_batch(self, run: Run, batch: Any) -> Any:
         """One batch: forward, backward, and the update where one is due; override it for a step of another kind.

@@ -23,6 +23,10 @@ class Watchers:
         self._run = run
         self._has_own_of_zero = any(callback.ranks == "zero" for callback in callbacks)
         self._failure: Exception | None = None
+        self.is_over = False
+        """Was the last update made? What fails then has nothing to end."""
+        self.late: Exception | None = None
+        """The first failure since then."""
         self._guarded = {
             id(callback): GuardedLoop(run.loop, type(callback).__qualname__)
             for callback in callbacks
@@ -30,7 +34,10 @@ class Watchers:
         }
 
     def tell(self, event: str) -> None:
-        """Call method `event` of each callback. Collective. What one raised on rank 0 is raised on all ranks."""
+        """Call method `event` of each callback. Collective. What one raised on rank 0 is raised on all ranks.
+
+        Once `is_over`, it is kept in `late`, and the callbacks are told what is left to be told.
+        """
         self._call(event)
         self.settle()
 
@@ -42,8 +49,14 @@ class Watchers:
 
     def settle(self) -> None:
         """Raise on all ranks what a callback raised on rank 0 alone. Collective, where there is such a callback."""
-        if self._has_own_of_zero:
+        if not self._has_own_of_zero:
+            return
+        try:
             on_ranks(0)(self._raise_failure)()
+        except Exception as error:
+            if not self.is_over:
+                raise
+            self.late = self.late or error
 
     def tell_exception(self, error: BaseException) -> None:
         """Call `on_exception`, on this rank alone; what that raises becomes a warning beside `error`."""

@@ -112,10 +112,11 @@ def train_rated(how: str, group: GroupLike | None = None) -> Any:
     loop = Loop(seed=1, accumulate=2, group=group)
     inner = Rated().double()
     model, optimizer = loop.prepare(inner, torch.optim.SGD(inner.parameters(), lr=0.1))
+    plain: Any = unwrap(model)
     ways: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "method": lambda x: model.rate(x, power=2.0),
         "inner": lambda x: inner.rate(x, power=2.0),
-        "unwrapped": lambda x: unwrap(model).rate(x, power=2.0),
+        "unwrapped": lambda x: plain.rate(x, power=2.0),
         "parts": lambda x: model.head(model.inner(x).tanh()) ** 2,
     }
     try:

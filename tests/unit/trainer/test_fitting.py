@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import copy
+import errno
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -119,6 +121,74 @@ def test_a_stop_after_the_last_batch_leaves_no_part_without_samples(data: Any) -
         for row in trainer.history.epochs
     ]
     assert rows == [(0, 3, 12, True, True), (1, 6, 12, True, True)][: 2 if data is DATA else 1]
+
+
+def test_a_part_of_an_epoch_that_other_data_leave_out_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """With the batch size that changed; the history counts the epoch once."""
+    trainer = make_trainer(callbacks=[StopAt(4)])
+    fit(trainer, epochs=4)
+    assert trainer.position.next_batch
+    capsys.readouterr()
+    trainer.fit(DATA, epochs=1, global_batch_size=6, nproc_per_node=0, progress=False)
+    said = "the rest of epoch 2, from batch 3 on, is left out, since the data are others now (global_batch_size 4 -> 6)"
+    assert f"{said}: epoch 3 begins" in capsys.readouterr().out
+    assert [row["epoch"] for row in trainer.history.epochs] == [0, 1, 2]
+
+
+def test_a_history_of_an_epoch_in_parts_counts_it_once() -> None:
+    """It has a row for each part."""
+    trainer = make_trainer(callbacks=[StopAt(1)])
+    fit(trainer)
+    fit(trainer)
+    assert len(trainer.history.epochs) == 2
+    assert repr(trainer.history).startswith("History(1 epoch, 3 updates")
+
+
+@pytest.mark.parametrize("stop_after", [1, 4])
+def test_an_epoch_that_goes_on_from_a_checkpoint_has_all_of_its_losses(stop_after: int, tmp_path: Path) -> None:
+    """One row for the epoch, over all of its samples, and one for each update."""
+    first, second, whole = make_trainer(callbacks=[StopAt(stop_after)]), make_trainer(), make_trainer()
+    for each in (second, whole):
+        each.model.load_state_dict(first.model.state_dict())
+    fit(first, until_epoch=3, checkpoint_dir=tmp_path)
+    assert first.position.next_batch
+    fit(second, until_epoch=3, checkpoint_dir=tmp_path)
+    fit(whole, until_epoch=3)
+    assert second.history.updates == [pytest.approx(row, rel=1e-12) for row in whole.history.updates]
+    for name in ("epoch", "update", "loss", "val_loss", "samples"):
+        assert [row[name] for row in second.history.epochs] == pytest.approx(
+            [row[name] for row in whole.history.epochs], rel=1e-12
+        )
+
+
+class FailsAtTheEnd(ddpilot.Callback):
+    """Cannot write what it has once training is over."""
+
+    def __init__(self, event: str) -> None:
+        self.event = event
+
+    def on_epoch_end(self, run: ddpilot.Run) -> None:
+        self._fail("epoch", run)
+
+    def on_fit_end(self, run: ddpilot.Run) -> None:
+        self._fail("fit", run)
+
+    def _fail(self, event: str, run: ddpilot.Run) -> None:
+        if self.event == event and run.epoch >= 1:
+            raise OSError(errno.ENOSPC, "No space left on device", "picture.png")
+
+
+@pytest.mark.parametrize("event", ["epoch", "fit"])
+def test_what_fails_once_training_is_over_is_raised_and_loses_nothing(event: str) -> None:
+    """After the last update, in the last epoch or at the end of the fit; weights, history and place are kept."""
+    trainer, whole = make_trainer(callbacks=[FailsAtTheEnd(event)]), make_trainer()
+    whole.model.load_state_dict(trainer.model.state_dict())
+    with pytest.raises(OSError, match="No space left on device"):
+        fit(trainer, epochs=2)
+    fit(whole, epochs=2)
+    torch.testing.assert_close(state_of(trainer), state_of(whole), rtol=0, atol=0)
+    assert [row["loss"] for row in trainer.history.epochs] == [row["loss"] for row in whole.history.epochs]
+    assert trainer.position == whole.position
 
 
 @pytest.mark.parametrize(("of_group", "name"), [(False, "run.loop.reduce"), (True, "run.loop.group.barrier")])

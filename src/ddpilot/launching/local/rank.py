@@ -132,20 +132,10 @@ def _send_value(control: socket.socket, start: RankStart, value: Any, known: lis
 
 
 def _send_error(control: socket.socket, start: RankStart, error: BaseException, known: list[Any]) -> int:
-    now = time.monotonic()
-    exitcode = exitcode_of(error)
-    if exitcode == 0:
+    report = describe_raised(error)
+    if report.exitcode == 0:
         _send_value(control, start, None, known)
         return 0
-    report = Raised(
-        time_s=now,
-        type_name=type(error).__qualname__,
-        message=str(error)[:_MAX_TEXT_CHARS],
-        traceback=user_traceback(error)[-_MAX_TEXT_CHARS:],
-        is_victim=is_victim(error),
-        interrupted=isinstance(error, KeyboardInterrupt),
-        exitcode=exitcode,
-    )
     try:
         fds, _ = pack_parcel("ddpilot-error", error, known)
     except Exception as unpicklable:  # its text travels all the same
@@ -157,6 +147,19 @@ def _send_error(control: socket.socket, start: RankStart, error: BaseException, 
         traceback.print_exception(error)
     wire.close_all(fds)
     return report.exitcode
+
+
+def describe_raised(error: BaseException) -> Raised:
+    """What is told of `error`, which was raised just now."""
+    return Raised(
+        time_s=time.monotonic(),
+        type_name=type(error).__qualname__,
+        message=str(error)[:_MAX_TEXT_CHARS],
+        traceback=user_traceback(error)[-_MAX_TEXT_CHARS:],
+        is_victim=is_victim(error),
+        interrupted=isinstance(error, KeyboardInterrupt),
+        exitcode=exitcode_of(error),
+    )
 
 
 def user_traceback(error: BaseException) -> str:

@@ -20,7 +20,8 @@ class EarlyStopping(Callback):
 
     `monitor`: a name in the epochs' rows, such as "val_loss" (default) or "val_accuracy". `mode`: "min" (default) where
     less is better, "max" where more is. `min_delta`: what is better by no more than this does not count. Rank 0
-    decides, by values that are the same everywhere.
+    decides, by values that are the same everywhere. A fit with `until_epoch` that it has stopped stays stopped, also
+    where it goes on from a checkpoint; for a larger total, or with `epochs=`, it has its patience again.
 
     `restore_best`: give model and EMA the weights of the best epoch at the end, on all ranks; until then rank 0 has a
     copy in CPU memory, and checkpoints too. The optimizer keeps its state.
@@ -52,6 +53,8 @@ class EarlyStopping(Callback):
         """Epochs since then."""
         self.stopped: str = ""
         """Why training was ended, "" where it was not by this callback."""
+        self.stopped_goal = 0
+        """The number of epochs that it was to have then."""
 
     @property
     def monitor(self) -> str:
@@ -64,7 +67,11 @@ class EarlyStopping(Callback):
         return self._watched.best
 
     def on_fit_start(self, run: Run) -> None:
-        self.stopped = ""
+        if self.stopped and run.until_epoch is not None and run.until_epoch <= self.stopped_goal:
+            run.loop.print(f"stopped before: {self.stopped}; `epochs=` trains for so many more", flush=True)
+            run.stop(everywhere=True)
+        elif self.stopped:
+            self.stopped, self.num_bad = "", 0
         if not run.loop.group.is_rank_zero:
             self._weights = None
         elif self._restore_best and self._weights is None and self.best is not None:
@@ -84,6 +91,7 @@ class EarlyStopping(Callback):
                 f"{self._watched.monitor} was not better than {self.best} of epoch {self.best_epoch} "
                 f"for {self.num_bad} epochs"
             )
+            self.stopped_goal = run.num_epochs
             if run.loop.group.is_rank_zero:
                 run.stop()
             run.loop.print(self.stopped, flush=True)
@@ -95,12 +103,14 @@ class EarlyStopping(Callback):
         self._weights = None
 
     def state_dict(self) -> dict[str, Any]:
-        state = {"best": self.best, "best_epoch": self.best_epoch, "num_bad": self.num_bad, "stopped": self.stopped}
+        names = ("best", "best_epoch", "num_bad", "stopped", "stopped_goal")
+        state = {name: getattr(self, name) for name in names}
         return state if self._weights is None else {**state, "weights": self._weights}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._watched.best = state["best"]
-        self.best_epoch, self.num_bad, self.stopped = state["best_epoch"], state["num_bad"], state["stopped"]
+        self.best_epoch, self.num_bad = state["best_epoch"], state["num_bad"]
+        self.stopped, self.stopped_goal = state["stopped"], state["stopped_goal"]
         self._weights = state.get("weights")
 
 

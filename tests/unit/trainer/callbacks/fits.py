@@ -27,10 +27,10 @@ def make_trainer(*callbacks: Callback, **options: Any) -> Trainer:
     return Trainer(model, nn.functional.mse_loss, callbacks=callbacks, **given)
 
 
-def fit(trainer: Trainer, epochs: int = 1, validate: bool = True) -> Trainer:
+def fit(trainer: Trainer, epochs: int = 1, validate: bool = True, **options: Any) -> Trainer:
     """Train in this process; the trainer."""
     val_set = DATA if validate else None
-    trainer.fit(DATA, val_set, epochs=epochs, global_batch_size=4, shuffle=False, nproc_per_node=0)
+    trainer.fit(DATA, val_set, epochs=epochs, global_batch_size=4, shuffle=False, nproc_per_node=0, **options)
     return trainer
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,6 +30,20 @@ def test_early_stopping_counts_epochs_without_a_better_value(
     stopping = EarlyStopping("val_score", **options)
     assert len(fit(make_trainer(metric(*values), stopping), 5).history.epochs) == num_epochs
     assert bool(stopping.stopped) == (num_epochs < 5)
+
+
+def test_early_stopping_is_remembered_in_checkpoints(tmp_path: Path) -> None:
+    """The same call with a total trains no more, in a new trainer and in the same one; a larger total does."""
+
+    def run_all_again(until_epoch: int) -> Any:
+        trainer = make_trainer(metric(*[1.0] * 9), EarlyStopping("val_score", patience=2))
+        return fit(trainer, until_epoch=until_epoch, checkpoint_dir=tmp_path)
+
+    assert [len(run_all_again(5).history.epochs) for _ in range(2)] == [3, 3]
+    again = run_all_again(5)
+    assert len(fit(again, until_epoch=5, checkpoint_dir=tmp_path).history.epochs) == 3
+    assert len(run_all_again(9).history.epochs) == 5
+    assert len(fit(again, epochs=2).history.epochs) == 5
 
 
 def test_early_stopping_restores_the_weights_of_the_best_epoch(capsys: pytest.CaptureFixture[str]) -> None:
