@@ -115,10 +115,16 @@ class StopTogether(Stop):
     ranks = "all"
 
 
-def test_a_stop_of_all_ranks_keeps_what_was_learnt_and_the_next_fit_goes_on(capfd: pytest.CaptureFixture[str]) -> None:
-    """In the middle of an epoch: no validation, a row of the part; then the rest, as if there had been no stop."""
-    trainer, whole = make_trainer(callbacks=[StopTogether(4)]), make_trainer()
-    fit(trainer, epochs=2)
+def test_a_stop_of_all_ranks_keeps_what_was_learnt_and_the_next_fit_goes_on(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """In the middle of an epoch: no validation, a row of the part; then the rest, as if there had been no stop.
+
+    From the checkpoint, at another number of ranks, it goes on with the losses of the first part.
+    """
+    trainer, whole, third = make_trainer(callbacks=[StopTogether(4)]), make_trainer(), make_trainer()
+    fit(trainer, epochs=2, checkpoint_dir=tmp_path)
+    fit(third, 3, until_epoch=2, checkpoint_dir=tmp_path)
     assert (trainer.position.epoch, trainer.position.next_batch, trainer.position.num_updates) == (1, 3, 4)
     assert [sorted(row) for row in trainer.history.epochs][1:] == [
         ["epoch", "loss", "lr", "samples", "samples_per_s", "seconds", "update"]
@@ -130,6 +136,9 @@ def test_a_stop_of_all_ranks_keeps_what_was_learnt_and_the_next_fit_goes_on(capf
     assert [(row["epoch"], row["samples"]) for row in trainer.history.epochs] == [(0, 53), (1, 24), (1, 29)]
     fit(whole, epochs=2)
     torch.testing.assert_close(trainer.model.state_dict(), whole.model.state_dict(), rtol=1e-10, atol=1e-13)
+    assert third.history.updates == [pytest.approx(row, rel=1e-10) for row in whole.history.updates]
+    assert [row["samples"] for row in third.history.epochs] == [53, 53]
+    assert third.history.epochs[1]["loss"] == pytest.approx(whole.history.epochs[1]["loss"], rel=1e-10)
 
 
 def test_a_stop_of_rank_zero_ends_fit_on_all_ranks() -> None:
@@ -184,8 +193,8 @@ class FullDisk(ddpilot.Callback):
         if self.event == "update":
             self._file.write("loss\n")
 
-    def on_epoch_end(self, run: ddpilot.Run) -> None:  # noqa: ARG002
-        if self.event == "epoch":
+    def on_epoch_end(self, run: ddpilot.Run) -> None:
+        if self.event == "epoch" or (self.event == "last epoch" and run.epoch == run.num_epochs - 1):
             self._file.write("loss\n")
 
 
@@ -219,3 +228,20 @@ def test_what_rank_zero_cannot_write_ends_fit_on_all_ranks(event: str, first: in
     torch.testing.assert_close(trainer.model.state_dict(), before, rtol=0, atol=0)
     assert trainer.history.epochs == []
     assert trainer.position.num_updates == 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no device that is always full")
+def test_what_rank_zero_cannot_write_after_the_last_update_is_raised_and_loses_nothing() -> None:
+    """RankError with the line of the callback; the others of rank 0 are told to the end, and all is taken back."""
+    diary = Diary()
+    trainer, whole = make_trainer(callbacks=[FullDisk("last epoch"), diary]), make_trainer()
+    with pytest.raises(ddpilot.RankError, match='self._file.write\\("loss') as caught:
+        fit(trainer, epochs=2)
+    assert isinstance(caught.value.__cause__, OSError)
+    assert "Training was over by then: what it learnt is here" in str(caught.value)
+    assert "running `Trainer.fit` on 2 ranks" in str(caught.value)
+    fit(whole, 0, epochs=2)
+    torch.testing.assert_close(trainer.model.state_dict(), whole.model.state_dict(), rtol=1e-10, atol=1e-13)
+    assert trainer.position == whole.position
+    assert [row["epoch"] for row in trainer.history.epochs] == [0, 1]
+    assert diary.events[-1] == "fit_end"
