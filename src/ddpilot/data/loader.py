@@ -105,6 +105,7 @@ def make_stream_loader(
     divides_itself: bool = False,
     collate_fn: Collate | None = None,
     seed_samples: bool = True,
+    empty_ranks: bool = False,
     num_workers: int = 0,
     **options: Any,
 ) -> StreamLoader:
@@ -116,8 +117,8 @@ def make_stream_loader(
 
     `divides_itself`: the dataset reads `torch.utils.data.get_worker_info()` and gives that part only. It is then told
     of rank x `num_workers` parts, so that nothing is read twice; the ranks may run out unequally (`LocalBatch`'s
-    `global_count` is None), and the order depends on the number of parts. The other arguments are those of
-    `make_loader`. Raises `DataError`.
+    `global_count` is None), and the order depends on the number of parts. `empty_ranks` is that of `Plan`, and the
+    other arguments are those of `make_loader`. Raises `DataError`.
     """
     options = {"num_workers": num_workers, **options}
     check_options(options, rank, is_stream=True)
@@ -126,7 +127,7 @@ def make_stream_loader(
         found = "`drop_last` with `divides_itself`: no rank knows which samples are in the last global batch"
         raise DataError("making a loader", found=found, fix="Leave `drop_last` out.", rank=rank)
     # Refuses what any plan refuses: a batch that is smaller than the world size, shares that are none.
-    Plan(size, size, world_size=world_size, shares=shares)
+    Plan(size, size, world_size=world_size, shares=shares, empty_ranks=empty_ranks)
     plan = StreamPlan(size, world_size, seed, drop_last, divides_itself, Division.of(world_size, shares))
     return StreamLoader(
         dataset,

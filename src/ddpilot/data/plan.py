@@ -28,7 +28,8 @@ class Plan:
     """Length of the dataset; 0 is an epoch of no batches (refused with `shuffle`, `weights` or `drop_last`)."""
 
     global_batch_size: int
-    """Samples in a batch of all ranks together, at least one for each rank; the last batch may be smaller."""
+    """Samples in a batch of all ranks together, at least one for each rank (but see `empty_ranks`); the last batch may
+    be smaller."""
 
     _: KW_ONLY
 
@@ -63,6 +64,10 @@ class Plan:
     """With `shuffle`: whether the samples of a batch stay together, so that a rank has the same ones in every epoch.
     Batches are drawn once, and each later epoch has them in another order, a smaller last one at the end."""
 
+    empty_ranks: bool = False
+    """Whether a batch may have fewer samples than there are ranks, so that some never have one: they train on nothing,
+    but where samples are only looked at nothing is lost."""
+
     def __post_init__(self) -> None:
         self._check_sizes()
         if self.weights is not None:
@@ -70,7 +75,8 @@ class Plan:
             object.__setattr__(self, "weights", weights)
         if self.shares is not None:
             object.__setattr__(self, "shares", tuple(float(share) for share in self.shares))
-        self._check_pieces()
+        if not self.empty_ranks:
+            self._check_pieces()
         self._check_not_empty()
 
     @property

@@ -37,6 +37,7 @@ def shard_loader(
     cache: bool = False,
     divides_itself: bool = False,
     seed_samples: bool = True,
+    empty_ranks: bool = False,
     say: Callable[[str], None] | None = None,
     **options: Any,
 ) -> ShardedLoader | StreamLoader:
@@ -51,16 +52,15 @@ def shard_loader(
 
     `say` gets one sentence, on rank 0 of several, with the batch size of all ranks and of each. `cache` is that of
     `make_loader`, for what is in order or shuffled; `divides_itself` and `seed_samples` are those of
-    `make_stream_loader`. Raises `DataError` where a loader cannot be divided exactly, and
+    `make_stream_loader`, `empty_ranks` that of `Plan`. Raises `DataError` where a loader cannot be divided exactly, and
     for any other `options`.
     """
     refuse_other_loaders(loader)
     check_shard_options(options, rank)
     refuse_whole_batches(loader)
     is_heard = say is not None and rank == 0 and world_size > 1
-    job = _Job(
-        rank, world_size, shares, batch_size_per_rank, cache, seed_samples, say if say and is_heard else _say_nothing
-    )
+    said = say if say and is_heard else _say_nothing
+    job = _Job(rank, world_size, shares, batch_size_per_rank, cache, seed_samples, empty_ranks, said)
     if isinstance(loader.dataset, IterableDataset):
         if cache:
             refuse_cache("an iterable dataset, of which a rank reads everything", rank)
@@ -80,37 +80,47 @@ class _Job(NamedTuple):
     is_per_rank: bool
     cache: bool
     seed_samples: bool
+    empty_ranks: bool
     say: Callable[[str], None]
 
 
 def _shard_stream(loader: DataLoader[Any], job: _Job, seed: int, divides_itself: bool) -> StreamLoader:
-    return make_stream_loader(
+    batch_size = loader.batch_size or 0
+    size = _size(batch_size, job, job.is_per_rank)
+    made = make_stream_loader(
         loader.dataset,
         rank=job.rank,
         world_size=job.world_size,
-        global_batch_size=_size(loader.batch_size or 0, job, job.is_per_rank),
+        global_batch_size=size,
         seed=seed,
         drop_last=loader.drop_last,
         shares=job.shares,
         divides_itself=divides_itself,
         collate_fn=loader.collate_fn,
         seed_samples=job.seed_samples,
+        empty_ranks=job.empty_ranks,
         **read_options(loader),
     )
+    _say_size(size, batch_size, job, job.is_per_rank)
+    return made
 
 
 def _shard_samples(loader: DataLoader[Any], job: _Job, reading: Reading) -> ShardedLoader:
     dataset: Any = loader.dataset
+    is_per_rank = job.is_per_rank or reading.are_divided
+    size = _size(reading.batch_size, job, is_per_rank)
     plan = Plan(
         len(dataset),
-        _size(reading.batch_size, job, job.is_per_rank or reading.are_divided),
+        size,
         world_size=job.world_size,
         seed=reading.seed,
         drop_last=reading.drop_last,
         shares=job.shares,
         keep_batches=job.cache,
+        empty_ranks=job.empty_ranks,
         **reading.plan,
     )
+    _say_size(size, reading.batch_size, job, is_per_rank)
     return _made(loader, job, plan, is_joint=False)
 
 
@@ -140,9 +150,13 @@ def _made(loader: DataLoader[Any], job: _Job, plan: Plan | GivenBatches, *, is_j
 
 
 def _size(batch_size: int, job: _Job, is_per_rank: bool) -> int:
-    """The global batch size, once both readings of the loader's were said."""
+    """The global batch size."""
     given, other = (None, batch_size) if is_per_rank else (batch_size, None)
-    size = resolve_global_size(given, other, job.world_size, job.shares, job.rank)
+    return resolve_global_size(given, other, job.world_size, job.shares, job.rank)
+
+
+def _say_size(size: int, batch_size: int, job: _Job, is_per_rank: bool) -> None:
+    """Say both readings of the loader's batch size, once it is known to be one that can be divided."""
     pieces = [Division.of(job.world_size, job.shares).piece(size, rank) for rank in range(job.world_size)]
     counts = sorted({stop - start for start, stop in pieces})
     each = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
@@ -151,7 +165,6 @@ def _size(batch_size: int, job: _Job, is_per_rank: bool) -> int:
         f"The loader's batch size of {batch_size} is taken as {whose}: a global batch has {size} samples, "
         f"{each} for each of {job.world_size} ranks."
     )
-    return size
 
 
 def _say_nothing(sentence: str) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from ddpilot.data.options import naming_rank
 from ddpilot.data.shard import shard_loader
 from ddpilot.training.evaluating import evaluate
 from ddpilot.training.grouping import Loader
@@ -85,5 +86,6 @@ class LookingLoop(LoopState):
     def _divided(self, loader: Loader | DataLoader[Any]) -> Loader:
         if not isinstance(loader, DataLoader):
             return loader
-        # Which batch size is meant does not matter here, so nothing is said of it.
-        return shard_loader(loader, rank=self.rank, world_size=self.world_size, seed=self.seed)
+        # Which batch size is meant does not matter here, so nothing is said of it; nor whether every rank gets a part.
+        with naming_rank(self.rank):
+            return shard_loader(loader, rank=self.rank, world_size=self.world_size, seed=self.seed, empty_ranks=True)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import psutil
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from ddpilot import FakeGroup, Launcher, RankError
 from ddpilot.errors import LoopError
@@ -33,6 +35,16 @@ class Numbers(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
 
     def __getitem__(self, number: int) -> tuple[torch.Tensor, int]:
         return torch.tensor([float(number)], dtype=torch.float64), number
+
+
+class Stream(IterableDataset[tuple[torch.Tensor, int]]):
+    """The same, one after the other."""
+
+    def __init__(self, num_samples: int) -> None:
+        self._samples = Numbers(num_samples)
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, int]]:
+        return (self._samples[number] for number in range(len(self._samples)))
 
 
 class Doubling(nn.Module):
@@ -70,12 +82,18 @@ def numbers_seen(metrics: Any = None) -> dict[int, Any]:
             "everywhere": loop.predict(model, loader, on_all_ranks=True),
             "training": model.training,
         }
+        if size == 21:
+            found[size]["singly"] = loop.evaluate(model, DataLoader(Numbers(size)), sums)
+            found[size]["singly everywhere"] = loop.predict(model, DataLoader(Stream(size)), on_all_ranks=True)
     return found
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_evaluate_and_predict_take_each_sample_once_in_order(num_ranks: int) -> None:
-    """21, 1, 0 and 1001 samples: exactly those, in each form of output, on rank 0, or on all where asked."""
+    """21, 1, 0 and 1001 samples: exactly those, in each form of output, on rank 0, or on all where asked.
+
+    A plain DataLoader's batches may be of one sample, which leaves the other ranks without any.
+    """
     for rank, found in enumerate(launch(num_ranks, numbers_seen)):
         for size, seen in found.items():
             ids = torch.arange(size)
@@ -89,6 +107,9 @@ def test_evaluate_and_predict_take_each_sample_once_in_order(num_ranks: int) -> 
                 continue
             expected = 2.0 * ids.double().reshape(-1, 1)
             assert torch.equal(seen["everywhere"], expected)
+            if size == 21:
+                assert seen["singly"] == pytest.approx(metrics)
+                assert torch.equal(seen["singly everywhere"], expected)
             if rank:
                 assert all(seen[form] is None for form in ("tensor", "tuple", "dict", "objects"))
                 continue

@@ -158,13 +158,15 @@ def test_shard_loader_uses_batches_of_a_rank_as_given() -> None:
 
 
 def test_shard_loader_says_both_readings_of_the_batch_size() -> None:
-    """Once, on rank 0, with the figure of each rank."""
+    """Once, on rank 0, with the figure of each rank; nothing of one that is refused."""
     said: list[str] = []
     loader = DataLoader(NUMBERS, batch_size=5)
     assert [len(batch) for batch in numbers(loader, say=said.append)] == [5, 5, 3]
     assert [len(batch) for batch in numbers(loader, say=said.append, batch_size_per_rank=True)] == [10, 3]
     given: Any = [[1], [2]]
     numbers(DataLoader(NUMBERS, batch_sampler=given), say=said.append)
+    with pytest.raises(DataError, match="some rank would never have a sample"):
+        numbers(DataLoader(NUMBERS), say=said.append)
     assert " | ".join(said) == (
         "The loader's batch size of 5 is taken as that of all ranks together: a global batch has 5 samples, "
         "2 to 3 for each of 2 ranks."
