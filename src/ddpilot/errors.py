@@ -41,6 +41,11 @@ class DdpilotError(Exception):
         return _rebuild, (type(self), self.__dict__.copy())
 
 
+def is_known(type_name: str) -> bool:
+    """Is `type_name` the name of an exception of ddpilot, whose text begins with its rank?"""
+    return type_name in globals()
+
+
 def _rebuild(cls: type[DdpilotError], state: dict[str, Any]) -> DdpilotError:
     error = cls.__new__(cls)
     error.__dict__.update(state)

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import platform
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from ddpilot.errors import RankError
+from ddpilot.errors import RankError, is_known
 from ddpilot.findings.catalog import find_known
 from ddpilot.findings.words import render_ranks
 from ddpilot.launching.contract import EXIT_REQUEUE
@@ -15,6 +16,8 @@ from ddpilot.launching.crash import find_crash_line, tidy_lines
 from ddpilot.launching.local.report import Exited, Raised
 from ddpilot.launching.processes import is_ending
 from ddpilot.launching.shipping.sources import name_cells
+
+_NAMED = re.compile(r"\[rank (\d+)\] ")
 
 SETTLE_S = 0.05
 """How long the first cause waits for one that was earlier in time and arrives later."""
@@ -45,6 +48,14 @@ class Failure:
         return self.exited.time_s
 
     @property
+    def told_rank(self) -> int | None:
+        """The rank that its exception is about, where that is one of ddpilot's and says so."""
+        if self.raised is None or not is_known(self.raised.type_name):
+            return None
+        named = _NAMED.match(self.raised.message)
+        return None if named is None else int(named[1])
+
+    @property
     def is_victim(self) -> bool:
         """Whether it reads like a consequence of another rank's end."""
         return self.raised is not None and self.raised.is_victim
@@ -55,14 +66,20 @@ def choose_failure(
 ) -> Failure | None:
     """The first cause in time, or the first victim where no cause has come; None while more may come.
 
-    `unheard` gives the process ids of the ranks that have neither ended, as far as is known, nor reported.
+    Where all ranks raise what happened on one of them, it is that rank's. `unheard` gives the process ids of the ranks that have neither ended, as far as is known, nor reported.
     """
     if not failures:
         return None
     waited_s = now_s - min(failure.since_s for failure in failures)
     causes = [failure for failure in failures if not failure.is_victim]
     if causes and waited_s >= SETTLE_S:
-        return min(causes, key=lambda failure: failure.time_s)
+        first = min(causes, key=lambda failure: failure.time_s)
+        if first.told_rank in (None, first.rank):
+            return first
+        told = next((failure for failure in causes if failure.rank == first.told_rank), None)
+        if told is not None or waited_s >= VICTIM_GRACE_S:
+            return told or first
+        return None
     if waited_s >= ENDING_LIMIT_S or (waited_s >= VICTIM_GRACE_S and not any(map(is_ending, unheard()))):
         return min(failures, key=lambda failure: failure.time_s)
     return None

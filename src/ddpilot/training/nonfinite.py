@@ -34,6 +34,11 @@ class _Place:
     def of(cls, batch: CurrentBatch | None) -> _Place | None:
         return None if batch is None else cls(batch.epoch, batch.index, batch.sample_ids)
 
+    def __str__(self) -> str:
+        """Epoch, batch and samples."""
+        named = _names([str(number) for number in self.sample_ids.tolist()])
+        return f"epoch {self.epoch}, batch {self.index}, " + (f"of samples {named}" if named else "of no samples")
+
 
 class FiniteWatch:
     """Notices losses and gradients that are not finite, at no cost in communication.
@@ -84,6 +89,20 @@ class FiniteWatch:
         (flag, event), self._pending = self._pending, None
         event.synchronize()
         return not math.isfinite(flag.item())
+
+    def updated_with(self, batch: CurrentBatch | None) -> str:
+        """Where the gradients are from that `find` said were not finite, in the update that ends with `batch`.
+
+        Epoch, batch and samples of this rank; of an update of several batches, the last. "" where that is not known.
+        """
+        place = _Place.of(batch)
+        if self._is_late:
+            begun = None if batch is None else (batch.epoch, batch.index - batch.group_size + 1)
+            places = [one for _, one in self._seen if one and (begun is None or (one.epoch, one.index) < begun)]
+            place = places[-1] if places else None
+        if place is not None and batch is not None and batch.group_size > 1:
+            return f"the update of {batch.group_size} batches that ends with {place}"
+        return "" if place is None else str(place)
 
     def say(self, models: Iterable[nn.Module]) -> str:
         """What this rank saw: losses that were not finite, and which parameters and gradients are not. "" for none."""
@@ -138,8 +157,7 @@ def _look_later(norm: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
 def _describe(value: float, place: _Place | None) -> str:
     if place is None:
         return f"the loss is {value}"
-    named = _names([str(number) for number in place.sample_ids.tolist()])
-    return f"the loss is {value} in epoch {place.epoch}, batch {place.index}, of samples {named}"
+    return f"the loss is {value} in {place}"
 
 
 def describe_parameters(models: Iterable[nn.Module]) -> str:
@@ -155,12 +173,17 @@ def _names(names: list[str]) -> str:
     return ", ".join(names[:_NUM_NAMED]) + more
 
 
-def raise_nonfinite(group: GroupLike, watch: FiniteWatch, models: Iterable[nn.Module]) -> None:
-    """Raise NonFiniteError on every rank, with what each rank saw. Collective: to be called once all ranks know."""
+def raise_nonfinite(
+    group: GroupLike, watch: FiniteWatch, models: Iterable[nn.Module], batch: CurrentBatch | None
+) -> None:
+    """Raise NonFiniteError on every rank, with what each rank saw. Collective: to be called once all ranks know.
+
+    `batch`: the one that the ranks are at.
+    """
     models = list(models)
-    mine = watch.say(models)
+    mine = watch.updated_with(batch), watch.say(models)
     said = group.all_gather_object(mine) if group.world_size > 1 else [mine]
-    by_rank = [(rank, text) for rank, text in enumerate(said) if text]
+    by_rank = [(rank, text) for rank, (_, text) in enumerate(said) if text]
     if by_rank:
         raise NonFiniteError(
             "computing the loss",
@@ -173,10 +196,12 @@ def raise_nonfinite(group: GroupLike, watch: FiniteWatch, models: Iterable[nn.Mo
     fp16 = (
         'They cross as fp16, which ends at 65,504: comm="bf16" does not. ' if any(map(crosses_as_fp16, models)) else ""
     )
+    places = "; ".join(f"rank {rank} in {place}" for rank, (place, _) in enumerate(said) if place)
     raise NonFiniteError(
         "computing gradients",
-        found=f"they are not finite on all ranks, though every rank's loss was finite; {describe_parameters(models)}",
-        fix=f"{fp16}Look for a square root, a logarithm or a division by zero in the loss or the model; "
-        "torch.autograd.set_detect_anomaly(True) finds the line. check_finite=False, of Loop or of fit, goes on.",
+        found=f"their sum over ranks is not finite, though every rank's loss was finite; {places + '; ' * bool(places)}"
+        f"{describe_parameters(models)}",
+        fix=f"{fp16}Look at those samples, and for a square root, a logarithm or a division by zero in the loss or the "
+        "model; torch.autograd.set_detect_anomaly(True) finds the line. check_finite=False, of Loop or of fit, goes on.",
         rank=group.rank,
     )

@@ -145,7 +145,7 @@ class Updates:
         To be called before weights are used for good: they are looked at one update late there.
         """
         if self._watch is not None and self._watch.find_pending():
-            raise_nonfinite(self._group, self._watch, self.models)
+            raise_nonfinite(self._group, self._watch, self.models, self.batch)
 
     def check(self, optimizer: Optimizer) -> None:
         """Raise NonFiniteError, on all ranks alike, where gradients that `optimizer` is to apply are not finite."""
@@ -188,7 +188,7 @@ class Updates:
 
     def _look(self, gradients: list[torch.Tensor], norm: torch.Tensor | None = None) -> None:
         if self._watch is not None and self._watch.find(gradients, norm):
-            raise_nonfinite(self._group, self._watch, self.models)
+            raise_nonfinite(self._group, self._watch, self.models, self.batch)
 
     def _seed(self, loss: torch.Tensor, weight: float) -> torch.Tensor | float:
         return weight if self._watch is None else self._watch.seed(loss, weight, self.batch)
@@ -202,7 +202,7 @@ class Updates:
     def _finish(self) -> Decision:
         decision = self._decider.finish()
         if decision.num_bad and self._watch is not None:
-            raise_nonfinite(self._group, self._watch, self.models)
+            raise_nonfinite(self._group, self._watch, self.models, self.batch)
         return decision
 
     def _local_count(self, count: float | None) -> float:

@@ -226,7 +226,9 @@ def test_what_is_not_finite_on_one_rank_stops_all_of_them_before_the_update() ->
             assert error.rank == 1
             assert error.found.startswith("on rank 1 the loss is nan in epoch 0, batch 2, of samples 5;")
         for error, *_ in losses[2:]:
-            assert error.found.startswith("they are not finite on all ranks, though every rank's loss was finite;")
+            assert error.found.startswith("their sum over ranks is not finite, though every rank's loss")
+            ends = "in the update of 2 batches that ends with epoch 0, batch 3,"
+            assert f"; rank 0 {ends} of samples 6; rank 1 {ends} of samples 7; weights" in error.found
         for error, num_updates, is_good in (hidden, hidden_too):
             assert (error.rank, is_good) == (1, True)
             assert 1 <= num_updates <= 33

@@ -49,6 +49,18 @@ def test_choose_failure_waits_a_moment_for_an_earlier_cause() -> None:
     assert choose_failure([], now_s=100.0) is None
 
 
+def test_choose_failure_takes_the_rank_that_a_joint_error_is_about() -> None:
+    """All ranks raise it; the one that it names gets `VICTIM_GRACE_S` to be heard. A user's own text names nobody."""
+    joint = {"type_name": "NonFiniteError", "message": "[rank 1] computing the loss: nan"}
+    first, named = raising(2, 1.0, **joint), raising(1, 1.1, **joint)
+    assert choose_failure([first, named], SETTLE_S) is named
+    assert choose_failure([named], SETTLE_S) is named
+    assert choose_failure([first], SETTLE_S) is None
+    assert choose_failure([first], VICTIM_GRACE_S) is first
+    own = raising(2, 1.0, message="[rank 1] bad")
+    assert choose_failure([own, named], SETTLE_S) is own
+
+
 def test_choose_failure_lets_a_victim_wait_for_its_cause() -> None:
     """A victim that happened earlier yields to a cause that comes within `VICTIM_GRACE_S`, and else is raised."""
     victim, cause = raising(0, 1.0, is_victim=True), ending(1, signal.SIGKILL, at_s=1.1)
