@@ -31,7 +31,7 @@ from ddpilot.trainer.places import group_here, is_on_ranks, run_on_ranks, say_ig
 from ddpilot.trainer.position import Position
 from ddpilot.trainer.run import Run
 from ddpilot.trainer.sizing import Search, find_batch_size_here
-from ddpilot.training.batch_size import BatchSizeSearch
+from ddpilot.training.batch_size import BatchSizeSearch, check_search
 from ddpilot.training.inside import run_inside
 from ddpilot.training.precision import Kind
 from ddpilot.training.signals import StopSignals
@@ -311,6 +311,7 @@ class Trainer:
         `ddpilot.find_batch_size`; a DataLoader's `collate_fn` is used. With `accumulate`, an update has as many batches
         of that size. Raises what that raises, and LoopError for several optimizers or a `train_batch` of one's own.
         """
+        check_search(max_per_rank, headroom)
         search = Search(dataset=dataset, max_per_rank=max_per_rank, headroom=headroom)
         nproc_per_node = self.nproc_per_node if nproc_per_node is None else nproc_per_node
         if is_on_ranks() or nproc_per_node == 0:

@@ -17,6 +17,7 @@ from torch.utils.data import default_collate
 
 from ddpilot.data.devices import to_device
 from ddpilot.errors import LoopError
+from ddpilot.training.batch_norm import find_batch_norms
 from ddpilot.training.host_memory import limited_memory
 from ddpilot.training.memory import joint_try
 from ddpilot.training.preserving import preserved
@@ -75,7 +76,9 @@ def find_batch_size(
     max_per_rank: int | None = None,
     headroom: float = 0.1,
 ) -> BatchSizeSearch:
-    """The largest batch that fits on every rank: sizes are doubled from 1, then bisected, by real steps. Collective.
+    """The largest batch that fits on every rank: sizes are doubled, then bisected, by real steps. Collective.
+
+    The first is 1, or 2 for a model with BatchNorm, which takes no single sample.
 
     All ranks try a size at the same time, since they may share a device or a machine's memory, and one that runs out of
     it counts for all. Afterwards model, optimizer, gradients and random states are as they were, bit for bit, and no
@@ -91,21 +94,26 @@ def find_batch_size(
     On the CPU of Linux each trial may take what memory is free, divided by the ranks of the machine; without that limit
     the system would end a process instead of refusing. Raises LoopError, on all ranks, where not even one sample fits.
     """
-    if not 0 <= headroom < 1:
-        raise _refuse(loop, f"`headroom` is {headroom}", "Give a share of the batch, such as 0.1.")
+    check_search(max_per_rank, headroom, loop.rank)
     limit = max_per_rank or max(1, len(dataset) // loop.world_size)
+    first = 2 if find_batch_norms([model]) else 1
+    if limit < first:
+        found = f"`max_per_rank` is {limit}" if max_per_rank else f"the dataset has {limit} sample for each rank"
+        fix = "BatchNorm needs two samples on each: allow more, or use GroupNorm."
+        raise _refuse(loop.rank, f"{found}, and the model has BatchNorm", fix)
     trying = _Trying(loop, unwrap(model), _local(optimizer), step, _Repeated(dataset, collate_fn or default_collate))
     with preserved(trying.model, trying.optimizer, loop.device):
-        largest = largest_that(trying.fits, limit)
+        largest = largest_that(trying.fits, limit, first)
     if not largest:
+        size = "two samples" if first > 1 else "one sample"
         ranks = ", ".join(map(str, trying.trials[0].failed_ranks))
         raise _refuse(
-            loop,
-            f"a batch of one sample does not fit into the memory of rank {ranks} ({loop.device} here)",
+            loop.rank,
+            f"a batch of {size} does not fit into the memory of rank {ranks} ({loop.device} here)",
             "Use precision='bf16', gradient checkpointing, shard='optimizer' or a smaller model; look whether other "
             "processes use the device.",
         )
-    per_rank = max(1, int(largest * (1 - headroom)))
+    per_rank = max(first, int(largest * (1 - headroom)))
     found = BatchSizeSearch(
         per_rank=per_rank,
         global_batch_size=per_rank * loop.world_size,
@@ -119,9 +127,17 @@ def find_batch_size(
     return found
 
 
-def largest_that(fits: Callable[[int], bool], limit: int) -> int:
-    """The largest size up to `limit` for which `fits` is True, to a sixteenth of it; 0 where 1 does not fit."""
-    low, size = 0, 1
+def check_search(max_per_rank: int | None, headroom: float, rank: int | None = None) -> None:
+    """Raise LoopError for limits of a search that make no sense. Not collective."""
+    if max_per_rank is not None and not (isinstance(max_per_rank, int) and max_per_rank >= 1):
+        raise _refuse(rank, f"`max_per_rank` is {max_per_rank!r}", "Give a number of samples, 1 or more, or None.")
+    if not 0 <= headroom < 1:
+        raise _refuse(rank, f"`headroom` is {headroom}", "Give a share of the batch, such as 0.1.")
+
+
+def largest_that(fits: Callable[[int], bool], limit: int, first: int = 1) -> int:
+    """The largest size from `first` to `limit` for which `fits` is True, to a sixteenth; 0 where `first` does not."""
+    low, size = 0, first
     while fits(size):
         low = size
         if size == limit:
@@ -222,5 +238,5 @@ def _outcome(trial: BatchSizeTrial) -> str:
     return f"fits, {trial.seconds:.3g} s for a step{peak}"
 
 
-def _refuse(loop: Loop, found: str, fix: str) -> LoopError:
-    return LoopError("looking for a batch size", found=found, fix=fix, rank=loop.rank)
+def _refuse(rank: int | None, found: str, fix: str) -> LoopError:
+    return LoopError("looking for a batch size", found=found, fix=fix, rank=rank)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -28,6 +29,7 @@ _DID = "predicting"
 class _Sink(Protocol):
     def add(self, output: Any, sample_ids: list[int]) -> None: ...
     def finish(self) -> Any: ...
+    def discard(self) -> None: ...
 
 
 def predict(
@@ -54,10 +56,8 @@ def predict(
                 continue
             try:
                 sink.add(join_rows([rows for rows, _ in pieces]), [number for _, ids in pieces for number in ids])
-            except (
-                OSError,
-                LoopError,
-            ) as error:  # the others go on: so does this rank
+            except (OSError, LoopError) as error:  # the others go on: so does this rank
+                sink.discard()
                 sink, failure = None, error
     return _finish(sink, failure, group, to)
 
@@ -87,8 +87,11 @@ def _finish(sink: _Sink | None, failure: Exception | None, group: GroupLike, to:
         try:
             value = sink.finish()
         except OSError as error:
+            sink.discard()
             failure = error
     if to is None:
+        if failure is not None:
+            raise failure
         return value
     told = None if failure is None else _tell(failure)
     told = group.broadcast_object(told) if group.world_size > 1 else told
@@ -124,6 +127,10 @@ class _InMemory:
         rows = sorted(range(len(self._sample_ids)), key=self._sample_ids.__getitem__)
         return joined if rows == list(range(len(rows))) else take_rows(joined, rows)
 
+    def discard(self) -> None:
+        """Keep none of them."""
+        self._outputs, self._sample_ids = [], []
+
 
 class _InFolder:
     """Writes each global batch into a file; the folder takes its name when it is complete."""
@@ -139,13 +146,15 @@ class _InFolder:
 
     def add(self, output: Any, sample_ids: list[int]) -> None:
         if any(number <= before for before, number in pairwise([self._last_id, *sample_ids])):
-            shutil.rmtree(self._unfinished)
             raise LoopError(
                 f"{_DID} into a folder",
                 found="samples that are not in the order of the dataset, and what is streamed stays as it comes",
                 fix="Use a loader with shuffle=False and without weights.",
             )
-        torch.save({"output": output, "sample_ids": sample_ids}, self._unfinished / _part(len(self._sizes)))
+        data = io.BytesIO()
+        torch.save({"output": output, "sample_ids": sample_ids}, data)
+        # Not by torch, which says of a full disk that some position in the file is unexpected.
+        (self._unfinished / _part(len(self._sizes))).write_bytes(data.getbuffer())
         self._last_id = sample_ids[-1]
         self._sizes.append(len(sample_ids))
 
@@ -154,6 +163,10 @@ class _InFolder:
         (self._unfinished / "sizes.json").write_text(json.dumps(self._sizes))
         self._unfinished.rename(self._folder)
         return self._folder
+
+    def discard(self) -> None:
+        """Leave nothing of it."""
+        shutil.rmtree(self._unfinished, ignore_errors=True)
 
 
 def read_predictions(folder: str | os.PathLike[str]) -> Iterator[Any]:

@@ -48,3 +48,16 @@ def test_find_batch_size_refuses_what_it_cannot_try() -> None:
     base.optimizers |= {"second": torch.optim.SGD(base.model.parameters(), lr=0.1)}
     with pytest.raises(LoopError, match=r"2 optimizers, so .* Call ddpilot.find_batch_size\(loop"):
         base.find_batch_size(DATA, nproc_per_node=0)
+
+
+def test_find_batch_size_begins_with_two_samples_where_batch_norm_takes_no_single_one() -> None:
+    """And refuses limits that make no sense, before a rank is started."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
+    trainer = Trainer(model, torch.nn.functional.mse_loss, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    found = trainer.find_batch_size(DATA, nproc_per_node=0, headroom=0.9)
+    assert [trial.per_rank for trial in found.trials] == [2, 4, 8, 10]
+    assert found.per_rank == 2
+    with pytest.raises(LoopError, match="`max_per_rank` is 1, and the model has BatchNorm"):
+        trainer.find_batch_size(DATA, nproc_per_node=0, max_per_rank=1)
+    with pytest.raises(LoopError, match="`max_per_rank` is 0. Give a number of samples, 1 or more"):
+        trainer.find_batch_size(DATA, nproc_per_node=2, max_per_rank=0)
