@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tests of probes need."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def compiler_is_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The first optimizer of a process imports torch's compiler, which sets this variable where it is not set."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    importlib.import_module("torch._dynamo")

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The probe of data in one process: what it notes, that it changes nothing, and that its errors do no harm."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import dataloader as torch_loader
+from torch.utils.data._utils import fetch as torch_fetch
+
+from ddpilot.guard.hook import install
+from ddpilot.guard.probes.data import loaders, losses
+from ddpilot.record.journal import Entry, read_journal
+
+PROBES = ("ddpilot.guard.probes.data.probe:DataProbe", "ddpilot.guard.probes.saving:SavingProbe")
+WATCHED: tuple[tuple[Any, str], ...] = (
+    *((torch_loader._BaseDataLoaderIter, name) for name in ("__init__", "_reset", "_next_index", "__next__")),
+    *((kind, "fetch") for kind in (torch_fetch._MapDatasetFetcher, torch_fetch._IterableDatasetFetcher)),
+    *((DistributedDataParallel, name) for name in ("__init__", "forward")),
+    *((dist, name) for name in ("all_reduce", "all_gather", "reduce", "gather")),
+    *((torch, "save"), (torch.autograd, "backward")),
+)
+DATA = TensorDataset(torch.arange(24.0).reshape(12, 2))
+
+pytestmark = pytest.mark.usefixtures("compiler_is_loaded")
+
+
+@contextmanager
+def guarded(path: Path, said: list[str] | None = None) -> Iterator[None]:
+    """The probes are installed while the block runs."""
+    told: Callable[[str], None] = (said if said is not None else []).append
+    stop = install(path, rank=0, probes=PROBES, tell=told)
+    try:
+        yield
+    finally:
+        stop()
+
+
+def read(path: Path, kind: str) -> list[Entry]:
+    """Entries of that kind."""
+    return [entry for entry in read_journal(path).entries if entry.kind == kind]
+
+
+def step(model: nn.Module, x: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """One of training."""
+    loss: Any = model(x).square().sum()
+    loss.backward()
+    optimizer.step()
+
+
+def test_nothing_is_left_where_the_probes_were(tmp_path: Path) -> None:
+    """Each function of torch is itself again."""
+    before = [getattr(owner, name) for owner, name in WATCHED]
+    with guarded(tmp_path / "j"):
+        assert all(getattr(owner, name) is not one for (owner, name), one in zip(WATCHED, before, strict=True))
+    assert [getattr(owner, name) for owner, name in WATCHED] == before
+
+
+def test_passes_are_noted_with_their_batches(tmp_path: Path) -> None:
+    """Of a loader that is read twice, and of one that is left in the middle; also with the user's line."""
+    loader = DataLoader(DATA, 5)
+    with guarded(tmp_path / "j"):
+        for _ in range(2):
+            assert [len(x) for (x,) in loader] == [5, 5, 2]
+        next(iter(DataLoader(DATA, 5)))
+    passes = [entry.values for entry in read(tmp_path / "j", "loader_pass")]
+    assert [(values["loader"], values["pass"]) for values in passes] == [(1, 1), (1, 2), (2, 1)]
+    assert {values["length"] for values in passes} == {3}
+    assert passes[0]["site"]["file"] == __file__
+    ends = [entry.values for entry in read(tmp_path / "j", "pass_end")]
+    assert [(values["batches"], values["samples"], values["evaluates"]) for values in ends] == [(3, 12, False)] * 2
+    batches = [entry.values for entry in read(tmp_path / "j", "batch")]
+    prints = [[values["print"] for values in batches if values["pass"] == number] for number in (1, 2)]
+    assert prints[0][:3] == prints[1]
+    assert len(set(prints[1])) == 3
+
+
+def test_an_evaluation_is_known_by_its_missing_gradients(tmp_path: Path) -> None:
+    """Its batches are not compared."""
+    with guarded(tmp_path / "j"), torch.no_grad():
+        list(DataLoader(DATA, 5))
+    assert [entry.values["evaluates"] for entry in read(tmp_path / "j", "pass_end")] == [True]
+    assert read(tmp_path / "j", "batch") == []
+
+
+def test_randomness_and_results_are_as_without(tmp_path: Path) -> None:
+    """The same batches, the same states of every generator, the same weights."""
+
+    def train() -> tuple[Any, ...]:
+        torch.manual_seed(1)
+        random.seed(1)
+        np.random.seed(1)
+        model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+        for (x,) in DataLoader(DATA, 5, shuffle=True):
+            step(model, x, optimizer)
+        weights = torch.cat([one.detach().flatten() for one in model.parameters()]).tolist()
+        return weights, torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]
+
+    plain = train()
+    with guarded(tmp_path / "j"):
+        assert train() == plain
+    assert train() == plain
+
+
+def test_spoilt_weights_are_noted_once_and_a_skipped_step_is_not(tmp_path: Path) -> None:
+    """The losses of the second and the fourth backward are NaN; the program leaves out the first of these steps."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with guarded(tmp_path / "j"):
+        for number in range(1, 7):
+            loss: Any = model(torch.ones(1, 2)).sum() * (float("nan") if number in (2, 4) else 1.0)
+            loss.backward()
+            if number != 2:
+                optimizer.step()
+            optimizer.zero_grad()
+    noted = [entry.values for entry in read(tmp_path / "j", "not_finite")]
+    assert [(values["backward"], values["loss"]) for values in noted] == [(2, "nan"), (4, "nan")]
+    (spoiled,) = read(tmp_path / "j", "spoiled")
+    assert spoiled.values["backward"] == 4
+    assert spoiled.values["parameters"] == ["one of shape (1, 2)", "one of shape (1,)"]
+
+
+@pytest.mark.parametrize("broken", [(loaders, "fingerprint"), (losses, "tensors_in"), (loaders.LoaderEyes, "_begin")])
+def test_an_error_of_the_probe_is_said_once_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: tuple[Any, str]
+) -> None:
+    """It is off then, and noted in the journal."""
+
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError("injected")
+
+    monkeypatch.setattr(*broken, fail)
+    said: list[str] = []
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    with guarded(tmp_path / "j", said):
+        for _ in range(2):
+            for (x,) in DataLoader(DATA, 5):
+                step(model, x, optimizer)
+    assert said == ["guard no longer looks at data, randomness and losses: ZeroDivisionError: injected"]
+    assert [entry.values["text"] for entry in read(tmp_path / "j", "fault")] == ["ZeroDivisionError: injected"]
+    assert all(bool(one.isfinite().all()) for one in model.parameters())
+
+
+def test_saves_are_noted_where_they_go_to_a_file(tmp_path: Path) -> None:
+    """By path and by open file; not into memory."""
+    import io
+
+    with guarded(tmp_path / "j"):
+        torch.save({"a": 1}, tmp_path / "one.pt")
+        torch.save({"a": 1}, str(tmp_path / "two.pt"))
+        with open(tmp_path / "three.pt", "wb") as file:
+            torch.save({"a": 1}, f=file)
+        torch.save({"a": 1}, io.BytesIO())
+    paths = [Path(entry.values["path"]).name for entry in read(tmp_path / "j", "save")]
+    assert paths == ["one.pt", "two.pt", "three.pt"]
