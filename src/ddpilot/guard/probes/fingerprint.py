@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 WINDOW = 256
-"""Elements from the middle of each parameter and gradient that its second number is made of. Of a parameter, a weighted
+"""Elements from the middle row on of each parameter and gradient that its second number is made of. Of a parameter, a weighted
 sum: what has the same norm, an orthogonal matrix or one with other signs, differs there. Of a gradient, the norm: one
 that was not reduced differs everywhere, and where the middle is 0 (rows of an embedding) all of it is taken."""
 
@@ -45,11 +45,12 @@ class Fingerprinter:
         self._sampled = sorted({*spread, *always})
         self._buffers: dict[torch.device, Tensor] = {}
         self._windows: dict[torch.device, list[Tensor]] = {}
+        self._copied: dict[torch.device, list[int]] = {}
         self._addresses: dict[torch.device, list[int]] = {}
 
     @torch.no_grad()
     def take(self) -> dict[str, str]:
-        """Norms (``p``) and weighted sums (``w``) of parameters, norms of gradients (``g``, -1: none, or not looked at).
+        """Norms (``p``) and weighted sums (``w``) of parameters, norms of gradients (``g``, -1: none, or not seen).
 
         Each is float32 in base64. All parameters must be `is_plain`. Reads each of them once and waits once per device,
         twice where the middle of a gradient is 0.
@@ -88,6 +89,9 @@ class Fingerprinter:
         if self._addresses.get(device) != addresses:
             self._addresses[device] = addresses
             self._windows[device] = [_window(parameter) for parameter in parameters]
+            self._copied[device] = [place for place, each in enumerate(parameters) if not each.is_contiguous()]
+        for place in self._copied[device]:
+            self._windows[device][place] = _window(parameters[place])
         return self._windows[device]
 
     def _join(self, device: torch.device, pieces: list[Tensor]) -> Any:
@@ -114,12 +118,20 @@ def _norms(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _window(tensor: Tensor) -> Tensor:
-    """Up to `WINDOW` elements from the middle of `tensor`, as a view; none where a large one's do not lie in a row."""
+    """Up to `WINDOW` elements of `tensor` from its middle row on, whatever its layout; all of a small one.
+
+    A view where they lie in a row, else a copy.
+    """
     num = tensor.numel()
+    if num <= WINDOW:
+        return tensor.reshape(-1)
+    num_rows = len(tensor)
+    row_size = num // num_rows
+    start = num_rows // 2 * row_size
+    size = min(WINDOW, num - start)
     if tensor.is_contiguous():
-        size = min(num, WINDOW)
-        return tensor.as_strided((size,), (1,), tensor.storage_offset() + (num - size) // 2)
-    return tensor.reshape(-1) if num <= WINDOW else tensor[:0].reshape(-1)
+        return tensor.as_strided((size,), (1,), tensor.storage_offset() + start)
+    return tensor.narrow(0, num_rows // 2, -(-size // row_size)).reshape(-1)[:size]
 
 
 def _sums(numbers: Any, sizes: list[int]) -> Any:

@@ -21,7 +21,9 @@ def describe_group(group: Any) -> str:
 
 
 def sequence_number(group: Any) -> int:
-    """How many collectives `group` has started; -1 where its backend does not count."""
+    """How many collectives `group` has started; -1 where its backend does not count, or the group is gone."""
+    if group is None:
+        return -1
     try:
         return int(group._get_sequence_number_for_group())
     except RuntimeError:

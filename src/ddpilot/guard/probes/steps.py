@@ -14,7 +14,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from ddpilot.guard.probe import Notes, keep_dynamo_out
 from ddpilot.guard.probes.bypass_line import find_bypass_line
 from ddpilot.guard.probes.ddp_model import DdpModel
-from ddpilot.guard.probes.groups import describe_group, has_several_ranks
+from ddpilot.guard.probes.groups import describe_group
 from ddpilot.guard.probes.units import UnitBook
 from ddpilot.guard.probes.unused import UnusedCount
 
@@ -140,7 +140,7 @@ class StepProbe:
                     self._notes.write("load", group=model.group, ordinal=model.ordinal, site=site)
 
     def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        if torch.compiler.is_compiling() or _is_nested() or _is_capturing() or not has_several_ranks():
+        if torch.compiler.is_compiling() or _is_nested() or _is_capturing():
             return
         self._units.step(optimizer)
         self._unused = [count for count in self._unused if not count.is_over]

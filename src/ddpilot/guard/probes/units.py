@@ -16,7 +16,7 @@ from torch.optim.optimizer import Optimizer
 from ddpilot.guard.probe import Notes
 from ddpilot.guard.probes.ddp_model import DdpModel
 from ddpilot.guard.probes.fingerprint import Fingerprinter, is_plain
-from ddpilot.guard.probes.groups import sequence_number
+from ddpilot.guard.probes.groups import has_several_ranks, sequence_number
 
 FIRST_STEPS = 5
 EVERY = 25
@@ -92,7 +92,7 @@ class UnitBook:
         """Note that `optimizer` is about to take a step."""
         units = self._units.get(optimizer)
         if units is None:
-            if len(self._units) >= _MAX_OPTIMIZERS:
+            if len(self._units) >= _MAX_OPTIMIZERS or not has_several_ranks():
                 return
             units = self._units[optimizer] = []
         if not units or any(unit.model is not None and unit.model.ddp is None for unit in units):

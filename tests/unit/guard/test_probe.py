@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Probes cannot disturb training: what happens to an error in one of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpilot.guard import hook
+from ddpilot.guard.probe import Notes
+from ddpilot.record.journal import JournalWriter, read_journal
+from ddpilot.record.sites import SiteFinder
+
+
+class Target:
+    """What a probe looks at."""
+
+    def double(self, number: int) -> int:
+        """Twice `number`; refuses a negative one."""
+        if number < 0:
+            raise ValueError("negative")
+        return 2 * number
+
+
+class CountingProbe:
+    """Notes calls of `Target.double`."""
+
+    name = "doubling"
+
+    def install(self, notes: Notes) -> Callable[[], None]:
+        """As `Probe.install`."""
+        return notes.around(Target, "double", after=lambda _, returned, result, *args: notes.write("call", r=result))
+
+
+class FailingProbe:
+    """Fails when it is needed."""
+
+    name = "failing"
+
+    def install(self, notes: Notes) -> Callable[[], None]:
+        """As `Probe.install`."""
+
+        def fail(*_: object) -> None:
+            raise RuntimeError("a mistake of ours")
+
+        return notes.around(Target, "double", before=fail, after=fail)
+
+
+class NeverInstalled:
+    """Fails at once."""
+
+    name = "never"
+
+    def install(self, notes: Notes) -> Callable[[], None]:
+        """As `Probe.install`."""
+        raise OSError(f"not here: {notes.name}")
+
+
+def names(*probes: type) -> list[str]:
+    """As the registry has them."""
+    return [f"{probe.__module__}:{probe.__qualname__}" for probe in probes]
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The probes of this file, whatever name pytest has imported it by."""
+    monkeypatch.setattr(hook, "_load", lambda name: globals()[name.partition(":")[2]])
+
+
+@pytest.mark.usefixtures("loaded")
+def test_install_sees_calls_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Results and exceptions are the user's; afterwards the method is the one that it was."""
+    original = Target.double
+    stop = hook.install(tmp_path / "journal", rank=0, probes=names(CountingProbe))
+    assert Target().double(4) == 8
+    with pytest.raises(ValueError, match="negative"):
+        Target().double(-1)
+    assert Target.double.__name__ == "double"
+    stop()
+    assert Target.double is original
+    kept = read_journal(tmp_path / "journal")
+    assert [entry.values for entry in kept.entries] == [{"r": 8}, {"r": None}]
+    assert kept.closed_ns is not None
+
+
+@pytest.mark.usefixtures("loaded")
+def test_install_switches_a_failing_probe_off_and_says_so_once(tmp_path: Path) -> None:
+    """Calls return as ever, the other probe goes on, the journal has the fault."""
+    said: list[str] = []
+    probes = names(NeverInstalled, FailingProbe, CountingProbe)
+    stop = hook.install(tmp_path / "journal", rank=0, probes=probes, tell=said.append)
+    assert [Target().double(number) for number in range(3)] == [0, 2, 4]
+    stop()
+    assert said == [
+        "guard no longer looks at never: OSError: not here: never",
+        "guard no longer looks at failing: RuntimeError: a mistake of ours",
+    ]
+    kinds = [entry.kind for entry in read_journal(tmp_path / "journal").entries]
+    assert kinds == ["fault", "fault", "call", "call", "call"]
+
+
+@pytest.mark.usefixtures("loaded")
+def test_uninstalling_spares_a_wrapper_that_came_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody else's wrapper around ours stays, and ours does nothing any more."""
+    monkeypatch.setattr(Target, "double", Target.double)
+    stop = hook.install(tmp_path / "journal", rank=0, probes=names(CountingProbe))
+    ours = Target.double
+
+    def theirs(self: Target, number: int) -> int:
+        return ours(self, number) + 1
+
+    monkeypatch.setattr(Target, "double", theirs)
+    stop()
+    assert Target().double(1) == 3
+    assert read_journal(tmp_path / "journal").entries == ()
+
+
+def test_notes_survive_a_journal_that_fails(tmp_path: Path) -> None:
+    """An error of the writing itself is an error of the probe."""
+    said: list[str] = []
+    journal = JournalWriter(tmp_path / "journal", rank=0)
+    finder = SiteFinder(torch="/nowhere", ours="/nowhere")
+    notes = Notes("things", journal, rank=0, finder=finder, tell=said.append)
+    look = notes.safely(lambda value: notes.write("thing", value=value))
+    look(object())
+    look(1)
+    assert notes.is_off
+    assert len(said) == 1
+    assert "not JSON serializable" in said[0]
+
+
+@pytest.mark.parametrize("environ", [{}, {"DDPILOT_RING_DIR": "here", "DDPILOT_GUARD": "0"}])
+def test_start_does_nothing_where_guard_is_off(tmp_path: Path, environ: dict[str, str]) -> None:
+    """Without a folder, and where it is turned off."""
+    if environ:
+        environ = environ | {"DDPILOT_RING_DIR": str(tmp_path)}
+    hook.start(RankStart(environ))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_start_says_when_it_cannot_and_the_rank_runs_on(capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder that is gone is no reason to stop."""
+    hook.start(RankStart({"DDPILOT_RING_DIR": os.devnull}))
+    assert "rank 3: training is not guarded: " in capsys.readouterr().err
+
+
+class RankStart:
+    """What launchers give."""
+
+    rank = 3
+
+    def __init__(self, environ: dict[str, Any]) -> None:
+        self.environ = environ
