@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 WINDOW = 256
-"""Elements from the middle row on of each parameter and gradient that its second number is made of. Of a parameter, a weighted
-sum: what has the same norm, an orthogonal matrix or one with other signs, differs there. Of a gradient, the norm: one
-that was not reduced differs everywhere, and where the middle is 0 (rows of an embedding) all of it is taken."""
+"""Elements from the middle row on of each parameter and gradient that its second number is made of. Of a parameter, a
+weighted sum: what has the same norm, an orthogonal matrix or one with other signs, differs there. Of a gradient, the
+norm: one that was not reduced differs everywhere, and where it is 0 (rows of an embedding) all of it is taken."""
 
 _HASH = np.arange(1, WINDOW + 1, dtype=np.uint64) * np.uint64(2654435761) % np.uint64(1 << 32)
 _WEIGHTS = (_HASH / float(1 << 31) - 1.0).astype(np.float32)

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All rules together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ddpilot.findings.finding import Finding, Place
+from ddpilot.record.journal import Entry
+from ddpilot.watch.rules.book import RULES, RuleBook
+from ddpilot.watch.rules.rule import RuleContext, place_of
+
+
+class Echo:
+    """Says each entry again; fails at the number 13."""
+
+    codes = ("DDP999",)
+    kinds = ("number",)
+
+    def __init__(self, context: RuleContext) -> None:
+        self.world_size = context.world_size
+
+    def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
+        """As `Rule.feed`."""
+        if entry.values["n"] == 13:
+            raise ValueError("thirteen")
+        place = Place(file="a.py", line=entry.values["n"])
+        yield Finding(code="DDP999", name="echo", severity="info", ranks=(rank,), place=place)
+
+    def look(self, now_ns: int) -> Iterable[Finding]:
+        """As `Rule.look`."""
+        return [Finding(code="DDP998", name="time", severity="info", summary=str(now_ns))] if now_ns else ()
+
+    def finish(self, _: int) -> Iterable[Finding]:
+        """As `Rule.finish`."""
+        return [Finding(code="DDP997", name="end", severity="info", summary=f"of {self.world_size}")]
+
+
+def entry(number: int, kind: str = "number") -> Entry:
+    """Number `number`."""
+    return Entry(number, 0, kind, {"n": number})
+
+
+def test_rule_book_says_each_finding_once() -> None:
+    """The same code at the same place, of whichever rank, is one; kinds that no rule asks for are passed over."""
+    book = RuleBook(4, rules=[Echo])
+    found = book.feed({0: [entry(1), entry(2)], 1: [entry(1), entry(5, "other")]}, 0)
+    assert [(finding.code, finding.ranks, finding.place and finding.place.line) for finding in found] == [
+        ("DDP999", (0,), 1),
+        ("DDP999", (0,), 2),
+    ]
+    assert [finding.summary for finding in book.feed({}, 7)] == ["7"]
+    assert book.feed({}, 7) == []
+    assert [finding.summary for finding in book.finish(7)] == ["of 4"]
+    assert book.finish(7) == []
+
+
+def test_rule_book_goes_on_without_a_rule_that_fails() -> None:
+    """It is off, said once, and the others are asked as before."""
+    book = RuleBook(2, rules=[Echo, Echo])
+    assert len(book.feed({0: [entry(1)]}, 0)) == 1
+    assert book.feed({0: [entry(13), entry(2)]}, 0) == []
+    assert book.faults == ["rule DDP999 is off: ValueError: thirteen"] * 2
+    assert book.feed({0: [entry(3)]}, 5) == []
+
+
+def test_every_rule_says_its_codes_and_kinds() -> None:
+    """Each code belongs to one rule, so that it can be looked up who says it."""
+    rules = [make(RuleContext(world_size=2)) for make in RULES]
+    codes = [code for rule in rules for code in rule.codes]
+    assert len(codes) == len(set(codes))
+    assert all(rule.kinds for rule in rules)
+    assert all(not list(rule.look(1)) and not list(rule.finish(1)) for rule in rules)
+
+
+def test_place_of_takes_what_a_probe_noted() -> None:
+    """None where it found no line."""
+    assert place_of({}) is None
+    assert place_of(None) is None
+    assert place_of({"file": "a.py", "line": 3, "text": "x()", "via": "f"}) == Place(file="a.py", line=3, text="x()")

@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is said of ranks that grow apart, from entries as a job of several ranks leaves them."""
+
+from __future__ import annotations
+
+import base64
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from ddpilot.findings.finding import Finding
+from ddpilot.record.journal import Entry
+from ddpilot.record.log import Collective, RankLog, Tensor
+from ddpilot.watch.rules.book import RuleBook
+from ddpilot.watch.rules.comparison import NUM_FREE_STEPS, NUM_LOCAL_STEPS
+from ddpilot.watch.rules.divergence import Divergence
+
+MS = 1_000_000
+SITE = {"file": "train.py", "line": 7, "function": "", "text": "optimizer.step()"}
+
+
+def pack(values: Sequence[float]) -> str:
+    """As a fingerprint has them."""
+    return base64.b64encode(array("f", values).tobytes()).decode()
+
+
+class Job:
+    """Ranks that train, and the rules that look at them."""
+
+    def __init__(
+        self, world_size: int, *, reduced: int | None = None, key: Sequence[Any] = ("ddp", "world", 0, 0)
+    ) -> None:
+        self.world_size = world_size
+        self.reduced = reduced
+        self.book = RuleBook(world_size, log=self._log, rules=[Divergence])
+        self.index = 0
+        self.now_ns = 0
+        self.key = list(key)
+        self.said: list[Finding] = []
+
+    def _log(self, rank: int) -> RankLog:
+        sizes = [1] if self.reduced is None else [self.reduced, 1]
+        tensors = [Tensor(dtype="float32", shape=(size,), device="cpu") for size in sizes]
+        collectives = [
+            Collective(
+                index=at + 1,
+                op="all_reduce",
+                operator="allreduce_",
+                group=None,
+                seq=at,
+                inputs=(tensor,),
+                start_ns=10**15,
+            )
+            for at, tensor in enumerate(tensors)
+        ]
+        return RankLog(
+            rank=rank,
+            pid=1,
+            host="",
+            torch="",
+            source="kernels",
+            started_ns=0,
+            started_unix_ns=0,
+            heartbeat_ns=None,
+            closed_ns=None,
+            num_begun=2,
+            num_torn=0,
+            num_faults=0,
+            first_fault="",
+            collectives=tuple(collectives),
+        )
+
+    def note(self, rank: int, kind: str, **values: Any) -> None:
+        """One entry of `rank`."""
+        self.index += 1
+        self.said += self.book.feed({rank: [Entry(self.index, self.now_ns, kind, values)]}, self.now_ns)
+
+    def unit(self, rank: int, names: Sequence[str] = ("a", "b"), **values: Any) -> None:
+        """Its parameters."""
+        values = {"late": [], "moved": [], "largest": 64, "site": SITE, "made": SITE | {"line": 3}} | values
+        self.note(rank, "unit", u=1, key=self.key, names=list(names), **values)
+
+    def step(
+        self,
+        rank: int,
+        number: int,
+        *,
+        p: float = 1.0,
+        g: float = 0.5,
+        s: int | None = None,
+        e: str = "FB",
+        **more: Any,
+    ) -> None:
+        """A step with a check; `p` and `g`: the norms of all parameters and gradients."""
+        fingerprint = {"p": pack([p, p]), "w": pack([p, p]), "g": pack([g, g])}
+        self.note(rank, "step", u=1, n=number, s=number if s is None else s, e=e, f=fingerprint, **more)
+
+    def wait(self, ms: int = 400) -> None:
+        """Nothing happens for a while, and then the rules are asked."""
+        self.said += self.book.feed({}, self.now_ns)
+        self.now_ns += ms * MS
+        self.said += self.book.feed({}, self.now_ns)
+
+    def finish(self) -> list[str]:
+        """The job ends; codes of all that was said."""
+        self.said += self.book.finish(self.now_ns)
+        assert not self.book.faults
+        return [finding.code for finding in self.said]
+
+
+def run(job: Job, steps: int, **more: Any) -> Job:
+    """Every rank takes `steps` steps, all with `more`; the last rank's gradients differ, and then its parameters."""
+    for rank in range(job.world_size):
+        job.unit(rank)
+    for number in range(1, steps + 1):
+        for rank in range(job.world_size):
+            is_odd = rank == job.world_size - 1
+            p = 1.0 + 0.1 * number * is_odd * (number > 1)
+            job.step(rank, number, p=p, g=0.5 + 0.2 * is_odd, **more)
+    return job
+
+
+def test_divergence_says_nothing_of_ranks_that_agree() -> None:
+    """Whatever they agree on, NaN included."""
+    job = Job(2)
+    for rank in range(2):
+        job.unit(rank)
+    for number in range(1, 40):
+        for rank in range(2):
+            job.step(rank, number, p=float("nan") if number > 20 else number, g=number)
+    job.wait()
+    assert job.finish() == []
+
+
+def test_divergence_names_the_rank_that_is_unlike_the_others() -> None:
+    """Of four, and both moments: gradients first, parameters then."""
+    job = run(Job(4), 2)
+    (finding,) = job.said
+    assert finding.code == "DDP320"
+    assert finding.ranks == (3,)
+    assert finding.summary == "gradients differ between ranks at step 1, parameters at step 2"
+    assert "step 1: gradient of a: norm rank 0 0.5, rank 1 0.5, rank 2 0.5, rank 3 0.7" in finding.evidence
+    assert finding.source == "ddpilot explain DDP320"
+
+
+@pytest.mark.parametrize(
+    ("why", "code"),
+    [("bypass", "DDP321"), ("two forwards", "DDP322"), ("no_sync", "DDP323"), ("twice", "DDP329")],
+)
+def test_divergence_takes_the_cause_from_the_first_step_that_differs(why: str, code: str) -> None:
+    """Not from the later one that proves it."""
+    job = Job(2)
+    for rank in range(2):
+        job.unit(rank)
+        job.step(rank, 1, g=1.0 + rank, e="FBB", why=why, at=SITE | {"line": 5})
+    assert job.said == []
+    for rank in range(2):
+        job.step(rank, 2, p=1.0 + rank)
+    (finding,) = job.said
+    assert finding.code == code
+    assert finding.place is not None
+    assert finding.place.line == (7 if why == "no_sync" else 5)
+
+
+def test_divergence_waits_for_steps_that_may_be_local_on_purpose() -> None:
+    """Without any reduction by DDP it takes 16 steps, and says nothing if something else averages."""
+    local = {"e": "fb", "why": "no_sync", "at": SITE}
+    assert run(Job(2), NUM_LOCAL_STEPS - 1, **local).said == []
+    assert [finding.code for finding in run(Job(2), NUM_LOCAL_STEPS + 1, **local).said] == ["DDP323"]
+    assert run(Job(2), NUM_LOCAL_STEPS - 1, **local).finish() == ["DDP323"]
+    assert run(Job(2, reduced=64), 40, **local).finish() == []
+    assert run(Job(2, reduced=63), 40, **local).finish() == ["DDP323"]
+
+
+def test_divergence_forgets_gradients_that_did_no_harm() -> None:
+    """Where parameters agree afterwards, ranks have been made equal again."""
+    job = Job(2)
+    for rank in range(2):
+        job.unit(rank)
+    for number in range(1, 9):
+        for rank in range(2):
+            job.step(rank, number, g=1.0 + rank * (number < 8))
+    assert job.finish() == []
+
+
+@pytest.mark.parametrize("silent", ["join", "hook mine"])
+def test_divergence_says_nothing_where_ranks_may_differ(silent: str) -> None:
+    """Under Join, and with a hook that is not known."""
+    assert run(Job(2), 5, silent=silent).finish() == []
+
+
+def test_divergence_compares_only_the_same_moment() -> None:
+    """Steps between other collectives are others, whatever their number."""
+    job = Job(2)
+    for rank in range(2):
+        job.unit(rank)
+        for number in range(1, 9):
+            job.step(rank, number, p=number + rank, s=2 * number + rank)
+    job.wait()
+    assert job.finish() == []
+
+
+def test_divergence_compares_what_ranks_have_in_common() -> None:
+    """Optimizers that share out the parameters have nothing in common."""
+    job = Job(2)
+    job.unit(0, names=["a", "b"])
+    job.unit(1, names=["c", "d"])
+    for number in range(1, 9):
+        for rank in range(2):
+            job.step(rank, number, p=number + rank, g=rank)
+    assert job.finish() == []
+
+
+def test_divergence_does_not_wait_for_a_rank_for_ever() -> None:
+    """Two of three ranks that differ are enough, after a while."""
+    job = Job(3)
+    for rank in range(2):
+        job.unit(rank)
+        job.step(rank, 1, p=1.0 + rank)
+    assert job.said == []
+    job.wait()
+    assert [finding.code for finding in job.said] == ["DDP325"]
+
+
+def test_divergence_names_ranks_that_take_no_steps() -> None:
+    """Rank 1 takes part in reductions, and its optimizer is never heard of."""
+    job = Job(2)
+    job.unit(0)
+    for number in range(1, 7):
+        job.step(0, number, p=number)
+        job.wait()
+    (finding,) = job.said
+    assert finding.code == "DDP326"
+    assert finding.ranks == (1,)
+    server = Job(2, reduced=64)
+    server.unit(0)
+    for number in range(1, 7):
+        server.step(0, number, p=number)
+        server.wait()
+    assert server.finish() == []
+
+
+def test_divergence_of_a_model_that_was_never_wrapped_needs_one_start_and_no_other_reduction() -> None:
+    """Models that begin apart, or that something averages, may be meant so; a few steps are no proof before the end."""
+    free = ("free", 123, "train.py:7", 0)
+    assert run(Job(2, key=free), 5).said == []
+    assert run(Job(2, key=free), 5).finish() == ["DDP324"]
+    (finding,) = run(Job(2, key=free), NUM_FREE_STEPS + 1).said
+    assert finding.severity == "warning"
+    assert run(Job(2, key=free, reduced=64), NUM_FREE_STEPS + 40).finish() == []
+    apart = Job(2, key=free)
+    for rank in range(2):
+        apart.unit(rank)
+    for number in range(1, 100):
+        for rank in range(2):
+            apart.step(rank, number, p=number + rank, g=rank)
+    assert apart.finish() == []
+
+
+def test_divergence_keeps_little_however_long_it_runs() -> None:
+    """Moments that never get a partner are forgotten."""
+    job = Job(2)
+    job.unit(0)
+    for number in range(1000):
+        job.step(0, number, e="fb")
+    rule = job.book._rules[0]
+    assert isinstance(rule, Divergence)
+    (comparison,) = rule._comparisons.values()
+    assert len(comparison._moments) <= 128
+    assert len(comparison._waiting) <= 128
+
+
+def test_divergence_says_another_order_at_construction_and_nothing_else() -> None:
+    """With names and shapes of the first that differ; other names alone are no finding."""
+    job = Job(2)
+    names = [["left.weight", [4, 4], "float32"], ["right.weight", [4, 4], "float32"]]
+    for rank in range(2):
+        job.note(rank, "ddp", group="world", ordinal=0, names=names[:: 1 - 2 * rank], site=SITE)
+        job.note(
+            rank, "ddp", group="world", ordinal=1, names=[[f"{name}{rank}", *rest] for name, *rest in names], site=SITE
+        )
+    run(job, 3)
+    (finding,) = job.said
+    assert finding.code == "DDP327"
+    assert finding.evidence == ("parameter 0: rank 0 left.weight [4, 4]", "parameter 0: rank 1 right.weight [4, 4]")
