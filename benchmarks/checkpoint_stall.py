@@ -4,7 +4,9 @@
 Ours is the time from the end of a batch with `loop.save()` until the next batch is there, in a `Loop` on one rank;
 waiting until the former checkpoint is on the disk is not part of it, training would go on meanwhile. The first save of
 a run, whose memory was reserved after the first update, has a row of its own. `torch.save` writes a new file each time,
-as a run does; it does not wait for the disk, ours does.
+as a run does; it does not wait for the disk, ours does. A ratio is that of two saves of one round, each round in
+another order, and what is said of it is the median of all rounds. Copying takes 0.05 s of processor time, a quarter of
+what `torch.save` takes, and is divided among the cores that are free: where none is to spare, the ratio is that quarter.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from benchmarks.measure import Row, main, render_values, seconds
+from benchmarks.measure import Row, main, render_ratio, render_values, seconds
 from ddpilot.training.loop import Loop
 
 NUM_TENSORS = 40
@@ -59,6 +61,13 @@ class Training:
         return took
 
 
+def save_first(model: nn.Module, folder: Path) -> float:
+    """Seconds that the first save of a run stops training."""
+    took = Training(model, folder).save()
+    shutil.rmtree(folder)
+    return took
+
+
 def peer_save(weights: Mapping[str, torch.Tensor], path: Path) -> float:
     """Seconds that `torch.save` stops training."""
     path.unlink(missing_ok=True)
@@ -67,29 +76,35 @@ def peer_save(weights: Mapping[str, torch.Tensor], path: Path) -> float:
 
 def make_row(what: str, ours: list[float], peer: list[float]) -> Row:
     """One line of the table."""
-    ratio = statistics.median(ours) / statistics.median(peer)
+    ratios = [mine / other for mine, other in zip(ours, peer, strict=True)]
     return Row(
         what=what,
         ours=render_values(ours),
         peer=f"torch.save {render_values(peer)}",
-        ratio=f"{ratio:.2f}",
+        ratio=render_ratio(ratios),
         bar=f"at most {BAR}",
-        holds=ratio <= BAR,
+        holds=statistics.median(ratios) <= BAR,
     )
 
 
 def measure(rounds: int) -> list[Row]:
     """First and later saves, in turn with `torch.save` of the same state dict into the same folder."""
     model = make_model()
-    first, later, peer = [], [], []
+    first: list[float] = []
+    later: list[float] = []
+    peer: list[float] = []
     with tempfile.TemporaryDirectory() as name:
         training = Training(model, Path(name) / "later")
         training.save()
-        for number in range(rounds):
-            first.append(Training(model, Path(name) / f"first-{number}").save())
-            shutil.rmtree(Path(name) / f"first-{number}")
-            later.append(training.save())
-            peer.append(peer_save(model.state_dict(), Path(name) / "peer.pt"))
+        turns = [
+            lambda: first.append(save_first(model, Path(name) / "first")),
+            lambda: later.append(training.save()),
+            lambda: peer.append(peer_save(model.state_dict(), Path(name) / "peer.pt")),
+        ]
+        for _ in range(rounds):
+            for turn in turns:
+                turn()
+            turns = [*turns[1:], turns[0]]
     return [
         make_row("stall of saving 400 MB, first of a run", first, peer),
         make_row("stall of saving 400 MB, later", later, peer),
@@ -97,4 +112,4 @@ def measure(rounds: int) -> list[Row]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(measure, rounds=5))
+    sys.exit(main(measure, rounds=12))

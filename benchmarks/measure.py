@@ -44,6 +44,12 @@ def render_values(values: Sequence[float], unit: str = "s") -> str:
     return f"{middle} {unit} ({low}-{high})"
 
 
+def render_ratio(values: Sequence[float]) -> str:
+    """Median of ratios that were taken round by round, with the quarters below and above it."""
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return f"{middle:.3f} ({low:.3f}-{high:.3f})"
+
+
 def render_table(rows: Sequence[Row]) -> str:
     """The rows as a Markdown table."""
     head = ["what", "ddpilot", "peer", "ratio", "bar", "holds"]

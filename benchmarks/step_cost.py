@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import ddpilot
-from benchmarks.measure import Row, main, render_values
+from benchmarks.measure import Row, main, render_ratio, render_values
 from benchmarks.step_loops import LOOPS, Epoch, Job, Moment, by_ddpilot, by_hand, let_peers_import
 
 WARM_UP = 20
@@ -104,12 +104,6 @@ def ratios(taken: Taken, to: str) -> tuple[list[float], list[float]]:
     """Of ddpilot to another loop, turn by turn: of time, and of processor time."""
     pairs = list(zip(taken["ddpilot"], taken[to], strict=True))
     return [ours[0] / theirs[0] for ours, theirs in pairs], [ours[1] / theirs[1] for ours, theirs in pairs]
-
-
-def render_ratio(values: Sequence[float]) -> str:
-    """Median, and the quarters below and above it."""
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return f"{middle:.3f} ({low:.3f}-{high:.3f})"
 
 
 def make_row(what: str, taken: Taken, to: str, limit: float | None, unit: str) -> Row:
