@@ -6,7 +6,7 @@ waiting until the former checkpoint is on the disk is not part of it, training w
 a run, whose memory was reserved after the first update, has a row of its own. `torch.save` writes a new file each time,
 as a run does; it does not wait for the disk, ours does. A ratio is that of two saves of one round, each round in
 another order, and what is said of it is the median of all rounds. Copying takes 0.05 s of processor time, a quarter of
-what `torch.save` takes, and is divided among the cores that are free: where none is to spare, the ratio is that quarter.
+what `torch.save` takes, and is divided among the free cores: where none is to spare, the ratio is that quarter.
 """
 
 from __future__ import annotations
