@@ -21,6 +21,7 @@ SCRIPTS = (
     "random_faults",
     "record_overhead",
     "guard_overhead",
+    "watch_overhead",
     "session_start",
     "session_cells",
     "random_cells",

@@ -104,8 +104,8 @@ def unpack_fact(pages: memoryview, page_bytes: int, ref: int) -> dict[str, Any] 
     if not ref or place + _FACT.size > page_bytes:
         return None
     length, checksum = _FACT.unpack_from(page, place)
-    text = page[place + _FACT.size :][:length]
+    text = bytes(page[place + _FACT.size :][:length])  # a copy: the writer may be at it
     if len(text) != length or zlib.crc32(text, generation) != checksum:
         return None
-    fact: dict[str, Any] = json.loads(bytes(text))
+    fact: dict[str, Any] = json.loads(text)
     return fact

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import zlib
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ddpilot.errors import RecordError
@@ -24,7 +24,7 @@ def read_ring(path: str | os.PathLike[str], *, after: int = 0, newest: int | Non
     the file is no ring, one of another version or of another kind of machine, or cut off; `OSError` where it cannot be
     read: `FileNotFoundError` until the rank has begun to record.
     """
-    data = memoryview(Path(path).read_bytes())
+    data = _map(path)
     head = _read_head(data, os.fspath(path))
     records = data[layout.HEADER_BYTES :][: head.num_records * layout.RECORD_BYTES]
     decoder = Decoder(data[layout.HEADER_BYTES + len(records) :], head.page_bytes)
@@ -34,7 +34,7 @@ def read_ring(path: str | os.PathLike[str], *, after: int = 0, newest: int | Non
     collectives = []
     num_torn = 0
     for slot in _slots_after(after, words[layout.NUM_BEGUN], head.num_records):
-        record = records[slot * layout.RECORD_BYTES :][: layout.RECORD_BYTES]
+        record = memoryview(bytes(records[slot * layout.RECORD_BYTES :][: layout.RECORD_BYTES]))  # a copy: it may change
         body = layout.unpack_body(record)
         if body is None:
             num_torn += any(record)
@@ -50,6 +50,14 @@ def read_ring(path: str | os.PathLike[str], *, after: int = 0, newest: int | Non
         first_fault=decoder.fact(words[layout.FIRST_FAULT]).get("text", ""),
         collectives=tuple(sorted(collectives, key=lambda collective: collective.index)),
     )
+
+
+def _map(path: str | os.PathLike[str]) -> memoryview:
+    """The file as it is at each moment: copying all of a ring takes longer than reading what is new in it."""
+    with open(path, "rb") as file:
+        if not os.fstat(file.fileno()).st_size:
+            return memoryview(b"")
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
 class _Head(NamedTuple):
