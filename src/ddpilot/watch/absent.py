@@ -14,6 +14,10 @@ from ddpilot.watch.words import say_place, say_s
 Moves = Literal["moves", "stands", "unknown"]
 
 _NO_PYTHON_NS = 1_000_000_000
+_COMPILES = (  # its functions: a module of it may only be imported
+    *("/convert_frame.py:_compile", "/compile_fx.py:compile_fx", "/async_compile.py:wait"),
+    "/triton/compiler/compiler.py:compile",
+)
 _KINDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("DDP213", "waits for a worker process of its DataLoader", (":_try_get_data", ":_get_data")),
     ("DDP216", "is leaving its group (destroy_process_group)", (":destroy_process_group",)),
@@ -22,7 +26,7 @@ _KINDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "waits for all ranks to make a group",
         (":init_process_group", ":_store_based_barrier", ":_new_process_group_helper", ":new_group", "/rendezvous.py:"),
     ),
-    ("DDP221", "compiles (torch.compile)", ("/torch/_dynamo/", "/torch/_inductor/", "/triton/compiler/")),
+    ("DDP221", "compiles (torch.compile)", _COMPILES),
     (
         "DDP214",
         "reads or writes: a checkpoint, a file or the network",
@@ -135,8 +139,9 @@ def _lines(stack: StackView) -> list[tuple[str, int]]:
 
 
 def _without_python_ns(rank: RankView, now_ns: int) -> int:
-    beat = rank.log.heartbeat_ns if rank.log is not None else None
-    return now_ns - beat if beat is not None and rank.process.state == "running" else 0
+    if rank.log is None or rank.process.state != "running":
+        return 0
+    return now_ns - (rank.log.heartbeat_ns or rank.log.started_ns)
 
 
 def say_where(absence: Absence) -> str:

@@ -87,6 +87,8 @@ class Cause:
     """Those that do what the others do not, or do not do what the others do."""
     why: str
     at: Frame | None = None
+    is_branch: bool = False
+    """Only some ranks come there, and what the others do is no other branch of the same condition."""
 
 
 def find_cause(one: Party, other: Party, sources: Sources) -> Cause | None:
@@ -186,7 +188,7 @@ def _guarded(parting: Parting, one: Party, other: Party) -> Cause:
     here, there = (one, other) if one.ranks == parting.ranks else (other, one)
     what = describe_shortly(here.entry) if here.entry is not None else "what they do"
     spot = _say(parting, parting.guard)
-    behind = "inside" if parting.at is None or parting.at.line != parting.guard.line else "part of"
+    behind = "inside" if not parting.guard.is_else else "where this is false:"
     via = ""
     if parting.at is not None and here.chain and parting.at.line != here.chain[-1].line:
         via = f", called at {say_spot(parting.at)},"
@@ -195,7 +197,7 @@ def _guarded(parting: Parting, one: Party, other: Party) -> Cause:
     )
     why = f"the {what} at {say_spot(_at(here))}{via} is {behind} {spot}; {rest}"
     code = "DDP201" if there.entry is not None else "DDP220"
-    return Cause(code=code, ranks=here.ranks, why=why, at=_at(here))
+    return Cause(code=code, ranks=here.ranks, why=why, at=_at(here), is_branch=not parting.are_siblings)
 
 
 def _skipped(parting: Parting, one: Party) -> Cause | None:

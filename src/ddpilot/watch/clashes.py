@@ -108,7 +108,13 @@ def explain_clash(view: JobView, meet: Meet, sources: Sources) -> Finding:
 def _choose_code(meet: Meet, cause: Cause | None) -> str:
     parts = {entry.ddp.what for entry in meet.by_rank.values() if entry.ddp is not None}
     own = (_OF_CONSTRUCTION if parts == {"construction"} else _CODES).get(meet.clash.aspect, "DDP201")
-    return own if cause is None or cause.code in ("DDP201", "DDP220") else cause.code
+    if len({entry.ddp and (entry.ddp.what, entry.ddp.names) for entry in meet.by_rank.values()}) > 1:
+        own = "DDP201" if own in ("DDP202", "DDP203") else own  # different gradients, or none on one side
+    if cause is None or (cause.code in ("DDP201", "DDP220") and not cause.is_branch):
+        return own
+    if cause.code in ("DDP201", "DDP220"):  # what they give differs because they are not in the same call
+        return "DDP201" if own in ("DDP201", "DDP202", "DDP203") else own
+    return cause.code
 
 
 def _summarize(meet: Meet) -> str:

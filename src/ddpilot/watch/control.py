@@ -20,28 +20,37 @@ class Spot:
     line: int
     text: str
     depends_on_rank: bool = False
+    is_else: bool = False
+    """It is what happens where the condition is false."""
 
 
 def guards(source: Source, blocks: Sequence[Block], line: int) -> list[Spot]:
     """The conditions that decide whether `line` is reached: around it, and those that leave before it; outermost first.
 
-    `blocks`: those around the line that matter. Of conditions that leave before it only those on the rank are told.
+    `blocks`: those around the line that matter. Of conditions that return before it only those on the rank are told,
+    and those in a loop are told by `early_exits`.
     """
     found = [
-        Spot(block.node.lineno, source.text(block.node.lineno), source.depends_on_rank(block.node.test))
+        Spot(
+            block.node.lineno,
+            source.text(block.node.lineno),
+            source.depends_on_rank(block.node.test),
+            block.part == "orelse",
+        )
         for block in blocks
         if isinstance(block.node, ast.If)
     ]
     for statement in source.before(line):
         if not isinstance(statement, ast.If) or statement.orelse or not _leaves(statement.body):
             continue
-        if source.depends_on_rank(statement.test):
-            found.append(Spot(statement.lineno, source.text(statement.lineno), True))
+        is_in_loop = any(block.is_loop for block in source.blocks(statement.lineno))
+        if source.depends_on_rank(statement.test) and not is_in_loop:
+            found.append(Spot(statement.lineno, source.text(statement.lineno), True, True))
     return found
 
 
 def _leaves(body: Sequence[ast.stmt]) -> bool:
-    return isinstance(body[-1], (ast.Return, ast.Continue, ast.Break)) or _is_exit(body[-1])
+    return isinstance(body[-1], ast.Return)
 
 
 def early_exits(source: Source, loop: ast.AST) -> list[Spot]:
@@ -102,7 +111,9 @@ def _with_condition(source: Source, node: ast.AST, tests: Sequence[ast.expr]) ->
 
 
 def _raises(handler: ast.ExceptHandler) -> bool:
-    return any(isinstance(node, ast.Raise) or _is_exit(node) for node in ast.walk(handler))
+    """Whether it always ends by an error of its own, or by the end of the program."""
+    goes_on = any(isinstance(node, (ast.Continue, ast.Break, ast.Return)) for node in ast.walk(handler))
+    return not goes_on and (isinstance(handler.body[-1], ast.Raise) or _is_exit(handler.body[-1]))
 
 
 def _is_exit(node: ast.AST) -> bool:

@@ -88,7 +88,7 @@ def holds_up(rank: RankView, fate: Fate, entry: Collective) -> bool | None:
 
     Of one that is gone: whether it was so when it ended.
     """
-    if fate.state == "finished" or entry.state in ("done", "unknown"):
+    if fate.state == "finished" or (entry.state in ("done", "unknown") and not entry.is_p2p):
         return False
     if fate.is_gone:
         return True

@@ -42,6 +42,8 @@ class Parting:
     """Where a round of that loop may be cut short."""
     exit: Spot | None = None
     """Where that loop may be left early."""
+    are_siblings: bool = False
+    """The others are in the other branch of the guard."""
     same_loop: bool = False
     """All are still in the loop: in different rounds, or at different lines of it."""
 
@@ -129,9 +131,11 @@ def _compare(source: Source, one: tuple[Side, Frame], other: tuple[Side, Frame])
     common = _count_common(*around)
     own = [blocks[common:] for blocks in around]
     conditions = [_choose(_own_guards(source, frame, own[i], sides[1 - i][1])) for i, (_, frame) in enumerate(sides)]
-    for side, guard in zip(sides, conditions, strict=True):
+    siblings = conditions[0] is not None and conditions[1] is not None and conditions[0].line == conditions[1].line
+    by_branch = sorted(zip(sides, conditions, strict=True), key=lambda each: each[1] is not None and each[1].is_else)
+    for side, guard in by_branch:
         if guard is not None and guard.depends_on_rank:
-            return Parting(ranks=side[0].ranks, file=side[1].file, guard=guard, at=side[1])
+            return _behind(*side, guard, siblings)
     for i, (_, frame) in enumerate(sides):
         loop = _outermost_loop(own[i])
         if loop is not None and sides[1 - i][1].line > (loop.node.end_lineno or 0):
@@ -141,10 +145,14 @@ def _compare(source: Source, one: tuple[Side, Frame], other: tuple[Side, Frame])
     for i in smaller:
         guard = conditions[i]
         if guard is not None:
-            return Parting(ranks=sides[i][0].ranks, file=one[1].file, guard=guard, at=sides[i][1])
+            return _behind(*sides[i], guard, siblings)
     if not in_loop:
         return None
     return _same_loop(source, one[1].file, around[0][:common], max(frame.line for _, frame in sides))
+
+
+def _behind(side: Side, frame: Frame, guard: Spot, siblings: bool) -> Parting:
+    return Parting(ranks=side.ranks, file=frame.file, guard=guard, at=frame, are_siblings=siblings)
 
 
 def _same_loop(source: Source, file: str, common: Sequence[Block], line: int) -> Parting:

@@ -19,6 +19,7 @@ from ddpilot.watch.view import JobView, RankView
 from ddpilot.watch.waits import Wait, find_circles, find_waits
 
 _STACK_AGE_NS = 1_000_000_000
+_MAX_STACKS = 64
 _ORDER = ("error", "warning", "info")
 
 
@@ -104,7 +105,9 @@ def _say_clashes(look: _Look, meets: Iterable[Meet]) -> None:
 
 def _say_waits(look: _Look, progress: Iterable[Progress]) -> None:
     found = find_waits(look.view, look.fates, find_meetings(look.view, progress))
-    look.needs |= {rank for rank in found.needs_stacks if _has_waited(look, rank)}
+    for rank, missing in found.needs_stacks.items():
+        if _has_waited(look, rank):
+            look.needs.update((rank, *missing[:_MAX_STACKS]))
     waits = [wait for wait in found.waits if not look.explained & wait.held.keys()]
     circles = [circle for circle in find_circles(waits) if _is_proven(look.view, circle)]
     in_circles = {id(wait) for circle in circles for wait in circle}
@@ -141,7 +144,7 @@ def _say_wait(look: _Look, wait: Wait, held: set[int]) -> None:
     if not (wait.missing or wait.unknown) and not any(entry.is_watched for entry in wait.held.values()):
         return  # all have come: it may be over and not look it
     look.is_stalled = True
-    look.needs.update(absent[:64])
+    look.needs.update(absent[:_MAX_STACKS])
     one = Open(look.view, look.earlier, wait, tuple(absent))
     look.status.append(say_open(one))
     finding = explain_open(one, waited_ns > look.warn_ns)

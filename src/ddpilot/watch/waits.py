@@ -31,10 +31,11 @@ class Wait:
 
 @dataclass(slots=True)
 class Waits:
-    """All waits of a job. `needs_stacks`: of these ranks it cannot be said without whether they wait."""
+    """All waits of a job."""
 
     waits: list[Wait] = field(default_factory=list)
-    needs_stacks: set[int] = field(default_factory=set)
+    needs_stacks: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Ranks of which it cannot be said without a stack whether they wait, and for which ranks they would."""
 
 
 def find_waits(view: JobView, fates: Mapping[int, Fate], meetings: Iterable[Meeting]) -> Waits:
@@ -42,7 +43,9 @@ def find_waits(view: JobView, fates: Mapping[int, Fate], meetings: Iterable[Meet
     found = Waits()
     for meeting in meetings:
         held = {
-            rank: entry for rank, entry in meeting.arrived.items() if _is_held(view, fates[rank], rank, entry, found)
+            rank: entry
+            for rank, entry in meeting.arrived.items()
+            if _is_held(view, fates[rank], rank, entry, found, meeting.missing)
         }
         if held:
             found.waits.append(Wait(held, meeting.missing, meeting.unknown, meeting))
@@ -50,15 +53,15 @@ def find_waits(view: JobView, fates: Mapping[int, Fate], meetings: Iterable[Meet
     return found
 
 
-def _is_held(view: JobView, fate: Fate, rank: int, entry: Collective, found: Waits) -> bool:
+def _is_held(view: JobView, fate: Fate, rank: int, entry: Collective, found: Waits, missing: tuple[int, ...]) -> bool:
     answer = holds_up(view.ranks[rank], fate, entry)
     if answer is None:
-        found.needs_stacks.add(rank)
+        found.needs_stacks[rank] = missing
     return bool(answer)
 
 
 def _find_p2p(view: JobView, fates: Mapping[int, Fate], found: Waits) -> Iterator[Wait]:
-    pending = {rank: list(_pending_p2p(view, rank)) for rank in view.ranks}
+    pending = {rank: list(_pending_p2p(view, rank, fates[rank])) for rank in view.ranks}
     offered = {
         (rank, peer_of(entry), entry.op == "send", entry.tag, _group(entry))
         for rank, entries in pending.items()
@@ -70,15 +73,17 @@ def _find_p2p(view: JobView, fates: Mapping[int, Fate], found: Waits) -> Iterato
             other = (peer, rank, entry.op != "send", entry.tag, _group(entry))
             if peer is None or other in offered or (peer, None, False, entry.tag, _group(entry)) in offered:
                 continue  # the other side is there: it is being sent
-            if entry.start_ns >= view.since_ns and _is_held(view, fates[rank], rank, entry, found):
+            if entry.start_ns >= view.since_ns and _is_held(view, fates[rank], rank, entry, found, (peer,)):
                 yield Wait({rank: entry}, (peer,))
                 break
 
 
-def _pending_p2p(view: JobView, rank: int) -> Iterator[Collective]:
+def _pending_p2p(view: JobView, rank: int, fate: Fate) -> Iterator[Collective]:
     log = view.ranks[rank].log
     for entry in log.collectives if log is not None else ():
-        if entry.is_p2p and entry.state in ("begun", "failed"):
+        # One that failed once started looks done: what ended the rank was its newest.
+        is_last = log is not None and fate.state == "victim" and entry is log.collectives[-1]
+        if entry.is_p2p and (entry.state in ("begun", "failed") or is_last):
             yield entry
 
 

@@ -59,7 +59,7 @@ class Job:
         self.folder = script.parent / f"{script.stem}-rings"
         self.folder.mkdir()
         self._num_ranks = num_ranks
-        self._launcher = ddpilot.Launcher(nproc_per_node=num_ranks, timeout_s=LIMIT_S, output="silent")
+        self._launcher = ddpilot.Launcher(nproc_per_node=num_ranks, timeout_s=LIMIT_S, output="silent", watch=False)
         self._thread = threading.Thread(target=self._run, args=(script,))
 
     def __enter__(self) -> Job:

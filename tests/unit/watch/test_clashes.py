@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -138,6 +139,11 @@ dist.barrier()
     ("head", "tail", "told"),
     [
         ("try:", "except RuntimeError:\n        continue", "`except RuntimeError:` (train.py:6)"),
+        (
+            "try:",
+            "except RuntimeError as e:\n        if is_memory(e):\n            continue\n        raise",
+            "`except RuntimeError as e:` (train.py:6)",
+        ),
         ("with suppress(RuntimeError):", "", "`with suppress(RuntimeError):` (train.py:2)"),
     ],
 )
@@ -243,6 +249,37 @@ def test_ranks_that_returned_early_from_a_function_are_behind_a_guard_too() -> N
     finding = find(source, zero.wait("barrier", 4, function="save"), one.wait("all_reduce", 6, ddp=bucket()))
     assert finding.code == "DDP201"
     assert "`if rank != 0:` (train.py:2)" in finding.why
+
+
+def test_gradients_of_two_models_in_another_order_are_different_collectives() -> None:
+    """Their sizes differ because they are not the same; the branch that is taken is named, not the other one."""
+    source = "if rank == 1:\n    g.backward()\nelse:\n    d.backward()\n"
+    zero, one = writers(source)
+    nine = (Tensor(dtype="float32", shape=(9,), device="cpu"),)
+    zero.wait("all_reduce", 4, ddp=bucket(0))
+    one.wait("all_reduce", 2, ddp=replace(bucket(), names=("g.weight",)), inputs=nine)
+    finding = find(source, zero, one)
+    assert (finding.code, finding.ranks) == ("DDP201", (1,))
+    assert "train.py:2 is inside `if rank == 1:` (train.py:1)" in finding.why
+
+
+def test_the_same_call_with_other_sizes_in_both_branches_is_a_size_mismatch() -> None:
+    """They are meant to meet."""
+    source = "if rank == 1:\n    dist.all_reduce(x)\nelse:\n    dist.all_reduce(y)\n"
+    zero, one = writers(source)
+    nine = (Tensor(dtype="float32", shape=(9,), device="cpu"),)
+    assert find(source, zero.wait("all_reduce", 4), one.wait("all_reduce", 2, inputs=nine)).code == "DDP202"
+
+
+def test_an_exit_in_a_loop_is_no_guard_of_what_follows() -> None:
+    """One rank has ended its program there; the other has not been behind a condition."""
+    source = "for x in loader:\n    if failed(x):\n        return\n    y.backward()\ndist.barrier()\n"
+    zero, one = writers(source)
+    zero.call("all_reduce", 4, ddp=bucket()).wait("all_reduce", 4, ddp=bucket())
+    one.call("all_reduce", 4, ddp=bucket()).wait("barrier", 5)
+    finding = find(source, zero, one)
+    assert (finding.code, finding.ranks) == ("DDP208", (1,))
+    assert "`if failed(x): return` (train.py:3)" in finding.why
 
 
 def test_both_branches_of_a_condition_with_one_collective_are_right() -> None:
