@@ -14,7 +14,7 @@ from tests.zoo.watched import judge, read_case, read_cases, run_case, run_watche
 HERE = Path(__file__).parent
 CASES = read_cases(HERE / "cases")
 CONTROLS = read_cases(HERE / "controls")
-NUM_AT_ONCE = 4
+NUM_AT_ONCE = 8
 
 
 @pytest.mark.timeout(180)

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.leftovers import unused_shared_memory
 from ddpilot.api.launch import Launcher
 from ddpilot.errors import LaunchError, LaunchTimeoutError, RankError, WatchError
 from ddpilot.findings.finding import Finding
@@ -87,7 +89,12 @@ def run_watched(script: Path, limit_s: float = 60.0, *, until: str = "", stall_w
 
 def run_case(case: Case) -> Watched:
     """Run the script of `case` until its finding is there; what is unproven is a warning after four seconds here."""
-    return run_watched(case.path, 40.0, until=case.code, stall_warn_s=4.0)
+    before = set(os.listdir("/dev/shm"))
+    watched = run_watched(case.path, 40.0, until=case.code, stall_warn_s=4.0)
+    for name in set(os.listdir("/dev/shm")) - before:
+        if name.startswith("torch_") and unused_shared_memory([name]):  # of a loader's worker that was killed
+            os.unlink(f"/dev/shm/{name}")
+    return watched
 
 
 def judge(case: Case, watched: Watched) -> Sequence[str]:

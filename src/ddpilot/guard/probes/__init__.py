@@ -7,5 +7,6 @@ PROBES: tuple[str, ...] = (
     "ddpilot.guard.probes.device_errors:DeviceErrorProbe",
     "ddpilot.guard.probes.steps:StepProbe",
     "ddpilot.guard.probes.data_parallel:DataParallelProbe",
+    "ddpilot.guard.probes.frozen:FrozenProbe",
 )
 """Every probe, as "module:class"; `guard.hook` installs them in this order."""

@@ -9,7 +9,7 @@ from functools import partial
 from ddpilot.findings.finding import Finding
 from ddpilot.record.journal import Entry
 from ddpilot.record.log import RankLog
-from ddpilot.watch.rules.ddp_use import DataParallel, NeedlessFindUnused, NoSyncInVain
+from ddpilot.watch.rules.ddp_use import DataParallel, FrozenAfterWrap, NeedlessFindUnused, NoSyncInVain
 from ddpilot.watch.rules.divergence import Divergence
 from ddpilot.watch.rules.evaluation import MeanOfMeans, PaddedEvaluation
 from ddpilot.watch.rules.not_finite import NotFinite
@@ -42,6 +42,7 @@ RULES: tuple[Callable[[RuleContext], Rule], ...] = (
     NoSyncInVain,
     DataParallel,
     NeedlessFindUnused,
+    FrozenAfterWrap,
 )
 """Every rule."""
 

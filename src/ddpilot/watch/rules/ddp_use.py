@@ -114,3 +114,35 @@ class NeedlessFindUnused:
         return ()
 
     finish = look
+
+
+class FrozenAfterWrap:
+    """Parameters were frozen after the model was wrapped, and DDP failed because it waits for their gradients."""
+
+    codes = ("DDP310",)
+    kinds = ("frozen",)
+
+    def __init__(self, _: RuleContext) -> None:
+        pass
+
+    def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
+        """As `Rule.feed`."""
+        names, num = entry.values["names"], entry.values["num"]
+        yield Finding(
+            code="DDP310",
+            name="frozen-after-wrap",
+            severity="error",
+            summary=f"{num} parameter{'s were' if num > 1 else ' was'} frozen after the model was wrapped",
+            ranks=(rank,),
+            place=place_of(entry.values["site"]),
+            evidence=(f"frozen since: {', '.join(names[:5])}{f' and {num - 5} more' if num > 5 else ''}",),
+            why="DDP waits in each backward for the gradients of all that could be trained when it was constructed",
+            fix="Freeze first, then wrap; wrap again where the set changes",
+            source="ddpilot explain DDP310",
+        )
+
+    def look(self, _: int) -> Iterable[Finding]:
+        """Nothing."""
+        return ()
+
+    finish = look
