@@ -66,7 +66,8 @@ def choose_failure(
 ) -> Failure | None:
     """The first cause in time, or the first victim where no cause has come; None while more may come.
 
-    Where all ranks raise what happened on one of them, it is that rank's. `unheard` gives the process ids of the ranks that have neither ended, as far as is known, nor reported.
+    Where all ranks raise what happened on one of them, it is that rank's. `unheard` gives the process ids of the ranks
+    that have neither ended, as far as is known, nor reported.
     """
     if not failures:
         return None

@@ -226,8 +226,9 @@ class Loop(KeepingLoop, LookingLoop):
                     yield to_device(batch.data, self.device)
                 except GeneratorExit:
                     self._place.end_pass()
+                    self._leaving.note(batch, line := user_line())
                     if self._updates.drop_unfinished():
-                        self._left_at = user_line()
+                        self._left_at = line
                     raise
                 self.progress.advance()
                 if batch.is_last:
@@ -268,6 +269,7 @@ class Loop(KeepingLoop, LookingLoop):
         return is_open
 
     def _say_dropped(self) -> None:
+        self._leaving.meet()
         # Not when the loop is left: that looks the same where an error or another rank's end is the reason.
         if self._left_at is not None:
             say_dropped(self._left_at, self.group)

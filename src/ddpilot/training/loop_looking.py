@@ -31,6 +31,7 @@ class LookingLoop(LoopState):
         "mean" weights each rank by `count`, by default its samples in the current batch (1 outside of `batches`), so
         the mean of the batch's local losses is that of all its samples.
         """
+        self._leaving.meet()
         batch = self._updates.batch
         weight = count if count is not None else 1.0 if batch is None else float(batch.count)
         return reduce_value(value, op, weight, self.group)
@@ -40,6 +41,7 @@ class LookingLoop(LoopState):
 
         `data`: tensors with any number of rows on each rank, tuples and dicts of them, or lists.
         """
+        self._leaving.meet()
         return gather_rows(data, self.group)
 
     def evaluate(
@@ -58,6 +60,7 @@ class LookingLoop(LoopState):
         runs unwrapped, in eval mode, with rank 0's buffers, and not at all where a rank has no sample.
         `forward(model, batch)` returns what metrics are called with; default: `(model(batch[0]), batch[1])`.
         """
+        self._leaving.meet()
         self._keeper.say_resumed()
         with self.autocast():
             return evaluate(model, self._divided(loader), metrics, self.group, forward)
@@ -79,6 +82,7 @@ class LookingLoop(LoopState):
         writes batch by batch, so that memory holds one batch only; `read_predictions` reads it; the path is returned
         on every rank. `forward(model, batch)`; default: `model(batch[0])`, or `model(batch)` where that is no tuple.
         """
+        self._leaving.meet()
         self._keeper.say_resumed()
         with self.autocast():
             return predict(model, self._divided(loader), self.group, to=to, on_all_ranks=on_all_ranks, forward=forward)

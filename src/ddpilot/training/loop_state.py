@@ -22,6 +22,7 @@ from ddpilot.training.keeping.keeper import Keeper
 from ddpilot.training.keeping.options import KeepOptions
 from ddpilot.training.keeping.place import Place
 from ddpilot.training.keeping.things import Things
+from ddpilot.training.leaving import Leaving
 from ddpilot.training.memory import find_sharing
 from ddpilot.training.nonfinite import FiniteWatch
 from ddpilot.training.notices import Line
@@ -79,6 +80,7 @@ class LoopState:
         self._unprepared = PreparedWatch(self.group.rank)
         self._known: tuple[nn.Module, ...] = ()  # what `accumulate` has looked at in this pass
         self._left_at: Line | None = None
+        self._leaving = Leaving(self.group)
         self._waiting = WaitClock()
         self._things = Things()
         self._place = Place(seed, self.group.rank, self.group.world_size, accumulate)

@@ -202,6 +202,6 @@ def raise_nonfinite(
         found=f"their sum over ranks is not finite, though every rank's loss was finite; {places + '; ' * bool(places)}"
         f"{describe_parameters(models)}",
         fix=f"{fp16}Look at those samples, and for a square root, a logarithm or a division by zero in the loss or the "
-        "model; torch.autograd.set_detect_anomaly(True) finds the line. check_finite=False, of Loop or of fit, goes on.",
+        "model; torch.autograd.set_detect_anomaly(True) finds the line. check_finite=False, of Loop or fit, goes on.",
         rank=group.rank,
     )

@@ -15,9 +15,10 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from ddpilot import RankError
 from ddpilot.training.deciding import MAX_INTERVAL
 from ddpilot.training.loop import Loop
-from tests.dist.training.bodies import launch
+from tests.dist.training.bodies import launch, launch_unwatched
 
 ACCUMULATE = 2
 NUM_TRIALS = 20 if os.environ.get("DDPILOT_SOAK") else 3
@@ -123,3 +124,27 @@ def stop_early(patience: int) -> Any:
 def test_a_stop_between_epochs_or_of_all_ranks_is_exact() -> None:
     """No rank begins the next epoch, or another update."""
     assert list(launch(2, stop_early, 3)) == [((3, 0, True), (15, 1, 31))] * 2
+
+
+def leave_by_break() -> None:
+    """All ranks leave the first epoch at its second batch, which is fine; rank 1 alone leaves the second one."""
+    loop = Loop()
+    model = loop.prepare(nn.Linear(1, 1))
+    loader = loop.loader(TensorDataset(torch.ones(12, 1)), global_batch_size=4)
+    for epoch in loop.epochs(2):
+        for number, (x,) in enumerate(loop.batches(loader)):
+            loop.backward(model(x).mean())
+            if number == 1 and (epoch == 0 or loop.rank == 1):
+                break
+        loop.reduce(0.0)
+
+
+def test_a_rank_that_leaves_by_break_alone_is_named_with_its_line() -> None:
+    """Before it meets the others in another collective, which gloo ends without an exception."""
+    with pytest.raises(RankError) as caught:
+        launch_unwatched(2, leave_by_break)
+    text = str(caught.value)
+    assert "rank 1 left batches() at batch 1 of epoch 1 (" in text
+    assert "rank 0 did not" in text
+    assert "call loop.stop()" in text
+    assert "of epoch 0 (" not in text

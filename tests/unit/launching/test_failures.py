@@ -51,7 +51,7 @@ def test_choose_failure_waits_a_moment_for_an_earlier_cause() -> None:
 
 def test_choose_failure_takes_the_rank_that_a_joint_error_is_about() -> None:
     """All ranks raise it; the one that it names gets `VICTIM_GRACE_S` to be heard. A user's own text names nobody."""
-    joint = {"type_name": "NonFiniteError", "message": "[rank 1] computing the loss: nan"}
+    joint: Any = {"type_name": "NonFiniteError", "message": "[rank 1] computing the loss: nan"}
     first, named = raising(2, 1.0, **joint), raising(1, 1.1, **joint)
     assert choose_failure([first, named], SETTLE_S) is named
     assert choose_failure([named], SETTLE_S) is named
