@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import linecache
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, Protocol
 
@@ -87,10 +87,17 @@ class Notes:
             pass
 
     def around(
-        self, owner: Any, name: str, *, before: Hook | None = None, after: Hook | None = None
+        self,
+        owner: Any,
+        name: str,
+        *,
+        before: Hook | None = None,
+        after: Hook | None = None,
+        aliases: Sequence[Any] = (),
     ) -> Callable[[], None]:
         """Call `before` with the arguments of each `owner.name(...)`, and `after` with what `before` returned, then
-        whether it returned, what it returned, and the arguments. Returns what undoes it.
+        whether it returned, what it returned, and the arguments. Returns what undoes it. `aliases`: what else has it
+        under this name, such as the module that a pickle of the function looks in.
         """
         original = getattr(owner, name)
         first, last = before and self.safely(before), after and self.safely(after)
@@ -109,11 +116,14 @@ class Notes:
             return result
 
         keep_dynamo_out(wrapper)
-        setattr(owner, name, wrapper)
+        for one in (owner, *aliases):
+            if getattr(one, name, None) is original:
+                setattr(one, name, wrapper)
 
         def undo() -> None:
-            if getattr(owner, name, None) is wrapper:  # somebody may have wrapped it once more
-                setattr(owner, name, original)
+            for one in (owner, *aliases):
+                if getattr(one, name, None) is wrapper:  # somebody may have wrapped it once more
+                    setattr(one, name, original)
 
         return undo
 

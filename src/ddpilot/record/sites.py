@@ -15,7 +15,7 @@ from typing import Any
 USER = 1  # the user's: a script, a module, a cell
 LIBRARY = 2  # somebody's, or the standard one
 INNER = 3  # torch's: never a line to show
-WRAPPER = 4  # torch's too, and says nothing about what was called
+WRAPPER = 4  # torch's too, or guard's, and says nothing about what was called
 ENGINE = 5  # where Python enters the backward pass
 DDP = 6  # DistributedDataParallel
 HOOK = 7  # torch's own communication hooks of DDP
@@ -28,6 +28,7 @@ _TORCH_KINDS = {
     "nn/parallel/distributed.py": DDP,
     "utils/_contextlib.py": WRAPPER,
 }
+_GUARD_WRAPPER = os.path.join("guard", "probe.py")
 _TORCH_HOOKS = "distributed/algorithms/ddp_comm_hooks/"
 _INTERACTIVE = ("<ipython-input-", "<stdin>", "<string>", "<cell")
 
@@ -86,7 +87,7 @@ class SiteFinder:
             relative = file[len(self._torch) :]
             return _TORCH_KINDS.get(relative, HOOK if relative.startswith(_TORCH_HOOKS) else INNER)
         if file.startswith(self._ours):
-            return OURS
+            return WRAPPER if file.endswith(_GUARD_WRAPPER) else OURS
         if "torchinductor_" in file:
             return INNER
         if file.startswith("<"):

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
 from ddpilot.findings.finding import Finding
+from ddpilot.record.reading import read_ring
 from tests.dist.guard import data_programs
 from tests.dist.guard.data_programs import FAILING, RIGHT
 from tests.dist.guard.running import run_all
@@ -28,10 +30,15 @@ SAYS = {
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, list[Finding]]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the ranks write."""
+    return tmp_path_factory.mktemp("guard")
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> Mapping[str, list[Finding]]:
     """The findings on every program, of one launch."""
-    programs = [program for each in FAILING.values() for program in each]
-    return run_all(tmp_path_factory.mktemp("guard"), [*programs, *RIGHT])
+    return run_all(folder, [*[program for each in FAILING.values() for program in each], *RIGHT])
 
 
 @pytest.mark.parametrize("name", EXPECTED)
@@ -46,6 +53,15 @@ def test_guard_names_what_is_wrong(found: Mapping[str, list[Finding]], name: str
     assert finding.place.file == data_programs.__file__
     for text in SAYS.get(name, ()):
         assert text in "\n".join(finding.evidence)
+
+
+def test_what_guard_wraps_is_not_taken_for_what_was_called(found: Mapping[str, list[Finding]], folder: Path) -> None:
+    """The ring has the user's lines, and the functions that they called."""
+    log = read_ring(folder / "evaluate_padded-0.ring")
+    called = {
+        one.line.via for one in log.collectives if one.line is not None and one.line.file == data_programs.__file__
+    }
+    assert {name.rpartition(".")[2] for name in called} == {"__init__", "forward", "backward", "all_reduce"}
 
 
 @pytest.mark.parametrize("name", [program.__name__ for program in RIGHT])

@@ -40,8 +40,11 @@ class SavingProbe:
             times = {"start_ns": begun, "end_ns": time.monotonic_ns()}
             notes.write("save", path=path, host=host, **times, site=notes.site())
 
-        functions = ((torch, "save"), (safetensors.torch, "save_file"))
-        undo = [notes.around(owner, name, before=begins, after=ends) for owner, name in functions]
+        places: tuple[tuple[Any, str, tuple[Any, ...]], ...] = (
+            (torch, "save", (torch.serialization,)),
+            (safetensors.torch, "save_file", ()),
+        )
+        undo = [notes.around(owner, name, before=begins, after=ends, aliases=also) for owner, name, also in places]
 
         def uninstall() -> None:
             for step in undo:

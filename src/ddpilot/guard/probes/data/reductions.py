@@ -10,6 +10,7 @@ from weakref import ReferenceType, ref
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from ddpilot.guard.probe import Notes
 from ddpilot.guard.probes.data.position import Pass, Position
@@ -36,7 +37,8 @@ class ReductionEyes:
     def install(self) -> list[Callable[[], None]]:
         """Begin to look; what ends it."""
         around = self._notes.around
-        undo = [around(dist, name, before=self._watcher(name)) for name in _REDUCING if hasattr(dist, name)]
+        names = [name for name in _REDUCING if hasattr(dist, name)]
+        undo = [around(dist, name, before=self._watcher(name), aliases=(distributed_c10d,)) for name in names]
         return [*undo, around(torch.autograd, "backward", before=self._begins)]
 
     def _watcher(self, name: str) -> Callable[..., None]:
