@@ -139,6 +139,10 @@ class LoopError(DdpilotError, RuntimeError):
 class NonFiniteError(LoopError, ArithmeticError):
     """A loss or a gradient is NaN or infinite. Raised on all ranks; `rank` is the first where it was."""
 
+    def render(self) -> str:
+        """The message, without the rank before it: every rank raises it, and `found` has those where it was."""
+        return f"{self.did}: {self.found}. {self.fix}"
+
 
 class OutOfMemoryError(LoopError, MemoryError):
     """Memory ran out on `rank`, of its device or of the machine; torch's own error is the cause."""

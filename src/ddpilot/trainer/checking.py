@@ -102,6 +102,13 @@ def check_fit(trainer: Trainer, fit: Fit, *, has_own_step: bool) -> None:
     _check_watched(trainer, fit, has_own_step)
 
 
+def check_goal(epochs: int | None, until_epoch: int | None) -> None:
+    """Raise LoopError where both are given: so many more, and so many in all."""
+    if epochs is not None and until_epoch is not None:
+        found = f"`epochs={epochs!r}`, so many more, and `until_epoch={until_epoch!r}`, so many in all"
+        raise LoopError(_FITTING, found=found, fix="Give one of the two.")
+
+
 def check_loader_options(did: str, what: str, options: Iterable[str]) -> None:
     """Raise LoopError for names that no loader takes."""
     functions = (make_loader, make_stream_loader, shard_loader, DataLoader.__init__)

@@ -46,6 +46,7 @@ class Fit:
     max_time_s: float | None
     checkpoints: Mapping[str, Any]
     """Arguments of `Loop`: `checkpoint_dir`, `resume`, `keep` and so on."""
+    other_data: bool
     check_finite: bool
     progress: bool | None
     loader: Mapping[str, Any]
@@ -70,6 +71,7 @@ def fit_here(trainer: Trainer, fit: Fit, signals: StopSignals) -> Exception | No
         **fit.checkpoints,
     )
     loop.stop_by(signals)
+    loop.findings = trainer.findings
     train_loader, val_loader = _make_loaders(fit, loop)
     data = describe_data(train_loader)
     _start(loop, trainer.position, data)
@@ -88,6 +90,7 @@ def fit_here(trainer: Trainer, fit: Fit, signals: StopSignals) -> Exception | No
         raise
     _say_stop(loop)
     trainer.position = Position(loop.epoch, loop.next_batch, loop.num_updates, data)
+    trainer.findings = loop.findings
     return watchers.late
 
 
@@ -100,22 +103,22 @@ def _start(loop: Loop, position: Position, data: Mapping[str, Any]) -> None:
 
 
 def _say_left_out(loop: Loop, position: Position, data: Mapping[str, Any]) -> None:
-    before, epoch = position.data, position.epoch + 1
+    before, epoch = position.data, position.epoch
     names = [name for name in ("dataset_length", "global_batch_size") if before.get(name) != data.get(name)]
     changed = ", ".join(f"{name} {before.get(name)} -> {data.get(name)}" for name in names) or "or their order"
     loop.print(
-        f"the rest of epoch {epoch}, from batch {position.next_batch + 1} on, is left out, since the data are others "
+        f"the rest of epoch {epoch}, from batch {position.next_batch} on, is left out, since the data are others "
         f"now ({changed}): epoch {epoch + 1} begins",
         flush=True,
     )
 
 
 def _resume(loop: Loop, run: Run, fit: Fit) -> None:
-    if not loop.resume() or fit.progress is False:
+    if not loop.resume(other_data=fit.other_data) or fit.progress is False:
         return
     left = max(0, run.num_epochs - loop.epoch)
     goal = f"until_epoch={fit.until_epoch}" if fit.until_epoch is not None else f"epochs={fit.epochs}"
-    loop.print(f"goes on with epoch {loop.epoch + 1}; {goal}: {left} more, up to {run.num_epochs}", flush=True)
+    loop.print(f"goes on with epoch {loop.epoch}; {goal}: {left} more, up to {run.num_epochs}", flush=True)
 
 
 def _prepare(trainer: Trainer, loop: Loop, fit: Fit) -> tuple[Run, Story]:
@@ -257,12 +260,12 @@ def _is_per_update(trainer: Trainer, scheduler: Any) -> bool:
 
 
 def render_row(row: dict[str, Any], num_epochs: int) -> str:
-    """A line for an epoch: "epoch 1 of 3: loss 0.4321, val_accuracy 0.9 (1.2 s)"."""
+    """A line for an epoch: "epoch 0 (1 of 3): loss 0.4321, val_accuracy 0.9 (1.2 s)"."""
     numbers = [f"{name} {value:.4g}" for name, value in measured(row).items()]
-    return f"epoch {row['epoch'] + 1} of {num_epochs}: {', '.join(numbers)} ({row['seconds']:.1f} s)"
+    return f"epoch {row['epoch']} ({row['epoch'] + 1} of {num_epochs}): {', '.join(numbers)} ({row['seconds']:.1f} s)"
 
 
 def _say_stop(loop: Loop) -> None:
     if loop.should_stop:
-        where = f" in the middle of epoch {loop.epoch + 1}" if loop.next_batch else ""
+        where = f" in the middle of epoch {loop.epoch}" if loop.next_batch else ""
         loop.print(f"stopped after update {loop.num_updates}{where} ({', '.join(loop.stop_reasons)})", flush=True)

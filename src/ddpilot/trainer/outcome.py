@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import cloudpickle
 from torch import nn
 
+from ddpilot.findings.finding import Finding
 from ddpilot.group.protocol import GroupLike
 from ddpilot.launching.failures import Failure, build_error
 from ddpilot.launching.local.rank import describe_raised
@@ -40,6 +41,7 @@ class Outcome:
     callbacks: list[dict[str, Any]]
     history: dict[str, Any]
     position: Position
+    findings: tuple[Finding, ...]
     late: tuple[Raised, bytes] | None = None
     """What a callback raised on rank 0 once training was over, and the exception, pickled; b"" where it cannot be."""
 
@@ -88,6 +90,7 @@ def _gather(trainer: Trainer, optimizers: dict[str, dict[str, Any]], late: Excep
         callbacks=[callback.state_dict() for callback in trainer.callbacks],
         history=trainer.history.state_dict(),
         position=trainer.position,
+        findings=trainer.findings,
         late=None if late is None else _pack(late),
     )
 
@@ -111,6 +114,7 @@ def apply(trainer: Trainer, outcome: Outcome) -> None:
         callback.load_state_dict(state)
     trainer.history.load_state_dict(outcome.history)
     trainer.position = outcome.position
+    trainer.findings = outcome.findings
 
 
 @contextmanager

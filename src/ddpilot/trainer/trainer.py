@@ -12,11 +12,13 @@ from torch.optim.swa_utils import AveragedModel
 
 from ddpilot.api.launch import Launcher
 from ddpilot.errors import LoopError
+from ddpilot.findings.finding import Finding
 from ddpilot.trainer.batches import Forward, check_attached, forward_batch, predict_batch, with_count
 from ddpilot.trainer.callback import Callback, check_callbacks
 from ddpilot.trainer.checking import (
     check_choice,
     check_fit,
+    check_goal,
     check_loader_options,
     check_model,
     check_trainer,
@@ -35,6 +37,7 @@ from ddpilot.training.batch_size import BatchSizeSearch, check_search
 from ddpilot.training.inside import run_inside
 from ddpilot.training.precision import Kind
 from ddpilot.training.signals import StopSignals
+from ddpilot.training.wrapping import class_name
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -95,6 +98,8 @@ class Trainer:
         """Rows of all fits so far."""
         self.position = Position()
         """How far it has come, over all fits: `epoch`, `num_updates`."""
+        self.findings: tuple[Finding, ...] = ()
+        """What fits have found to be unwise, each said once."""
         self._has_own_forward = forward is not None
         self.batch_size = 64
         """Samples of all ranks in a batch of `evaluate` and `predict`, by default: that of the last fit."""
@@ -112,7 +117,7 @@ class Trainer:
         train_set: Any,
         val_set: Any = None,
         *,
-        epochs: int = 1,
+        epochs: int | None = None,
         until_epoch: int | None = None,
         global_batch_size: int | None = None,
         batch_size_per_rank: int | None = None,
@@ -122,13 +127,14 @@ class Trainer:
         max_time_s: float | None = None,
         checkpoint_dir: str | os.PathLike[str] | None = None,
         resume: bool = True,
+        other_data: bool = False,
         checkpoints: Mapping[str, Any] | None = None,
         check_finite: bool = True,
         progress: bool | None = None,
         loader: Mapping[str, Any] | None = None,
         ddp: Mapping[str, Any] | None = None,
     ) -> History:
-        """Train for `epochs` more epochs, or until there are `until_epoch` of them, and return `history`.
+        """Train for `epochs` more epochs (1), or until there are `until_epoch` of them, and return `history`.
 
         Collective on a rank (of torchrun, Slurm, `launch`, a session), where it trains right there. Anywhere else it
         starts ranks, `nproc_per_node` of them (None: as in the last fit, and otherwise as `launcher` says, one for each
@@ -139,7 +145,8 @@ class Trainer:
         `train_set`, `val_set`: datasets, with `global_batch_size` or `batch_size_per_rank`; or DataLoaders, with their
         own batch size. `loader`: more options of `Loop.loader` for the training data; `ddp`: options of `Loop.prepare`.
         `checkpoint_dir`, `resume`: as for `Loop`, which goes on from the latest checkpoint there if that is further
-        than this trainer; `checkpoints`: `keep`, `best` (of the history's names, "max val_acc") and the other options.
+        than this trainer; `other_data`: also where an epoch begins with a dataset of another length. `checkpoints`:
+        `keep`, `best` (of the history's names, "max val_acc") and the other options.
         `epochs` counts from where the trainer is, so a call that is repeated trains on; `until_epoch` is a total, with
         which it does not. `check_finite`: as for `Loop`. `progress`: False shows no bar and no line for each epoch.
 
@@ -150,17 +157,19 @@ class Trainer:
         raises once the last update was made is raised as well, and what was learnt is here. Raises LoopError, before
         a rank starts, for what cannot be meant.
         """
+        check_goal(epochs, until_epoch)
         sizes = {"global_batch_size": global_batch_size, "batch_size_per_rank": batch_size_per_rank}
         fit = Fit(
             train_set=train_set,
             val_set=val_set,
-            epochs=epochs,
+            epochs=1 if epochs is None else epochs,
             until_epoch=until_epoch,
             sizes=sizes,
             shuffle=shuffle,
             num_workers=num_workers,
             max_time_s=max_time_s,
             checkpoints={"checkpoint_dir": checkpoint_dir, "resume": resume, **(checkpoints or {})},
+            other_data=other_data,
             check_finite=check_finite,
             progress=progress,
             loader=loader or {},
@@ -321,6 +330,11 @@ class Trainer:
 
     def _find_batch_size_here(self, search: Search) -> BatchSizeSearch:
         return find_batch_size_here(self, search, has_own_step=self._has_own_step)
+
+    def __repr__(self) -> str:
+        num = sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
+        name = f"{type(self).__name__}({class_name(self.model)}, {num:,} parameters to train"
+        return f"{name}; epoch {self.position.epoch}, {self.position.num_updates} updates)"
 
     @property
     def _has_own_step(self) -> bool:

@@ -54,7 +54,8 @@ def check_batch_norms(models: Iterable[nn.Module], plan: object, rank: int) -> t
             ),
             why="Each rank normalises with its own samples only, so results depend on the number of ranks, and "
             f"statistics of fewer than {MIN_SAMPLES} samples are noisy.",
-            fix="Use GroupNorm, a larger global batch, or prepare(..., sync_batch_norm=True) on GPUs.",
+            fix="Use GroupNorm, a larger global batch, or on GPUs prepare(..., sync_batch_norm=True), of a Trainer "
+            'fit(..., ddp={"sync_batch_norm": True}).',
         ),
     )
 

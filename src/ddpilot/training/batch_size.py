@@ -98,9 +98,9 @@ def find_batch_size(
     limit = max_per_rank or max(1, len(dataset) // loop.world_size)
     first = 2 if find_batch_norms([model]) else 1
     if limit < first:
-        found = f"`max_per_rank` is {limit}" if max_per_rank else f"the dataset has {limit} sample for each rank"
+        what = f"`max_per_rank` is {limit}" if max_per_rank else f"the dataset has {limit} sample for each rank"
         fix = "BatchNorm needs two samples on each: allow more, or use GroupNorm."
-        raise _refuse(loop.rank, f"{found}, and the model has BatchNorm", fix)
+        raise _refuse(loop.rank, f"{what}, and the model has BatchNorm", fix)
     trying = _Trying(loop, unwrap(model), _local(optimizer), step, _Repeated(dataset, collate_fn or default_collate))
     with preserved(trying.model, trying.optimizer, loop.device):
         largest = largest_that(trying.fits, limit, first)
@@ -129,7 +129,7 @@ def find_batch_size(
 
 def check_search(max_per_rank: int | None, headroom: float, rank: int | None = None) -> None:
     """Raise LoopError for limits of a search that make no sense. Not collective."""
-    if max_per_rank is not None and not (isinstance(max_per_rank, int) and max_per_rank >= 1):
+    if max_per_rank is not None and max_per_rank < 1:
         raise _refuse(rank, f"`max_per_rank` is {max_per_rank!r}", "Give a number of samples, 1 or more, or None.")
     if not 0 <= headroom < 1:
         raise _refuse(rank, f"`headroom` is {headroom}", "Give a share of the batch, such as 0.1.")

@@ -48,8 +48,8 @@ def explain_out_of_memory(
     samples = "" if batch is None else f" with {batch.count} samples on this rank"
     first = str(error).strip().splitlines()[:1]
     fix = (
-        "Use a smaller batch per rank with Loop(accumulate=) to keep the global batch, shares= for unequal devices, "
-        "precision='bf16', or activation checkpointing."
+        "Use a smaller batch per rank with accumulate= (of Loop or Trainer) to keep the global batch, shares= for "
+        "unequal devices, precision='bf16', or activation checkpointing."
     )
     if sharing:
         others = ", ".join(map(str, sharing))

@@ -11,12 +11,16 @@ from ddpilot.errors import DataError
 from ddpilot.findings.as_text import render_text
 from ddpilot.findings.finding import Finding
 from ddpilot.group.protocol import GroupLike
+from ddpilot.training.checkpoint.telling import tell_stderr
 from ddpilot.training.grouping import CurrentBatch
 
 _PACKAGE = __name__.partition(".")[0]
 
 Line = tuple[str, int]
 """File and number of a line of the user's program."""
+
+
+_NOWHERE: Line = ("ddpilot", 0)
 
 
 def say_findings(findings: tuple[Finding, ...], group: GroupLike) -> None:
@@ -40,7 +44,7 @@ def user_line() -> Line:
     frame: FrameType = sys._getframe(1)
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == _PACKAGE:
         frame = frame.f_back
-    return ("ddpilot", 0) if _began_the_process(frame) else (frame.f_code.co_filename, frame.f_lineno)
+    return _NOWHERE if _began_the_process(frame) else (frame.f_code.co_filename, frame.f_lineno)
 
 
 def _began_the_process(frame: FrameType) -> bool:
@@ -50,6 +54,9 @@ def _began_the_process(frame: FrameType) -> bool:
 
 
 def _warn(text: str, line: Line) -> None:
+    if line == _NOWHERE:  # on ranks that a Trainer started
+        tell_stderr(text)
+        return
     warnings.warn_explicit(text, UserWarning, *line)
 
 

@@ -119,7 +119,8 @@ def _changed_since(names: list[str], rank: int) -> LoopError:
     return LoopError(
         "training a prepared model",
         found=f"{named} were frozen or unfrozen after prepare(), which DDP does not follow",
-        fix="Do it before; or once more model = loop.prepare(ddpilot.unwrap(model)) after it.",
+        fix="Do it before; or once more model = loop.prepare(ddpilot.unwrap(model)) after it. With a Trainer: between "
+        "two fits.",
         rank=rank,
     )
 
@@ -131,7 +132,7 @@ def _set(model: nn.Module, patterns: tuple[str, ...], *, trained: bool) -> list[
             did,
             found="the model is in DDP, which decided at its making which gradients it waits for",
             fix=f"Do it before prepare(); or {'un' * trained}freeze(ddpilot.unwrap(model), ...) and then "
-            "model = loop.prepare(ddpilot.unwrap(model)).",
+            "model = loop.prepare(ddpilot.unwrap(model)). With a Trainer: between two fits.",
         )
     named = dict(unwrap(model).named_parameters(remove_duplicate=False))
     chosen = list(named) if not patterns else list(_match(named, patterns, did))

@@ -110,7 +110,7 @@ class Progress:
         if self._kind is None:
             yield
             return
-        desc = f"epoch {epoch + 1}" + ("" if num_epochs is None else f"/{num_epochs}")
+        desc = f"epoch {epoch}" + ("" if num_epochs is None else f" ({epoch + 1}/{num_epochs})")
         self._current = self._make(desc, _length(loader), first_batch)
         try:
             yield

@@ -51,7 +51,7 @@ def list_remedies(model: nn.Module, choices: Sequence[Choice], accumulation: int
     """What would shorten the exchange of the gradients of `model`, unless it is done already or does not go with it."""
     halves = all(parameter.dtype == torch.float32 for parameter in model.parameters() if parameter.requires_grad)
     remedies = {
-        "Loop(accumulate=...), which exchanges once for several": accumulation == 1,
+        "accumulate=... (of Loop or Trainer), which exchanges once for several": accumulation == 1,
         'comm="bf16", which halves the bytes and rounds gradients to 8 bits': (
             halves and find_value(choices, "comm") == "None"
         ),

@@ -295,3 +295,16 @@ def test_an_exception_of_a_rank_is_raised_here_and_leaves_all_as_it_was() -> Non
     assert "fitting.py" not in caught.value.rank_traceback
     torch.testing.assert_close(trainer.model.state_dict(), before, rtol=0, atol=0)
     assert trainer.position.num_updates == 0
+
+
+def test_a_finding_is_said_once_in_all_fits_of_a_trainer(capfd: pytest.CaptureFixture[str]) -> None:
+    """On ranks that it started there is no line of the user's: none is made up. It says what a Trainer takes."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)).double()
+    trainer = ddpilot.Trainer(model, nn.functional.mse_loss, make_optimizer, launcher=launcher())
+    for _ in range(2):
+        trainer.fit(make_data(48), epochs=1, global_batch_size=BATCH_SIZE, nproc_per_node=2)
+    said = capfd.readouterr().err
+    assert said.count("DDP501") == 1
+    assert "ddpilot:0" not in said
+    assert 'ddp={"sync_batch_norm": True}' in said
+    assert [finding.code for finding in trainer.findings] == ["DDP501"]

@@ -96,7 +96,7 @@ def test_fit_predict_export_and_fit_again_in_one_notebook(kernel: Kernel) -> Non
     """The notebook's own model, optimizer and callback have what the ranks made; no CUDA context was made."""
     fit = "trainer.fit(data, data, epochs=2, global_batch_size=20, nproc_per_node=2)"
     shown = ok(kernel, fit)
-    assert "[rank 0] epoch 2 of 2: loss 0." in shown
+    assert "[rank 0] epoch 1 (2 of 2): loss 0." in shown
     assert "History(2 epochs, 10 updates; last: loss=" in shown
     check = "print(model.layers[0].weight is first, first.device, len(losses.seen), torch.cuda.is_initialized())"
     assert ok(kernel, check) == "True cpu 2 False\n"
@@ -121,7 +121,7 @@ def test_the_stop_button_keeps_the_model_so_far(kernel: Kernel) -> None:
     assert stopped.error == "", stopped.error
     assert "stopped after update" in stopped.stdout
     assert "(SIGINT)" in stopped.stdout
-    assert re.search(r"epoch 1/10000: .*\| \d+/50 \[.*batches/s, loss 0\.\d", stopped.stderr)
+    assert re.search(r"epoch 0 \(1/10000\): .*\| \d+/50 \[.*batches/s, loss 0\.\d", stopped.stderr)
     check = "print(endless.position.num_updates >= 20, len(endless.history.updates) == endless.position.num_updates)"
     assert ok(kernel, check) == "True True\n"
     assert ok(kernel, "print(torch.equal(weight, endless.model.layers[0].weight))") == "False\n"

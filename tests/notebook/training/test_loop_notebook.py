@@ -69,7 +69,7 @@ def test_the_stop_button_ends_a_loop_after_the_update_and_keeps_its_model(kernel
     stopped = kernel.run(LAUNCHED, interrupt_on="update 80 is done")
     assert stopped.error == "", stopped.error
     assert "True ('SIGINT',) True" in stopped.stdout
-    assert "epoch 1/10000" in stopped.stderr
+    assert "epoch 0 (1/10000)" in stopped.stderr
     assert " batches/s" in stopped.stderr
 
     assert kernel.run("%ddp push train").error == ""

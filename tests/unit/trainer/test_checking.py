@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, TensorDataset
 
 import ddpilot
 from ddpilot.errors import LoopError
@@ -128,9 +129,9 @@ def test_fit_until_an_epoch_does_not_train_on_when_it_is_repeated(
         for total in (1, 3):
             trainer.fit(DATA, until_epoch=total, global_batch_size=4, nproc_per_node=0, checkpoint_dir=tmp_path)
         assert trainer.position.epoch == 3
-    assert "goes on with epoch 4; until_epoch=1: 0 more, up to 1" in capsys.readouterr().out
+    assert "goes on with epoch 3; until_epoch=1: 0 more, up to 1" in capsys.readouterr().out
     make().fit(DATA, epochs=5, global_batch_size=4, nproc_per_node=0, checkpoint_dir=tmp_path)
-    assert "goes on with epoch 4; epochs=5: 2 more, up to 5" in capsys.readouterr().out
+    assert "goes on with epoch 3; epochs=5: 2 more, up to 5" in capsys.readouterr().out
 
 
 class Named(nn.Module):
@@ -248,3 +249,21 @@ def test_torch_settings_bring_those_of_the_notebook() -> None:
         assert torch.is_deterministic_algorithms_warn_only_enabled()
     finally:
         before.apply()
+
+
+def test_fit_takes_a_number_of_epochs_or_a_total() -> None:
+    """Not both, of which one would be ignored."""
+    with pytest.raises(LoopError, match="`epochs=2`, so many more, and `until_epoch=3`, so many in all. Give one of"):
+        make().fit(DATA, epochs=2, until_epoch=3, global_batch_size=4, nproc_per_node=0)
+
+
+def test_fit_goes_on_with_other_data_where_it_is_told_to(tmp_path: Path) -> None:
+    """The error says how; a trainer says how far it is."""
+    given: dict[str, Any] = {"global_batch_size": 4, "nproc_per_node": 0, "checkpoint_dir": tmp_path}
+    make().fit(DATA, epochs=1, **given)
+    longer, trainer = ConcatDataset([DATA, DATA]), make()
+    with pytest.raises(ddpilot.CheckpointError, match=r"or fit\(\.\.\., other_data=True\)"):
+        trainer.fit(longer, epochs=2, **given)
+    trainer.fit(longer, epochs=2, other_data=True, **given)
+    assert [row["samples"] for row in trainer.history.epochs] == [len(DATA), 2 * len(DATA)]
+    assert re.fullmatch(r"Trainer\(\w+, \d+ parameters to train; epoch 2, \d+ updates\)", repr(trainer))

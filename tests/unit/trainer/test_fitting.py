@@ -130,8 +130,8 @@ def test_a_part_of_an_epoch_that_other_data_leave_out_is_said(capsys: pytest.Cap
     assert trainer.position.next_batch
     capsys.readouterr()
     trainer.fit(DATA, epochs=1, global_batch_size=6, nproc_per_node=0, progress=False)
-    said = "the rest of epoch 2, from batch 3 on, is left out, since the data are others now (global_batch_size 4 -> 6)"
-    assert f"{said}: epoch 3 begins" in capsys.readouterr().out
+    said = "the rest of epoch 1, from batch 2 on, is left out, since the data are others now (global_batch_size 4 -> 6)"
+    assert f"{said}: epoch 2 begins" in capsys.readouterr().out
     assert [row["epoch"] for row in trainer.history.epochs] == [0, 1, 2]
 
 

@@ -45,7 +45,7 @@ def test_progress_draws_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> 
     progress.show(name=None, lr=1e-3)
     run(progress, 8, first=6)
     last = terminal.getvalue().split("\r")[-1]
-    assert last.startswith("epoch 2/3: 100%")
+    assert last.startswith("epoch 1 (2/3): 100%")
     assert " 8/8 " in last
     assert "loss 0.125, acc 0.5123, lr 0.001" in last
     assert " batches/s" in last
@@ -83,7 +83,7 @@ def test_progress_prints_above_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     assert terminal.getvalue().index("said\n") > 0
     wiped, drawn = terminal.getvalue().split("said\n")
     assert wiped.endswith("\r")
-    assert "epoch 1:   0%" in drawn
+    assert "epoch 0:   0%" in drawn
 
 
 def test_lines_are_written_every_half_minute(capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,7 +24,7 @@ Draw = Callable[["Figure", Any, Any], None]
 
 
 class Pictures(Callback):
-    """Draws predictions for some samples of `dataset` into `folder`/epoch-0001.png and so on, on rank 0.
+    """Draws predictions for some samples of `dataset` into `folder`/epoch-0000.png and so on, on rank 0.
 
     `samples`: their numbers (default: the first 8), read and collated once. `every`: epochs from one picture to the
     next (default 1). `draw(figure, batch, output)` draws on an empty matplotlib figure, tensors on the CPU; by default
@@ -32,7 +32,8 @@ class Pictures(Callback):
     with the right one beside it where that differs. The model, or its EMA, is called with all of the batch but the
     last, the target, in eval mode.
 
-    Raises LoopError, on all ranks, where matplotlib is not installed and where the default cannot draw such samples.
+    Raises LoopError for samples that are not there, and, on all ranks, where matplotlib is not installed and where the
+    default cannot draw such samples.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class Pictures(Callback):
         dataset: Any,
         folder: str | os.PathLike[str] = "pictures",
         *,
-        samples: Sequence[int] = range(8),
+        samples: Sequence[int] | None = None,
         every: int = 1,
         draw: Draw | None = None,
         collate_fn: Callable[[list[Any]], Any] = default_collate,
@@ -48,7 +49,11 @@ class Pictures(Callback):
         if every < 1:
             found = f"`every` is {every}"
             raise LoopError("making Pictures", found=found, fix="Give a number of epochs, 1 or more.")
-        self._batch = collate_fn([dataset[number] for number in samples if number < len(dataset)])
+        samples = range(min(8, len(dataset))) if samples is None else samples
+        if beyond := [number for number in samples if not 0 <= number < len(dataset)]:
+            found = f"`samples` has {', '.join(map(str, beyond))}, and the dataset {len(dataset)} samples"
+            raise LoopError("making Pictures", found=found, fix="Give numbers of samples, counted from 0.")
+        self._batch = collate_fn([dataset[number] for number in samples])
         self._folder = Path(folder)
         self._every = every
         self._draw = draw or draw_classes
@@ -70,7 +75,7 @@ class Pictures(Callback):
 
         figure = Figure(figsize=(8, 4.5), layout="tight")
         self._draw(figure, self._batch, _predict(run, self._batch))
-        path = self._folder / f"epoch-{run.epoch + 1:04}.png"
+        path = self._folder / f"epoch-{run.epoch:04}.png"
         figure.savefig(path, dpi=100)
         self.paths.append(str(path))
 

@@ -18,6 +18,7 @@ from ddpilot.training.wrapping import unwrap
 
 PARTS = ("data", "forward", "update", "save", "evaluate")
 _WORTH_SAYING = 0.05
+_WORTH_SAYING_S = 0.1
 
 
 class Timers(Callback):
@@ -29,7 +30,8 @@ class Timers(Callback):
 
     In "update" the ranks wait for the slowest, so it shows in the first two which one that is: a rank is called slow
     where its "data" plus "forward" is more than `slow` times (default 1.3) the median of the others', and the
-    difference a twentieth of the epoch or more. On a GPU "forward" is the device's own time; nothing waits for it.
+    difference a twentieth of the epoch and 0.1 s or more. On a GPU "forward" is the device's own time; nothing waits
+    for it.
 
     Each epoch costs one small collective. The row of the epoch has {"data": ...} under "time": seconds, of the
     rank with the most. `say`: print a line for each epoch (default True). LoopError for `slow` not above 1.
@@ -106,7 +108,7 @@ class Timers(Callback):
 
 def find_slow(row: dict[str, Any], factor: float) -> list[tuple[int, float]]:
     """Ranks whose data and forward took over `factor` times the median of the other ranks', and how many times."""
-    least_s = sum(max(row[part]) for part in PARTS) * _WORTH_SAYING
+    least_s = max(sum(max(row[part]) for part in PARTS) * _WORTH_SAYING, _WORTH_SAYING_S)
     own = [data + forward for data, forward in zip(row["data"], row["forward"], strict=True)]
     found = []
     for rank, seconds in enumerate(own):
@@ -118,11 +120,11 @@ def find_slow(row: dict[str, Any], factor: float) -> list[tuple[int, float]]:
 
 
 def render_times(row: dict[str, Any], factor: float) -> str:
-    """A line such as "epoch 1: data 0.1 s, forward 1.2 s, update 2 s, ...; rank 1 is slow: ..."."""
+    """A line such as "epoch 0: data 0.1 s, forward 1.2 s, update 2 s, ...; rank 1 is slow: ..."."""
     parts = ", ".join(f"{part} {max(row[part]):.3g} s" for part in PARTS)
     slow = "".join(
         f"; rank {rank} is slow: data {row['data'][rank]:.3g} s and forward {row['forward'][rank]:.3g} s, "
         f"{times:.2g} times the others'"
         for rank, times in find_slow(row, factor)
     )
-    return f"epoch {row['epoch'] + 1}: {parts}{slow}"
+    return f"epoch {row['epoch']}: {parts}{slow}"

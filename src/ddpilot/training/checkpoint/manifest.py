@@ -29,6 +29,9 @@ _MEANINGS = {
 _OTHER_SAMPLES = ("dataset_length", "batches")
 
 
+_OTHER_DATA = "Go on with the new data by loop.resume(other_data=True), or fit(..., other_data=True). Or resume"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Progress:
     """Where a run stands. The position in the data is two integers, the same at any number of ranks."""
@@ -77,7 +80,7 @@ class Progress:
             raise MismatchedCheckpointError(
                 f"resuming at step {self.step}",
                 found="; ".join(changes),
-                fix=("Go on with the new data by loop.resume(other_data=True). Or resume" if takes_other else "Resume")
+                fix=(_OTHER_DATA if takes_other else "Resume")
                 + " with the old values, begin anew with `resume=False`, or take the weights alone (`loop.load`).",
             )
 

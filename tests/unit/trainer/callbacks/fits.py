@@ -30,7 +30,8 @@ def make_trainer(*callbacks: Callback, **options: Any) -> Trainer:
 def fit(trainer: Trainer, epochs: int = 1, validate: bool = True, **options: Any) -> Trainer:
     """Train in this process; the trainer."""
     val_set = DATA if validate else None
-    trainer.fit(DATA, val_set, epochs=epochs, global_batch_size=4, shuffle=False, nproc_per_node=0, **options)
+    given = {"epochs": None if "until_epoch" in options else epochs, **options}
+    trainer.fit(DATA, val_set, global_batch_size=4, shuffle=False, nproc_per_node=0, **given)
     return trainer
 
 

@@ -50,7 +50,7 @@ def test_pictures_are_drawn_of_what_the_model_says(tmp_path: Path) -> None:
     x = DATA.tensors[0][[3, 1]]
     assert [batch for batch, _ in seen] == [x.tolist()] * 2
     assert torch.equal(seen[1][1], trainer.model(x))
-    assert pictures.paths == [str(tmp_path / "new" / f"epoch-000{number}.png") for number in (2, 4)]
+    assert pictures.paths == [str(tmp_path / "new" / f"epoch-000{number}.png") for number in (1, 3)]
     from matplotlib.image import imread
 
     assert [imread(path).shape for path in pictures.paths] == [(450, 800, 4)] * 2
@@ -100,3 +100,10 @@ def test_pictures_call_a_model_with_all_of_a_batch_but_the_target(tmp_path: Path
     trainer.optimizers = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.0)}
     fit(trainer)
     assert outputs == [2.0, -4.0]
+
+
+def test_pictures_refuse_samples_that_are_not_there(tmp_path: Path) -> None:
+    """Instead of leaving them out; the default takes as many as there are."""
+    with pytest.raises(LoopError, match="`samples` has 10, -1, and the dataset 10 samples"):
+        Pictures(DATA, tmp_path, samples=[0, 10, -1])
+    Pictures(torch.utils.data.Subset(DATA, [1, 2]), tmp_path)

@@ -34,12 +34,15 @@ def test_find_slow_compares_a_rank_with_the_median_of_the_others() -> None:
     assert find_slow({**ROW, "data": [5.0], "forward": [5.0]}, 1.1) == []
     assert find_slow({**ROW, "data": [0.0, 1.0], "forward": [0.0, 0.0]}, 2.0) == [(1, float("inf"))]
     assert find_slow({**ROW, "update": [9.0] * 3}, 1.3) == []  # nobody would notice
+    assert (
+        find_slow({**ROW, "data": [0.0, 0.0], "forward": [0.005, 0.018], "update": [0.0, 0.0]}, 1.3) == []
+    )  # nor this
 
 
 def test_render_times_is_a_line() -> None:
     """The longest of each part, and what the slow rank did longer."""
     assert render_times(ROW, 1.3) == (
-        "epoch 3: data 0.5 s, forward 1.1 s, update 2 s, save 0 s, evaluate 0.3 s; "
+        "epoch 2: data 0.5 s, forward 1.1 s, update 2 s, save 0 s, evaluate 0.3 s; "
         "rank 2 is slow: data 0.5 s and forward 1 s, 1.3 times the others'"
     )
 
@@ -74,7 +77,7 @@ def test_timers_divide_an_epoch(capsys: pytest.CaptureFixture[str]) -> None:
         assert sum(row[part][0] for part in PARTS) <= end_s - begin_s
     assert trainer.history.epochs[1]["time"] == {part: timers.rows[1][part][0] for part in PARTS}
     said = capsys.readouterr().out
-    assert "epoch 2: data " in said
+    assert "epoch 1: data " in said
     assert "time" not in said  # it is no metric
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
