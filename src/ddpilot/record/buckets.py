@@ -84,7 +84,8 @@ class _Model:
         members, lengths = (tensor.flatten().tolist() for tensor in self._told)
         self._told = []
         left = iter(members[: len(self._parameters)])
-        order = [list(itertools.islice(left, length)) for length in lengths]
+        # Two models that agree in turn may hear each other's: padding is whatever lay in that memory, also below 0.
+        order = [list(itertools.islice(left, length)) for length in lengths if 0 < length <= len(self._parameters)]
         if sorted(itertools.chain(*order)) == list(range(len(self._parameters))):
             self._set_order(model, [bucket for bucket in order if bucket])
 

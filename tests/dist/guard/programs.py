@@ -37,7 +37,7 @@ def run_programs(folder: str, names: list[str]) -> list[str]:
         place = Path(folder) / name
         place.mkdir(exist_ok=True)
         torch.manual_seed(0)
-        with start_recording(ring_path(place, rank), rank=rank):
+        with start_recording(ring_path(place, rank), rank=rank, tell=said.append):
             stop = install(journal_path(place, rank), rank=rank, probes=PROBES, tell=said.append)
             try:
                 ALL[name]()
