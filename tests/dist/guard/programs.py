@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpilot.guard.hook import install
 from ddpilot.guard.probes import PROBES
+from ddpilot.guard.probes.fingerprint import Fingerprinter
 from ddpilot.record.hook import journal_path, ring_path
 from ddpilot.record.recording import start_recording
 
@@ -28,8 +30,11 @@ Program = Callable[[], object]
 NUM_STEPS = 4
 
 
-def run_programs(folder: str, names: list[str]) -> list[str]:
-    """Run the programs called `names` one after the other, each with a journal and a ring of its own in `folder`."""
+def run_programs(folder: str, names: list[str]) -> tuple[list[str], tuple[list[str], bool]]:
+    """Run the programs called `names` one after the other, each with a journal and a ring of its own in `folder`.
+
+    Returns what guard and the recording said of themselves, and what `train_with_faults` returns.
+    """
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo")
     said: list[str] = []
@@ -43,8 +48,44 @@ def run_programs(folder: str, names: list[str]) -> list[str]:
                 ALL[name]()
             finally:
                 stop()
+    with_faults = train_with_faults(folder)
     dist.destroy_process_group()
-    return said
+    return said, with_faults
+
+
+def train_with_faults(folder: str) -> tuple[list[str], bool]:
+    """What a probe says that breaks in the third check, and whether training ends with the very numbers of without."""
+    rank = dist.get_rank()
+    weights = []
+    said: list[str] = []
+    for is_guarded in (False, True):
+        torch.manual_seed(0)
+        stop = install(Path(folder) / f"faults{rank}", rank=rank, probes=PROBES, tell=said.append)
+        if not is_guarded:
+            stop()
+        with broken_after(2) if is_guarded else contextlib.nullcontext():
+            model, optimizer = make()
+            train(model, optimizer, 8)
+        stop()
+        weights.append([parameter.detach().clone() for parameter in model.parameters()])
+    return said, all(torch.equal(first, second) for first, second in zip(*weights, strict=True))
+
+
+@contextlib.contextmanager
+def broken_after(num: int) -> Iterator[None]:
+    """Fingerprints fail after `num` of them."""
+    original, calls = Fingerprinter.take, itertools.count()
+
+    def take(fingerprinter: Fingerprinter) -> dict[str, str]:
+        if next(calls) >= num:
+            raise RuntimeError("a mistake of ours")
+        return original(fingerprinter)
+
+    setattr(Fingerprinter, "take", take)  # noqa: B010 - mypy refuses the plain assignment
+    try:
+        yield
+    finally:
+        setattr(Fingerprinter, "take", original)  # noqa: B010
 
 
 def make_model() -> nn.Module:

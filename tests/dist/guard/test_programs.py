@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -33,20 +34,44 @@ def find_in(folder: Path) -> tuple[list[Finding], list[Finding]]:
     return found, late
 
 
+Found = Mapping[str, tuple[list[Finding], list[Finding]]]
+
+
+class Ran(NamedTuple):
+    """One launch of all programs."""
+
+    folder: Path
+    said: list[list[str]]
+    with_faults: list[tuple[list[str], bool]]
+
+
 @pytest.fixture(scope="module")
-def findings(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, tuple[list[Finding], list[Finding]]]:
-    """By program, of one launch that runs all of them."""
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    """One launch that runs all programs."""
     folder = tmp_path_factory.mktemp("programs")
     # The first optimizer of a process imports torch's compiler; the sharded one imports more.
     launcher = ddpilot.Launcher(
         nproc_per_node=2, timeout_s=LIMIT_S, watch=False, preload=("torch._dynamo", "torch.distributed.optim")
     )
-    said = launcher.run(programs.run_programs, str(folder), [*programs.WRONG, *RIGHT])
-    assert list(said) == [[], []], "a probe or the recording failed"
-    return {name: find_in(folder / name) for name in programs.ALL}
+    results = launcher.run(programs.run_programs, str(folder), [*programs.WRONG, *RIGHT])
+    return Ran(folder, [result[0] for result in results], [result[1] for result in results])
 
 
-Found = Mapping[str, tuple[list[Finding], list[Finding]]]
+@pytest.fixture(scope="module")
+def findings(ran: Ran) -> Found:
+    """By program."""
+    return {name: find_in(ran.folder / name) for name in programs.ALL}
+
+
+def test_guard_and_the_recording_have_no_errors_of_their_own(ran: Ran) -> None:
+    """In none of the programs, wrong or right."""
+    assert ran.said == [[], []]
+
+
+def test_guard_that_fails_says_so_once_and_changes_no_number(ran: Ran) -> None:
+    """Training goes on to the very weights that it ends with when nobody looks."""
+    line = "guard no longer looks at optimizer steps: RuntimeError: a mistake of ours"
+    assert ran.with_faults == [([line], True)] * 2
 
 
 @pytest.mark.parametrize("name", programs.WRONG)
