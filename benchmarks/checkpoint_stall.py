@@ -15,7 +15,7 @@ import shutil
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -96,7 +96,7 @@ def measure(rounds: int) -> list[Row]:
     with tempfile.TemporaryDirectory() as name:
         training = Training(model, Path(name) / "later")
         training.save()
-        turns = [
+        turns: list[Callable[[], None]] = [
             lambda: first.append(save_first(model, Path(name) / "first")),
             lambda: later.append(training.save()),
             lambda: peer.append(peer_save(model.state_dict(), Path(name) / "peer.pt")),
