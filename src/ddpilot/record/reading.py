@@ -34,7 +34,9 @@ def read_ring(path: str | os.PathLike[str], *, after: int = 0, newest: int | Non
     collectives = []
     num_torn = 0
     for slot in _slots_after(after, words[layout.NUM_BEGUN], head.num_records):
-        record = memoryview(bytes(records[slot * layout.RECORD_BYTES :][: layout.RECORD_BYTES]))  # a copy: it may change
+        record = memoryview(
+            bytes(records[slot * layout.RECORD_BYTES :][: layout.RECORD_BYTES])
+        )  # a copy: it may change
         body = layout.unpack_body(record)
         if body is None:
             num_torn += any(record)

@@ -29,7 +29,7 @@ _KINDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("DDP221", "compiles (torch.compile)", _COMPILES),
     (
         "DDP214",
-        "reads or writes: a checkpoint, a file or the network",
+        "is reading or writing: a checkpoint, a file or the network",
         (
             *(
                 "/torch/serialization.py:",
@@ -119,7 +119,7 @@ def _kind(rank: RankView, at: Frame | None) -> tuple[str, str]:
         if passes(rank.stack, *parts) is not None:
             return code, words
     if at is not None and rank.stack is not None and any(call in at.text for call in _IO_CALLS):
-        return "DDP214", "reads or writes: a checkpoint, a file or the network"
+        return "DDP214", "is reading or writing: a checkpoint, a file or the network"
     return "DDP218", "is elsewhere"
 
 

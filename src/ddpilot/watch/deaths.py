@@ -6,11 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ddpilot.findings.finding import Finding
-from ddpilot.findings.words import render_ranks
 from ddpilot.watch.causes import NAMES
 from ddpilot.watch.stacks import chain_of
 from ddpilot.watch.view import JobView
-from ddpilot.watch.words import describe_shortly, place_of, say_place
+from ddpilot.watch.words import describe_shortly, place_of, say_place, who_does
 
 _FIXES = {
     "SIGKILL": "look whether memory was out (`dmesg | tail`): fewer DataLoader workers, smaller batches",
@@ -32,7 +31,7 @@ def explain_death(view: JobView, ranks: Sequence[int], words: str) -> Finding:
         code="DDP209",
         name=NAMES["DDP209"],
         severity="error",
-        summary=f"{render_ranks(ranks)} {words}",
+        summary=who_does(ranks, words),
         ranks=tuple(ranks),
         place=place,
         evidence=tuple(evidence),

@@ -24,6 +24,7 @@ from ddpilot.watch.words import (
     place_of,
     say_place,
     say_spot,
+    who_does,
 )
 
 _DEATH_FIX = "look at how it ended; the others wait for it, and end with errors of their own"
@@ -48,7 +49,7 @@ def explain_gone(
         code=code,
         name=NAMES[code],
         severity="error",
-        summary=f"{render_ranks(ranks)} {words}, and {_wait_for(held)} {_it(ranks)} in {_say_what(wait)}",
+        summary=f"{who_does(ranks, words)}, and {_wait_for(held)} {_it(ranks)} in {_say_what(wait)}",
         ranks=cause.ranks if cause is not None and cause.ranks else ranks,
         place=place_of(at),
         evidence=(*_show(view, wait, gone, fates), *_common(wait)),
@@ -126,13 +127,12 @@ def _common(wait: Wait) -> tuple[str, ...]:
 
 
 def _why(wait: Wait, ranks: Sequence[int], words: str, has_died: bool) -> str:
-    who = render_ranks(ranks)
     if has_died:
         more = " (the kernel does that when memory is out; `dmesg` says so)" if "SIGKILL" in words else ""
-        return f"{who} {words}{more}; what the others say after that follows from it"
+        return f"{who_does(ranks, words)}{more}; what the others say after that follows from it"
     if wait.meeting is None:
-        return f"{who} {words} without the other side of this"
-    return f"{who} {words} without calling this: it has come to its end on another way, or with fewer rounds"
+        return f"{who_does(ranks, words)} without the other side of this"
+    return f"{who_does(ranks, words)} without calling this: it has come to its end on another way, or with fewer rounds"
 
 
 def explain_circle(view: JobView, circle: Sequence[Wait], sources: Sources) -> Finding:

@@ -25,6 +25,7 @@ from ddpilot.watch.words import (
     say_place,
     say_s,
     say_spot,
+    who_does,
 )
 
 _STACK_AGE_NS = 5_000_000_000
@@ -79,7 +80,7 @@ def _say_absent(one: Open) -> str:
     for rank, absence in one.absences():
         where = say_where(absence)
         by_words.setdefault(f"{absence.words}: {where}" if where else absence.words, []).append(rank)
-    said = [f"{render_ranks(ranks, max_chars=40)} {words}" for words, ranks in list(by_words.items())[:3]]
+    said = [who_does(ranks, words, max_chars=40) for words, ranks in list(by_words.items())[:3]]
     more = f" and {len(by_words) - 3} more" if len(by_words) > 3 else ""
     return "not there: " + "; ".join(said) + more
 

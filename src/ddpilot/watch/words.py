@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from ddpilot.findings.finding import Place
 from ddpilot.findings.words import render_ranks
@@ -135,6 +135,16 @@ def say_place(line: Line | Frame | None) -> str:
 def say_spot(line: Line | Frame | None) -> str:
     """File and line; empty where no line is known."""
     return f"{show_file(line.file)}:{line.line}" if line is not None and line.file else ""
+
+
+_PLURALS = {"is": "are", "has": "have", "waits": "wait", "compiles": "compile"}
+
+
+def who_does(ranks: Collection[int], words: str, max_chars: int = 60) -> str:
+    """Ranks with a clause that begins with its verb in the singular, such as ``has returned``."""
+    verb, blank, rest = words.partition(" ")
+    said = _PLURALS.get(verb, verb) if len(ranks) > 1 else verb
+    return f"{render_ranks(ranks, max_chars=max_chars)} {said}{blank}{rest}"
 
 
 def merge_rows(rows: Iterable[tuple[int, str, str]]) -> list[Row]:

@@ -71,7 +71,8 @@ class Writer:
         about: dict[str, Any] = {"pid": 4000 + self.rank, "host": "node", "torch": "", "source": "kernels"}
         times: dict[str, Any] = {"started_ns": 99 * S, "started_unix_ns": 0, "heartbeat_ns": 10**18, "closed_ns": None}
         counts: dict[str, Any] = {"num_begun": len(self._entries), "num_torn": 0, "num_faults": 0, "first_fault": ""}
-        return RankLog(rank=self.rank, collectives=tuple(self._entries), **{**about, **times, **counts, **more})
+        known = {"collectives": tuple(self._entries), **about, **times, **counts}
+        return RankLog(rank=self.rank, **{**known, **more})
 
     def _text(self, line: int) -> str:
         return self._texts.get(line, "")

@@ -22,6 +22,11 @@ for step in range(9):
 """
 
 
+def tensor(*shape: int) -> Tensor:
+    """On the CPU."""
+    return Tensor(dtype="float32", shape=shape, device="cpu")
+
+
 def writers(source: str, num_ranks: int = 2) -> list[Writer]:
     """Ranks that run this program."""
     group = group_of(*range(num_ranks))
@@ -85,6 +90,32 @@ def test_roots_that_differ_are_named() -> None:
     finding = find("x = 1\n", *ranks)
     assert finding.code == "DDP205"
     assert "from rank 1" in "\n".join(finding.evidence)
+
+
+@pytest.mark.parametrize(
+    ("op", "first", "second"),
+    [
+        ("all_reduce", {"inputs": (tensor(2, 3),)}, {"inputs": (tensor(6),)}),
+        ("all_gather", {"inputs": (tensor(2),)}, {"inputs": (tensor(3),)}),
+        ("all_to_all_single", {"inputs": (tensor(2),)}, {"inputs": (tensor(3),)}),
+        ("all_reduce", {}, {"reduce_op": None}),
+    ],
+    ids=["same number of elements", "all_gather", "all_to_all", "not read yet"],
+)
+def test_what_may_differ_is_no_clash(op: str, first: dict[str, Any], second: dict[str, Any]) -> None:
+    """Shapes of one size, sizes that each rank chooses, and a reduce-op that is not known yet."""
+    zero, one = writers("x = 1\n")
+    assert not analyze(job([alive(zero.call(op, 1, **first)), alive(one.call(op, 1, **second))])).findings
+
+
+def test_what_a_ring_has_forgotten_is_not_compared() -> None:
+    """Only what all of them still hold."""
+    zero, one = writers("x = 1\n")
+    for rank in (zero, one):
+        for op in ("barrier", "all_reduce" if rank.rank else "barrier", "all_reduce"):
+            rank.call(op, 1)
+    entries = one.log().collectives[2:]
+    assert not analyze(job([alive(zero), alive(one, log=one.log(collectives=entries))])).findings
 
 
 def test_a_reduce_op_that_differs_is_an_error_although_nothing_stalls() -> None:
