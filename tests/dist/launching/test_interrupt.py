@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from ddpilot.errors import LaunchInterrupted
+from ddpilot.launching.local.host import run_local
+from ddpilot.launching.options import LaunchOptions
 from tests.dist.launching.scripts import finish, is_alive, running, wait_until
 
 # How ranks wait, before and after they say that they are ready.
@@ -72,7 +75,8 @@ def test_ctrl_c_ends_ranks_in_python_with_their_own_keyboard_interrupt(tmp_path:
     out, err, _ = interrupt("in_python", tmp_path, grace_s=20)
     ends = "rank 0 ended at KeyboardInterrupt; rank 1 ended at KeyboardInterrupt"
     assert out.startswith(f"LaunchInterrupted the launch of `train` was stopped: {ends}\n")
-    assert "ddpilot: interrupting ranks 0,1; they have 20 s (interrupt again to kill them now)" in err
+    limits = "20 s, or 60 s where they train to the end of an update"
+    assert f"ddpilot: interrupting ranks 0,1; they have {limits} (interrupt again to kill them now)" in err
 
 
 def test_ctrl_c_ends_a_rank_in_a_collective_with_the_peer_it_waits_for(tmp_path: Path) -> None:
@@ -182,3 +186,14 @@ def test_ctrl_c_stops_a_loop_of_launches_wherever_it_comes(tmp_path: Path) -> No
             parent.send_signal(signal.SIGINT)
             outcome = finish(parent, limit_s=20)
         assert outcome.out == "stopped\n1\n", outcome
+
+
+def test_ctrl_c_before_any_rank_runs_is_one_line() -> None:
+    """While ranks are started, a KeyboardInterrupt that has no frames of the launcher to show in a notebook."""
+
+    def press(_name: str, _count: int) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(LaunchInterrupted, match=r"starting 2 ranks of .*press` was stopped, before any") as caught:
+        run_local(LaunchOptions(nproc_per_node=2), press, ("", 0), {}, press)
+    assert caught.value._render_traceback_() == [f"KeyboardInterrupt: {caught.value}"]

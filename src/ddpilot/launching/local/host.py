@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ddpilot.errors import LaunchError
+from ddpilot.errors import LaunchError, LaunchInterrupted
 from ddpilot.group.devices_count import count_accelerators
 from ddpilot.launching.companion import Companion
 from ddpilot.launching.contract import (
@@ -78,6 +78,10 @@ def run_local(
         results = _run_on(server, starts, count, parcel, OutputPump(count, display), options, name, known, companion)
         is_clean = True
         return results
+    except KeyboardInterrupt as error:
+        if isinstance(error, LaunchInterrupted):
+            raise
+        raise LaunchInterrupted(f"{did} was stopped, before any of them ran it") from None
     finally:
         wire.close_all(parcel)
         if companion is not None:

@@ -44,7 +44,8 @@ class Ladder:
     def start_interrupted(self, now_s: float, grace_s: float) -> None:
         """Ctrl-C: SIGINT, `grace_s` later the group is freed under the ranks, another second later SIGKILL."""
         ranks = render_ranks(self._live())
-        self._say(f"interrupting {ranks}; they have {grace_s:g} s (interrupt again to kill them now)")
+        longer = f", or {TAKEN_GRACE_S:g} s where they train to the end of an update" if grace_s < TAKEN_GRACE_S else ""
+        self._say(f"interrupting {ranks}; they have {grace_s:g} s{longer} (interrupt again to kill them now)")
         self._steps = [(now_s, self._interrupt)]
         self.free_at(now_s + grace_s)
 
