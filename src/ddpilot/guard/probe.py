@@ -63,15 +63,21 @@ class Notes:
     def safely(self, function: Hook) -> Hook:
         """`function`, of which an error turns this probe off; it does nothing any more then and returns None."""
 
+        from torch._C._dynamo.eval_frame import set_eval_frame as set_compiler
+
         @functools.wraps(function)
         def guarded(*args: Any, **kwargs: Any) -> Any:
             if self.is_off:
                 return None
+            # Within a compiled function torch's compiler would look into whatever is called from here.
+            compiler = set_compiler(None)
             try:
                 return function(*args, **kwargs)
             except Exception as error:  # noqa: BLE001 - said once, and never in the way of training
                 self.switch_off(error)
                 return None
+            finally:
+                set_compiler(compiler)
 
         keep_dynamo_out(guarded)
         return guarded

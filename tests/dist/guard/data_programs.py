@@ -209,6 +209,15 @@ def drop_alike(folder: Path) -> None:
     train(make_model(nn.Dropout(0.5)), divided(make_data()))
 
 
+def drop_alike_compiled(folder: Path) -> None:
+    """As before, of a model that torch compiles."""
+    torch.manual_seed(0)
+    model = make_model(nn.Dropout(0.5))
+    compiled: Any = torch.compile(model, backend="eager")
+    for x, y in divided(make_data()):
+        loss_of(compiled, x, y).backward()
+
+
 def seed_alike_without_draws(folder: Path) -> None:
     """Seeded alike, which is right: nothing is drawn while it trains."""
     torch.manual_seed(0)
@@ -396,7 +405,7 @@ FAILING = {
     "DDP404": (train_unequally,),
     "DDP405": (evaluate_padded,),
     "DDP406": (average_accuracies,),
-    "DDP407": (drop_alike, augment_alike, augment_alike_in_workers),
+    "DDP407": (drop_alike, drop_alike_compiled, augment_alike, augment_alike_in_workers),
     "DDP408": (normalise_few,),
     "DDP409": (divide_by_zero, take_root_of_zero),
     "DDP410": (reduce_before_backward, sum_with_graphs),
