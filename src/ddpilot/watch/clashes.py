@@ -118,7 +118,8 @@ def _choose_code(meet: Meet, cause: Cause | None) -> str:
 
 
 def _summarize(meet: Meet) -> str:
-    said = " and ".join(value for value, _ in meet.clash.said[:3])
+    values = [value for value, _ in meet.clash.said[:4]]
+    said = ", ".join(values[:-1]) + f" and {values[-1]}"
     words = _WORDS[meet.clash.aspect]
     what = f" {words}: {said.replace(' elements and', ' and')}" if words else ""
     return f"collective #{meet.seq} of {name_group(meet.progress.group)} differs between ranks{what}"

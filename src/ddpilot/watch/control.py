@@ -22,6 +22,8 @@ class Spot:
     depends_on_rank: bool = False
     is_else: bool = False
     """It is what happens where the condition is false."""
+    has_other_branch: bool = False
+    """The other ranks have something else to do there."""
 
 
 def guards(source: Source, blocks: Sequence[Block], line: int) -> list[Spot]:
@@ -36,6 +38,7 @@ def guards(source: Source, blocks: Sequence[Block], line: int) -> list[Spot]:
             source.text(block.node.lineno),
             source.depends_on_rank(block.node.test),
             block.part == "orelse",
+            bool(block.node.orelse),
         )
         for block in blocks
         if isinstance(block.node, ast.If)

@@ -58,16 +58,38 @@ def find_parting(first: Side, second: Side, sources: Sources) -> Parting | None:
     if pair is None or source is None:
         return None
     found = _compare(source, (first, pair[0]), (second, pair[1]))
+    if found is not None and found.guard is not None and found.guard.depends_on_rank:
+        return found
+    for side, frame in zip((first, second), pair, strict=True):
+        deep = _find_deep_guard(side, frame, sources)
+        if deep is not None:
+            return deep
     if found is not None and (found.guard or found.loop):
         return found
     behind, ahead = (first, second) if pair[0].line < pair[1].line else (second, first)
     return _look_deeper(behind, ahead, min(pair, key=lambda frame: frame.line), sources) or found
 
 
+def _find_deep_guard(side: Side, at: Frame, sources: Sources) -> Parting | None:
+    """In what is called from the line `at`, a condition on the rank that only these ranks can have passed."""
+    for frame in _below(side.chain, at):
+        source = sources.find(frame)
+        found = guards(source, source.blocks(frame.line), frame.line) if source is not None else []
+        for guard in found:
+            if guard.depends_on_rank and not guard.has_other_branch:
+                return _behind(side, frame, guard, siblings=False)
+    return None
+
+
+def _below(chain: Chain, at: Frame) -> Chain:
+    """The calls that are made from the line `at`."""
+    lines = [(frame.file, frame.line) for frame in chain]
+    return chain[lines.index((at.file, at.line)) + 1 :] if (at.file, at.line) in lines else ()
+
+
 def _look_deeper(behind: Side, ahead: Side, at: Frame, sources: Sources) -> Parting | None:
     """The others are in a call that the ranks `ahead` have come back from."""
-    lines = [(frame.file, frame.line) for frame in behind.chain]
-    deeper = behind.chain[lines.index((at.file, at.line)) + 1 :] if (at.file, at.line) in lines else ()
+    deeper = _below(behind.chain, at)
     return find_end_parting(Side(behind.ranks, deeper), ahead, sources) if deeper else None
 
 

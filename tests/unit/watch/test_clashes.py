@@ -313,6 +313,28 @@ def test_an_exit_in_a_loop_is_no_guard_of_what_follows() -> None:
     assert "`if failed(x): return` (train.py:3)" in finding.why
 
 
+def test_a_guard_in_what_is_called_goes_before_a_loop_that_may_have_ended() -> None:
+    """A callback of rank 0; the other rank is in the next epoch already."""
+    source = """\
+def on_epoch_end(trainer):
+    if trainer.is_global_zero:
+        dist.barrier()
+for epoch in range(3):
+    for x in loader:
+        y.backward()
+    for callback in callbacks:
+        on_epoch_end(callback)
+"""
+    zero, one = writers(source)
+    for rank in (zero, one):
+        rank.call("all_reduce", 6, ddp=bucket())
+    zero.wait("barrier", 3, function="on_epoch_end")
+    one.wait("all_reduce", 6, ddp=bucket())
+    finding = find(source, zero, one)
+    assert (finding.code, finding.ranks) == ("DDP201", (0,))
+    assert "`if trainer.is_global_zero:` (train.py:2)" in finding.why
+
+
 def test_both_branches_of_a_condition_with_one_collective_are_right() -> None:
     """A broadcast of rank 0 and its receivers may stand at two lines."""
     source = "if rank == 0:\n    dist.broadcast(x, 0)\nelse:\n    dist.broadcast(y, 0)\ndist.barrier()\n"
