@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,13 +25,16 @@ from ddpilot.guard.probes.data.prints import fingerprint, num_rows_of
 from ddpilot.guard.probes.data.schedule import is_due
 
 _NUM_NORM_STEPS = 3
+_PREPARING = os.path.join("ddpilot", "training", "")
 MAX_NORM_ROWS = 16
 
 
 class _Counts:
     """Of one model."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_prepared: bool) -> None:
+        self.is_prepared = is_prepared
+        """By a `Loop`, which says by itself that a batch is small for BatchNorm."""
         self.forwards = 0
         self.rows: list[int] = []
 
@@ -55,7 +61,7 @@ class ForwardEyes:
             return
         self._num_models += 1
         self._position.models[model] = self._num_models
-        self._counts[model] = _Counts()
+        self._counts[model] = _Counts(is_prepared=_is_prepared(sys._getframe()))
         self._notes.write("ddp_model", model=self._num_models, **_describe_model(model), site=self._notes.site())
 
     def _begins(self, model: Any, *inputs: Any, **kwargs: Any) -> tuple[Any, ...] | None:
@@ -69,7 +75,7 @@ class ForwardEyes:
         self._note_training(model, number)
         if position.given:
             position.used = position.find_given(pointers_of((inputs, kwargs)))
-        if forward <= _NUM_NORM_STEPS:
+        if forward <= _NUM_NORM_STEPS and not counts.is_prepared:
             self._note_norms(model, number, counts, (inputs, kwargs))
         if not is_due(forward):
             return None
@@ -111,6 +117,15 @@ class ForwardEyes:
         if layers and dist.get_world_size(model.process_group) > 1:
             site = self._notes.site()
             self._notes.write("norms", model=number, layers=layers[:20], rows=counts.rows, site=site)
+
+
+def _is_prepared(frame: FrameType | None) -> bool:
+    """Whether this is called from `Loop.prepare`."""
+    while frame is not None:
+        if _PREPARING in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _is_small_scale(layer: nn.Module) -> bool:
