@@ -151,7 +151,10 @@ def read_journal(path: str | os.PathLike[str], after: int = 0) -> Journal:
     found: dict[int, Entry] = {}
     for at in (0, page_bytes) if pages else ():
         page = pages[at : at + page_bytes]
-        found |= {entry.index: entry for entry in _entries(page, after, _starts(words, at, page_bytes, after))}
+        found |= {
+            entry.index: entry
+            for entry in _entries(page, (after, words[_NUM_WRITTEN]), _starts(words, at, page_bytes, after))
+        }
     entries = tuple(found[index] for index in sorted(found))
     newest = max(words[_NUM_WRITTEN], entries[-1].index if entries else 0)
     return Journal(rank, pid, entries, max(0, newest - after - len(entries)), words[_CLOSED_NS] or None)
@@ -163,7 +166,8 @@ def _starts(words: memoryview, page_at: int, page_bytes: int, after: int) -> lis
     return sorted((index, at - page_at) for index, at in known if index <= after and 0 <= at - page_at < page_bytes)
 
 
-def _entries(page: bytes, after: int, starts: list[tuple[int, int]]) -> Iterator[Entry]:
+def _entries(page: bytes, between: tuple[int, int], starts: list[tuple[int, int]]) -> Iterator[Entry]:
+    after, newest = between
     mark = page[:4]
     (number,) = struct.unpack("=I", mark)
     if number >> 16 != _MARK >> 16:
@@ -176,6 +180,8 @@ def _entries(page: bytes, after: int, starts: list[tuple[int, int]]) -> Iterator
             start = at + _ENTRY_BYTES
             kind, values = json.loads(page[start:end])
             yield Entry(index, _WHEN.unpack_from(page, at + _START.size)[1], kind, values)
+        if is_whole and index >= newest:
+            return  # what follows is empty, or older, and takes milliseconds to look through
         # One that is just being written, or whose writing a signal cut short, may have others behind it.
         at = end + 7 & ~7 if is_whole else page.find(mark, at + 8)
 
