@@ -28,6 +28,7 @@ SCRIPTS = (
     "checkpoint_stall",
     "same_numbers",
     "step_cost",
+    "guard_data_cost",
 )
 
 

@@ -21,7 +21,7 @@ _MESSAGE = re.compile(
 )
 _MAX_NOTED = 4
 _MAX_NAMES = 200
-_NAME = re.compile(r"[A-Za-z_]\w*")
+_NAME = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*")
 
 
 class DeviceErrorProbe:
@@ -91,15 +91,27 @@ def _names_by_device(frame: FrameType, text: str) -> dict[str, list[str]]:
     """Tensors and modules that the line names, by device; of modules their parameters and buffers."""
     found: dict[str, list[str]] = {}
     for name in dict.fromkeys(_NAME.findall(text)):
-        value = frame.f_locals.get(name, frame.f_globals.get(name))
-        if isinstance(value, torch.nn.Module):
+        value = _resolve(frame, name)
+        is_module = isinstance(value, torch.nn.Module)
+        if is_module:
             tensors = [*value.named_parameters(), *value.named_buffers()]
         else:
-            tensors = list(tensors_in(value)) if value is not None and not callable(value) else []
+            tensors = list(tensors_in(value)) if not callable(value) or isinstance(value, torch.Tensor) else []
         by_device: dict[str, list[str]] = {}
         for inner, tensor in tensors[:_MAX_NAMES]:
             by_device.setdefault(str(tensor.device), []).append(f"{name}.{inner}" if inner else name)
         for device, names in by_device.items():
-            whole = isinstance(value, torch.nn.Module) and len(by_device) == 1
-            found.setdefault(device, []).extend([f"{name} ({len(names)} tensors)"] if whole else names[:20])
+            whole = [f"{name} ({len(names)} tensor{'s' * (len(names) > 1)})"]
+            found.setdefault(device, []).extend(whole if is_module and len(by_device) == 1 else names[:20])
     return found
+
+
+def _resolve(frame: FrameType, path: str) -> Any:
+    """What `path`, such as ``self.mask``, is in `frame`, without a call of anything; None where it is nothing."""
+    first, *rest = path.split(".")
+    value = frame.f_locals.get(first, frame.f_globals.get(first))
+    for name in rest:
+        held = getattr(value, "__dict__", {}) if value is not None else {}
+        places = [held, *(held[kind] for kind in ("_parameters", "_buffers", "_modules") if kind in held)]
+        value = next((place[name] for place in places if name in place), None)
+    return value

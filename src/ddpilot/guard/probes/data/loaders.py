@@ -112,7 +112,8 @@ class LoaderEyes:
         number = found.num_batches
         is_evaluation = not torch.is_grad_enabled() or self._position.is_evaluating()
         found.num_evaluating += is_evaluation
-        found.num_samples += len(index) if isinstance(index, list | tuple) else num_rows_of(data) or 0
+        has_numbers = isinstance(index, list | tuple) and bool(index) and index[0] is not None
+        found.num_samples += len(index) if has_numbers else num_rows_of(data) or 0
         if found.num_workers:
             self.has_worker_notes(found)
         if is_evaluation:
