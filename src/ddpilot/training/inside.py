@@ -33,11 +33,15 @@ class PreparedDDP(DistributedDataParallel):
 
 
 class _Once(nn.Module):
-    """In the model's place inside DDP for one forward pass, so that hooks of the model run as without DDP."""
+    """In the model's place inside DDP for one forward pass, so that hooks of the model run as without DDP.
 
-    def __init__(self, function: Callable[[], Any]) -> None:
+    It holds the model, for hooks of DDP that look at parameters.
+    """
+
+    def __init__(self, function: Callable[[], Any], model: nn.Module) -> None:
         super().__init__()
         self._function = function
+        self.model = model
 
     def forward(self) -> Any:
         return self._function()
@@ -57,7 +61,7 @@ def run_inside(wrapped: Any, function: Callable[[Any], Any]) -> Any:
         wrapped.module = model
         return function(model)
 
-    wrapped.module = _Once(call)
+    wrapped.module = _Once(call, model)
     try:
         return wrapped()
     finally:

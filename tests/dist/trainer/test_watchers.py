@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import ddpilot
+from ddpilot.errors import WatchError
 from tests.dist.trainer.bodies import BATCH_SIZE, make_data, make_trainer
 
 
@@ -245,3 +246,16 @@ def test_what_rank_zero_cannot_write_after_the_last_update_is_raised_and_loses_n
     assert trainer.position == whole.position
     assert [row["epoch"] for row in trainer.history.epochs] == [0, 1]
     assert diary.events[-1] == "fit_end"
+
+
+class Lonely(ddpilot.Callback):
+    """Of rank 0, and waits for the others."""
+
+    def on_epoch_end(self, run: ddpilot.Run) -> None:  # noqa: ARG002
+        torch.distributed.barrier()
+
+
+def test_a_barrier_on_rank_zero_alone_ends_the_fit_with_its_line() -> None:
+    """Which nobody but the watch can see: the others go on to another collective."""
+    with pytest.raises(WatchError, match=r"rank 0 +barrier.*torch.distributed.barrier\(\)"):
+        fit(make_trainer(callbacks=[Lonely()]), epochs=2)
