@@ -80,13 +80,13 @@ class ForwardEyes:
         if not is_due(forward):
             return None
         self._note_input(number, forward, (inputs, kwargs))
-        return number, forward, *device_digest(next(model.module.parameters()).device)
+        return number, forward, *device_digest(_device_of(model.module))
 
     def _over(self, begun: tuple[Any, ...] | None, returned: bool, _: Any, model: Any, *__: Any, **___: Any) -> None:
         if begun is None or not returned:
             return
         number, forward, library, before = begun
-        after = device_digest(next(model.module.parameters()).device)[1]
+        after = device_digest(_device_of(model.module))[1]
         states = {"library": library, "before": before, "after": after}
         self._notes.write("random", model=number, forward=forward, **states, site=self._notes.site())
 
@@ -132,11 +132,17 @@ def _is_small_scale(layer: nn.Module) -> bool:
     return isinstance(layer, _BatchNorm) and not isinstance(layer, nn.SyncBatchNorm) and layer.training
 
 
+def _device_of(module: nn.Module) -> torch.device:
+    """Of its first parameter; one that lends its parameters elsewhere for a moment counts as one on the CPU."""
+    first = next(module.parameters(), None)
+    return torch.device("cpu") if first is None else first.device
+
+
 def _describe_model(model: Any) -> dict[str, Any]:
     group = model.process_group
     ranks: Any = dist.get_process_group_ranks(group)
     ranks = None if len(ranks) == dist.get_world_size() else ranks
-    device = next(model.module.parameters()).device
+    device = _device_of(model.module)
     facts: dict[str, Any] = {"ranks": ranks, "device": str(device), "host": socket.gethostname()}
     if device.type == "cuda":
         facts["uuid"] = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
