@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from ddpilot.errors import DataError
+from ddpilot.errors import DataError, DdpilotError
 
 WORKER_OPTIONS = (
     "num_workers",
@@ -49,15 +49,15 @@ _NAMES = (
     "seed",
     *WORKER_OPTIONS,
 )
-_OF_SHARDS = ("batch_size_per_rank", "shares", "cache", "divides_itself", "seed_samples", "seed")
+_OF_SHARDS = ("batch_size_per_rank", "shares", "cache", "divides_itself", "seed_samples", "empty_ranks", "seed")
 
 
 @contextmanager
 def naming_rank(rank: int) -> Iterator[None]:
-    """A `DataError` from inside says that it is of `rank`, unless it names one already."""
+    """An error of ddpilot's from inside says that it is of `rank`, unless it names one already."""
     try:
         yield
-    except DataError as error:
+    except DdpilotError as error:
         if error.rank is None:
             error.rank = rank
             error.args = (error.render(),)

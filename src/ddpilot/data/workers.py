@@ -47,6 +47,7 @@ class Workers:
         return self._go_on(self._start(), self._number)
 
     def _go_on(self, results: Iterator[Any], number: int) -> Iterator[Any]:
+        num_read = 0
         while True:
             if self._loader.persistent_workers and number != self._number:
                 raise DataError(
@@ -59,7 +60,23 @@ class Workers:
                 result = next(results)
             except StopIteration:
                 return
+            except RuntimeError as error:
+                if "DataLoader worker" not in str(error):
+                    raise
+                raise self._worker_died(error, num_read) from error
+            num_read += 1
             yield result
+
+    def _worker_died(self, error: RuntimeError, num_read: int) -> DataError:
+        # What the dataset raises comes as a `Failure`: here a signal ended the process.
+        return DataError(
+            f"reading batch {num_read} of this pass with {self._loader.num_workers} workers",
+            found=f"{error}",
+            fix="The kernel's OOM killer is the usual cause: use fewer workers, a smaller `prefetch_factor`, and "
+            "arrays or memory maps instead of lists of objects; with num_workers=0 a crash shows its line (DDP607: "
+            "`ddpilot explain DDP607`).",
+            rank=self._rank,
+        )
 
     def _start(self) -> Iterator[Any]:
         try:

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpilot.errors import LoopError
 from ddpilot.group.process_group import Group
+from ddpilot.training.arguments import suggest
 
 _KNOWN = inspect.signature(DistributedDataParallel.__init__).parameters
 _TAKEN = ("self", "module", "process_group", "device_mesh", "broadcast_buffers")
@@ -54,12 +55,13 @@ class DdpOptions:
     def __post_init__(self) -> None:
         unknown = [name for name in self.more if name not in _KNOWN or name in _TAKEN]
         if unknown:
-            others = [name for name in _KNOWN if name not in _TAKEN]
-            hint = " `broadcast_buffers` is `forward_sync_buffers` here." if "broadcast_buffers" in unknown else ""
+            own = [one.name for one in fields(self) if one.name != "more"]
+            others = [*own, "shard", *(name for name in _KNOWN if name not in (*_TAKEN, *own))]
+            hint = "`broadcast_buffers` is `forward_sync_buffers` here."
             raise LoopError(
                 "preparing a model",
                 found=f"no option {', '.join(f'`{name}`' for name in unknown)}",
-                fix=f"DistributedDataParallel takes {', '.join(others)}.{hint}",
+                fix=hint if "broadcast_buffers" in unknown else suggest(unknown[0], others),
             )
         if self.comm not in (None, "bf16", "fp16"):
             raise LoopError("preparing a model", found=f"`comm` is {self.comm!r}", fix="Use 'bf16', 'fp16' or None.")

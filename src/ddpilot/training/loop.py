@@ -100,9 +100,10 @@ class Loop(KeepingLoop, LookingLoop):
             more=more,
         )
         returned = []
-        for thing in things:
-            returned.append(self._prepare_thing(thing, options, shard))
-            self._things.add(returned[-1])
+        with naming_rank(self.rank):
+            for thing in things:
+                returned.append(self._prepare_thing(thing, options, shard))
+                self._things.add(returned[-1])
         return returned[0] if len(returned) == 1 else tuple(returned)
 
     def _prepare_thing(self, thing: Any, options: DdpOptions, shard: Literal["optimizer"] | None) -> Any:
@@ -327,6 +328,9 @@ class Loop(KeepingLoop, LookingLoop):
         """
         if not self.is_update:
             return False
+        if not hasattr(optimizer, "param_groups"):
+            found = f"a {type(optimizer).__name__} in place of an optimizer"
+            raise LoopError("updating the weights", found=found, fix="Write loop.step(optimizer).", rank=self.rank)
         self._unprepared.check_optimizer(optimizer)
         self._updates.check_backward(optimizer)
         self._updates.settle()

@@ -62,7 +62,7 @@ class LookingLoop(LoopState):
         """
         self._leaving.meet()
         self._keeper.say_resumed()
-        with self.autocast():
+        with naming_rank(self.rank), self.autocast():
             return evaluate(model, self._divided(loader), metrics, self.group, forward)
 
     def predict(
@@ -84,12 +84,11 @@ class LookingLoop(LoopState):
         """
         self._leaving.meet()
         self._keeper.say_resumed()
-        with self.autocast():
+        with naming_rank(self.rank), self.autocast():
             return predict(model, self._divided(loader), self.group, to=to, on_all_ranks=on_all_ranks, forward=forward)
 
     def _divided(self, loader: Loader | DataLoader[Any]) -> Loader:
         if not isinstance(loader, DataLoader):
             return loader
         # Which batch size is meant does not matter here, so nothing is said of it; nor whether every rank gets a part.
-        with naming_rank(self.rank):
-            return shard_loader(loader, rank=self.rank, world_size=self.world_size, seed=self.seed, empty_ranks=True)
+        return shard_loader(loader, rank=self.rank, world_size=self.world_size, seed=self.seed, empty_ranks=True)

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ddpilot.errors import LoopError
 from ddpilot.findings.finding import Finding
 from ddpilot.group.enter import init_group, seed_all
 from ddpilot.group.protocol import GroupLike
+from ddpilot.training.arguments import check_numbers, naming_options
 from ddpilot.training.deciding import Decider
 from ddpilot.training.explaining import Prepared
 from ddpilot.training.grouping import CurrentBatch
@@ -39,6 +39,7 @@ from ddpilot.training.waiting import WaitClock
 class LoopState:
     """The parts and the figures of a `Loop`, which says what the arguments are."""
 
+    @naming_options
     def __init__(
         self,
         seed: int = 0,
@@ -58,8 +59,7 @@ class LoopState:
         timeout_s: float | None = None,
         group: GroupLike | None = None,
     ) -> None:
-        if accumulate < 1:
-            raise LoopError("making a Loop", found=f"`accumulate` is {accumulate}", fix="Pass 1 or more batches.")
+        check_numbers(seed=seed, accumulate=accumulate, max_time_s=max_time_s)
         self.group: GroupLike = init_group(backend, timeout_s) if group is None else group
         self.seed = seed
         self.findings: tuple[Finding, ...] = ()

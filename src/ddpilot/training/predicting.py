@@ -21,7 +21,7 @@ from ddpilot.group.process_group import Group
 from ddpilot.group.protocol import GroupLike
 from ddpilot.training.evaluating import evaluation_mode, local_outputs
 from ddpilot.training.grouping import Loader
-from ddpilot.training.structure import check_rows, join_rows, take_rows, to_host
+from ddpilot.training.structure import check_rows, join_named_rows, take_rows, to_host
 
 _DID = "predicting"
 
@@ -45,26 +45,29 @@ def predict(
     sink: _Sink | None = None
     failure: Exception | None = None
     if group.is_rank_zero or (on_all_ranks and to is None):
-        sink, failure = _open(to)
+        sink, failure = _open(to, group.rank)
     with evaluation_mode(model, group) as inner:
         for batch, output in local_outputs(inner, loader, group, forward):
             if batch.count:
                 check_rows(output, batch.count, f"{_DID} batch {batch.index}")
             piece = (to_host(output), batch.sample_ids.tolist()) if batch.count else None
-            pieces = [part for part in _exchange(piece, group, on_all_ranks and to is None) if part is not None]
+            given = _exchange(piece, group, on_all_ranks and to is None)
+            pieces = {f"rank {rank}": part for rank, part in enumerate(given) if part is not None}
             if sink is None or not pieces:
                 continue
+            rows, ids = zip(*pieces.values(), strict=True)
+            joined = join_named_rows(rows, list(pieces), f"{_DID} batch {batch.index}", group.rank)
             try:
-                sink.add(join_rows([rows for rows, _ in pieces]), [number for _, ids in pieces for number in ids])
+                sink.add(joined, [number for some in ids for number in some])
             except (OSError, LoopError) as error:  # the others go on: so does this rank
                 sink.discard()
                 sink, failure = None, error
     return _finish(sink, failure, group, to)
 
 
-def _open(to: str | os.PathLike[str] | None) -> tuple[_Sink | None, Exception | None]:
+def _open(to: str | os.PathLike[str] | None, rank: int) -> tuple[_Sink | None, Exception | None]:
     if to is None:
-        return _InMemory(), None
+        return _InMemory(rank), None
     try:
         return _InFolder(Path(to)), None
     except (OSError, LoopError) as error:
@@ -111,7 +114,8 @@ def _tell(failure: Exception) -> tuple[str, str]:
 class _InMemory:
     """Keeps all of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
         self._outputs: list[Any] = []
         self._sample_ids: list[int] = []
 
@@ -123,7 +127,8 @@ class _InMemory:
         """All rows, in the order of the dataset; None where there were no samples."""
         if not self._outputs:
             return None
-        joined = join_rows(self._outputs)
+        names = [f"batch {number}" for number in range(len(self._outputs))]
+        joined = join_named_rows(self._outputs, names, _DID, self._rank)
         rows = sorted(range(len(self._sample_ids)), key=self._sample_ids.__getitem__)
         return joined if rows == list(range(len(rows))) else take_rows(joined, rows)
 

@@ -9,7 +9,7 @@ import torch
 
 from ddpilot.errors import LoopError
 from ddpilot.group.protocol import GroupLike, ReduceOp
-from ddpilot.training.structure import join_rows, to_host
+from ddpilot.training.structure import join_named_rows, to_host
 
 
 def weighted_mean(value: torch.Tensor, count: float, group: GroupLike) -> torch.Tensor:
@@ -30,7 +30,15 @@ def weighted_mean(value: torch.Tensor, count: float, group: GroupLike) -> torch.
 def reduce_value(value: Any, op: str, count: float, group: GroupLike) -> torch.Tensor:
     """`value`, a number or a tensor, over all ranks: "mean" is weighted by `count`; "sum", "min", "max" are not."""
     is_tensor = isinstance(value, torch.Tensor)
-    tensor = value.detach() if is_tensor else torch.tensor(value, dtype=torch.float64)
+    try:
+        tensor = value.detach() if is_tensor else torch.tensor(value, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise LoopError(
+            "reducing a value over ranks",
+            found=f"{value!r}, of which no tensor can be made",
+            fix="Pass a number or a tensor, of the same shape on all ranks; loop.gather() takes lists of objects.",
+            rank=group.rank,
+        ) from error
     tensor = tensor.to(group.device) if is_tensor or group.device.type != "mps" else tensor.float().to(group.device)
     if op == "mean":
         return weighted_mean(tensor, count, group)
@@ -48,7 +56,11 @@ def reduce_value(value: Any, op: str, count: float, group: GroupLike) -> torch.T
 def gather_rows(data: Any, group: GroupLike) -> Any:
     """The rows of all ranks, in the order of ranks, on every rank and on the CPU. Collective.
 
-    `data`: tensors of any number of rows, and tuples, dicts and lists as `join_rows` takes them.
+    `data`: tensors of any number of rows, and tuples, dicts and lists as `join_rows` takes them. LoopError on all
+    ranks where they differ in more than that.
     """
     mine = to_host(data)
-    return join_rows(group.all_gather_object(mine)) if group.world_size > 1 else mine
+    if group.world_size == 1:
+        return mine
+    names = [f"rank {rank}" for rank in range(group.world_size)]
+    return join_named_rows(group.all_gather_object(mine), names, "gathering rows of all ranks", group.rank)

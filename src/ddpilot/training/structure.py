@@ -70,6 +70,41 @@ def join_rows(parts: Sequence[Any]) -> Any:
     return [item for part in parts for item in part]
 
 
+def join_named_rows(parts: Sequence[Any], names: Sequence[str], did: str, rank: int) -> Any:
+    """`join_rows`; LoopError, where a part is unlike the first one, with both and their `names`."""
+    cause = None
+    if len({_kind(part) for part in parts}) == 1:
+        try:
+            return join_rows(parts)
+        except (RuntimeError, TypeError, LookupError, ValueError, AttributeError) as error:
+            cause = error
+    shapes = [describe_rows(part) for part in parts]
+    odd = next((number for number, shape in enumerate(shapes) if shape != shapes[0]), 0)
+    raise LoopError(
+        did,
+        found=f"what {names[0]} has cannot be joined with what {names[odd]} has: {shapes[0]} and {shapes[odd]}",
+        fix="Only the number of rows, the first dimension, may differ: pad what is as wide as a batch, or give a list "
+        "with an object for each row.",
+        rank=rank,
+    ) from cause
+
+
+def _kind(part: Any) -> type:
+    return next((kind for kind in (torch.Tensor, Mapping, tuple) if isinstance(part, kind)), list)
+
+
+def describe_rows(output: Any) -> str:
+    """What it is made of, and what all dimensions but the first have to be, such as "(*, 3) of float32"."""
+    if isinstance(output, torch.Tensor):
+        sizes = ", ".join(map(str, ["*", *output.shape[1:]])) if output.ndim else ""
+        return f"({sizes}) of {str(output.dtype).removeprefix('torch.')}"
+    if isinstance(output, Mapping):
+        return "{" + ", ".join(f"{key!r}: {describe_rows(value)}" for key, value in output.items()) + "}"
+    if isinstance(output, tuple):
+        return "(" + ", ".join(map(describe_rows, output)) + ")"
+    return f"a {type(output).__name__}"
+
+
 def take_rows(output: Any, rows: Sequence[int]) -> Any:
     """The `rows` of an output of one structure, in that order."""
     if isinstance(output, torch.Tensor):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -207,6 +208,8 @@ class Updates:
 
     def _local_count(self, count: float | None) -> float:
         if count is not None:
+            if not 0 <= float(count) < math.inf:
+                raise self._refuse(f"`count` is {count}", "Pass how many the mean is over on this rank: 0 or more.")
             return float(count)
         if self.batch is None:
             raise self._refuse(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -74,6 +75,18 @@ class Broken(Dataset[Any]):
         return number
 
 
+class Deadly(Dataset[Any]):
+    """Sample 3 ends the process, as the kernel does where memory runs out."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, number: int) -> int:
+        if number == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return number
+
+
 class Initialised(Dataset[Any]):
     """Hands out what `worker_init_fn` left, and how often this copy was read."""
 
@@ -99,6 +112,7 @@ def use_workers() -> dict[str, Any]:
     """What becomes of errors in workers, of their options, and of loops that stop early."""
     return {
         "broken": error_of(make_loader(Broken(), rank=0, world_size=1, global_batch_size=2, num_workers=1)),
+        "killed": error_of(make_loader(Deadly(), rank=0, world_size=1, global_batch_size=2, num_workers=1)),
         "spawned": error_of(make_loader(LOCAL(), rank=0, world_size=1, global_batch_size=1, **SPAWN)),
         "persistent": read_twice(persistent=True),
         "fresh": read_twice(persistent=False),

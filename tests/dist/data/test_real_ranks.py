@@ -52,6 +52,11 @@ def test_workers_end_and_go_on_as_torchs_do() -> None:
     assert "no such picture" in message
     assert "Look at `dataset[3]`" in message
     assert cause == "RuntimeError"
+    message, cause = seen["killed"]
+    assert message.startswith("[rank 0] reading batch ")
+    assert "DataLoader worker (pid" in message
+    assert "ddpilot explain DDP607" in message
+    assert cause == "RuntimeError"
     message, cause = seen["spawned"]
     assert message.startswith("[rank 0] starting 1 workers by `spawn`, which pickles dataset and functions: ")
     assert "Define them at the top of a module" in message

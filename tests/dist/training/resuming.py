@@ -96,7 +96,11 @@ def train(
             if log is not None:
                 with open(log / f"rank-{loop.rank}", "a") as file:
                     file.write(json.dumps([epoch, loop.batch.index, numbers.tolist()]) + "\n")
-            if kill is not None and (loop.rank, epoch, loop.batch.index) == (kill["rank"], kill["epoch"], kill["batch"]):
+            if kill is not None and (loop.rank, epoch, loop.batch.index) == (
+                kill["rank"],
+                kill["epoch"],
+                kill["batch"],
+            ):
                 arm(kill, folder)
             with loop.accumulate(model):
                 loop.backward(nn.functional.mse_loss(model(x), y))

@@ -136,13 +136,17 @@ def test_explain_proposes_only_what_every_rank_and_every_update_bear_out(explain
 def test_a_branch_that_is_taken_late_is_an_error_that_names_the_parameters(explained: list[dict[str, Any]]) -> None:
     """In that update, before the weights change: torch tells of it in the next forward, with numbers."""
     for rank, said in enumerate(explained):
-        assert f"[rank {rank}] synchronising gradients: on this rank the backward pass left out" in said["late by default"]
+        assert (
+            f"[rank {rank}] synchronising gradients: on this rank the backward pass left out" in said["late by default"]
+        )
         assert "parameters second.weight, second.bias of Branching" in said["late by default"]
         assert "prepare(..., find_unused_parameters=True), or DDP_FIND_UNUSED_PARAMETERS=1" in said["late by default"]
         assert "use find_unused_parameters=True in its place" in said["late in a static graph"]
         assert "got its gradient twice in one backward pass" in said["hidden in an object"]
         assert "has to be in the model's output: return tensors" in said["hidden in an object"]
-        assert "uses a parameter that the first one did not, and `static_graph` is True" in said["new in a static graph"]
+        assert (
+            "uses a parameter that the first one did not, and `static_graph` is True" in said["new in a static graph"]
+        )
 
 
 def test_a_branch_on_one_rank_only_is_an_error_of_that_rank() -> None:

@@ -92,9 +92,7 @@ def check_latest(folder: Path, at: int | None) -> tuple[int, int]:
     assert (folder / "latest").read_text().strip() == found.path.name
     progress = found.manifest.progress
     number = progress.epoch * BATCHES + progress.batch
-    assert progress.samples_seen == progress.epoch * NUM_SAMPLES + min(
-        progress.batch * GLOBAL_BATCH_SIZE, NUM_SAMPLES
-    )
+    assert progress.samples_seen == progress.epoch * NUM_SAMPLES + min(progress.batch * GLOBAL_BATCH_SIZE, NUM_SAMPLES)
     assert at is None or at < number, f"it stands at batch {number} after a signal in batch {at}"
     return progress.epoch, progress.batch
 

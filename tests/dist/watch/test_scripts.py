@@ -43,8 +43,8 @@ def observers(folder: Path) -> list[int]:
     return [
         process.pid
         for process in psutil.process_iter(["cmdline"])
-        if any(str(folder) in word for word in process.info["cmdline"] or ()) and "ddpilot.watch.observing" in
-        " ".join(process.info["cmdline"])
+        if any(str(folder) in word for word in process.info["cmdline"] or ())
+        and "ddpilot.watch.observing" in " ".join(process.info["cmdline"])
     ]
 
 

@@ -27,7 +27,8 @@ SEEN = Seen(num_updates=MIN_UPDATES, finds_unused=True, is_steady=True, left_out
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"more": {"find_unused": True}}, "no option `find_unused`. DistributedDataParallel takes device_ids,"),
+        ({"more": {"find_unused": True}}, "no option `find_unused`. Did you mean `find_unused_parameters`?"),
+        ({"more": {"x": 1}}, "There are find_unused_parameters, static_graph, bucket_cap_mb,"),
         ({"more": {"broadcast_buffers": True}}, "`broadcast_buffers` is `forward_sync_buffers` here."),
         ({"more": {"process_group": None}}, "no option `process_group`"),
         ({"comm": "fp8"}, "`comm` is 'fp8'. Use 'bf16', 'fp16' or None."),

@@ -185,7 +185,16 @@ def test_backward_refuses_what_it_cannot_weight() -> None:
 
 @pytest.mark.parametrize(
     ("options", "found"),
-    [({"accumulate": 0}, "`accumulate` is 0"), ({"precision": "fp8"}, "`precision` is 'fp8'")],
+    [
+        ({"accumulate": 0}, "`accumulate` is 0"),
+        ({"accumulate": 1.5}, "`accumulate` is 1.5"),
+        ({"precision": "fp8"}, r"^\[rank 0\] .*`precision` is 'fp8'"),
+        ({"comm": "bf16"}, "^making a Loop: `comm='bf16'`"),
+        ({"max_time_s": -1}, "`max_time_s` is -1"),
+        ({"seed": None}, "`seed` is None"),
+        ({"seed": 1.5}, "`seed` is 1.5"),
+        ({"checkpoints": "c"}, "^making a Loop: `checkpoints='c'`. Did you mean `checkpoint_dir`"),
+    ],
 )
 def test_loop_refuses_arguments_that_make_no_sense(options: dict[str, Any], found: str) -> None:
     """With what was given."""
@@ -196,6 +205,13 @@ def test_loop_refuses_arguments_that_make_no_sense(options: dict[str, Any], foun
 def test_prepare_and_reduce_refuse_what_they_do_not_know() -> None:
     """Each says what it takes."""
     loop, model, *_ = make()
+    wrong: Any = "x"
+    with pytest.raises(LoopError, match=r"^\[rank 0\] updating the weights: a str in place of an optimizer"):
+        loop.step(wrong)
+    with pytest.raises(LoopError, match=r"^\[rank 0\] reducing a value over ranks: 'x', of which no tensor"):
+        loop.reduce(wrong)
+    with pytest.raises(LoopError, match="`count` is -3"):
+        loop.backward(torch.ones((), requires_grad=True), count=-3)
     with pytest.raises(LoopError, match="preparing: a list. Pass models, optimizers"):
         loop.prepare([model])
     with pytest.raises(LoopError, match="`op` is 'median'"):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ddpilot.errors import LoopError
-from ddpilot.training.structure import check_rows, join_rows, map_tensors, take_rows, to_host
+from ddpilot.training.structure import check_rows, join_named_rows, join_rows, map_tensors, take_rows, to_host
 
 
 class Pair(NamedTuple):
@@ -32,6 +32,21 @@ class Sample:
 def rows(*values: float) -> torch.Tensor:
     """A column."""
     return torch.tensor(values).reshape(-1, 1)
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ((rows(1), torch.ones(2, 3)), r"\(\*, 1\) of int64 and \(\*, 3\) of float32"),
+        (({"a": rows(1)}, rows(2)), r"\{'a': \(\*, 1\) of int64\} and \(\*, 1\) of int64"),
+        (((rows(1),), (rows(1), rows(2))), r"\(\(\*, 1\) of int64\) and \(\(\*, 1\) of int64, \(\*, 1\)"),
+    ],
+)
+def test_rows_that_cannot_be_joined_are_named(parts: Any, said: str) -> None:
+    """With whose they are, what they are, and how the first differs."""
+    found = rf"^\[rank 0\] predicting: what rank 0 has cannot .* rank 2 has: {said}"
+    with pytest.raises(LoopError, match=found):
+        join_named_rows([parts[0], parts[0], parts[1]], ["rank 0", "rank 1", "rank 2"], "predicting", 0)
 
 
 def test_map_tensors_keeps_structure_and_other_objects() -> None:

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a loop is made with, looked at before anything is done with it."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from ddpilot.errors import DdpilotError, LoopError
+
+_Self = TypeVar("_Self")
+_Given = ParamSpec("_Given")
+
+
+def naming_options(init: Callable[Concatenate[_Self, _Given], None]) -> Callable[Concatenate[_Self, _Given], None]:
+    """`__init__` of a loop: a name that it does not have is a LoopError with the nearest one that it has.
+
+    Errors name the rank, where that is known by then.
+    """
+    known = [name for name in inspect.signature(init).parameters if name != "self"]
+
+    @functools.wraps(init)
+    def checked(self: _Self, /, *args: _Given.args, **options: _Given.kwargs) -> None:
+        for name, value in options.items():
+            if name not in known:
+                raise LoopError("making a Loop", found=f"`{name}={value!r}`", fix=suggest(name, known))
+        try:
+            init(self, *args, **options)
+        except DdpilotError as error:
+            if error.rank is None and hasattr(self, "group"):
+                error.rank = self.group.rank
+                error.args = (error.render(),)
+            raise
+
+    return checked
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """Which of `known` is meant by `name`, or all of them."""
+    names = list(known)
+    near = difflib.get_close_matches(name, names, 1, cutoff=0.5)
+    return f"Did you mean `{near[0]}`?" if near else f"There are {', '.join(names)}."
+
+
+def check_numbers(*, seed: object, accumulate: object, max_time_s: object) -> None:
+    """LoopError for a seed that is no whole number, for fewer batches than one, and for a time that is none."""
+    if not _is_whole(seed):
+        raise LoopError("making a Loop", found=f"`seed` is {seed!r}", fix="Give a whole number.")
+    if not _is_whole(accumulate) or int(accumulate) < 1:  # type: ignore[call-overload]
+        raise LoopError("making a Loop", found=f"`accumulate` is {accumulate!r}", fix="Pass 1 or more batches.")
+    if max_time_s is not None and not (isinstance(max_time_s, int | float) and 0 <= max_time_s < math.inf):
+        found = f"`max_time_s` is {max_time_s!r}"
+        raise LoopError("making a Loop", found=found, fix="Give seconds, 0 or more, or None for no limit.")
+
+
+def _is_whole(value: Any) -> bool:
+    return hasattr(value, "__index__") and not isinstance(value, bool)
