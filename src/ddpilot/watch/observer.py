@@ -83,9 +83,13 @@ class Observer:
         """Look once more, as at ranks that may do anything yet, and then not until `resume`."""
         self._is_active = False
 
-    def resume(self, since_ns: int) -> None:
-        """Look again, as if for the first time, at what is newer than `since_ns`, and than the last look."""
+    def resume(self, since_ns: int, begin: Callable[[], None]) -> None:
+        """Look again, as if for the first time, at what is newer than `since_ns`, and than the last look.
+
+        `begin` is called while nothing is told.
+        """
         with self._lock:
+            begin()
             if not self._is_wanted.is_set():
                 self._since_ns = since_ns
             self._told = Told(self._options.stall_warn_s)

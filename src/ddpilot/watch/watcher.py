@@ -48,6 +48,7 @@ class Watcher:
         self._ranks: Sequence[RankState] = ()
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._error: WatchError | None = None
+        self._since_ns = 0
         self._observer: Observer | None = None
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
@@ -98,10 +99,13 @@ class Watcher:
 
     def resume(self, name: str, since_ns: int, sources: Mapping[str, str] = NOTHING) -> None:
         """Look again, at what is newer than `since_ns` and has this name; what was said before may be said again."""
-        self._name, self._error = name, None
+
+        def begin() -> None:
+            self._name, self._since_ns, self._error = name, since_ns, None
+
         if self._observer is not None:
             self._observer.add_sources(sources)
-            self._observer.resume(since_ns)
+            self._observer.resume(since_ns, begin)
 
     def pause(self) -> None:
         """Look no more until `resume`."""
@@ -152,7 +156,8 @@ class Watcher:
         os.close(self._writer)
 
     def _facts(self) -> dict[int, RankFacts]:
-        return {each.rank: facts_of(each) for each in self._ranks if each.pid is not None}
+        known = [each for each in self._ranks if each.pid is not None or each.exited is not None]
+        return {each.rank: facts_of(each, self._since_ns) for each in known}
 
     def _hear(self, report: Report) -> None:
         for line in report.notes:
@@ -170,9 +175,16 @@ class Watcher:
         if action == "stop" and any(finding.severity == "error" for finding in report.findings):
             self._error = self._error or make_error(self._name, report)
             return
-        self._say(str(report.findings))
+        # Where a rank has failed, the error that comes of it holds the findings.
+        shown = [each for each in report.findings if each.severity != "error" or not self._has_failed()]
+        if shown:
+            self._say(str(Findings(shown)))
         if not isinstance(action, str) and "stop" in [self._call_back(action, each) for each in report.findings]:
             self._error = self._error or make_error(self._name, report)
+
+    def _has_failed(self) -> bool:
+        facts = self._facts().values()
+        return any(each.error is not None or (each.process.state == "ended" and not each.returned) for each in facts)
 
     def _call_back(self, action: Callable[[Finding], object], finding: Finding) -> object:
         try:
@@ -190,11 +202,13 @@ class Watcher:
             os.write(self._writer, b"w")
 
 
-def facts_of(rank: RankState) -> RankFacts:
-    """What is known of `rank`, which has a process."""
+def facts_of(rank: RankState, since_ns: int = 0) -> RankFacts:
+    """What is known of `rank`, which has or had a process; an end before `since_ns` is no news."""
     exited, raised = rank.exited, rank.raised
     process = ProcessView(pid=rank.pid or 0, state="running")
-    if exited is not None:
+    if exited is not None and exited.time_s * 1e9 < since_ns:
+        process = replace(process, state="unknown")
+    elif exited is not None:
         process = replace(
             process,
             state="ended",
