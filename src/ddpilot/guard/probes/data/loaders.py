@@ -112,8 +112,9 @@ class LoaderEyes:
         number = found.num_batches
         is_evaluation = not torch.is_grad_enabled() or self._position.is_evaluating()
         found.num_evaluating += is_evaluation
-        has_numbers = isinstance(index, list | tuple) and bool(index) and index[0] is not None
-        found.num_samples += len(index) if has_numbers else num_rows_of(data) or 0
+        # Of a stream the numbers are None, as many as a full batch has.
+        numbers: Any = index if isinstance(index, list | tuple) and index and index[0] is not None else None
+        found.num_samples += len(numbers) if numbers else num_rows_of(data) or 0
         if found.num_workers:
             self.has_worker_notes(found)
         if is_evaluation:
