@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Folders of jobs: made, listed, closed, and removed when there are too many."""
+
+from __future__ import annotations
+
+import stat
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ddpilot.errors import DdpilotError
+from ddpilot.watch.afterwards import find_job
+from ddpilot.watch.folders import (
+    JOBS_VARIABLE,
+    close_job,
+    jobs_root,
+    list_jobs,
+    make_job_folder,
+    read_about,
+    remove_old,
+    write_about,
+)
+
+
+@pytest.fixture(autouse=True)
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the test's jobs have their folders."""
+    monkeypatch.setenv(JOBS_VARIABLE, str(tmp_path / "jobs"))
+    return tmp_path / "jobs"
+
+
+def test_make_job_folder_is_for_this_user_alone_and_listed_as_running(root: Path) -> None:
+    """Of the process that made it."""
+    folder, about = make_job_folder("train", 4, (2, 3))
+    assert folder.parent == root
+    assert stat.S_IMODE(folder.stat().st_mode) == stat.S_IMODE(root.stat().st_mode) == 0o700
+    assert read_about(folder) == about
+    assert about.is_running
+    assert list_jobs() == [(folder, about)]
+    assert (about.world_size, about.ranks) == (4, (2, 3))
+
+
+def test_close_job_removes_what_ended_well_and_marks_what_did_not(root: Path) -> None:
+    """A notebook lives on when its job has ended."""
+    good, bad = make_job_folder("good", 2), make_job_folder("bad", 2)
+    close_job(*good, is_clean=True)
+    close_job(*bad, is_clean=False)
+    ((folder, about),) = list_jobs()
+    assert (folder, about.is_running) == (bad[0], False)
+
+
+def test_remove_old_keeps_the_newest_and_those_that_run(root: Path) -> None:
+    """However many there are."""
+    running, _ = make_job_folder("running", 1)
+    made = [make_job_folder(f"job{number}", 1) for number in range(4)]
+    for number, (folder, about) in enumerate(made):
+        write_about(folder, replace(about, ended_s=1.0, started_s=about.started_s + number))
+    remove_old(root, num_kept=2)
+    assert {about.name for _, about in list_jobs()} == {"running", "job2", "job3"}
+    assert running.exists()
+
+
+def test_jobs_root_is_the_users_own_where_none_is_named() -> None:
+    """In the temporary directory."""
+    assert jobs_root({}).name.startswith("ddpilot-")
+
+
+def test_make_job_folder_refuses_a_place_that_is_no_folder(root: Path) -> None:
+    """As it does one of another user."""
+    root.write_text("")
+    with pytest.raises(OSError, match="jobs"):
+        make_job_folder("train", 1)
+
+
+def test_find_job_takes_an_id_its_end_a_process_and_a_folder(root: Path) -> None:
+    """And says which jobs there are where none is meant."""
+    folder, about = make_job_folder("train", 1)
+    for word in (about.id, about.id[:-2], about.id[-4:], str(about.pid), str(folder)):
+        assert find_job(word) == (folder, about)
+    with pytest.raises(DdpilotError, match=rf"looking for the job 'other': 0 of the 1 jobs .*{about.id}"):
+        find_job("other")

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reports as text and as JSON, and what of them is told again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ddpilot.errors import DdpilotError, LaunchError, WatchError
+from ddpilot.findings.finding import Finding, Place
+from ddpilot.findings.sequence import Findings
+from ddpilot.watch.options import WatchOptions
+from ddpilot.watch.report import Report, read_report
+from ddpilot.watch.stack_files import parse_stack
+from ddpilot.watch.stall import Analysis
+from ddpilot.watch.told import Told, newest
+
+DESYNC = Finding(
+    code="DDP201",
+    name="desync",
+    severity="error",
+    summary="collective #5 differs",
+    ranks=(0, 1),
+    place=Place(file="train.py", line=88),
+)
+WAITING = Analysis(findings=Findings(), status=("rank 0 waits for 2.1 s",), is_stalled=True)
+
+
+def test_report_comes_back_as_it_was_saved(tmp_path: Path) -> None:
+    """And as text for people."""
+    report = Report(job="1121-a", name="train", world_size=4, findings=Findings([DESYNC]), unseen=(2, 3), notes=("n",))
+    report.save(tmp_path)
+    assert read_report(tmp_path) == report
+    text = (tmp_path / "report.txt").read_text()
+    assert text.startswith("train on 4 ranks, job 1121-a\n  n\n  not seen from here: ranks 2,3\n\ndesync  DDP201  ")
+
+
+def test_read_report_says_what_is_damaged(tmp_path: Path) -> None:
+    """None is no error."""
+    assert read_report(tmp_path) is None
+    (tmp_path / "report.json").write_text("{")
+    with pytest.raises(DdpilotError, match=r"reading .*report\.json"):
+        read_report(tmp_path)
+
+
+def test_told_says_a_finding_once_for_its_line_or_words() -> None:
+    """Ranks, evidence and even the line may differ when it is looked at again."""
+    told = Told(30.0)
+    assert told.new_findings([DESYNC]) == [DESYNC]
+    assert told.new_findings([replace(DESYNC, ranks=(1,)), replace(DESYNC, place=None)]) == []
+    other = replace(DESYNC, summary="collective #9 differs", place=Place(file="train.py", line=91))
+    assert told.new_findings([other]) == [other]
+    assert newest([DESYNC, other, replace(DESYNC, why="since")]) == [replace(DESYNC, why="since"), other]
+
+
+def test_told_says_a_wait_ever_more_seldom_while_it_lasts() -> None:
+    """At once, after 30 s, 60 s later; and at once where it begins anew."""
+    told = Told(30.0)
+    said = [at for at in range(200) if told.new_status(WAITING, float(at))]
+    assert said == [0, 30, 90]
+    assert told.new_status(Analysis(findings=Findings()), 200.0) == ()
+    assert told.new_status(WAITING, 201.0) == WAITING.status
+
+
+def test_parse_stack_reads_frames_innermost_first() -> None:
+    """As the fault handler writes them."""
+    text = 'Stack (most recent call first):\n  File "a b.py", line 3 in wait\n  File "Cell In[2]", line 1 in <module>\n'
+    stack = parse_stack(text, 7, 5)
+    assert [(each.file, each.line, each.function) for each in stack.main_frames] == [
+        ("a b.py", 3, "wait"),
+        ("Cell In[2]", 1, "<module>"),
+    ]
+
+
+def test_watch_options_refuse_what_cannot_be_meant() -> None:
+    """With what to give."""
+    for wrong in ({"on_finding": "halt"}, {"stall_warn_s": 0}, {"watch": "yes"}):
+        with pytest.raises(LaunchError, match=f"reading `{next(iter(wrong))}`: "):
+            WatchOptions(**wrong)
+    assert WatchOptions().action() == "stop"
+
+
+def test_watch_error_shows_its_findings() -> None:
+    """Below the sentence."""
+    error = WatchError("running `f`", found="desync", findings=Findings([DESYNC]))
+    assert str(error).startswith("running `f`: desync\n\ndesync  DDP201  collective #5 differs")
