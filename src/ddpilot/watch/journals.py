@@ -18,15 +18,19 @@ class JournalReader:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._after = 0
+        self._after = self._pid = 0
         self.held: deque[Entry] = deque(maxlen=NUM_HELD)
 
     def read(self) -> tuple[Entry, ...]:
         """What is new since the last call; nothing where there is no journal (yet)."""
         try:
-            entries = read_journal(self._path, after=self._after).entries
+            journal = read_journal(self._path, after=self._after)
+            if journal.pid != self._pid and self._after:  # the rank was started anew
+                journal = read_journal(self._path)
         except (RecordError, OSError):
             return ()
-        self._after = max((entry.index for entry in entries), default=self._after)
+        entries = journal.entries
+        self._after = max((entry.index for entry in entries), default=self._after if journal.pid == self._pid else 0)
+        self._pid = journal.pid
         self.held.extend(entries)
         return entries

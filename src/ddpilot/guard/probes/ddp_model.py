@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from ddpilot.guard.probes.groups import describe_group, sequence_number
 from ddpilot.guard.probes.reductions import Reductions
 
-_MAX_SAMPLES = 8
+_MAX_SAMPLES = 4
 _HOOK_MODULES = ("torch.", "ddpilot.")
 # These leave gradients as each rank has them, on purpose.
 _LOCAL_HOOKS = ("noop_hook", "post_localSGD_hook")
 
 
 class DdpModel:
-    """A model wrapped by `ddp`, of which it keeps no reference. `ordinal`: the how manieth of its process group."""
+    """A model wrapped by `ddp`, of which it keeps no reference. `ordinal`: the how manieth of its group, and era."""
 
-    def __init__(self, ddp: Any, *, number: int, ordinal: int) -> None:
+    def __init__(self, ddp: Any, *, number: int, ordinal: str) -> None:
         self.number = number
         self.ordinal = ordinal
         self.is_alone = dist.get_world_size(ddp.process_group) < 2
@@ -50,7 +50,7 @@ class DdpModel:
         }
         trainable = [parameter for parameter in ddp.module.parameters() if id(parameter) in self.names]
         self.born = {id(parameter): (parameter.dtype, parameter.device) for parameter in trainable}
-        spread = range(0, len(trainable), max(1, len(trainable) // _MAX_SAMPLES))
+        spread = range(0, len(trainable), -(-len(trainable) // _MAX_SAMPLES) or 1)
         self._samples = [weakref.ref(trainable[place]) for place in spread]
 
     @property

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from typing import Any
 
@@ -18,6 +19,40 @@ def describe_group(group: Any) -> str:
         return "world"
     listed = ",".join(map(str, ranks))
     return listed if len(ranks) <= _MAX_LISTED else f"{len(ranks)} ranks {zlib.crc32(listed.encode()):08x}"
+
+
+class Eras:
+    """Names each default process group of this process so that all of its ranks name it alike, one made anew too.
+
+    A rank that was started again counts from the beginning, and so do the groups' collectives: what was noted in
+    another era is never compared.
+    """
+
+    def __init__(self) -> None:
+        self._group: Any = None
+        self._num_of: dict[str, int] = {}
+        self.name = ""
+
+    def has_changed(self) -> bool:
+        """Whether the default group is another one than at the last call; `name` is its era from then on."""
+        if self._group is not None and dist.group.WORLD is self._group:
+            return False
+        self._group = dist.group.WORLD
+        store = _describe_store()
+        self._num_of[store] = self._num_of.get(store, 0) + 1
+        self.name = f"{store}/{self._num_of[store]}"
+        return True
+
+
+def _describe_store() -> str:
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    try:
+        store: Any = dist.distributed_c10d._get_default_store()
+        while hasattr(store, "underlying_store"):
+            store = store.underlying_store
+        return f"{attempt}/{getattr(store, 'port', getattr(store, 'path', ''))}"
+    except (RuntimeError, ValueError):
+        return attempt
 
 
 def sequence_number(group: Any) -> int:

@@ -14,7 +14,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from ddpilot.guard.probe import Notes, keep_dynamo_out
 from ddpilot.guard.probes.bypass_line import find_bypass_line
 from ddpilot.guard.probes.ddp_model import DdpModel
-from ddpilot.guard.probes.groups import describe_group
+from ddpilot.guard.probes.groups import Eras, describe_group, has_several_ranks
 from ddpilot.guard.probes.units import UnitBook
 from ddpilot.guard.probes.unused import UnusedCount
 
@@ -32,6 +32,7 @@ class StepProbe:
         self._num_models = 0
         self._num_in_group: dict[str, int] = {}
         self._unused: list[UnusedCount] = []
+        self._eras = Eras()
 
     def install(self, notes: Notes) -> Callable[[], None]:
         """As `Probe.install`."""
@@ -60,7 +61,9 @@ class StepProbe:
         if not returned:
             return
         group = describe_group(ddp.process_group)
-        ordinal = self._num_in_group[group] = self._num_in_group.get(group, -1) + 1
+        self._follow_group()
+        place = self._num_in_group[group] = self._num_in_group.get(group, -1) + 1
+        ordinal = f"{self._eras.name}/{place}"
         self._num_models += 1
         if len(self._live_models()) >= _MAX_MODELS:
             return
@@ -90,6 +93,14 @@ class StepProbe:
         if any(model.ddp is None for model in self._models):
             self._models = [model for model in self._models if model.ddp is not None]
         return self._models
+
+    def _follow_group(self) -> None:
+        """Begin anew where the ranks are in another group: models that were kept are what other ranks have kept."""
+        if self._eras.has_changed():
+            self._num_in_group.clear()
+            self._units.clear()
+            for model in self._live_models():
+                model.ordinal = f"{self._eras.name}/kept {model.ordinal.rpartition('/')[2].removeprefix('kept ')}"
 
     def _model_of(self, ddp: Any) -> DdpModel | None:
         return next((model for model in self._models if model.ddp is ddp), None)
@@ -142,7 +153,10 @@ class StepProbe:
     def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         if torch.compiler.is_compiling() or _is_nested() or _is_capturing():
             return
-        self._units.step(optimizer)
+        if not has_several_ranks():
+            return
+        self._follow_group()
+        self._units.step(optimizer, self._eras.name)
         self._unused = [count for count in self._unused if not count.is_over]
         for count in self._unused:
             count.step()

@@ -16,7 +16,7 @@ from torch.optim.optimizer import Optimizer
 from ddpilot.guard.probe import Notes
 from ddpilot.guard.probes.ddp_model import DdpModel
 from ddpilot.guard.probes.fingerprint import Fingerprinter, is_plain
-from ddpilot.guard.probes.groups import has_several_ranks, sequence_number
+from ddpilot.guard.probes.groups import sequence_number
 
 FIRST_STEPS = 5
 EVERY = 25
@@ -86,13 +86,20 @@ class UnitBook:
         self._models = models
         self._units: weakref.WeakKeyDictionary[Optimizer, list[Unit]] = weakref.WeakKeyDictionary()
         self._num_units = 0
+        self._era = ""
         self._num_of_key: dict[str, int] = {}
 
-    def step(self, optimizer: Optimizer) -> None:
-        """Note that `optimizer` is about to take a step."""
+    def clear(self) -> None:
+        """Begin anew."""
+        self._units.clear()
+        self._num_of_key.clear()
+
+    def step(self, optimizer: Optimizer, era: str) -> None:
+        """Note that `optimizer` is about to take a step, in the default group that `era` names."""
+        self._era = era
         units = self._units.get(optimizer)
         if units is None:
-            if len(self._units) >= _MAX_OPTIMIZERS or not has_several_ranks():
+            if len(self._units) >= _MAX_OPTIMIZERS:
                 return
             units = self._units[optimizer] = []
         if not units or any(unit.model is not None and unit.model.ddp is None for unit in units):
@@ -115,7 +122,8 @@ class UnitBook:
         values["s"] = model.sequence_number() if model else sequence_number(dist.group.WORLD)
         if model is not None:
             values["e"] = events
-            model.look_at_hooks()
+            if is_due:
+                model.look_at_hooks()
             if model.why_silent:
                 values["silent"] = model.why_silent
             if model.why_local:
@@ -161,7 +169,7 @@ class UnitBook:
         else:
             site = self._notes.site()
             shapes = zlib.crc32(repr([list(parameter.shape) for _, parameter, _ in members]).encode())
-            key = ["free", shapes, f"{site.get('file')}:{site.get('line')}"]
+            key = ["free", f"{self._era}/{shapes}", f"{site.get('file')}:{site.get('line')}"]
         text = repr(key)
         ordinal = self._num_of_key[text] = self._num_of_key.get(text, -1) + 1
         self._num_units += 1

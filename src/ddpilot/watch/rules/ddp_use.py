@@ -87,7 +87,7 @@ class NeedlessFindUnused:
 
     def __init__(self, context: RuleContext) -> None:
         self._num_ranks = context.world_size
-        self._needless: dict[tuple[str, int], set[int]] = {}
+        self._needless: dict[tuple[str, str], set[int]] = {}
 
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
         """As `Rule.feed`."""

@@ -29,8 +29,8 @@ class Divergence:
         self._context = context
         self._comparisons: dict[tuple[Any, ...], Comparison] = {}
         self._of_unit: dict[tuple[int, int], Comparison] = {}
-        self._orders: dict[tuple[str, int], tuple[int, list[Any]]] = {}
-        self._told_order: set[tuple[str, int]] = set()
+        self._orders: dict[tuple[str, str], tuple[int, list[Any]]] = {}
+        self._told_order: set[tuple[str, str]] = set()
 
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
         """As `Rule.feed`."""
@@ -49,7 +49,9 @@ class Divergence:
 
     def _compare_order(self, rank: int, values: dict[str, Any]) -> Iterable[Finding]:
         key = (values["group"], values["ordinal"])
-        if key not in self._orders and len(self._orders) < _MAX_UNITS:
+        if key not in self._orders:
+            if len(self._orders) >= _MAX_UNITS:
+                self._orders.pop(next(iter(self._orders)))
             self._orders[key] = rank, values["names"]
         first, names = self._orders.get(key, (rank, values["names"]))
         if names == values["names"] or sorted(names) != sorted(values["names"]) or key in self._told_order:
@@ -80,7 +82,8 @@ class Divergence:
             return
         if key not in self._comparisons:
             if len(self._comparisons) >= _MAX_UNITS:
-                return
+                oldest = self._comparisons.pop(next(iter(self._comparisons)))
+                self._of_unit = {unit: each for unit, each in self._of_unit.items() if each is not oldest}
             self._comparisons[key] = Comparison(key, self._context)
         comparison = self._comparisons[key]
         comparison.describe(rank, values)

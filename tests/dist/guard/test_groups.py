@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups are named alike on all ranks, and each one that is made anew otherwise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch.distributed as dist
+
+from ddpilot.guard.probes.groups import Eras, describe_group, has_several_ranks, sequence_number
+
+
+def test_eras_change_with_the_default_group(tmp_path: Path) -> None:
+    """None, one, and the next one are three; asked again, the same is no change."""
+    eras, names = Eras(), []
+    for number in range(2):
+        store = dist.FileStore(str(tmp_path / str(number)), 1)
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        assert eras.has_changed()
+        assert not eras.has_changed()
+        names.append(eras.name)
+        assert describe_group(dist.group.WORLD) == "world"
+        before = sequence_number(dist.group.WORLD)
+        dist.barrier()
+        assert sequence_number(dist.group.WORLD) == before + 1
+        dist.destroy_process_group()
+    assert names[0] != names[1]
+    assert not has_several_ranks()
+    assert sequence_number(None) == -1
