@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 
 from ddpilot.guard.probes.groups import Eras, describe_group, has_several_ranks, sequence_number
 
@@ -14,7 +15,7 @@ def test_eras_change_with_the_default_group(tmp_path: Path) -> None:
     """None, one, and the next one are three; asked again, the same is no change."""
     eras, names = Eras(), []
     for number in range(2):
-        store = dist.FileStore(str(tmp_path / str(number)), 1)
+        store = FileStore(str(tmp_path / str(number)), 1)
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         assert eras.has_changed()
         assert not eras.has_changed()
