@@ -28,12 +28,12 @@ class LookingLoop(LoopState):
     ) -> torch.Tensor:
         """`value` (a number or a tensor of the same shape on all ranks) over all ranks. Collective.
 
-        "mean" weights each rank by `count`, by default its samples in the current batch (1 outside of `batches`), so
-        the mean of the batch's local losses is that of all its samples.
+        "mean" weights each rank by `count`, by default its samples in the current batch, so the mean of the batch's
+        local losses is that of all its samples. Outside of `batches` that is 1, and for the very tensor that `backward`
+        took last still its batch's.
         """
         self._leaving.meet()
-        batch = self._updates.batch
-        weight = count if count is not None else 1.0 if batch is None else float(batch.count)
+        weight = self._updates.count_behind(value) if count is None else count
         return reduce_value(value, op, weight, self.group)
 
     def gather(self, data: Any) -> Any:

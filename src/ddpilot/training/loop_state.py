@@ -68,7 +68,7 @@ class LoopState:
         """What rank 0 shows of the epoch; `loop.progress.show(acc=0.9)` adds to it."""
         self._num_epochs: int | None = None
         self._accumulate = accumulate
-        self._precision = Precision(precision, self.group.device)
+        self._precision = Precision(precision, self.group.device, self.group.world_size)
         self._sharing = find_sharing(self.group)
         self._decider = Decider(self.group, max_time_s)
         watch = FiniteWatch(self.group.device) if check_finite and precision != "fp16" else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch.optim import Optimizer
@@ -16,19 +16,33 @@ Kind = Literal["fp32", "bf16", "fp16"]
 """fp32 leaves every dtype as it is."""
 
 
+class _Scaler(torch.amp.GradScaler):
+    """Gives gradients their true size where losses were not multiplied by the number of ranks, as DDP's mean takes.
+
+    In 16 bits that factor would make every rank overflow sooner than one rank alone does; float32 has room for it.
+    """
+
+    def __init__(self, device_type: str, world_size: int) -> None:
+        super().__init__(device_type)
+        self._world_size = world_size
+
+    def _unscale_grads_(self, optimizer: Optimizer, inv_scale: torch.Tensor, *more: Any) -> dict[Any, Any]:
+        return super()._unscale_grads_(optimizer, inv_scale * self._world_size, *more)
+
+
 class Precision:
     """Forward passes in `kind`; "fp16" scales losses, and skips an update whose gradients overflowed.
 
-    Gradients are the same on all ranks when they are looked at, so all ranks skip alike. Raises LoopError for another
-    `kind`.
+    Gradients are the same on all ranks when they are looked at, so all ranks skip alike. With "fp16" a loss is weighted by
+    the rank's part of the samples, without the number of ranks. Raises LoopError for another `kind`.
     """
 
-    def __init__(self, kind: Kind, device: torch.device) -> None:
+    def __init__(self, kind: Kind, device: torch.device, world_size: int = 1) -> None:
         if kind not in ("fp32", "bf16", "fp16"):
             raise LoopError("making a Loop", found=f"`precision` is {kind!r}", fix="Use 'fp32', 'bf16' or 'fp16'.")
         self._dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[kind]
         self._device = device
-        self.scaler = torch.amp.GradScaler(device.type) if kind == "fp16" else None
+        self.scaler = _Scaler(device.type, world_size) if kind == "fp16" else None
         """None where nothing is scaled."""
         self._unscaled: set[int] = set()
 
@@ -57,6 +71,8 @@ class Precision:
         if self.scaler is None:
             optimizer.step()
             return True
+        if id(optimizer) not in self._unscaled:  # fused ones would do so by themselves, without the number of ranks
+            self.scaler.unscale_(optimizer)
         before = self.scaler.get_scale()
         self.scaler.step(optimizer)
         self.scaler.update()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -44,6 +45,8 @@ class Updates:
         self._totals: dict[tuple[int, ...], CountTotals] = {}
         self._is_due = self._has_backward = False
         self._stand_ins = StandIns()
+        self._loss: weakref.ref[torch.Tensor] | None = None
+        self._last_count = 0
         self._is_whole = False  # the last backward pass is known to have left nothing out
         self._reduced: set[int] = set()
         self._checked: set[int] = set()
@@ -86,8 +89,16 @@ class Updates:
             self._totals.clear()
             self._has_backward = False
 
+    def count_behind(self, value: object) -> float:
+        """What `value` is a mean over on this rank: samples of the batch; after it, for its loss too; else 1."""
+        if self.batch is not None:
+            return float(self.batch.count)
+        return float(self._last_count) if self._loss is not None and self._loss() is value else 1.0
+
     def leave(self) -> None:
         """Be at no batch."""
+        if self.batch is not None:
+            self._last_count = self.batch.count
         self.batch = None
         self._stand_ins.end()
 
@@ -99,9 +110,12 @@ class Updates:
             raise self._refuse(f"a loss of shape {tuple(loss.shape)}", "Pass its mean over this rank's samples.")
         self._is_whole = False
         num_local = self._local_count(count)
+        self._loss = weakref.ref(loss)
         self._has_backward = True
         total, correction = self._total(count)
-        seed = self._seed(loss, num_local * self._group.world_size / total) if num_local and total else None
+        # Of what is 16 bits wide, each rank has what one rank alone has, and overflows with it: see `Precision`.
+        num_ranks = self._group.world_size if scaler is None else 1
+        seed = self._seed(loss, num_local * num_ranks / total) if num_local and total else None
         if self._is_due and count is None and not self._decider.is_under_way:
             self._begin()  # it crosses while gradients do
         scaled = loss if scaler is None else scaler.scale(loss)

@@ -202,6 +202,35 @@ def test_loop_refuses_arguments_that_make_no_sense(options: dict[str, Any], foun
         Loop(group=FakeGroup(), **options)
 
 
+def test_fp16_has_the_same_numbers_in_16_bits_at_any_world_size() -> None:
+    """So it overflows with the same batches; what the optimizer applies has the true size."""
+    found = {}
+    for world_size in (1, 2):
+        loop = Loop(seed=1, precision="fp16", group=FakeGroup(0, world_size))
+        model = nn.Linear(1, 1)
+        model, optimizer = loop.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        before = model.bias.item()
+        for (x,) in loop.batches(loop.loader(TensorDataset(torch.ones(4, 1)), global_batch_size=4)):
+            with loop.accumulate(model):
+                output = model(x)
+                output.retain_grad()
+                loop.backward(output.float().mean() / 2)
+            assert loop.step(optimizer)
+        found[world_size] = torch.as_tensor(output.grad)[0].item(), before - model.bias.item()
+    assert found[1] == (65536.0 / 8, 0.5)
+    assert found[2] == found[1]  # the fake ranks are alike
+
+
+def test_reduce_weights_the_last_loss_after_its_loop_too() -> None:
+    """By the samples of its batch; whatever else is reduced there counts as one on each rank."""
+    loop, model, _, loader = make(6)
+    for (x,) in loop.batches(loader):
+        loss = model(x).mean()
+        loop.backward(loss)
+    assert loop._updates.count_behind(loss) == 2.0
+    assert loop._updates.count_behind(loss.detach()) == 1.0
+
+
 def test_prepare_and_reduce_refuse_what_they_do_not_know() -> None:
     """Each says what it takes."""
     loop, model, *_ = make()
