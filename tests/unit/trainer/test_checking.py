@@ -261,7 +261,8 @@ def test_fit_goes_on_with_other_data_where_it_is_told_to(tmp_path: Path) -> None
     """The error says how; a trainer says how far it is."""
     given: dict[str, Any] = {"global_batch_size": 4, "nproc_per_node": 0, "checkpoint_dir": tmp_path}
     make().fit(DATA, epochs=1, **given)
-    longer, trainer = ConcatDataset([DATA, DATA]), make()
+    longer: Dataset[Any] = ConcatDataset([DATA, DATA])
+    trainer = make()
     with pytest.raises(ddpilot.CheckpointError, match=r"or fit\(\.\.\., other_data=True\)"):
         trainer.fit(longer, epochs=2, **given)
     trainer.fit(longer, epochs=2, other_data=True, **given)
