@@ -99,4 +99,4 @@ def test_memory_that_runs_out_in_a_batch_is_said_with_rank_batch_and_figures() -
         "[rank 1] training on batch 1 of epoch 0: memory ran out with 2 samples on this rank: this machine has "
     )
     assert "can't allocate memory" in error.found
-    assert error.fix.startswith("Use a smaller batch per rank with Loop(accumulate=)")
+    assert error.fix.startswith("Use a smaller batch per rank with accumulate= (of Loop or Trainer)")

@@ -114,7 +114,7 @@ def test_list_remedies_leaves_out_what_is_on_already_or_does_not_go() -> None:
     """Accumulation, 16 bits, a size of buckets; float64 cannot cross in 16 bits."""
     default, chosen = (Choice("comm", "None", ""), Choice("bucket_cap_mb", "25", "")), (Choice("comm", "bf16", ""),)
     assert [text[:11] for text in list_remedies(nn.Linear(1, 1), default, 1)] == [
-        "Loop(accumu",
+        "accumulate=",
         'comm="bf16"',
         "another buc",
     ]
