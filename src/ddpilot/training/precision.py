@@ -33,8 +33,8 @@ class _Scaler(torch.amp.GradScaler):
 class Precision:
     """Forward passes in `kind`; "fp16" scales losses, and skips an update whose gradients overflowed.
 
-    Gradients are the same on all ranks when they are looked at, so all ranks skip alike. With "fp16" a loss is weighted by
-    the rank's part of the samples, without the number of ranks. Raises LoopError for another `kind`.
+    Gradients are the same on all ranks when they are looked at, so all ranks skip alike. With "fp16" a loss is weighted
+    by the rank's part of the samples, without the number of ranks. Raises LoopError for another `kind`.
     """
 
     def __init__(self, kind: Kind, device: torch.device, world_size: int = 1) -> None:

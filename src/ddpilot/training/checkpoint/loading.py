@@ -14,7 +14,8 @@ from ddpilot.errors import CheckpointError, MismatchedCheckpointError
 from ddpilot.training.checkpoint.directory import BEST, LATEST, CheckpointDir
 from ddpilot.training.checkpoint.manifest import FILE_NAME
 from ddpilot.training.checkpoint.names import plain_names
-from ddpilot.training.checkpoint.reading import read_checkpoint, read_safetensors, read_torch
+from ddpilot.training.checkpoint.reading import is_safetensors, read_checkpoint, read_safetensors, read_torch
+from ddpilot.training.wrapping import class_name
 
 _NESTED = ("state_dict", "model_state_dict", "model")
 _NUM_SHOWN = 10
@@ -69,7 +70,7 @@ def match_weights(model: torch.nn.Module, weights: Mapping[str, Any], *, source:
     ]
     if found:
         raise MismatchedCheckpointError(
-            f"loading {source} into a {type(model).__name__}",
+            f"loading {source} into a {class_name(model)}",
             found="it is of another architecture; " + "; ".join(found),
             fix="Build the model as it was when this was saved.",
         )
@@ -93,7 +94,7 @@ def read_weights(path: str | os.PathLike[str], name: str = "model") -> Mapping[s
             found="there is neither a file nor a checkpoint",
             fix="Give a .safetensors or .pt file, a checkpoint, or the directory that holds `latest`.",
         )
-    if path.suffix == ".safetensors":
+    if path.suffix == ".safetensors" or is_safetensors(path):
         return read_safetensors(path)
     return _find_state_dict(read_torch(path), path)
 

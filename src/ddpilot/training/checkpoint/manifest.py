@@ -59,11 +59,11 @@ class Progress:
     accumulate: int | None = None
     """Batches that make one update; None: unknown."""
 
-    def require(self, **now: int | str | None) -> None:
+    def require(self, *, source: str = "", **now: int | str | None) -> None:
         """Refuse to go on with other data.
 
         `now`: `dataset_length`, `global_batch_size`, `seed`, `batches` and `accumulate` of this run, as keywords;
-        None says nothing. Raises MismatchedCheckpointError that names each one that differs.
+        None says nothing. `source` names the checkpoint. Raises MismatchedCheckpointError that names what differs.
         """
         unknown = set(now) - set(_MEANINGS)
         if unknown:
@@ -75,10 +75,15 @@ class Progress:
         if differing:
             rest = ", so the rest of the epoch would be other samples" if self.batch else ""
             meanings = {name: _MEANINGS[name] + (rest if name in _OTHER_SAMPLES else "") for name in differing}
-            changes = [f"`{name}` was {before[name]}, is {now[name]} ({meanings[name]})" for name in differing]
+            changes = [
+                meanings[name]
+                if name == "batches"
+                else f"`{name}` was {before[name]}, is {now[name]} ({meanings[name]})"
+                for name in differing
+            ]
             takes_other = differing == ["dataset_length"] and not self.batch
             raise MismatchedCheckpointError(
-                f"resuming at step {self.step}",
+                f"resuming {source or 'a run'} at step {self.step}",
                 found="; ".join(changes),
                 fix=(_OTHER_DATA if takes_other else "Resume")
                 + " with the old values, begin anew with `resume=False`, or take the weights alone (`loop.load`).",

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pickle
+import pickletools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -94,6 +95,30 @@ def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
         raise CorruptCheckpointError(f"reading {path}", found=f"it is no whole safetensors file ({error})") from error
 
 
+def is_safetensors(path: Path) -> bool:
+    """Does the file look like one, whatever its name ends in: the size of a header, and a header of JSON?"""
+    with path.open("rb") as file:
+        head = file.read(9)
+    return len(head) == 9 and head[8:] == b"{" and int.from_bytes(head[:8], "little") < path.stat().st_size
+
+
+def _find_call(path: Path) -> str:
+    """The first function or class that a plain pickle would call, by its opcodes, none of which is run; "" for none."""
+    texts: list[str] = []
+    try:
+        with path.open("rb") as file:
+            for opcode, argument, _ in pickletools.genops(file):
+                if opcode.name in ("GLOBAL", "INST"):
+                    return str(argument).replace(" ", ".")
+                if opcode.name == "STACK_GLOBAL":
+                    return ".".join(texts[-2:])
+                if isinstance(argument, str):
+                    texts.append(argument)
+    except (ValueError, OSError):  # no pickle, or none as a whole
+        return ""
+    return ""
+
+
 def read_torch(path: Path) -> Mapping[str, Any]:
     """The dict in a file of `torch.save`, with tensors on the CPU, read without running code of the file.
 
@@ -102,12 +127,13 @@ def read_torch(path: Path) -> Mapping[str, Any]:
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        calls = re.search(r"GLOBAL ([\w.]+)", str(error))
+        named = re.search(r"GLOBAL ([\w.]+)", str(error))
+        called = named[1] if named else _find_call(path)
         raise CorruptCheckpointError(
             f"reading {path}",
-            found=f"it holds more than tensors and plain values: reading it would run {calls[1]}"
-            if calls
-            else f"it cannot be read as tensors and plain values ({str(error).splitlines()[0]})",
+            found=f"it holds more than tensors and plain values: reading it would run {called}"
+            if called
+            else "it cannot be read as tensors and plain values: it is no file of torch.save, or a damaged one",
             fix="If you trust it, load it with torch.load(weights_only=False) and save its state_dict() again.",
         ) from error
     except (RuntimeError, OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:

@@ -110,7 +110,8 @@ class Keeper:
         restore()
         same_size = found.manifest.progress.world_size == self._group.world_size
         part = found.part(self._group.rank if same_size else 0) or {}
-        self._place.go_on(found.manifest.progress, part.get(_FACTS, ()), part.get(RNG), other_data)
+        facts = part.get(_FACTS, ())
+        self._place.go_on(found.manifest.progress, facts, part.get(RNG), other_data, source=str(found.path))
         self._resumed = say_resumed(
             found.path, found.manifest.progress, self._group.world_size, self._place.accumulation
         )
@@ -208,7 +209,8 @@ class Keeper:
 
     def _match(self, found: Checkpoint) -> Callable[[], None]:
         progress = found.manifest.progress
-        progress.require(seed=self._place.seed, accumulate=self._place.accumulation if progress.batch else None)
+        accumulate = self._place.accumulation if progress.batch else None
+        progress.require(source=str(found.path), seed=self._place.seed, accumulate=accumulate)
         return self._things.match(found)
 
     def _is_due(self, joint: JointCheckpoints, options: KeepOptions) -> bool:

@@ -38,6 +38,7 @@ class Place:
         self._num_to_skip = 0
         self._num_outside = 0
         self._resumed: Progress | None = None
+        self._source = ""
         self._resumed_facts: Sequence[Facts] = ()
         self._rng: Mapping[str, Any] | None = None
 
@@ -117,18 +118,24 @@ class Place:
         return self._facts
 
     def go_on(
-        self, progress: Progress, facts: Sequence[Facts], rng: Mapping[str, Any] | None, other_data: bool
+        self,
+        progress: Progress,
+        facts: Sequence[Facts],
+        rng: Mapping[str, Any] | None,
+        other_data: bool,
+        *,
+        source: str = "",
     ) -> None:
         """Be where `progress` says.
 
         `facts`: as they were then; `rng`: random state to go on with, for a place in the middle of a pass.
-        `other_data`: an epoch may begin with other data.
+        `other_data`: an epoch may begin with other data. `source` names the checkpoint in errors.
         """
         self.epoch, self.next_batch = progress.epoch, progress.batch
         self.num_updates, self.samples_seen = progress.step, progress.samples_seen
         self._passes, self._num_to_skip, self._num_outside = 0, progress.passes, 0
         self._facts = []
-        self._resumed = progress
+        self._resumed, self._source = progress, source
         self._resumed_facts = () if other_data and not progress.batch else facts
         self._rng = rng if progress.batch else None
 
@@ -137,7 +144,7 @@ class Place:
         # Where an epoch begins, another batch size or order loses no sample.
         names = before.keys() if self.next_batch else before.keys() & {"dataset_length"}
         Progress(step=self._resumed.step, batch=self.next_batch, **before).require(
-            **{name: now.get(name) for name in names}
+            source=self._source, **{name: now.get(name) for name in names}
         )
 
     def _set_random_state(self, device: torch.device) -> None:

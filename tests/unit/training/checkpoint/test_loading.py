@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,10 @@ def test_load_into_lists_every_difference_and_changes_nothing() -> None:
 
 
 def test_load_weights_keeps_the_models_tensors(tmp_path: Path) -> None:
-    """Weights are loaded in place, into the tensors that an optimizer holds, cast to their type."""
+    """Weights are loaded in place, into the tensors that an optimizer holds, cast to their type.
+
+    What is in safetensors is seen from the file, not from its name.
+    """
     model = torch.nn.Linear(2, 1)
     torch.save({"weight": torch.ones(1, 2, dtype=torch.float64), "bias": torch.ones(1)}, tmp_path / "x.pt")
     weight = model.weight
@@ -118,6 +122,9 @@ def test_load_weights_keeps_the_models_tensors(tmp_path: Path) -> None:
     assert model.weight is weight
     assert weight.dtype == torch.float32
     assert weight.tolist() == [[1, 1]]
+    safetensors.torch.save_file({"weight": torch.full((1, 2), 2.0), "bias": torch.ones(1)}, tmp_path / "renamed.bin")
+    load_weights(model, tmp_path / "renamed.bin")
+    assert weight.tolist() == [[2, 2]]
 
 
 def test_load_weights_names_what_a_file_is_instead(tmp_path: Path) -> None:
@@ -133,6 +140,11 @@ def test_load_weights_names_what_a_file_is_instead(tmp_path: Path) -> None:
         torch.save(content, tmp_path / name)
         with pytest.raises(CheckpointError, match=said):
             load_weights(model, tmp_path / name)
+    for protocol in (0, 2, 4):
+        (tmp_path / "plain.pt").write_bytes(pickle.dumps({"state_dict": Wrapped(model)}, protocol=protocol))
+        with pytest.raises(CorruptCheckpointError, match=r"would run [\w.]+\. If you trust it") as caught:
+            load_weights(model, tmp_path / "plain.pt")
+        assert "likely succeed" not in str(caught.value)
     for name in ("torn.pt", "torn.safetensors"):
         (tmp_path / name).write_bytes((tmp_path / "list.pt").read_bytes()[:200])
         with pytest.raises(CorruptCheckpointError, match=f"{name}: it (is no whole|cannot be read)"):

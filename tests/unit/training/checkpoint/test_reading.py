@@ -150,5 +150,9 @@ def test_progress_require_refuses_other_data() -> None:
     Progress(step=9).require(dataset_length=7)
     with pytest.raises(MismatchedCheckpointError, match=r"`dataset_length` was 100, is 90 .*`seed` was 1, is 0"):
         progress.require(dataset_length=90, global_batch_size=8, seed=0)
+    shuffled = Progress(step=9, batches="a1b2")
+    with pytest.raises(MismatchedCheckpointError, match=r"^resuming ckpt/x at step 9: shuffling, drop_last") as caught:
+        shuffled.require(source="ckpt/x", batches="c3d4")
+    assert "c3d4" not in str(caught.value)
     with pytest.raises(TypeError, match="not world_size"):
         progress.require(world_size=2)

@@ -101,7 +101,7 @@ def test_what_is_refused_says_how_to_go_on_and_not_that_it_goes_on(
 ) -> None:
     """Other data where an epoch begins; nothing that is whole."""
     Run(tmp_path).train(1)
-    said = r"another length\)\. Go on with .* by loop.resume\(other_data=True\). Or .* with `resume=False`, or .*load"
+    said = r"another length\)\. Go on with .* by loop.resume\(other_data=True\).* Or .* with `resume=False`, or .*load"
     with pytest.raises(MismatchedCheckpointError, match=said):
         Run(tmp_path, num_samples=11).train(2)
     assert capsys.readouterr().err == ""
