@@ -21,7 +21,9 @@ from tests.dist.record.ranks import matchable, my_rank, read_all, recorded, ring
 
 def average(tensor: torch.Tensor) -> torch.Tensor:
     """Something to compile: a functional collective between two computations."""
-    total: torch.Tensor = functional.all_reduce(tensor * 2, "sum", dist.group.WORLD)
+    group = dist.group.WORLD
+    assert group is not None
+    total: torch.Tensor = functional.all_reduce(tensor * 2, "sum", group)
     return total / 4
 
 

@@ -170,12 +170,21 @@ def user_traceback(error: BaseException) -> str:
     while frames is not None and frames.tb_frame.f_code.co_filename.startswith(leading):
         frames = frames.tb_next
     text = traceback.TracebackException(type(error), error, frames or error.__traceback__)
+    _leave_out(text, os.path.join(package, "guard") + os.sep)
     if isinstance(error, DdpilotError):  # the message says it all: only where the user's code was matters
         package += os.sep
         text.stack = traceback.StackSummary([frame for frame in text.stack if not frame.filename.startswith(package)])
         if not text.stack:
             return ""
     return "".join(text.format())
+
+
+def _leave_out(text: traceback.TracebackException, folder: str) -> None:
+    """Drop the frames of what guard put around torch's functions, also in the errors that led to this one."""
+    link: traceback.TracebackException | None = text
+    while link is not None:
+        link.stack = traceback.StackSummary([frame for frame in link.stack if not frame.filename.startswith(folder)])
+        link = link.__cause__ or link.__context__
 
 
 def _finish(exitcode: int) -> NoReturn:
