@@ -7,6 +7,7 @@ import sys
 
 from torch.distributed.distributed_c10d import _get_process_group_store
 
+from ddpilot.errors import LoopError
 from ddpilot.group.process_group import Group
 from ddpilot.group.protocol import GroupLike
 from ddpilot.group.waiting import came
@@ -14,14 +15,16 @@ from ddpilot.training.grouping import CurrentBatch
 from ddpilot.training.notices import Line
 
 _PATIENCE_S = 3.0
-"""How long a rank that left waits for the others to leave there too, before it says so and goes on."""
+"""How long a rank that left waits for the others to leave there too, before it says so."""
+_LIMIT_S = 60.0
+"""How long before it raises: another rank may write a file first."""
 
 
 class Leaving:
     """A loop over `batches` that was left by `break`: fine where all ranks do, at the same batch.
 
     A rank that does alone would go on to a collective of its own while the others wait for its gradients, which ends
-    the process without an exception over gloo, and hangs over NCCL. So it asks the store, which the others need not
+    a process without an exception over gloo, and hangs over NCCL. So it asks the store, which the others need not
     look at, whether they left too.
     """
 
@@ -36,24 +39,36 @@ class Leaving:
             self._left = batch, line
 
     def meet(self) -> None:
-        """Before a collective: say on stderr, as a rank that left, which ranks did not within `_PATIENCE_S`."""
+        """Before a collective, on a rank that left: wait for the others to leave too.
+
+        Says on stderr after `_PATIENCE_S` which did not; LoopError after `_LIMIT_S`.
+        """
         if self._left is None or not isinstance(self._group, Group):
             return
         (batch, line), self._left = self._left, None
-        rank, others = self._group.rank, [one for one in range(self._group.world_size) if one != self._group.rank]
+        rank = self._group.rank
         key = f"ddpilot/left/{batch.epoch}/{batch.index}/"
+        others = {one: f"{key}{one}" for one in range(self._group.world_size) if one != rank}
         try:
             store = _get_process_group_store(self._group.process_group)
             store.set(f"{key}{rank}", "")
-            if came(store, [f"{key}{one}" for one in others], _PATIENCE_S):
+            if came(store, list(others.values()), _PATIENCE_S):
                 return
-            missing = [one for one in others if not store.check([f"{key}{one}"])]
+            error = self._alone(batch, line, [one for one, name in others.items() if not store.check([name])])
+            sys.stderr.write(f"ddpilot: waits for {_LIMIT_S - _PATIENCE_S:.0f} s more: {error}\n")
+            sys.stderr.flush()
+            if came(store, list(others.values()), _LIMIT_S - _PATIENCE_S):
+                return
         except RuntimeError:  # the store is gone, with the rank that had it: the next collective says so
             return
-        sys.stderr.write(
-            f"ddpilot: rank {rank} left batches() at batch {batch.index} of epoch {batch.epoch} ({line[0]}:{line[1]}), "
-            f"and rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} did not: what comes next here meets "
-            "other collectives of theirs, which ends or hangs all ranks. Where one rank decides, call loop.stop(): it "
-            "ends the loop of all of them after the same update. A `break` has to be every rank's, at one batch.\n"
+        raise error
+
+    def _alone(self, batch: CurrentBatch, line: Line, missing: list[int]) -> LoopError:
+        return LoopError(
+            f"leaving batches() at batch {batch.index} of epoch {batch.epoch} ({line[0]}:{line[1]})",
+            found=f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} did not leave there, and what comes "
+            "next here would meet other collectives of theirs",
+            fix="Where one rank decides, call loop.stop(): it ends the loop of all of them after the same update. A "
+            "`break` has to be every rank's, at one batch.",
+            rank=self._group.rank,
         )
-        sys.stderr.flush()

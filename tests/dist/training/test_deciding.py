@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from ddpilot import RankError
+from ddpilot.training import leaving
 from ddpilot.training.deciding import MAX_INTERVAL
 from ddpilot.training.loop import Loop
 from tests.dist.training.bodies import launch, launch_unwatched
@@ -128,6 +129,7 @@ def test_a_stop_between_epochs_or_of_all_ranks_is_exact() -> None:
 
 def leave_by_break() -> None:
     """All ranks leave the first epoch at its second batch, which is fine; rank 1 alone leaves the second one."""
+    leaving._PATIENCE_S, leaving._LIMIT_S = 1.0, 1.4
     loop = Loop()
     model = loop.prepare(nn.Linear(1, 1))
     loader = loop.loader(TensorDataset(torch.ones(12, 1)), global_batch_size=4)
@@ -139,12 +141,15 @@ def leave_by_break() -> None:
         loop.reduce(0.0)
 
 
-def test_a_rank_that_leaves_by_break_alone_is_named_with_its_line() -> None:
+def test_a_rank_that_leaves_by_break_alone_is_named_with_its_line(capfd: pytest.CaptureFixture[str]) -> None:
     """Before it meets the others in another collective, which gloo ends without an exception."""
     with pytest.raises(RankError) as caught:
         launch_unwatched(2, leave_by_break)
     text = str(caught.value)
-    assert "rank 1 left batches() at batch 1 of epoch 1 (" in text
-    assert "rank 0 did not" in text
+    assert caught.value.rank == 1
+    assert "[rank 1] leaving batches() at batch 1 of epoch 1 (" in text
+    assert "rank 0 did not leave there" in text
     assert "call loop.stop()" in text
-    assert "of epoch 0 (" not in text
+    said = capfd.readouterr().err
+    assert "waits for 0 s more: [rank 1] leaving batches() at batch 1 of epoch 1 (" in said
+    assert "of epoch 0 (" not in said
