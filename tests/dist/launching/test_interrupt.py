@@ -42,7 +42,7 @@ def train(folder):
     os.rename(f"{folder}/{rank}.writing", f"{folder}/{rank}")
     WAY
 
-launcher = Launcher(nproc_per_node=2, stop_grace_s=GRACE)
+launcher = Launcher(nproc_per_node=2, watch=False, stop_grace_s=GRACE)  # what is stuck here waits for Ctrl-C, not for the watch
 try:
     print(list(launcher.run(train, os.getcwd())))
 except KeyboardInterrupt as error:
