@@ -43,6 +43,8 @@ def train() -> float:
         optimizer.step()
         if step >= NUM_WARM:
             took.append((time.perf_counter() - start) * 1e3)
+    del model  # once the group is gone, gloo may wait for ever where a model still held it
+    dist.barrier()
     dist.destroy_process_group()
     return statistics.median(took)
 
