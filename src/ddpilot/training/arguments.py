@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from ddpilot.errors import DdpilotError, LoopError
+from ddpilot.errors import LoopError
 
 _Self = TypeVar("_Self")
 _Given = ParamSpec("_Given")
@@ -19,7 +19,7 @@ _Given = ParamSpec("_Given")
 def naming_options(init: Callable[Concatenate[_Self, _Given], None]) -> Callable[Concatenate[_Self, _Given], None]:
     """`__init__` of a loop: a name that it does not have is a LoopError with the nearest one that it has.
 
-    Errors name the rank, where that is known by then.
+    Those that it raises itself name the rank, where that is known by then.
     """
     known = [name for name in inspect.signature(init).parameters if name != "self"]
 
@@ -30,7 +30,7 @@ def naming_options(init: Callable[Concatenate[_Self, _Given], None]) -> Callable
                 raise LoopError("making a Loop", found=f"`{name}={value!r}`", fix=suggest(name, known))
         try:
             init(self, *args, **options)
-        except DdpilotError as error:
+        except LoopError as error:
             if error.rank is None and hasattr(self, "group"):
                 error.rank = self.group.rank
                 error.args = (error.render(),)

@@ -16,7 +16,7 @@ from ddpilot.training.notices import Line
 
 _PATIENCE_S = 3.0
 """How long a rank that left waits for the others to leave there too, before it says so."""
-_LIMIT_S = 60.0
+_LIMIT_S = 30.0
 """How long before it raises: another rank may write a file first."""
 
 

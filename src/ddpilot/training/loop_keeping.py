@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import nn
 
-from ddpilot.data.options import naming_rank
 from ddpilot.training.checkpoint.joint import load_jointly
 from ddpilot.training.loop_state import LoopState
 
@@ -43,8 +42,7 @@ class KeepingLoop(LoopState):
         `other_data`: an epoch may begin with a dataset of another length. Raises CorruptCheckpointError where none is
         whole, and MismatchedCheckpointError, on all ranks and with nothing changed, where it is another run's.
         """
-        with naming_rank(self.rank):
-            return self._keeper.resume(other_data=other_data)
+        return self._keeper.resume(other_data=other_data)
 
     def load(self, model: nn.Module, path: str | os.PathLike[str], *, name: str = "model") -> None:
         """Load weights alone, from a file or a directory of checkpoints, into `model`, where it is. Collective.
