@@ -20,7 +20,8 @@ WAYS = {
     "in_a_collective": "time.sleep(600) if rank == 0 else dist.all_reduce(torch.ones(1))",
     "in_a_collective_all": "if rank: StopSignals(said.append).__enter__()\n    dist.recv(torch.ones(1), src=1 - rank)",
     "catching": "try: time.sleep(600)\n    except KeyboardInterrupt: return 'saved'",
-    "taking": "StopSignals(said.append).__enter__()\n    while not said: time.sleep(0.01)\n    time.sleep(2)\n    return said",
+    "taking": "StopSignals(said.append).__enter__()\n    while not said: time.sleep(0.01)\n"
+    "    time.sleep(2)\n    return said",
     "taking_alone": "if rank: StopSignals(said.append).__enter__()\n    while True: time.sleep(0.01)",
     "ignoring": "signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(600)",
     "in_c": "signal.signal(signal.SIGINT, signal.SIG_IGN); ctypes.PyDLL(None).sleep(600)",
@@ -42,7 +43,8 @@ def train(folder):
     os.rename(f"{folder}/{rank}.writing", f"{folder}/{rank}")
     WAY
 
-launcher = Launcher(nproc_per_node=2, watch=False, stop_grace_s=GRACE)  # what is stuck here waits for Ctrl-C, not for the watch
+# What is stuck here waits for Ctrl-C, not for the watch.
+launcher = Launcher(nproc_per_node=2, watch=False, stop_grace_s=GRACE)
 try:
     print(list(launcher.run(train, os.getcwd())))
 except KeyboardInterrupt as error:
