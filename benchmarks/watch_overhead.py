@@ -54,7 +54,7 @@ def run(watch: bool) -> float:
     launcher = ddpilot.Launcher(
         nproc_per_node=NUM_RANKS, watch=watch, env={"OMP_NUM_THREADS": "1"}, preload=("torch._dynamo",)
     )
-    return max(launcher.run(train))
+    return float(max(launcher.run(train)))
 
 
 def measure(rounds: int) -> list[Row]:
