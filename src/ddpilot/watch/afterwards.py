@@ -13,7 +13,7 @@ from ddpilot.record.hook import find_rings
 from ddpilot.watch.folders import JobAbout, jobs_root, list_jobs, read_about
 from ddpilot.watch.gathering import Gatherer
 from ddpilot.watch.report import Report, read_report
-from ddpilot.watch.rules.book import RuleBook
+from ddpilot.watch.rules.book import RuleBook, rules_for
 from ddpilot.watch.stall import Analysis, analyze
 from ddpilot.watch.told import newest
 from ddpilot.watch.view import JobView
@@ -57,7 +57,7 @@ def explain_job(folder: Path, about: JobAbout, *, ask: bool = True) -> Report:
     """What can be said of the job now, with what its observer found while it ran. `ask` live ranks for their stacks."""
     saved = read_report(folder)
     gatherer = Gatherer(folder, about.world_size, about.ranks, about.name)
-    rules = RuleBook(about.world_size, log=gatherer.full_log)
+    rules = RuleBook(about.world_size, log=gatherer.full_log, rules=rules_for(about.world_size, about.ranks))
     earlier = gatherer.gather({}) if ask and about.is_running else None
     if earlier is not None:
         time.sleep(_BETWEEN_S)

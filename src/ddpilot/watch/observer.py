@@ -16,7 +16,7 @@ from ddpilot.watch.cells import label_cells, rename, rename_in
 from ddpilot.watch.gathering import Gatherer, RankFacts
 from ddpilot.watch.options import WatchOptions
 from ddpilot.watch.report import Report
-from ddpilot.watch.rules.book import RuleBook
+from ddpilot.watch.rules.book import RuleBook, rules_for
 from ddpilot.watch.stall import Analysis, analyze
 from ddpilot.watch.told import Told, newest
 from ddpilot.watch.view import JobView
@@ -50,8 +50,10 @@ class Observer:
         self._facts = facts
         self._tell = tell
         self._options = options
-        self._gatherer = Gatherer(folder, world_size, range(world_size) if ranks is None else ranks, name)
-        self._rules = RuleBook(world_size, log=self._gatherer.full_log)
+        seen = range(world_size) if ranks is None else ranks
+        self._gatherer = Gatherer(folder, world_size, seen, name)
+        rules = rules_for(world_size, seen)
+        self._rules = RuleBook(world_size, log=self._gatherer.full_log, rules=rules)
         self._told = Told(options.stall_warn_s)
         self._others = others
         self._empty = Report(job=folder.name, name=name, world_size=world_size)

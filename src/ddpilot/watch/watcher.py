@@ -121,11 +121,11 @@ class Watcher:
         return self._error
 
     def explain(self, error: RankError) -> None:
-        """Add to `error` what was found; of an exception that is no consequence, only what came before it."""
+        """Add to `error` what was found; where the rank ended by itself, only what came before that."""
         if self._observer is None:
             return
         failed = next((each for each in self._ranks if each.rank == error.rank), None)
-        is_own = failed is not None and failed.raised is not None and not failed.raised.is_victim
+        is_own = failed is not None and _ended_by_itself(failed)
         try:
             report = self._observer.report()
         except Exception as fault:  # noqa: BLE001 - the error matters more
@@ -234,6 +234,13 @@ def make_error(name: str, report: Report) -> WatchError:
         rank=first.ranks[0] if len(first.ranks) == 1 else None,
         findings=report.findings,
     )
+
+
+def _ended_by_itself(rank: RankState) -> bool:
+    """By an exception that is no consequence, or by an exit code of its own: the error says it all."""
+    if rank.raised is not None:
+        return not rank.raised.is_victim
+    return rank.exited is not None and rank.exited.signal_name is None
 
 
 def _is_of_end(finding: Finding) -> bool:

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpilot
 
-NUM_TIMES = 12
+NUM_TIMES = 20
 
 
 def train_and_destroy() -> weakref.ref[dist.ProcessGroup]:
@@ -29,14 +29,14 @@ def train_and_destroy() -> weakref.ref[dist.ProcessGroup]:
 
 
 def train_often() -> int:
-    """How many of the newest groups are still in memory."""
+    """How many of the groups are still in memory; torch itself keeps the last one."""
     groups = [train_and_destroy() for _ in range(NUM_TIMES)]
     gc.collect()
     return sum(group() is not None for group in groups)
 
 
 @pytest.mark.timeout(60)
-def test_destroyed_groups_are_not_given_up_while_works_may_end() -> None:
-    """Its destructor would wait for gloo's threads with Python's lock held: the newest eight stay, not all of them."""
-    results = ddpilot.Launcher(nproc_per_node=2, timeout_s=45).run(train_often)
-    assert all(8 <= num < NUM_TIMES for num in results)
+def test_destroyed_groups_neither_hang_nor_stay() -> None:
+    """Their destructor would wait for gloo's threads with Python's lock held, which those may be waiting for."""
+    results = ddpilot.Launcher(nproc_per_node=2, timeout_s=45, watch=False).run(train_often)
+    assert max(results) <= 1

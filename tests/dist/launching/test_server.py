@@ -78,7 +78,7 @@ def test_ranks_hold_no_end_of_the_server_s_pipes_and_keep_the_default_start_meth
 
     (server_pid,) = {one["ppid"] for one in Launcher(nproc_per_node=2).run(facts)}
     assert server_pid in server_pids()
-    for seen in Launcher(nproc_per_node=2).run(facts):
+    for seen in Launcher(nproc_per_node=2, watch=False).run(facts):  # a recording lets go of a group 50 ms later
         assert (seen["sockets"], seen["pipes"], seen["pidfds"]) == (1, 2, 0)
         assert (seen["start_method"], seen["default"]) == (None, multiprocessing.get_context().get_start_method())
         assert seen["main"] == []
@@ -101,7 +101,7 @@ def test_launch_falls_back_to_fresh_interpreters_when_a_preloaded_module_starts_
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """ "User `preload=` modules can break that: then say which did and fall back to spawn"; the ranks work the same."""
-    launcher = Launcher(nproc_per_node=2, preload=("json", "starts_thread"))
+    launcher = Launcher(nproc_per_node=2, preload=("json", "starts_thread"), watch=False)
     assert [one["sockets"] for one in launcher.run(facts)] == [1, 1]
     said = capfd.readouterr().err
     assert "ddpilot: importing `starts_thread` started 1 thread (" in said
@@ -130,7 +130,7 @@ def test_launch_gives_the_same_results_and_failures_when_ranks_are_spawned() -> 
     """`start_method="spawn"` is slower and otherwise the same: values, exception, text."""
     texts = []
     for method in ("fork", "spawn"):
-        launcher = Launcher(nproc_per_node=2, start_method=method, output="silent")
+        launcher = Launcher(nproc_per_node=2, start_method=method, output="silent", watch=False)
         assert [one["pipes"] for one in launcher.run(facts)] == [2, 2]
         with pytest.raises(RankError) as caught:
             launcher.run(fail)

@@ -46,7 +46,23 @@ RULES: tuple[Callable[[RuleContext], Rule], ...] = (
 )
 """Every rule."""
 
+RULES_OF_ONE_RANK: tuple[Callable[[RuleContext], Rule], ...] = (
+    SmallBatchNorm,
+    OnGraph,
+    SeveralDevices,
+    NoSyncInVain,
+    DataParallel,
+    NeedlessFindUnused,
+    FrozenAfterWrap,
+)
+"""Those that look at each rank by itself: where ranks of other nodes are out of sight, a comparison would miss them."""
+
 _MAX_FINDINGS = 1000
+
+
+def rules_for(world_size: int, ranks: Iterable[int]) -> tuple[Callable[[RuleContext], Rule], ...]:
+    """Every rule where all of the job's ranks are in sight, which are `ranks`; else those that compare none."""
+    return RULES if len(set(ranks)) == world_size else RULES_OF_ONE_RANK
 
 
 class RuleBook:

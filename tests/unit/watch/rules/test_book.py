@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 from ddpilot.findings.finding import Finding, Place
 from ddpilot.record.journal import Entry
-from ddpilot.watch.rules.book import RULES, RuleBook
+from ddpilot.watch.rules.book import RULES, RuleBook, rules_for
+from ddpilot.watch.rules.divergence import Divergence
 from ddpilot.watch.rules.rule import RuleContext, place_of
 
 
@@ -78,3 +79,9 @@ def test_place_of_takes_what_a_probe_noted() -> None:
     assert place_of({}) is None
     assert place_of(None) is None
     assert place_of({"file": "a.py", "line": 3, "text": "x()", "via": "f"}) == Place(file="a.py", line=3, text="x()")
+
+
+def test_rules_for_compares_ranks_only_where_all_are_in_sight() -> None:
+    """On one node of two, ranks of the other would look as if they did nothing."""
+    assert rules_for(4, (0, 1, 2, 3)) == RULES
+    assert Divergence not in rules_for(4, (0, 1))
