@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -73,7 +74,13 @@ def run_watched(script: Path, limit_s: float = 60.0, *, until: str = "", stall_w
         return "stop" if finding.severity == "error" or finding.code == until else None
 
     launcher = Launcher(
-        nproc_per_node=2, output="silent", timeout_s=limit_s, on_finding=keep, stall_warn_s=stall_warn_s, backend="gloo"
+        nproc_per_node=2,
+        backend="gloo",
+        output="silent",
+        timeout_s=limit_s,
+        on_finding=keep,
+        stall_warn_s=stall_warn_s,
+        preload=("torch._dynamo",),  # DDP's constructor imports it: seconds in each rank
     )
     began_s = time.monotonic()
     error: LaunchError | RankError | None = None
@@ -93,7 +100,9 @@ def run_case(case: Case) -> Watched:
     watched = run_watched(case.path, 40.0, until=case.code, stall_warn_s=4.0)
     for name in set(os.listdir("/dev/shm")) - before:
         if name.startswith("torch_") and unused_shared_memory([name]):  # of a loader's worker that was killed
-            os.unlink(f"/dev/shm/{name}")
+            Path("/dev/shm", name).unlink(missing_ok=True)
+    for file in Path(tempfile.gettempdir()).glob("zoo-*.pt"):
+        file.unlink(missing_ok=True)
     return watched
 
 
