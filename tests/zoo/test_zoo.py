@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch  # noqa: F401 - threads that import it at the same time would see half of it
 
 from tests.zoo.plain import PlainRunner
 from tests.zoo.watched import judge, read_case, read_cases, run_case, run_watched

@@ -53,7 +53,9 @@ class JobAbout:
         if self.ended_s is not None or self.host != platform.node():
             return False
         try:
-            return abs(psutil.Process(self.pid).create_time() - self.pid_started_s) < 1.0
+            process = psutil.Process(self.pid)
+            is_it = abs(process.create_time() - self.pid_started_s) < 1.0
+            return is_it and process.status() != psutil.STATUS_ZOMBIE  # ended, and not yet waited for
         except psutil.Error:
             return False
 
