@@ -46,7 +46,7 @@ class Watcher:
         self._name = name
         self._others = others
         self._ranks: Sequence[RankState] = ()
-        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._lines: queue.SimpleQueue[tuple[str, bool]] = queue.SimpleQueue()
         self._error: WatchError | None = None
         self._since_ns = 0
         self._observer: Observer | None = None
@@ -102,6 +102,10 @@ class Watcher:
 
         def begin() -> None:
             self._name, self._since_ns, self._error = name, since_ns, None
+            # What the last look at an earlier cell has found comes too late to be of use.
+            for text, is_of_cell in [self._lines.get_nowait() for _ in range(self._lines.qsize())]:
+                if not is_of_cell:
+                    self._lines.put((text, is_of_cell))
 
         if self._observer is not None:
             self._observer.add_sources(sources)
@@ -117,7 +121,7 @@ class Watcher:
         with suppress(BlockingIOError):
             os.read(self._reader, 4096)
         while not self._lines.empty():
-            note(self._lines.get_nowait())
+            note(self._lines.get_nowait()[0])
         return self._error
 
     def explain(self, error: RankError) -> None:
@@ -163,7 +167,7 @@ class Watcher:
         for line in report.notes:
             self._say(line)
         for line in report.status:
-            self._say(line)
+            self._say(line, is_of_cell=True)
         # Who started the ranks tells of one that failed, with what was seen: `explain`.
         findings = Findings(each for each in report.findings if each.code != "DDP209")
         if findings:
@@ -193,8 +197,8 @@ class Watcher:
             self._say(f"`on_finding` raised {type(error).__name__}: {error}")
             return None
 
-    def _say(self, text: str) -> None:
-        self._lines.put(text)
+    def _say(self, text: str, *, is_of_cell: bool = False) -> None:
+        self._lines.put((text, is_of_cell))
         self._wake()
 
     def _wake(self) -> None:
