@@ -86,14 +86,13 @@ class Observer:
         self._is_active = False
 
     def resume(self, since_ns: int, begin: Callable[[], None]) -> None:
-        """Look again, as if for the first time, at what is newer than `since_ns`, and than the last look.
+        """Look again, as if for the first time, at what is newer than `since_ns`.
 
         `begin` is called while nothing is told.
         """
         with self._lock:
             begin()
-            if not self._is_wanted.is_set():
-                self._since_ns = since_ns
+            self._since_ns = since_ns
             self._told = Told(self._options.stall_warn_s)
             self._findings.clear()
             self._views.clear()
