@@ -182,7 +182,7 @@ class Watcher:
         # Where a rank has failed, the error that comes of it holds the findings.
         shown = [each for each in report.findings if each.severity != "error" or not self._has_failed()]
         if shown:
-            self._say(str(Findings(shown)))
+            self._say(str(Findings(shown)), is_of_cell=True)
         if not isinstance(action, str) and "stop" in [self._call_back(action, each) for each in report.findings]:
             self._error = self._error or make_error(self._name, report)
 
