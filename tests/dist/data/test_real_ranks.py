@@ -74,7 +74,7 @@ def test_workers_end_and_go_on_as_torchs_do() -> None:
 
 
 def test_a_cache_holds_the_ranks_shard_alone() -> None:
-    """Of 120 MB each of two ranks keeps 60 after the first epoch, and no more after the third; nothing is read again."""
+    """Of 120 MB each of two ranks keeps 60 after the first epoch, no more after the third, and reads nothing again."""
     for after_one, after_three, num_read in launch(2, measure_cache):
         assert 55e6 < after_one < 90e6
         assert after_three < 90e6

@@ -143,7 +143,8 @@ def fit_twice(strategy, folder):
         numbers(net.layer.weight), net.losses, count.epochs, keep.queue.items, len(rows),
         sorted(os.listdir(folder + "/lightning_logs")),
         numbers(saving.best_model_score), os.path.basename(saving.best_model_path), numbers(stop.best_score),
-        stop.wait_count, stop.stopping_reason.name, trainer.state.status.value, trainer.logger.version, os.path.exists(saving.last_model_path)]
+        stop.wait_count, stop.stopping_reason.name, trainer.state.status.value, trainer.logger.version,
+        os.path.exists(saving.last_model_path)]
 with_ours = fit_twice("ddpilot", "ours")
 plain = fit_twice("ddp", "plain")  # with one device it starts no process; its samples come in the same order
 tell(plain=plain, ours=with_ours)

@@ -163,7 +163,7 @@ def check_files(folder: Path, trainer: Trainer) -> None:
 
 @pytest.mark.usefixtures("fonts_are_loaded")
 def test_callbacks_run_together_on_two_ranks_through_a_kill(tmp_path: Path) -> None:
-    """Killed in the middle of an epoch and gone on with from a checkpoint: no row twice, none lost, the same numbers."""
+    """Killed in the middle of an epoch and gone on with from a checkpoint: no row twice or lost, the same numbers."""
     alone, of_one = make_trainer(tmp_path / "one")
     fit(alone, 0)
     killed, _ = make_trainer(tmp_path / "two", Kill(PER_EPOCH + 3))

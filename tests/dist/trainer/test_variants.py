@@ -37,7 +37,7 @@ class Reader(nn.Module):
         self.weight = nn.Parameter(torch.ones(6, dtype=torch.float64))
         self.temperature = 1.0
 
-    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:  # noqa: ARG002  (it is called with all of a batch)
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
         """x: (samples, 6)."""
         return x * self.weight
 
@@ -308,3 +308,13 @@ def test_a_finding_is_said_once_in_all_fits_of_a_trainer(capfd: pytest.CaptureFi
     assert "ddpilot:0" not in said
     assert 'ddp={"sync_batch_norm": True}' in said
     assert [finding.code for finding in trainer.findings] == ["DDP501"]
+
+
+def test_explain_brings_back_what_the_ranks_chose() -> None:
+    """The options of DDP with their reasons, and what was measured, are there after a fit on two ranks."""
+    trainer = make_trainer()
+    trainer.fit(make_data(), epochs=4, global_batch_size=BATCH_SIZE, nproc_per_node=2, ddp={"bucket_cap_mb": 5})
+    said = str(trainer.explain())
+    assert "DistributedDataParallel over 2 ranks" in said
+    assert "bucket_cap_mb = 5" in said
+    assert "times: up to update" in said
