@@ -57,11 +57,15 @@ class Accumulation:
         self._updates.accumulating = self._outside
         if self._stack is not None:
             self._stack.close()
-        if error is None:
-            if self._updates.is_update:
-                self._updates.bypasses.check_all(self._models)
-        elif not isinstance(error, DdpilotError):
-            self._explain(error, self._updates.batch)
+        try:
+            if error is None:
+                if self._updates.is_update:
+                    self._updates.bypasses.check_all(self._models)
+            elif not isinstance(error, DdpilotError):
+                self._explain(error, self._updates.batch)
+        except DdpilotError as found:
+            self._updates.locate(found)
+            raise
 
     def _explain(self, error: BaseException, batch: CurrentBatch | None) -> None:
         self._updates.reductions.explain(error)

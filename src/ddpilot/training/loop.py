@@ -89,18 +89,18 @@ class Loop(KeepingLoop, LookingLoop):
         Raises LoopError for anything else, for a DDP model, for options that DDP does not have or that do not go with
         a model or an optimizer, and for `sync_batch_norm` on the CPU.
         """
-        options = DdpOptions(
-            find_unused_parameters=find_unused_parameters,
-            static_graph=static_graph,
-            bucket_cap_mb=bucket_cap_mb,
-            gradient_as_bucket_view=gradient_as_bucket_view,
-            forward_sync_buffers=forward_sync_buffers,
-            comm=comm,
-            sync_batch_norm=sync_batch_norm,
-            more=more,
-        )
         returned = []
         with naming_rank(self.rank):
+            options = DdpOptions(
+                find_unused_parameters=find_unused_parameters,
+                static_graph=static_graph,
+                bucket_cap_mb=bucket_cap_mb,
+                gradient_as_bucket_view=gradient_as_bucket_view,
+                forward_sync_buffers=forward_sync_buffers,
+                comm=comm,
+                sync_batch_norm=sync_batch_norm,
+                more=more,
+            )
             for thing in things:
                 returned.append(self._prepare_thing(thing, options, shard))
                 self._things.add(returned[-1])
@@ -297,7 +297,11 @@ class Loop(KeepingLoop, LookingLoop):
         or not. `count`: what the mean is over where that is not samples (tokens, boxes); it costs a small collective.
         Collective with the last batch of an accumulation group, and with `count`. Raises LoopError.
         """
-        self._updates.backward(loss, count, self._precision.scaler, retain_graph)
+        try:
+            self._updates.backward(loss, count, self._precision.scaler, retain_graph)
+        except LoopError as error:
+            self._updates.locate(error)
+            raise
         self.progress.note_loss(loss)
 
     def clip_grad_norm_(
@@ -313,8 +317,9 @@ class Loop(KeepingLoop, LookingLoop):
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         self._updates.settle()
         self._precision.unscale(given, self._optimizers)
-        norm = nn.utils.clip_grad_norm_(given, max_norm)
-        self._updates.check_norm(given, norm)
+        norm = nn.utils.get_total_norm([p.grad for p in given if p.grad is not None])
+        self._updates.check_norm(given, norm)  # before a norm that is NaN makes all of them NaN
+        nn.utils.clip_grads_with_norm_(given, max_norm, norm)
         return norm
 
     def step(self, optimizer: Optimizer, scheduler: Any = None) -> bool:
@@ -328,6 +333,13 @@ class Loop(KeepingLoop, LookingLoop):
         """
         if not self.is_update:
             return False
+        try:
+            return self._step(optimizer, scheduler)
+        except LoopError as error:
+            self._updates.locate(error)
+            raise
+
+    def _step(self, optimizer: Optimizer, scheduler: Any) -> bool:
         if not hasattr(optimizer, "param_groups"):
             found = f"a {type(optimizer).__name__} in place of an optimizer"
             raise LoopError("updating the weights", found=found, fix="Write loop.step(optimizer).", rank=self.rank)

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from ddpilot.data.options import naming_rank
 from ddpilot.training.checkpoint.joint import load_jointly
 from ddpilot.training.loop_state import LoopState
 
@@ -22,8 +23,9 @@ class KeepingLoop(LoopState):
         Anything with `state_dict` and `load_state_dict` that is not passed to `prepare`, and what is, to name it:
         `loop.track(generator=gen)`. The state of rank 0 is what counts. Raises LoopError.
         """
-        for name, thing in things.items():
-            self._things.add(thing, name)
+        with naming_rank(self.rank):
+            for name, thing in things.items():
+                self._things.add(thing, name)
 
     def save(self, metrics: Mapping[str, float] | None = None) -> None:
         """Make a checkpoint, with `metrics` to choose the best by. Collective: every rank calls it.

@@ -16,6 +16,7 @@ from torch import nn
 from ddpilot.errors import NonFiniteError
 from ddpilot.group.protocol import GroupLike
 from ddpilot.training.grouping import CurrentBatch
+from ddpilot.training.tapping import Taps
 from ddpilot.training.wrapping import crosses_as_fp16, unwrap
 
 _NUM_NAMED = 8
@@ -54,9 +55,12 @@ class FiniteWatch:
         self._bad: list[str] = []
         self._pending: tuple[torch.Tensor, torch.cuda.Event] | None = None
         self._gradients = Gradients()
+        self.taps = Taps()
+        """What this rank alone computed, of which the sum says nothing."""
 
     def seed(self, loss: torch.Tensor, weight: float, batch: CurrentBatch | None) -> torch.Tensor | float:
         """What the backward of `loss` begins with: `weight`, or NaN where `loss` is not finite. Remembers it."""
+        self.taps.begin(batch)
         if self._is_late:
             self._seen.append((loss.detach(), _Place.of(batch)))
             return (loss.detach() * 0).add_(weight)
@@ -97,12 +101,21 @@ class FiniteWatch:
         """
         place = _Place.of(batch)
         if self._is_late:
-            begun = None if batch is None else (batch.epoch, batch.index - batch.group_size + 1)
+            begun = _begun(batch)
             places = [one for _, one in self._seen if one and (begun is None or (one.epoch, one.index) < begun)]
             place = places[-1] if places else None
         if place is not None and batch is not None and batch.group_size > 1:
             return f"the update of {batch.group_size} batches that ends with {place}"
         return "" if place is None else str(place)
+
+    def find_own(self, batch: CurrentBatch | None) -> str:
+        """Where a gradient of this rank was not finite before ranks were summed; "" where none was, or none is known.
+
+        `batch`: as for `updated_with`. Nothing of it is remembered.
+        """
+        where = self.taps.find(_is_finite, _begun(batch) if self._is_late else None)
+        self.taps.forget()
+        return "" if where is None else str(_Place(*where))
 
     def say(self, models: Iterable[nn.Module]) -> str:
         """What this rank saw: losses that were not finite, and which parameters and gradients are not. "" for none."""
@@ -139,6 +152,11 @@ class Gradients:
             except RuntimeError:  # it takes none that are sparse or complex, or whose elements share memory
                 self._are_plain = False
         return all(map(_is_finite, gradients))
+
+
+def _begun(batch: CurrentBatch | None) -> tuple[int, int] | None:
+    """Epoch and batch with which the update began that ends with `batch`."""
+    return None if batch is None else (batch.epoch, batch.index - batch.group_size + 1)
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
@@ -181,9 +199,9 @@ def raise_nonfinite(
     `batch`: the one that the ranks are at.
     """
     models = list(models)
-    mine = watch.updated_with(batch), watch.say(models)
+    mine = watch.updated_with(batch), watch.say(models), watch.find_own(batch)
     said = group.all_gather_object(mine) if group.world_size > 1 else [mine]
-    by_rank = [(rank, text) for rank, (_, text) in enumerate(said) if text]
+    by_rank = [(rank, text) for rank, (_, text, _) in enumerate(said) if text]
     if by_rank:
         raise NonFiniteError(
             "computing the loss",
@@ -196,12 +214,14 @@ def raise_nonfinite(
     fp16 = (
         'They cross as fp16, which ends at 65,504: comm="bf16" does not. ' if any(map(crosses_as_fp16, models)) else ""
     )
-    places = "; ".join(f"rank {rank} in {place}" for rank, (place, _) in enumerate(said) if place)
+    own = {rank: f"rank {rank}, in {place}" for rank, (_, _, place) in enumerate(said) if place}
+    places = "; ".join(f"rank {rank} in {place}" for rank, (place, _, _) in enumerate(said) if place)
+    found = f"on {'; on '.join(own.values())}, they are not finite" if own else "their sum over ranks is not finite"
     raise NonFiniteError(
         "computing gradients",
-        found=f"their sum over ranks is not finite, though every rank's loss was finite; {places + '; ' * bool(places)}"
+        found=f"{found}, though every rank's loss was finite; {'' if own else places + '; ' * bool(places)}"
         f"{describe_parameters(models)}",
         fix=f"{fp16}Look at those samples, and for a square root, a logarithm or a division by zero in the loss or the "
         "model; torch.autograd.set_detect_anomaly(True) finds the line. check_finite=False, of Loop or fit, goes on.",
-        rank=group.rank,
+        rank=next(iter(own), group.rank),
     )

@@ -79,7 +79,15 @@ def join_named_rows(parts: Sequence[Any], names: Sequence[str], did: str, rank: 
         except (RuntimeError, TypeError, LookupError, ValueError, AttributeError) as error:
             cause = error
     shapes = [describe_rows(part) for part in parts]
-    odd = next((number for number, shape in enumerate(shapes) if shape != shapes[0]), 0)
+    odd = next((number for number, shape in enumerate(shapes) if shape != shapes[0]), None)
+    if odd is None:
+        raise LoopError(
+            did,
+            found=f"{shapes[0]} from each, which has no rows to be joined",
+            fix="Give tensors with rows (of one value: reshape(1)), tuples or dicts of them, or lists of objects; "
+            "loop.reduce() takes a number.",
+            rank=rank,
+        ) from cause
     raise LoopError(
         did,
         found=f"what {names[0]} has cannot be joined with what {names[odd]} has: {shapes[0]} and {shapes[odd]}",

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ddpilot.errors import LoopError
+from ddpilot.errors import DdpilotError, LoopError
 from ddpilot.group.protocol import GroupLike
 from ddpilot.training.bypassing import BypassWatch
 from ddpilot.training.deciding import Decider, Decision
@@ -67,6 +67,8 @@ class Updates:
         self.reductions.watch(model)
         if isinstance(model, DistributedDataParallel):
             self.bypasses.watch(model, reduced(model).values())
+            if self._watch is not None:
+                self._watch.taps.watch(model.module, reduced(model).values())
         self._reduced |= {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
 
     @property
@@ -106,8 +108,7 @@ class Updates:
         self, loss: torch.Tensor, count: float | None, scaler: torch.amp.GradScaler | None, retain_graph: bool
     ) -> None:
         """See `Loop.backward`. Collective where the gradients are synchronised or `count` is given."""
-        if loss.ndim:
-            raise self._refuse(f"a loss of shape {tuple(loss.shape)}", "Pass its mean over this rank's samples.")
+        self._check_loss(loss)
         self._is_whole = False
         num_local = self._local_count(count)
         self._loss = weakref.ref(loss)
@@ -116,6 +117,8 @@ class Updates:
         # Of what is 16 bits wide, each rank has what one rank alone has, and overflows with it: see `Precision`.
         num_ranks = self._group.world_size if scaler is None else 1
         seed = self._seed(loss, num_local * num_ranks / total) if num_local and total else None
+        if seed is None and self._watch is not None:
+            self._watch.taps.pause()
         if self._is_due and count is None and not self._decider.is_under_way:
             self._begin()  # it crosses while gradients do
         scaled = loss if scaler is None else scaler.scale(loss)
@@ -193,6 +196,12 @@ class Updates:
             self._checked |= clipped
             self._look([parameter.grad for parameter in parameters if parameter.grad is not None], norm)
 
+    def locate(self, error: DdpilotError) -> None:
+        """Have `error` say in which batch it was, where there is one and it does not say so itself."""
+        if self.batch is not None and "batch " not in error.did + error.found:
+            error.did += f" in batch {self.batch.index} of epoch {self.batch.epoch}"
+            error.args = (error.render(),)
+
     def drop_unfinished(self) -> bool:
         """Leave the current batch; whether there were gradients of an unfinished accumulation group to be dropped."""
         unfinished = not self.is_update
@@ -219,6 +228,17 @@ class Updates:
         if decision.num_bad and self._watch is not None:
             raise_nonfinite(self._group, self._watch, self.models, self.batch)
         return decision
+
+    def _check_loss(self, loss: object) -> None:
+        if not isinstance(loss, torch.Tensor):
+            raise self._refuse(f"a {type(loss).__name__} in place of a loss", "Pass the tensor, not loss.item().")
+        if loss.ndim:
+            raise self._refuse(f"a loss of shape {tuple(loss.shape)}", "Pass its mean over this rank's samples.")
+        if not loss.requires_grad:
+            raise self._refuse(
+                "a loss without a gradient: nothing would be trained",
+                "Compute it from the model's output, without detach(), .item() or no_grad().",
+            )
 
     def _local_count(self, count: float | None) -> float:
         if count is not None:

@@ -136,9 +136,8 @@ def test_explain_proposes_only_what_every_rank_and_every_update_bear_out(explain
 def test_a_branch_that_is_taken_late_is_an_error_that_names_the_parameters(explained: list[dict[str, Any]]) -> None:
     """In that update, before the weights change: torch tells of it in the next forward, with numbers."""
     for rank, said in enumerate(explained):
-        assert (
-            f"[rank {rank}] synchronising gradients: on this rank the backward pass left out" in said["late by default"]
-        )
+        assert f"[rank {rank}] synchronising gradients in batch" in said["late by default"]
+        assert ": on this rank the backward pass left out" in said["late by default"]
         assert "parameters second.weight, second.bias of Branching" in said["late by default"]
         assert "prepare(..., find_unused_parameters=True), or DDP_FIND_UNUSED_PARAMETERS=1" in said["late by default"]
         assert "use find_unused_parameters=True in its place" in said["late in a static graph"]
@@ -227,7 +226,7 @@ def look_plainly(how: str) -> None:
 
 @pytest.mark.parametrize("how", ["rank 0 looks", "validation"])
 def test_forwards_that_ranks_run_unequally_often_end_plain_ddp(how: str) -> None:
-    """A rank's buffers meet another collective of the other one: the process aborts, or waits until the group's limit."""
+    """A rank's buffers meet another collective of the other one: an abort, or a wait until the group's limit."""
     with pytest.raises(RankError) as caught:
         launch_unwatched(2, look_plainly, how)
     assert "equal forwards came through" in "".join(caught.value.last_lines)
@@ -257,7 +256,7 @@ def overflow() -> str:
     loop = Loop()
     model = nn.Linear(2, 1)
     model, optimizer = loop.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), comm="fp16")
-    with pytest.raises(ArithmeticError) as caught:
+    with pytest.raises(ArithmeticError) as caught:  # noqa: PT012 - which of the calls raises it is open
         for (x,) in loop.batches(loop.loader(TensorDataset(X), global_batch_size=8)):
             with loop.accumulate(model):
                 loop.backward(model(x).sum() * 1e6)

@@ -140,7 +140,7 @@ def test_a_method_of_a_prepared_model_trains_as_forward_does_and_what_goes_round
     for rank, (alone, (together, *refused)) in enumerate(launch(2, train_rated_each_way)):
         assert together == pytest.approx(alone, rel=1e-10)
         for text in refused:
-            assert text.startswith(f"[rank {rank}] updating the weights: Rated has gradients, and the Rated that")
+            assert text.startswith(f"[rank {rank}] updating the weights in batch 1 of epoch 0: Rated has gradients")
             assert "Call what prepare() returned, or one of its methods" in text
 
 
@@ -177,11 +177,14 @@ class Rooted(nn.Module):
     def __init__(self, how: str) -> None:
         super().__init__()
         self.layer = nn.Linear(2, 1).double()
+        self.offset = nn.Parameter(torch.ones(1, dtype=torch.float64))
         self.how = how
 
     def forward(self, x: torch.Tensor, is_bad: bool) -> torch.Tensor:
         """x: (samples, 2)."""
-        out = self.layer(x)
+        out = self.layer(x) + 0 * self.offset
+        if self.how == "aside" and is_bad:  # NaN does not go back to the input's side
+            return torch.as_tensor(out + (0 * self.offset).sqrt())
         if self.how == "hidden":  # a dead unit: NaN does not go back through it
             return torch.as_tensor((-1 - out.abs()).relu() + (float("nan") if is_bad else 1.0))
         if self.how == "gradient" and is_bad:
@@ -210,22 +213,28 @@ def nan_on_rank_one(how: str, clips: bool) -> Any:
 
 def each_nan() -> list[Any]:
     """All kinds, one after the other in one group."""
-    return [nan_on_rank_one(how, clips) for how in ("loss", "gradient", "hidden") for clips in (True, False)]
+    return [nan_on_rank_one(how, clips) for how in ("loss", "gradient", "aside", "hidden") for clips in (True, False)]
 
 
 def test_what_is_not_finite_on_one_rank_stops_all_of_them_before_the_update() -> None:
-    """Also in a batch that only accumulates, clipped or not; a loss names the rank, the batch, and its samples.
+    """Also in a batch that only accumulates, clipped or not; the rank, the batch, and its samples are named.
 
-    A loss that reaches no gradient spoils no weight: it is told with the next exchange of flags.
+    Of a gradient they are where it went back to the first layer, and otherwise what each rank had. A loss
+    that reaches no gradient spoils no weight: it is told with the next exchange of flags.
     """
     for *losses, hidden, hidden_too in launch(2, each_nan):
         for error, num_updates, is_good in losses:
             assert (num_updates, is_good) == (1, True)
-            assert "weights that are not finite: none; gradients: layer.weight" in error.found
+            assert "weights that are not finite: none; gradients: " in error.found
         for error, *_ in losses[:2]:
             assert error.rank == 1
             assert error.found.startswith("on rank 1 the loss is nan in epoch 0, batch 2, of samples 5;")
-        for error, *_ in losses[2:]:
+        for error, *_ in losses[2:4]:
+            assert error.rank == 1
+            assert error.found.startswith("on rank 1, in epoch 0, batch 2, of samples 5, they are not finite, though")
+            assert error.found.endswith("gradients: offset, layer.weight, layer.bias")
+        for error, *_ in losses[4:]:
+            assert error.found.endswith("gradients: offset")
             assert error.found.startswith("their sum over ranks is not finite, though every rank's loss")
             ends = "in the update of 2 batches that ends with epoch 0, batch 3,"
             assert f"; rank 0 {ends} of samples 6; rank 1 {ends} of samples 7; weights" in error.found

@@ -247,6 +247,35 @@ def test_prepare_and_reduce_refuse_what_they_do_not_know() -> None:
         loop.reduce(1.0, "median")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("spoil", "found"),
+    [
+        (torch.Tensor.detach, "a loss without a gradient"),
+        (torch.Tensor.item, "a float in place of a loss"),
+        (lambda loss: loss.expand(3), r"a loss of shape \(3,\)"),
+    ],
+)
+def test_a_loss_that_trains_nothing_is_refused_with_its_batch(spoil: Any, found: str) -> None:
+    """Before torch says something of the graph; the rank, the batch and what to do are named."""
+    loop, model, _, loader = make()
+    for (x,) in loop.batches(loader):
+        with (
+            pytest.raises(LoopError, match=rf"^\[rank 0\] running backward in batch 0 of epoch 0: {found}.*\. \w"),
+            loop.accumulate(model),
+        ):
+            loop.backward(spoil(model(x).mean()))
+        break
+
+
+def test_options_and_tracked_things_that_are_refused_name_the_rank() -> None:
+    """As every other error of one rank does."""
+    loop, model, *_ = make()
+    with pytest.raises(LoopError, match=r"^\[rank 0\] preparing a model: no option `bucket_cap`. Did you mean"):
+        loop.prepare(model, bucket_cap=3)
+    with pytest.raises(LoopError, match=r"^\[rank 0\] adding to what a run saves: a int"):
+        loop.track(number=3)
+
+
 def test_reduce_and_gather_alone_give_back_what_they_got() -> None:
     """In float64 for a number, in its own dtype for a tensor."""
     loop, *_ = make()

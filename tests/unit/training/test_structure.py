@@ -100,3 +100,10 @@ def test_check_rows_refuses_what_cannot_be_joined(output: Any, found: str) -> No
     """The error says what came and for how many samples."""
     with pytest.raises(LoopError, match=found):
         check_rows(output, 2, "predicting")
+
+
+@pytest.mark.parametrize("part", [3, torch.tensor(1.0)])
+def test_what_has_no_rows_on_any_rank_is_said_to_have_none(part: Any) -> None:
+    """Not that ranks differ, since they do not; and what to call instead."""
+    with pytest.raises(LoopError, match=r"^\[rank 1\] gathering: .+ from each, which has no rows .+loop.reduce\(\)"):
+        join_named_rows([part, part], ["rank 0", "rank 1"], "gathering", 1)
