@@ -91,6 +91,9 @@ def check_fit(trainer: Trainer, fit: Fit, *, has_own_step: bool) -> None:
     if fit.train_set is None:
         raise LoopError(_FITTING, found="`train_set` is None", fix="Give a dataset or a DataLoader.")
     check_whole(_FITTING, "`val_set`", fit.val_set)
+    if not _is_count(fit.validate_every) or fit.validate_every < 1:
+        found = f"`validate_every` is {fit.validate_every!r}"
+        raise LoopError(_FITTING, found=found, fix="Give a number of epochs, 1 or more.")
     _check_sizes(fit)
     check_loader_options(_FITTING, "`loader`", fit.loader)
     options = [*inspect.signature(Loop.prepare).parameters, *inspect.signature(DistributedDataParallel).parameters]

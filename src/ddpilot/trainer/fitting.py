@@ -44,6 +44,7 @@ class Fit:
     shuffle: bool
     num_workers: int
     max_time_s: float | None
+    validate_every: int
     checkpoints: Mapping[str, Any]
     """Arguments of `Loop`: `checkpoint_dir`, `resume`, `keep` and so on."""
     other_data: bool
@@ -89,6 +90,7 @@ def fit_here(trainer: Trainer, fit: Fit, signals: StopSignals) -> Exception | No
         watchers.tell_exception(error)
         raise
     _say_stop(loop)
+    trainer.explanation = loop.explain()
     trainer.position = Position(loop.epoch, loop.next_batch, loop.num_updates, data)
     trainer.findings = loop.findings
     return watchers.late
@@ -184,7 +186,9 @@ def _train_epoch(
     _say_untrained(run)
     rows = _train_batches(trainer, run, train, watchers, story)
     watchers.is_over = loop.should_stop or (not loop.next_batch and loop.epoch + 1 >= run.num_epochs)
-    if val is not None and not loop.next_batch:  # not after a stop in the middle
+    is_due = watchers.is_over or (loop.epoch + 1) % fit.validate_every == 0
+    run.skips_validation = val is not None and not is_due
+    if val is not None and is_due and not loop.next_batch:  # not after a stop in the middle
         found = {f"val_{name}": value for name, value in _validate(trainer, run, val).items()}
         run.metrics |= found
         loop.progress.show(**measured(found))
@@ -195,9 +199,16 @@ def _train_epoch(
     run.history.updates.extend(rows)
     watchers.tell("on_epoch_end")
     if fit.checkpoints["checkpoint_dir"] is not None and not loop.next_batch:
-        loop.save({name: value for name, value in run.metrics.items() if isinstance(value, int | float)})
+        loop.save(_numbers_to_save(run, fit))
     if fit.progress is not False:
         loop.print(render_row(run.metrics, run.num_epochs), flush=True)
+
+
+def _numbers_to_save(run: Run, fit: Fit) -> dict[str, float]:
+    numbers = {name: value for name, value in run.metrics.items() if isinstance(value, int | float)}
+    name = str(fit.checkpoints.get("best") or "").partition(" ")[2].strip()
+    # An epoch that was not validated is not the best one, and lacks nothing either.
+    return {name: math.nan, **numbers} if run.skips_validation and name.startswith("val_") else numbers
 
 
 def _say_untrained(run: Run) -> None:
@@ -248,6 +259,8 @@ def _validate(trainer: Trainer, run: Run, loader: Loader) -> dict[str, Any]:
 def _step_per_epoch(trainer: Trainer, run: Run) -> None:
     for scheduler in trainer.schedulers.values():
         if isinstance(scheduler, ReduceLROnPlateau):
+            if run.skips_validation:
+                continue
             watched = run.metrics.get("val_loss", run.metrics.get("loss"))
             if watched is not None and not math.isnan(watched):
                 scheduler.step(watched)

@@ -19,6 +19,7 @@ from ddpilot.launching.failures import Failure, build_error
 from ddpilot.launching.local.rank import describe_raised
 from ddpilot.launching.local.report import Raised
 from ddpilot.trainer.position import Position
+from ddpilot.training.explanation import Explanation
 from ddpilot.training.optimizer_state import full_state
 from ddpilot.training.plain import plain_attributes
 
@@ -42,6 +43,7 @@ class Outcome:
     history: dict[str, Any]
     position: Position
     findings: tuple[Finding, ...]
+    explanation: Explanation | None
     late: tuple[Raised, bytes] | None = None
     """What a callback raised on rank 0 once training was over, and the exception, pickled; b"" where it cannot be."""
 
@@ -91,6 +93,7 @@ def _gather(trainer: Trainer, optimizers: dict[str, dict[str, Any]], late: Excep
         history=trainer.history.state_dict(),
         position=trainer.position,
         findings=trainer.findings,
+        explanation=trainer.explanation,
         late=None if late is None else _pack(late),
     )
 
@@ -115,6 +118,7 @@ def apply(trainer: Trainer, outcome: Outcome) -> None:
     trainer.history.load_state_dict(outcome.history)
     trainer.position = outcome.position
     trainer.findings = outcome.findings
+    trainer.explanation = outcome.explanation
 
 
 @contextmanager

@@ -47,6 +47,8 @@ class Run:
     one element. Logs write them beside the loss."""
     metrics: dict[str, Any] = field(default_factory=dict)
     """The row of the current epoch: "loss", "lr", and after the validation "val_..."; {} until there is something."""
+    skips_validation: bool = False
+    """Does this epoch go without the validation that others have, as `validate_every` says?"""
     left_out: list[str] = field(default_factory=list)
     """Names of parameters that are not frozen and that no optimizer has; each new list of them is said once."""
 

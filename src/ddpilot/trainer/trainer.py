@@ -34,6 +34,7 @@ from ddpilot.trainer.position import Position
 from ddpilot.trainer.run import Run
 from ddpilot.trainer.sizing import Search, find_batch_size_here
 from ddpilot.training.batch_size import BatchSizeSearch, check_search
+from ddpilot.training.explanation import Explanation
 from ddpilot.training.inside import run_inside
 from ddpilot.training.precision import Kind
 from ddpilot.training.signals import StopSignals
@@ -100,6 +101,8 @@ class Trainer:
         """How far it has come, over all fits: `epoch`, `num_updates`."""
         self.findings: tuple[Finding, ...] = ()
         """What fits have found to be unwise, each said once."""
+        self.explanation: Explanation | None = None
+        """What the last fit chose for DDP: see `explain`."""
         self._has_own_forward = forward is not None
         self.batch_size = 64
         """Samples of all ranks in a batch of `evaluate` and `predict`, by default: that of the last fit."""
@@ -125,6 +128,7 @@ class Trainer:
         num_workers: int = 0,
         nproc_per_node: int | str | None = None,
         max_time_s: float | None = None,
+        validate_every: int = 1,
         checkpoint_dir: str | os.PathLike[str] | None = None,
         resume: bool = True,
         other_data: bool = False,
@@ -143,7 +147,8 @@ class Trainer:
         a GPU.
 
         `train_set`, `val_set`: datasets, with `global_batch_size` or `batch_size_per_rank`; or DataLoaders, with their
-        own batch size. `loader`: more options of `Loop.loader` for the training data; `ddp`: options of `Loop.prepare`.
+        own batch size. `validate_every`: after every so many epochs, counted over all fits, and after the last one.
+        `loader`: more options of `Loop.loader` for the training data; `ddp`: options of `Loop.prepare`.
         `checkpoint_dir`, `resume`: as for `Loop`, which goes on from the latest checkpoint there if that is further
         than this trainer; `other_data`: also where an epoch begins with a dataset of another length. `checkpoints`:
         `keep`, `best` (of the history's names, "max val_acc") and the other options.
@@ -168,6 +173,7 @@ class Trainer:
             shuffle=shuffle,
             num_workers=num_workers,
             max_time_s=max_time_s,
+            validate_every=validate_every,
             checkpoints={"checkpoint_dir": checkpoint_dir, "resume": resume, **(checkpoints or {})},
             other_data=other_data,
             check_finite=check_finite,
@@ -339,6 +345,17 @@ class Trainer:
     @property
     def _has_own_step(self) -> bool:
         return type(self).train_batch is not Trainer.train_batch
+
+    def explain(self) -> Explanation:
+        """What the last fit chose for DDP and the optimizers, why, what it cost, and what would be better.
+
+        The text of `Loop.explain` at the end of that fit; a notebook shows a table. Not collective. Raises LoopError
+        before the first fit.
+        """
+        if self.explanation is None:
+            found = "no fit has ended yet, which is what chooses and measures"
+            raise LoopError("explaining what was chosen", found=found, fix="Call fit() first; `ddp=` chooses yourself.")
+        return self.explanation
 
     def plot(self) -> Figure:
         """Losses and metrics over the epochs, as a matplotlib figure; a notebook shows it as the value of a cell.

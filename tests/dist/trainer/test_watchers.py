@@ -187,10 +187,10 @@ class FullDisk(ddpilot.Callback):
     def __init__(self, event: str) -> None:
         self.event = event
 
-    def on_fit_start(self, run: ddpilot.Run) -> None:  # noqa: ARG002
+    def on_fit_start(self, run: ddpilot.Run) -> None:
         self._file = open("/dev/full", "w", buffering=1)
 
-    def on_update_end(self, run: ddpilot.Run) -> None:  # noqa: ARG002
+    def on_update_end(self, run: ddpilot.Run) -> None:
         if self.event == "update":
             self._file.write("loss\n")
 
@@ -251,7 +251,7 @@ def test_what_rank_zero_cannot_write_after_the_last_update_is_raised_and_loses_n
 class Lonely(ddpilot.Callback):
     """Of rank 0, and waits for the others."""
 
-    def on_epoch_end(self, run: ddpilot.Run) -> None:  # noqa: ARG002
+    def on_epoch_end(self, run: ddpilot.Run) -> None:
         torch.distributed.barrier()
 
 

@@ -18,6 +18,8 @@ from ddpilot.trainer.run import Run
 class EarlyStopping(Callback):
     """Stops all ranks together once `monitor` was not better than its best for `patience` epochs in a row.
 
+    Epochs without a validation, as `validate_every` of `fit` leaves them, do not count for a "val_" metric.
+
     `monitor`: a name in the epochs' rows, such as "val_loss" (default) or "val_accuracy". `mode`: "min" (default) where
     less is better, "max" where more is. `min_delta`: what is better by no more than this does not count. Rank 0
     decides, by values that are the same everywhere. A fit with `until_epoch` that it has stopped stays stopped, also

@@ -68,14 +68,14 @@ class Watched:
         """None before the first value that is a number."""
 
     def look(self, run: Run) -> float | None:
-        """The value of the epoch that has ended; None where that was left in the middle, before a validation.
+        """The value of the epoch that has ended; None where there was no validation: see `Run.skips_validation`.
 
-        Raises LoopError where a whole epoch has no such metric.
+        Nor is there one where an epoch was left in the middle. Raises LoopError where another has no such metric.
         """
         row = epoch_row(run)
         if isinstance(value := row.get(self.monitor), int | float):
             return float(value)
-        if run.loop.next_batch:
+        if run.loop.next_batch or (run.skips_validation and self.monitor.startswith("val_")):
             return None
         close = difflib.get_close_matches(self.monitor, numbers(row), 1)
         near = f"Did you mean {close[0]!r}? " if close else ""
