@@ -78,13 +78,16 @@ class Describer:
                 if user is None and in_reducer:
                     # The engine runs the backward of an accelerator in its own threads; who waits is the main thread.
                     trail = user, called, _, _ = walk(main_frame())
-                site = (id(user.f_code), user.f_lasti, id(called)) if user is not None else (0, 0, id(called))
+                code, at = (user.f_code, user.f_lasti) if user is not None else (None, 0)
                 if list_at >= 0 and len(args[list_at]) == 1:  # by far the most frequent
                     only = args[list_at][0]
-                    alike = (only.shape, only.dtype, only.device, *args[plain_from:])
+                    key = (
+                        *(operator, group.number, id(code), at, id(called)),
+                        *(only.shape, only.dtype, only.device),
+                        *args[plain_from:],
+                    )
                 else:
-                    alike = what_is_alike(operation, args)
-                key = (operator, group.number, site, alike)
+                    key = (operator, group.number, id(code), at, id(called), *what_is_alike(operation, args))
                 usual = refs.get(key) or self._make_usual(key, operation, args, group, trail)
                 role = self._role(operation, args, ddp, in_reducer, frame) if ddp or in_reducer else 0
                 reduce_op = args[reduce_op_at] if reduce_op_at >= 0 else None
@@ -103,7 +106,7 @@ class Describer:
     def _make_usual(
         self, key: tuple[Any, ...], operation: Operation, args: Sequence[Any], group: GroupEntry, trail: Trail
     ) -> Usual:
-        site = key[2]
+        site = key[2:5]
         if len(self._ring.refs) > MAX_REFS:
             self._ring.refs.clear()
         # Keys hold the `id` of these, which must not become another's.

@@ -145,6 +145,8 @@ class RankLog:
     """The same moment by the machine's calendar clock, to compare machines."""
     heartbeat_ns: int | None
     """When a Python thread of the rank last ran; every 50 ms while Python's lock is to be had."""
+    left_ns: int | None = None
+    """When it was seen to have destroyed its process groups, or came to its end without an error; else None."""
     closed_ns: int | None
     """When the rank stopped recording in an orderly way; None while it runs, and where it died."""
     num_begun: int

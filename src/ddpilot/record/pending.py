@@ -24,6 +24,8 @@ MANY_WORKS, MANY_BYTES = 2048, 4 << 20
 starts asks those before it, `NUM_ASKED` at most and none after one that is not over."""
 MAX_WORKS, MAX_BYTES = 4096, 64 << 20
 """Beyond these, one that starts is not followed."""
+MAX_WAITING = 64
+"""Of so many threads that wait for a collective the newest one is found without a lock."""
 NUM_ASKED = 4
 TURN_NS, NUM_ASKED_IN_TURN = 1_000_000, 64
 """Works that only a thread which starts collectives may ask are asked so often, so many at a time: one after the other
@@ -81,8 +83,9 @@ class PendingWorks:
         self._starters: deque[_Entry] = deque()  # to be asked by threads that start collectives
         self._reduce_ops: deque[tuple[int, Any]] = deque(maxlen=MAX_WORKS)
         self._reduce_op_step = 1
-        # Where the newest is, if it is waited for; not itself, which the other thread may let go.
-        self._waited_for: tuple[deque[_Entry], int, int] | None = None
+        # Those that their callers wait for, by record. Without a lock: to see one over twice does no harm.
+        self._waited_for: dict[int, _Entry] = {}
+        self._newest: dict[int, int] = {}  # by thread
         self._added_bytes = self._removed_bytes = self._next_turn_ns = 0
 
     def add(self, ticket: Ticket, boxed: Any) -> None:
@@ -93,12 +96,20 @@ class PendingWorks:
         """
         index, usual, thread, reduce_op = ticket
         waited_for = self._waited_for
-        if waited_for is not None and waited_for[2] == thread:
-            self._end_waited_for(*waited_for)
+        if waited_for and (before := waited_for.get(self._newest.get(thread, 0))):
+            self._end_waited_for(before)
         if reduce_op is not None and not index % self._reduce_op_step:
             self._reduce_ops.append((index, reduce_op))
             if len(self._reduce_ops) > MANY_REDUCE_OPS:
                 self._reduce_op_step = REDUCE_OP_STEP
+        if usual.is_waited_for and len(waited_for) < MAX_WAITING:
+            self._newest[thread] = index
+            waited_for[index] = (index, boxed, usual)
+        else:
+            self._follow((index, boxed, usual))
+
+    def _follow(self, entry: _Entry) -> None:
+        index, _, usual = entry
         works = self._any_time if usual.at_any_time else self._starters
         is_many = len(works) > MANY_WORKS or self._added_bytes - self._removed_bytes > MANY_BYTES
         is_turn = not usual.at_any_time and self._clock_ns() > self._next_turn_ns
@@ -106,22 +117,16 @@ class PendingWorks:
             self._ring.finish(index, 0, layout.UNKNOWN)
             return
         self._added_bytes += usual.num_bytes
-        works.append((index, boxed, usual))
-        self._waited_for = (works, index, thread) if usual.is_waited_for else None
+        works.append(entry)
 
-    def _end_waited_for(self, works: deque[_Entry], index: int, _: int) -> None:
+    def _end_waited_for(self, entry: _Entry) -> None:
         # When its thread starts another one it is over. To let go of it now, while it is in the caches, takes a part of
         # what it takes later, and the next one finds its memory. It is asked only where that tells more.
-        with self._lock:
-            entry = works[-1] if works else None
-            if entry is None or entry[0] != index:
-                return
-            if not entry[2].tells_failure:
-                self._ring.finish(index, self._clock_ns(), layout.DONE)
-            elif not self._is_over(works, entry):
-                return
-            if works and works[-1] is entry:  # not where a signal's handler was faster
-                self._removed_bytes += works.pop()[2].num_bytes
+        if not entry[2].tells_failure:
+            self._ring.finish(entry[0], self._clock_ns(), layout.DONE)
+        elif not self._is_over(entry):
+            self._follow(entry)
+        self._waited_for.pop(entry[0], None)  # not before: Ctrl-C may come between any two steps
 
     def _make_room(self, usual: Usual, is_many: bool, is_turn: bool) -> bool:
         # Whether one more may be followed.
@@ -147,6 +152,9 @@ class PendingWorks:
             index, boxed = self._reduce_ops.popleft()
             with suppress(AttributeError):  # torch 2.6 has no way to read it
                 self._ring.set_reduce_op(index, boxed.op())
+        for index, entry in self._waited_for.copy().items():  # it changes meanwhile
+            if entry[2].at_any_time and self._is_over(entry):
+                self._waited_for.pop(index, None)
         count = len(self._any_time)
         for number in range(0, count, NUM_ASKED_IN_TURN):
             self._ask(self._any_time, min(NUM_ASKED_IN_TURN, count - number), go_on=True)
@@ -156,7 +164,7 @@ class PendingWorks:
         with self._lock:
             self._any_time.clear()
             self._starters.clear()
-            self._waited_for = None
+            self._waited_for.clear()
             self._reduce_ops.clear()
 
     def _ask(self, works: deque[_Entry], num_works: int, *, go_on: bool) -> None:
@@ -166,7 +174,7 @@ class PendingWorks:
                 if not works:
                     break
                 entry = works[0]
-                if self._is_over(works, entry):
+                if self._is_over(entry):
                     if works and works[0] is entry:  # not where a signal's handler was faster
                         self._removed_bytes += works.popleft()[2].num_bytes
                 elif go_on:
@@ -176,7 +184,7 @@ class PendingWorks:
         if not (self._any_time or self._starters):
             self._removed_bytes = self._added_bytes  # several threads that add may have lost count
 
-    def _is_over(self, works: deque[_Entry], entry: _Entry) -> bool:
+    def _is_over(self, entry: _Entry) -> bool:
         index, boxed, usual = entry
         now_ns = self._clock_ns()
         try:
@@ -186,12 +194,17 @@ class PendingWorks:
                 return False
             outcome = layout.FAILED if usual.tells_failure and _has_failed(work, usual) else layout.DONE
         except Exception:
-            with suppress(ValueError):  # where a signal's handler was faster
-                works.remove(entry)  # what cannot be asked is not asked again
+            self._forget(entry)  # what cannot be asked is not asked again
             self._ring.finish(index, 0, layout.UNKNOWN)
             raise
         self._ring.finish(index, now_ns, outcome)
         return True
+
+    def _forget(self, entry: _Entry) -> None:
+        self._waited_for.pop(entry[0], None)
+        for works in (self._any_time, self._starters):
+            with suppress(ValueError):  # it is in one of them at most
+                works.remove(entry)
 
 
 def _has_failed(work: Any, usual: Usual) -> bool:

@@ -45,6 +45,7 @@ def read_ring(path: str | os.PathLike[str], *, after: int = 0, newest: int | Non
     return RankLog(
         **{name: head.about[name] for name in _FROM_ABOUT},
         heartbeat_ns=words[layout.HEARTBEAT_NS] or None,
+        left_ns=words[layout.LEFT_NS] or None,
         closed_ns=words[layout.CLOSED_NS] or None,
         num_begun=words[layout.NUM_BEGUN],
         num_torn=num_torn,

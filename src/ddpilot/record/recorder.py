@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -20,11 +21,18 @@ Begin = Callable[[Sequence[Any]], Ticket | None]
 Started = Callable[[Ticket | None, Any], None]
 
 
+def is_handling_error() -> bool:
+    """Whether the main thread is on its way out by an error, as in a `finally`, or in an `except`."""
+    held: Any = sys._current_exceptions().get(threading.main_thread().ident or 0)
+    return (held[1] if isinstance(held, tuple) else held) is not None  # three values before Python 3.12
+
+
 class Recorder:
     """What a source (kernels or hooks) tells of every collective, written into `ring`.
 
-    `tell` shows one line. Of the errors in here the first one is told and kept in the ring, the others are counted
-    there. None is raised; Ctrl-C is, as anywhere in Python.
+    `tell` shows one line; `is_in_group` says whether this process has a default group now. Of the errors in here the
+    first one is told and kept in the ring, the others are counted there. None is raised; Ctrl-C is, as anywhere in
+    Python.
     """
 
     def __init__(
@@ -34,8 +42,10 @@ class Recorder:
         pending: PendingWorks,
         *,
         tell: Callable[[str], None],
+        is_in_group: Callable[[], bool] = lambda: False,
     ) -> None:
         self._ring = ring
+        self._is_in_group, self._was_in_group = is_in_group, False
         self._describer = describer
         self._pending = pending
         self._tell: Callable[[str], None] | None = tell
@@ -94,8 +104,19 @@ class Recorder:
     def tick(self) -> None:
         """What the recording's own thread does from time to time: show that it lives, and catch up."""
         try:
-            self._ring.beat(time.monotonic_ns())
+            now_ns = time.monotonic_ns()
+            self._ring.beat(now_ns)
             self._pending.catch_up()
+            if self._is_in_group() != self._was_in_group and (not self._was_in_group or not is_handling_error()):
+                self._was_in_group = not self._was_in_group
+                self._ring.leave(0 if self._was_in_group else now_ns)
+        except Exception as error:  # noqa: BLE001 - said once, and never in the way of training
+            self._fault(error)
+
+    def leave(self) -> None:
+        """The program has come to its end: it begins no collective any more."""
+        try:
+            self._ring.leave(time.monotonic_ns())
         except Exception as error:  # noqa: BLE001 - said once, and never in the way of training
             self._fault(error)
 

@@ -44,7 +44,7 @@ class Recording:
         self._connection = connection
         self._asker = Asker(connection.recorder.tick, ASK_INTERVAL_S) if connection else None
         if connection:
-            atexit.register(self.stop)
+            atexit.register(self._exit)
 
     @property
     def is_on(self) -> bool:
@@ -56,10 +56,16 @@ class Recording:
         connection, self._connection = self._connection, None
         # A forked process has neither the thread nor a ring of its own.
         if connection is not None and self._asker is not None and os.getpid() == self._pid:
-            atexit.unregister(self.stop)
+            atexit.unregister(self._exit)
             self._asker.stop()
             connection.disconnect()
             connection.recorder.close()
+
+    def _exit(self) -> None:
+        # Where an error ends the program, that is what is to be said of its end, by who knows the error.
+        if self._connection is not None and os.getpid() == self._pid and not hasattr(sys, "last_value"):
+            self._connection.recorder.leave()
+        self.stop()
 
     def __enter__(self) -> Recording:
         return self

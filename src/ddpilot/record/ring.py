@@ -128,6 +128,10 @@ class RingWriter:
         """Say that a Python thread of this process ran at `now_ns`."""
         self._words[layout.HEARTBEAT_NS] = now_ns
 
+    def leave(self, now_ns: int) -> None:
+        """Say that this process has left all process groups, at `now_ns`; with 0, that it is in one again."""
+        self._words[layout.LEFT_NS] = now_ns
+
     def close(self, now_ns: int) -> None:
         """Say that the recording ended in an orderly way, and unmap the file."""
         self._words[layout.CLOSED_NS] = now_ns

@@ -95,4 +95,5 @@ def _make_recorder(
         sites=SiteFinder(torch=os.path.dirname(torch.__file__), ours=str(Path(__file__).parents[1])),
         unbox=unbox,
     )
-    return Recorder(ring, describer, PendingWorks(ring, unbox=unbox_work, is_capturing=is_capturing), tell=tell)
+    pending = PendingWorks(ring, unbox=unbox_work, is_capturing=is_capturing)
+    return Recorder(ring, describer, pending, tell=tell, is_in_group=registry.is_initialized)

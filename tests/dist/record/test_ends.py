@@ -150,3 +150,38 @@ def test_recording_goes_on_when_the_group_is_freed_and_rebuilt(tmp_path: Path) -
     alike = [[entry for entry in matchable(log) if entry[0] == matchable(log)[-1][0]] for log in logs]
     assert alike[0] == alike[1]
     assert [entry[1] for entry in alike[0]] == list(range(len(alike[0])))
+
+
+def leave_by_an_error(folder: Path) -> tuple[int | None, ...]:
+    """When the ring says that this rank has left: in its group, in the `finally` of an error, and after that."""
+    start_recording(ring_of(folder, my_rank()), rank=my_rank())
+    seen = []
+    with pytest.raises(KeyError):  # noqa: PT012 - what happens on the way out of it is the point
+        dist.init_process_group("gloo")
+        dist.barrier()
+        beats = wait_for_beats(folder, read_all(folder, 1)[0])
+        seen.append(beats.left_ns)
+        try:
+            raise KeyError("no such label")
+        finally:
+            dist.destroy_process_group()
+            seen.append(wait_for_beats(folder, beats).left_ns)
+    gone = wait_for(folder, 0, lambda log: log.left_ns is not None)
+    dist.init_process_group("gloo")
+    wait_for(folder, 0, lambda log: log.left_ns is None)
+    return (*seen, gone.left_ns)
+
+
+def wait_for_beats(folder: Path, before: RankLog) -> RankLog:
+    """What the ring says once its thread has run twice since `before`."""
+    since_ns = (before.heartbeat_ns or 0) + 10_000_000
+    first = wait_for(folder, 0, lambda log: (log.heartbeat_ns or 0) > since_ns)
+    return wait_for(folder, 0, lambda log: (log.heartbeat_ns or 0) > (first.heartbeat_ns or 0))
+
+
+def test_a_rank_that_destroys_its_groups_has_left_unless_an_error_is_on_its_way(tmp_path: Path) -> None:
+    """A `finally` may take long, and then the error is what is to be said of it."""
+    in_group, in_finally, after = run(1, leave_by_an_error, tmp_path)[0]
+    assert in_group is None
+    assert in_finally is None
+    assert after is not None
