@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much of one core the analysis of many ranks takes: ``python -m benchmarks.watch_analysis``.
 
-64 rings as files, which are read and explained; 4,096 ranks as values; and the comparison of growing logs, per record.
+64 rings as files, which are read and explained; 4,096 ranks as values; and looks at ranks that get on.
 Processor time, so that what else runs on the machine does not count.
 """
 
 from __future__ import annotations
 
 import os
+import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -19,7 +20,8 @@ from ddpilot.record.groups import pack_ranks
 from ddpilot.record.log import Collective, DdpPart, GroupOfRanks, Line, RankLog, Tensor
 from ddpilot.record.reading import read_ring
 from ddpilot.record.ring import RingWriter
-from ddpilot.watch.comparer import Comparer
+from ddpilot.watch.observer import Observer
+from ddpilot.watch.options import WatchOptions
 from ddpilot.watch.stall import Analysis, analyze
 from ddpilot.watch.view import JobView, ProcessView, RankView
 
@@ -28,11 +30,40 @@ _LINE = {"file": "train.py", "line": 88, "function": "train", "text": "loss.back
 _BARRIER = {"file": "train.py", "line": 91, "function": "train", "text": "dist.barrier()", "via": "barrier"}
 
 
-def write_ring(path: Path, rank: int, num_ranks: int, num_records: int, odd: int) -> None:
-    """A ring of a rank that has done `num_records` all_reduces, the last of them a barrier on the rank `odd`."""
+def _open(path: Path) -> RingWriter:
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     ring = RingWriter(fd, num_records=8192, page_bytes=256 * 1024)
     os.close(fd)
+    return ring
+
+
+class GrowingRing:
+    """The ring of a rank that does one all_reduce after the other."""
+
+    def __init__(self, path: Path, rank: int, num_ranks: int) -> None:
+        group = {"name": "0", "incarnation": 1, "size": num_ranks, "rank": rank, "ranks": pack_ranks(range(num_ranks))}
+        tensors = {"inputs": [["float32", [1000], "cpu"]], "num_inputs": 1}
+        self._ring = _open(path)
+        facts = ({"op": "all_reduce", "operator": "c10d::allreduce_"}, group, _LINE, tensors)
+        refs = [self._ring.write_fact(fact) for fact in facts]
+        self._usual = layout.USUAL.pack(*refs, *[layout.NO_NUMBER] * 3, layout.ASYNC | layout.ASKED_ANY_TIME, 4000)
+        self._num_done = 0
+        about = {"rank": rank, "pid": os.getpid(), "host": "node", "torch": "2.13", "source": "kernels"}
+        self._ring.publish({**about, "started_ns": 1, "started_unix_ns": 1})
+
+    def run(self, now_ns: int, num: int) -> None:
+        """It has done `num` more in the last quarter of a second."""
+        for number in range(num):
+            start_ns = now_ns - 250_000_000 + 250_000_000 * number // num
+            index = self._ring.begin(start_ns, self._num_done, 4711, 0, self._usual)
+            self._ring.set_reduce_op(index, 0)
+            self._ring.finish(index, start_ns + 1000, layout.DONE)
+            self._num_done += 1
+
+
+def write_ring(path: Path, rank: int, num_ranks: int, num_records: int, odd: int) -> None:
+    """A ring of a rank that has done `num_records` all_reduces, the last of them a barrier on the rank `odd`."""
+    ring = _open(path)
     group = {"name": "0", "incarnation": 1, "size": num_ranks, "rank": rank, "ranks": pack_ranks(range(num_ranks))}
     refs = [
         ring.write_fact(fact)
@@ -106,6 +137,22 @@ def explain_rings(folder: Path, num_ranks: int) -> tuple[float, float, Analysis]
     return read - begun, time.process_time() - read, analysis
 
 
+def watch_growing(num_ranks: int) -> float:
+    """Milliseconds of a look of the observer, four of which it takes a second, at ranks that get on."""
+    with tempfile.TemporaryDirectory() as name:
+        rings = [GrowingRing(Path(name) / f"rank{rank}.ring", rank, num_ranks) for rank in range(num_ranks)]
+        observer = Observer(Path(name), num_ranks, facts=dict, tell=lambda _report: None, options=WatchOptions())
+        took = []
+        for _ in range(30):
+            for ring in rings:
+                ring.run(time.monotonic_ns(), 50)
+            begun = time.process_time()
+            observer._step()
+            took.append(time.process_time() - begun)
+            time.sleep(0.25)
+    return statistics.median(took[5:]) * 1e3
+
+
 def main() -> None:
     """Print the figures."""
     with tempfile.TemporaryDirectory() as name:
@@ -124,12 +171,8 @@ def main() -> None:
         print(f"4,096 ranks, 256 records each, {label}: {took:.2f} s, {len(text.splitlines())} lines")
         if odd >= 0:
             print(text)
-    logs = [make_log(rank, tuple(range(8)), 2000, -1) for rank in range(8)]
-    comparer = Comparer(range(8))
-    begun = time.process_time()
-    for log in logs:
-        comparer.feed(log, NOW_NS)
-    print(f"growing logs: {(time.process_time() - begun) / 16_000 * 1e6:.2f} us per record")
+    for num_ranks in (2, 64):
+        print(f"{num_ranks} ranks with 200 collectives a second each: {watch_growing(num_ranks):.1f} ms a look")
 
 
 if __name__ == "__main__":

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 
+from ddpilot.errors import DdpilotError
 from ddpilot.watch.afterwards import explain_job, find_job
-from ddpilot.watch.folders import JobAbout, jobs_root, list_jobs
+from ddpilot.watch.folders import JobAbout, jobs_root, list_jobs, read_about
+from ddpilot.watch.report import Report
 
 FOUND_STATUS = 1
 _EVERY_S = 2.0
@@ -24,16 +27,29 @@ def watch_job(word: str | None, *, as_json: bool = False, wait: bool = False) ->
         print(render_jobs(list_jobs()))
         return 0
     folder, about = find_job(word)
-    shown = ""
+    shown: object = None
     while True:
         report = explain_job(folder, about)
-        text = json.dumps(report.to_dict(), indent=1, ensure_ascii=False) if as_json else str(report)
-        if text != shown:
-            print(text, flush=True)
-        if not (wait and about.is_running and folder.exists()):
+        said = _what_is_said(report)
+        if said != shown:
+            print(json.dumps(report.to_dict(), indent=1, ensure_ascii=False) if as_json else str(report), flush=True)
+        if not (wait and about.is_running):
             return FOUND_STATUS if any(finding.severity == "error" for finding in report.findings) else 0
-        shown = text
+        shown = said
         time.sleep(_EVERY_S)
+        try:
+            about = read_about(folder)
+        except DdpilotError:
+            if folder.exists():
+                raise
+            print(f"{about.id} has ended well, and its folder is gone", file=sys.stderr)
+            return 0
+
+
+def _what_is_said(report: Report) -> object:
+    """All but how long it lasts by now."""
+    findings = frozenset((finding.code, finding.summary) for finding in report.findings)
+    return findings, report.notes, bool(report.status)
 
 
 def render_jobs(jobs: list[tuple[Path, JobAbout]]) -> str:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ddpilot.errors import RankError, WatchError
 from ddpilot.launching.local.report import Exited, Raised
@@ -32,6 +32,43 @@ class RankState(Protocol):
     @property
     def has_returned(self) -> bool:
         """Whether its program came to its end without an error."""
+
+
+class Letter(NamedTuple):
+    """What the companion of another node wrote last."""
+
+    text: str
+    number: int
+    """Counts those of that node, from 1."""
+    after_ns: int
+    before_ns: int
+    """It was written between the two, on this machine's CLOCK_MONOTONIC."""
+
+
+class Carrier(Protocol):
+    """Carries letters between the companions of a job's nodes. Nothing of it blocks or raises."""
+
+    @property
+    def places(self) -> Mapping[int, str]:
+        """The other nodes, as they should be shown, by number."""
+
+    @property
+    def letters(self) -> Mapping[int, Letter]:
+        """The last letter of each other node that has written one, by its number."""
+
+    @property
+    def marks(self) -> Mapping[int, str]:
+        """What each other node shows of itself, by its number."""
+
+    @property
+    def fault(self) -> str:
+        """Why nothing is carried any more; empty while all is well."""
+
+    def write(self, text: str) -> None:
+        """Let the other nodes read `text`, in place of what was written before."""
+
+    def show(self, mark: str) -> None:
+        """Let the other nodes see `mark`, some hundred characters, with the next sign of life of this node."""
 
 
 class Companion(Protocol):

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ddpilot.errors import DdpilotError
+from ddpilot.findings.finding import Finding
 from ddpilot.findings.sequence import Findings
 from ddpilot.record.hook import find_rings
+from ddpilot.watch.deaths import OF_ENDS
 from ddpilot.watch.folders import JobAbout, jobs_root, list_jobs, read_about
 from ddpilot.watch.gathering import Gatherer
 from ddpilot.watch.report import Report, read_report
@@ -64,7 +66,10 @@ def explain_job(folder: Path, about: JobAbout, *, ask: bool = True) -> Report:
     view = gatherer.add_last_stacks(gatherer.gather({}))
     analysis = _analyze(gatherer, view, earlier, ask=ask)
     findings = [*(saved.findings if saved else ()), *rules.feed(gatherer.read_entries(), view.now_ns)]
-    findings += [*(() if about.is_running else rules.finish(view.now_ns)), *analysis.findings]
+    findings += [
+        *(() if about.is_running else rules.finish(view.now_ns)),
+        *_without_told_ends(analysis.findings, saved),
+    ]
     unseen = tuple(r for r in range(about.world_size) if r not in view.ranks or view.ranks[r].log is None)
     return Report(
         job=about.id,
@@ -77,6 +82,12 @@ def explain_job(folder: Path, about: JobAbout, *, ask: bool = True) -> Report:
     )
 
 
+def _without_told_ends(findings: Iterable[Finding], saved: Report | None) -> list[Finding]:
+    """Without the ends of ranks that the observer has told: it knew how they ended, their rings say only whether."""
+    told = {rank for finding in (saved.findings if saved else ()) if finding.code in OF_ENDS for rank in finding.ranks}
+    return [each for each in findings if each.code not in OF_ENDS or told.isdisjoint(each.ranks)]
+
+
 def _analyze(gatherer: Gatherer, view: JobView, earlier: JobView | None, *, ask: bool) -> Analysis:
     analysis = analyze(view, earlier)
     if ask and analysis.needs_stacks:
@@ -86,7 +97,7 @@ def _analyze(gatherer: Gatherer, view: JobView, earlier: JobView | None, *, ask:
 
 def _describe_state(about: JobAbout, view: JobView) -> str:
     live = [rank for rank, each in view.ranks.items() if each.process.state == "running"]
-    if live:
+    if live or about.is_running:
         return f"running since {_when(about.started_s)} on {about.host}: {' '.join(about.command)}"
     how = "" if any(each.log and each.log.closed_ns for each in view.ranks.values()) else ", and not in an orderly way"
     return f"has ended{how}; it was started {_when(about.started_s)} on {about.host}: {' '.join(about.command)}"

@@ -55,6 +55,7 @@ FIXES = {
     "DDP211": "run `model.module(...)` there, which has no collective, or run the DDP model on all ranks",
     "DDP212": "use the same parameters on all ranks, add `0 * sum(p.sum() for p in model.parameters())` to the loss, "
     "or wrap with find_unused_parameters=True",
+    "DDP216": "let all ranks come to a barrier before destroy_process_group",
     "DDP219": "pair every send with a recv of the same peers and tag, in an order in which one side sends first, or "
     "use batch_isend_irecv",
     "DDP220": "call it on all ranks: move it out of the branch, or leave it out",
@@ -160,7 +161,7 @@ def _was_there(gone: Party, here: Party) -> bool:
     return bool(gone.lines & here.lines) if here.lines else True
 
 
-def _left_loop(parting: Parting, here: Party, gone: Party) -> Cause:
+def _left_loop(parting: Parting, here: Party, gone: Party) -> Cause | None:
     assert parting.loop is not None
     who, loop = render_ranks(gone.ranks), _say(parting, parting.loop)
     if parting.swallower is not None:
@@ -172,11 +173,22 @@ def _left_loop(parting: Parting, here: Party, gone: Party) -> Cause:
     if parting.exit is not None:
         spot = _say(parting, parting.exit)
         why = f"{who} left {loop} earlier than {render_ranks(here.ranks)}: {spot} is decided by each rank for itself"
+        if parting.exit.line == parting.loop.line:
+            why = f"{loop} ended earlier on {who} than on {render_ranks(here.ranks)}: each rank decides for itself"
         return Cause(code="DDP208", ranks=gone.ranks, why=why, at=_at(here))
     if parting.skip is not None:
         spot = _say(parting, parting.skip)
         why = f"{who} came to the end of {loop} with fewer rounds: {spot} is decided by each rank for itself"
         return Cause(code="DDP210", ranks=gone.ranks, why=why, at=_at(here))
+    if parting.unsynced is not None:
+        spot = _say(parting, parting.unsynced)
+        why = f"{who} came to the end of {loop} with fewer exchanges of gradients: each rank decides for itself what"
+        return Cause(code="DDP201", ranks=gone.ranks, why=f"{why} {spot} is in a round", at=_at(here))
+    if parting.same_rounds and gone.entry is not None:
+        return None  # it has run them all, or the others are in them again
+    if parting.same_rounds:
+        why = f"{who} left {loop} before its end: it has as many rounds on all ranks"
+        return Cause(code="DDP208", ranks=gone.ranks, why=why, at=_at(here))
     why = (
         f"{loop} ended earlier on {who}: it had fewer rounds, as with fewer batches, than on {render_ranks(here.ranks)}"
     )

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ddpilot.findings.catalog import find_entry
 from ddpilot.findings.finding import Finding
-from ddpilot.record.agreement import Clash, find_clash, terms_of
+from ddpilot.findings.words import render_ranks
+from ddpilot.record.agreement import SILENT, Clash, find_clash, terms_of
+from ddpilot.record.exchange import EXCHANGES
 from ddpilot.record.log import Collective
 from ddpilot.watch.causes import FIXES, NAMES, Cause, Party, find_cause
 from ddpilot.watch.meetings import Progress
@@ -26,9 +28,26 @@ from ddpilot.watch.words import (
     say_spot,
 )
 
-_CODES = {"op": "DDP201", "size": "DDP202", "dtype": "DDP203", "reduce-op": "DDP204", "root": "DDP205"}
+_CODES = {
+    "op": "DDP201",
+    "size": "DDP202",
+    "dtype": "DDP203",
+    "reduce-op": "DDP204",
+    "root": "DDP205",
+    "shape": "DDP202",
+}
 _OF_CONSTRUCTION = {"size": "DDP302", "dtype": "DDP303"}
-_WORDS = {"op": "", "size": "in size", "dtype": "in dtype", "reduce-op": "in its reduce-op", "root": "in its root"}
+_WORDS = {
+    "op": "",
+    "size": "in size",
+    "dtype": "in dtype",
+    "reduce-op": "in its reduce-op",
+    "root": "in its root",
+    "shape": "in shape",
+}
+_THREAD_FIX = "give the thread a group of its own (`dist.new_group()` on all ranks), or call from one thread only"
+_SHAPE_FIX = "give tensors of one shape on all ranks: `transpose` or `permute` where they are turned"
+_EXCHANGE_FIX = "let each rank expect what the others give: exchange the split sizes first, with an even all_to_all"
 _NUM_SAME = 32
 """After so many collectives from the same lines on all ranks, nothing is a consequence of what was before."""
 
@@ -48,8 +67,8 @@ class Meet:
         return max(entry.start_ns for entry in self.by_rank.values())
 
 
-def find_first(progress: Progress) -> Meet | None:
-    """The first collective of a group that its ranks are not in with the same op, dtype, size, root and reduce-op."""
+def find_firsts(progress: Progress) -> list[Meet]:
+    """The first collectives of a group about which its ranks do not agree: one that goes on silently, and another."""
     terms: dict[tuple[int, int, str], object] = {}
     first = progress.first_common
     by_seq: dict[int, dict[int, Collective]] = {}
@@ -67,11 +86,17 @@ def find_first(progress: Progress) -> Meet | None:
                 if said != known or _may_clash(entry, other):
                     odd.add(entry.seq)
             here[rank] = entry
+    # What is exchanged pair by pair is looked at where ranks are now: all of it would take too long.
+    newest = max(map(progress.position, progress.by_rank))
+    odd |= {seq for seq in (newest - 1, newest) if any(each.op in EXCHANGES for each in by_seq.get(seq, {}).values())}
+    found: dict[bool, Meet] = {}
     for seq in sorted(odd):
         clash = find_clash(by_seq[seq])
         if clash is not None:
-            return Meet(progress, seq, clash, by_seq[seq])
-    return None
+            found.setdefault(clash.aspect in SILENT, Meet(progress, seq, clash, by_seq[seq]))
+        if False in found:
+            break
+    return list(found.values())
 
 
 def _may_clash(entry: Collective, other: Collective) -> bool:
@@ -88,6 +113,8 @@ def explain_clash(view: JobView, meet: Meet, sources: Sources) -> Finding:
         cause = (find_cause(*origin, sources) if origin is not None else None) or find_cause(rest, odd, sources)
     code = _choose_code(meet, cause)
     known = None if code in FIXES else find_entry(code)
+    thread = _say_thread(view, meet) if cause is None else ""
+    special = _THREAD_FIX if thread else _special_fix(meet)
     smallest = min(sides, key=lambda ranks: (len(ranks), -ranks[0]))
     at = cause.at if cause is not None else _frame_of(meet.by_rank[smallest[0]])
     return Finding(
@@ -99,10 +126,32 @@ def explain_clash(view: JobView, meet: Meet, sources: Sources) -> Finding:
         or (smallest if len(sides) == 2 else tuple(sorted(meet.by_rank))),
         place=place_of(at),
         evidence=(*_show_sides(view, meet), *show_common(meet.progress, meet.seq)),
-        why=cause.why if cause is not None else _why(meet),
-        fix=known.first_fix if known is not None else FIXES[code],
+        why=cause.why if cause is not None else thread or _why(meet),
+        fix=special or (known.first_fix if known is not None else FIXES[code]),
         source=f"ddpilot explain {code}",
     )
+
+
+def _special_fix(meet: Meet) -> str:
+    if meet.clash.aspect == "shape":
+        return _SHAPE_FIX
+    is_exchange = any(entry.op in EXCHANGES for entry in meet.by_rank.values())
+    return _EXCHANGE_FIX if is_exchange and meet.clash.aspect == "size" else ""
+
+
+def _say_thread(view: JobView, meet: Meet) -> str:
+    """That one of them comes from a thread beside the program's main one; empty where none does."""
+    for rank, entry in sorted(meet.by_rank.items()):
+        seen = view.ranks.get(rank)
+        main = seen.log.pid if seen is not None and seen.log is not None else 0  # a main thread has its process's id
+        if entry.ddp is None and main not in (0, entry.thread) and _is_shared(meet.progress.by_rank[rank], main):
+            spot = say_spot(entry.line)
+            return f"{render_ranks([rank])} calls the one at {spot} from another thread: threads come in any order"
+    return ""
+
+
+def _is_shared(entries: Sequence[Collective], thread: int) -> bool:
+    return any(entry.thread == thread for entry in entries)
 
 
 def _choose_code(meet: Meet, cause: Cause | None) -> str:
@@ -128,6 +177,8 @@ def _summarize(meet: Meet) -> str:
 def _why(meet: Meet) -> str:
     if meet.clash.aspect == "reduce-op":
         return "each rank reduces in its own way: the results differ between ranks, and nothing stops"
+    if meet.clash.aspect == "shape":
+        return "as many numbers in another order: what meets does not belong together, and nothing stops"
     if meet.clash.aspect == "op":
         return "collectives meet by their order in the group, whatever they are: some ranks are ahead, or elsewhere"
     return f"ranks that are in one collective have to agree about its {meet.clash.aspect}"

@@ -32,17 +32,8 @@ def guards(source: Source, blocks: Sequence[Block], line: int) -> list[Spot]:
     `blocks`: those around the line that matter. Of conditions that return before it only those on the rank are told,
     and those in a loop are told by `early_exits`.
     """
-    found = [
-        Spot(
-            block.node.lineno,
-            source.text(block.node.lineno),
-            source.depends_on_rank(block.node.test),
-            block.part == "orelse",
-            bool(block.node.orelse),
-        )
-        for block in blocks
-        if isinstance(block.node, ast.If)
-    ]
+    found = [spot for block in blocks if (spot := _condition(source, block)) is not None]
+    found += _inline_conditions(source, line)
     for statement in source.before(line):
         if not isinstance(statement, ast.If) or statement.orelse or not _leaves(statement.body):
             continue
@@ -50,6 +41,42 @@ def guards(source: Source, blocks: Sequence[Block], line: int) -> list[Spot]:
         if source.depends_on_rank(statement.test) and not is_in_loop:
             found.append(Spot(statement.lineno, source.text(statement.lineno), True, True))
     return found
+
+
+def _condition(source: Source, block: Block) -> Spot | None:
+    node = block.node
+    if isinstance(node, ast.If):
+        is_else = block.part == "orelse"
+        depends = source.depends_on_rank(node.test)
+        return Spot(node.lineno, source.text(node.lineno), depends, is_else, bool(node.orelse))
+    if isinstance(node, ast.Match) and block.part.startswith("case "):
+        case = node.cases[int(block.part.removeprefix("case "))]
+        asked = [node.subject, *([case.guard] if case.guard is not None else [])]
+        others = any(not isinstance(each.body[0], ast.Pass) for each in node.cases if each is not case)
+        text = f"{source.text(node.lineno)} {source.text(case.pattern.lineno)}"
+        return Spot(node.lineno, text, any(map(source.depends_on_rank, asked)), False, others)
+    return None
+
+
+def _inline_conditions(source: Source, line: int) -> list[Spot]:
+    """Conditions on the rank within the statement of `line` itself: `is_main and dist.barrier()`, `... if is_main`."""
+    statement = source.statement(line)
+    if statement is None or hasattr(statement, "body"):
+        return []
+    found = []
+    for node in ast.walk(statement):
+        test, is_else = None, False
+        if isinstance(node, ast.BoolOp) and any(map(_calls, node.values[1:])):
+            test, is_else = node.values[0], isinstance(node.op, ast.Or)
+        elif isinstance(node, ast.IfExp) and _calls(node.body) != _calls(node.orelse):
+            test, is_else = node.test, _calls(node.orelse)
+        if test is not None and source.depends_on_rank(test):
+            found.append(Spot(test.lineno, source.text(test.lineno), True, is_else))
+    return found
+
+
+def _calls(node: ast.AST) -> bool:
+    return any(isinstance(each, ast.Call) for each in ast.walk(node))
 
 
 def _leaves(body: Sequence[ast.stmt]) -> bool:
@@ -65,6 +92,48 @@ def early_exits(source: Source, loop: ast.AST) -> list[Spot]:
     ]
 
 
+def own_ends(source: Source, loop: ast.AST) -> list[Spot]:
+    """The loop's own condition, where it may end a `while` at another round on each rank."""
+    if not isinstance(loop, ast.While) or source.is_the_same_everywhere(loop.test):
+        return []
+    return [Spot(loop.lineno, source.text(loop.lineno), source.depends_on_rank(loop.test))]
+
+
+def has_same_rounds(source: Source, loop: ast.AST) -> bool:
+    """Whether it is a `for` over a range that is the same on all ranks."""
+    call = loop.iter if isinstance(loop, ast.For) else None
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.func.id != "range":
+        return False
+    return all(source.is_the_same_everywhere(value) for value in call.args)
+
+
+def exits_in_calls(source: Source, loop: ast.AST) -> list[Spot]:
+    """Where the loop calls a function of the same file that may end the program."""
+    found = []
+    for node, tests in _walk(loop, [], nested=False):
+        if isinstance(node, ast.Call) and _may_differ(source, tests) and tests:
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if any(_is_exit(each) for one in source.functions_called(name) for each in ast.walk(one)):
+                depends = any(map(source.depends_on_rank, tests))
+                found.append(Spot(node.lineno, _with_condition(source, node, tests), depends))
+    return found
+
+
+def unsynced(source: Source, blocks: Sequence[Block]) -> list[Spot]:
+    """Blocks around a line in which DDP exchanges nothing, in rounds that are not the same on all ranks."""
+    return [
+        Spot(block.node.lineno, source.text(block.node.lineno))
+        for block in blocks
+        if isinstance(block.node, ast.With)
+        and any(_mentions(item.context_expr, "no_sync") for item in block.node.items)
+        and not all(source.is_the_same_everywhere(item.context_expr) for item in block.node.items)
+    ]
+
+
+def _mentions(node: ast.AST, name: str) -> bool:
+    return any(getattr(each, "attr", getattr(each, "id", "")) == name for each in ast.walk(node))
+
+
 def skips(source: Source, loop: ast.AST, line: int) -> list[Spot]:
     """Where a round of the loop may be cut short before `line`, for a reason that is not the same on all ranks."""
     return [
@@ -72,6 +141,37 @@ def skips(source: Source, loop: ast.AST, line: int) -> list[Spot]:
         for node, tests in _walk(loop, [], nested=False)
         if isinstance(node, ast.Continue) and tests and node.lineno < line and _may_differ(source, tests)
     ]
+
+
+def may_start_over(source: Source, line: int) -> bool:
+    """Whether what `line` goes over may be begun anew at its end, for as long as something else lasts.
+
+    An iterator that is held by hand; or a loop inside another that counts no rounds, which hands on what it gets or is
+    left from inside, as after a number of steps.
+    """
+    statement = source.statement(line)
+    if statement is None:
+        return False
+    head = statement.iter if isinstance(statement, (ast.For, ast.AsyncFor)) else statement
+    calls = {_call_name(node) for node in ast.walk(head) if isinstance(node, ast.Call)}
+    if "cycle" in calls or ("iter" in calls and head is statement):
+        return True
+    if not any(block.is_loop and _counts_nothing(block.node) for block in source.blocks(line)):
+        return False
+    leaves = (ast.Break, ast.Return, ast.Yield, ast.YieldFrom)
+    inner = [statement, *(node for node, _ in _walk(statement, [], nested=False))]
+    return any(isinstance(node, leaves) or _is_exit(node) for node in inner)
+
+
+def _counts_nothing(loop: ast.AST) -> bool:
+    if isinstance(loop, ast.While):
+        return True
+    calls = [node for node in ast.walk(getattr(loop, "iter", loop)) if isinstance(node, ast.Call)]
+    return isinstance(loop, ast.For) and any(_call_name(call) in ("count", "repeat") for call in calls)
+
+
+def _call_name(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else str(getattr(call.func, "id", ""))
 
 
 def swallowers(source: Source, blocks: Sequence[Block]) -> list[Spot]:
@@ -123,12 +223,8 @@ def _is_exit(node: ast.AST) -> bool:
     call = node.value if isinstance(node, ast.Expr) else node
     if not isinstance(call, ast.Call):
         return False
-    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-    return name in _ENDS
+    return _call_name(call) in _ENDS
 
 
 def _is_suppress(call: ast.expr) -> bool:
-    if not isinstance(call, ast.Call):
-        return False
-    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-    return name in _SUPPRESSES
+    return isinstance(call, ast.Call) and _call_name(call) in _SUPPRESSES

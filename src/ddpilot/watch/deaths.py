@@ -11,6 +11,9 @@ from ddpilot.watch.stacks import chain_of
 from ddpilot.watch.view import JobView
 from ddpilot.watch.words import describe_shortly, place_of, say_place, who_does
 
+OF_ENDS = frozenset({"DDP208", "DDP209"})
+"""Codes of what is said of a rank's end, by whether it is known how it came."""
+
 _FIXES = {
     "SIGKILL": "look whether memory was out (`dmesg | tail`): fewer DataLoader workers, smaller batches",
     "SIGBUS": "look whether shared memory was full (`df /dev/shm`); see ddpilot explain DDP601",

@@ -23,6 +23,7 @@ from ddpilot.record.hook import HOOK, RING_DIR_VARIABLE
 from ddpilot.record.on_import import when_imported
 from ddpilot.watch.folders import jobs_root, open_root
 from ddpilot.watch.options import OnFinding, WatchOptions
+from ddpilot.watch.reaching import describe_way
 
 WATCH_VARIABLE = "DDPILOT_WATCH"
 """1: ranks are watched without a word of their script's."""
@@ -80,6 +81,9 @@ def _enable(options: WatchOptions, topology: Topology, name: str) -> Path:
     hooks = (HOOK, GUARD_HOOK) if options.guard else (HOOK,)
 
     def begin(_torch: ModuleType) -> None:
+        from ddpilot.group.destroying import let_works_end_on_destroy
+
+        let_works_end_on_destroy()
         for hook in hooks:
             module, _, function = hook.partition(":")
             getattr(importlib.import_module(module), function)(start)
@@ -122,6 +126,7 @@ def _start_observer(folder: Path, options: WatchOptions, topology: Topology, nam
         "rank_pid": os.getpid(),
         "on_finding": options.on_finding if isinstance(options.on_finding, str) else "stop",
         "stall_warn_s": options.stall_warn_s,
+        "way": describe_way(topology, name, os.environ),
     }
     environ = {key: value for key, value in os.environ.items() if key not in (WATCH_VARIABLE, *_ABOUT_A_RANK)}
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))

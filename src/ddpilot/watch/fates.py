@@ -9,7 +9,7 @@ from typing import Literal
 
 from ddpilot.launching.victims import reads_like_victim
 from ddpilot.record.log import Collective
-from ddpilot.watch.stacks import is_waiting
+from ddpilot.watch.stacks import is_waiting, passes
 from ddpilot.watch.view import JobView, RankView
 
 State = Literal["alive", "finished", "died", "victim", "unknown"]
@@ -17,6 +17,9 @@ State = Literal["alive", "finished", "died", "victim", "unknown"]
 
 _MAX_CHARS = 100
 _STOPPING = ("SIGKILL", "SIGTERM", "SIGINT")
+_ERROR_NS = 1_500_000_000
+"""A rank may have left because of an error, as in a `finally`: so long later that is known."""
+_LEAVES = "/ddpilot/group/leaving.py:wait_for_peers"
 _PATIENT_CALLS = ("send", "recv", "send_object_list", "recv_object_list")
 
 
@@ -44,7 +47,8 @@ def fate_of(rank: RankView | None) -> Fate:
         words = f"raised {error.type_name}: {_shorten(error.message)}".removesuffix(": ")
         return Fate("victim" if reads_like_victim(error.type_name, error.message) else "died", words)
     if rank.returned:
-        return Fate("finished", "has returned")
+        is_cut = rank.process.exitcode == 0 and rank.log is not None and rank.log.closed_ns is None
+        return Fate("finished", "has ended at once, as by os._exit(0)" if is_cut else "has returned")
     return _fate_of_process(rank) if rank.process.state == "ended" else Fate("alive")
 
 
@@ -81,6 +85,17 @@ def _earliest(view: JobView, ranks: Iterable[int]) -> list[int]:
     if not known:
         return list(ends)
     return [rank for rank, end in ends.items() if end is not None and end <= min(known) + 100_000_000]
+
+
+def as_left(rank: RankView | None, fate: Fate, last: Collective | None, now_ns: int) -> Fate:
+    """`fate`, or of a rank that lives and has left the group in which `last` was its newest, that it has."""
+    if rank is None or fate.state != "alive" or rank.log is None:
+        return fate
+    left_ns = rank.log.left_ns
+    if left_ns is not None and last is not None and last.start_ns < left_ns and now_ns - left_ns > _ERROR_NS:
+        has_ended = rank.log.closed_ns is not None
+        return Fate("finished", "has come to its end" if has_ended else "has destroyed its process groups")
+    return Fate("finished", "leaves its group") if passes(rank.stack, _LEAVES) is not None else fate
 
 
 def holds_up(rank: RankView, fate: Fate, entry: Collective) -> bool | None:

@@ -20,6 +20,8 @@ _PATHS = sysconfig.get_paths()
 _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _LIBRARIES = (_OWN, *{_PATHS[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _MAX_MESSAGE_CHARS = 200
+_SAID_OF_DESYNC = frozenset({"DDP201", "DDP202", "DDP203", "DDP218", "DDP603"})
+"""Pages of what gloo, NCCL and unpickling say where ranks do not agree: they cannot know about what."""
 
 
 def find_known_error(rank: int, error: ErrorView | None, last_lines: Sequence[str] = ()) -> Finding | None:
@@ -47,6 +49,20 @@ def find_known_error(rank: int, error: ErrorView | None, last_lines: Sequence[st
         fix=f"{entry.first_fix}.",
         source=f"ddpilot explain {entry.code}",
     )
+
+
+def is_explained(known: Finding, recorded: Sequence[Finding]) -> bool:
+    """Whether what a page knows of a message adds nothing to what was `recorded`.
+
+    A connection that was closed is a consequence; a port that is taken is a cause.
+    """
+    codes = {finding.code for finding in recorded}
+    if known.code == "DDP209" or known.code in codes:
+        return True
+    if known.code == "DDP308":
+        return "DDP212" in codes
+    has_cause = any(code.startswith(("DDP2", "DDP30")) and code != "DDP209" for code in codes)
+    return known.code in _SAID_OF_DESYNC and has_cause
 
 
 def _find_place(traceback: str) -> Place | None:

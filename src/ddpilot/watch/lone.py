@@ -13,7 +13,7 @@ from ddpilot.watch.fates import Fate, first_deaths
 from ddpilot.watch.meetings import Meeting, Progress
 from ddpilot.watch.source import Sources
 from ddpilot.watch.stacks import chain_of
-from ddpilot.watch.view import JobView
+from ddpilot.watch.view import JobView, RankView
 from ddpilot.watch.waits import Wait
 from ddpilot.watch.words import (
     describe,
@@ -40,7 +40,7 @@ def explain_gone(
     held = tuple(sorted(wait.held))
     one = _party(view, wait, held)
     cause = _find_cause(view, wait, one, ranks, has_died, sources)
-    code = cause.code if cause is not None else "DDP209" if has_died else "DDP208" if wait.meeting else "DDP219"
+    code = cause.code if cause is not None else _code_of(wait, view.ranks.get(ranks[0]), has_died)
     at = cause.at if cause is not None else one.chain[-1] if one.chain else None
     if has_died and cause is None:
         error_chain = chain_of(view.ranks[ranks[0]], None) if ranks[0] in view.ranks else ()
@@ -57,6 +57,16 @@ def explain_gone(
         fix=FIXES.get(code, _DEATH_FIX),
         source=f"ddpilot explain {code}",
     )
+
+
+def _code_of(wait: Wait, gone: RankView | None, has_died: bool) -> str:
+    if has_died:
+        return "DDP209"
+    if wait.meeting is None:
+        return "DDP219"
+    if gone is None or gone.log is None or gone.process.state != "running":
+        return "DDP208"
+    return "DDP216" if gone.log.closed_ns is None else "DDP208"
 
 
 def _blame(view: JobView, gone: Sequence[int], fates: Mapping[int, Fate]) -> tuple[int, ...]:

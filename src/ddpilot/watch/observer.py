@@ -13,25 +13,29 @@ from pathlib import Path
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.sequence import Findings
 from ddpilot.watch.cells import label_cells, rename, rename_in
+from ddpilot.watch.exchange import Exchange
 from ddpilot.watch.gathering import Gatherer, RankFacts
 from ddpilot.watch.options import WatchOptions
 from ddpilot.watch.report import Report
 from ddpilot.watch.rules.book import RuleBook, rules_for
 from ddpilot.watch.stall import Analysis, analyze
 from ddpilot.watch.told import Told, newest
-from ddpilot.watch.view import JobView
+from ddpilot.watch.view import JobView, StackView
 
 INTERVAL_S = 0.25
 _NUM_SOURCES = 200
 _EARLIER_NS = 1_000_000_000
+_ANSWER_S = 1.25
+_PAUSE_S = 0.05
+_MAX_STACKS = 64
 
 
 class Observer:
     """Watches the job whose ranks record in `folder`, in a thread of its own between `start` and `stop`.
 
     `facts` gives what is known of ranks now, by rank; `tell` gets a report with what is new, in the observer's thread.
-    `ranks`: those of this node (default: all of `world_size`). An error in here is told once, as a note of a report,
-    and ends the watching: never the job.
+    `ranks`: those of this node (default: all of `world_size`); `exchange`: with the observers of other nodes. An error
+    in here is told once, as a note of a report, and ends the watching: never the job.
     """
 
     def __init__(
@@ -45,6 +49,7 @@ class Observer:
         name: str = "",
         ranks: Sequence[int] | None = None,
         others: Callable[[], Sequence[str]] = tuple,
+        exchange: Exchange | None = None,
     ) -> None:
         self._folder = folder
         self._facts = facts
@@ -53,9 +58,10 @@ class Observer:
         seen = range(world_size) if ranks is None else ranks
         self._gatherer = Gatherer(folder, world_size, seen, name)
         rules = rules_for(world_size, seen)
-        self._rules = RuleBook(world_size, log=self._gatherer.full_log, rules=rules)
+        self._rules = RuleBook(world_size, log=self._gatherer.full_log, sources=self._sources, rules=rules)
         self._told = Told(options.stall_warn_s)
         self._others = others
+        self._exchange = exchange
         self._empty = Report(job=folder.name, name=name, world_size=world_size)
         self._views: deque[JobView] = deque()
         self._findings: list[Finding] = []
@@ -80,6 +86,9 @@ class Observer:
             held = {**self._gatherer.sources, **sources}
             self._gatherer.sources = {name: held[name] for name in list(held)[-_NUM_SOURCES:]}
             self._labels = label_cells(self._gatherer.sources)
+
+    def _sources(self) -> Mapping[str, str]:
+        return self._gatherer.sources
 
     def pause(self) -> None:
         """Look once more, as at ranks that may do anything yet, and then not until `resume`."""
@@ -106,6 +115,15 @@ class Observer:
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(5.0)
 
+    def await_others(self) -> None:
+        """Wait until the other nodes have told of their ranks, which are asked; at most 1.25 s."""
+        exchange, since_ns = self._exchange, time.monotonic_ns()
+        while exchange is not None and time.monotonic_ns() - since_ns < _ANSWER_S * 1e9:
+            with self._lock:
+                if not self._thread.is_alive() or exchange.has_heard_since(since_ns):
+                    return
+            time.sleep(_PAUSE_S)
+
     def report(self) -> Report:
         """What can be said now, all of it, with what was found before; saved. For any thread, also after `stop`."""
         with self._lock:
@@ -124,6 +142,12 @@ class Observer:
                 self._step(is_last=True)
         except Exception as error:  # noqa: BLE001 - said, and never in the way of the job
             self._give_up(error)
+
+    def say_farewell(self) -> None:
+        """Leave for the other nodes what can be said now that the ranks are gone. To be called after `finish`."""
+        if self._exchange is not None and not self._has_given_up:
+            with self._lock:
+                self._exchange.say_farewell(self._gatherer.gather(self._present_facts(), self._since_ns))
 
     def _run(self) -> None:
         while not self._stopped.wait(INTERVAL_S):
@@ -146,10 +170,13 @@ class Observer:
 
     def _step(self, *, is_last: bool = False) -> None:
         view, analysis = self._look()
-        found = [*self._read_journals(view), *analysis.findings]
+        may_know_more = self._exchange is not None and self._exchange.is_waiting(view.now_ns)
+        # A rank that died may have died of what ranks of other nodes did.
+        known = [each for each in analysis.findings if not (may_know_more and each.code == "DDP209")]
+        found = [*self._read_journals(view), *known]
         found += self._named(self._rules.finish(view.now_ns)) if is_last else ()
         news = self._told.new_findings(found)
-        status = self._told.new_status(analysis, time.monotonic())
+        status = () if may_know_more else self._told.new_status(analysis, time.monotonic())
         if not (news or status):
             return
         self._findings += news
@@ -167,15 +194,29 @@ class Observer:
         return [rename_in(finding, self._labels) for finding in findings]
 
     def _look(self) -> tuple[JobView, Analysis]:
-        view = self._gatherer.gather(self._present_facts(), self._since_ns)
-        earlier = self._find_earlier(view.now_ns)
+        here = self._gatherer.gather(self._present_facts(), self._since_ns)
+        earlier = self._find_earlier(here.now_ns)
+        view = self._widen(here)
         analysis = analyze(view, earlier, stall_warn_s=self._options.stall_warn_s)
-        if analysis.needs_stacks:
-            view = self._gatherer.add_stacks(view, analysis.needs_stacks)
+        needs_stacks = [rank for rank in analysis.needs_stacks if rank in here.ranks]
+        if needs_stacks:
+            here = self._gatherer.add_stacks(here, needs_stacks)
+            view = self._widen(here)
             analysis = analyze(view, earlier, stall_warn_s=self._options.stall_warn_s)
         self._views.append(view)
+        if self._exchange is not None:
+            self._exchange.tell(here, analysis, self._with_stacks)
+            for complaint in self._exchange.complaints(here.now_ns):
+                self._note(complaint)
         status = tuple(rename(line, self._labels) for line in analysis.status)
         return view, replace(analysis, findings=Findings(self._named(analysis.findings)), status=status)
+
+    def _widen(self, here: JobView) -> JobView:
+        return here if self._exchange is None else self._exchange.widen(here)
+
+    def _with_stacks(self, here: JobView) -> JobView:
+        old = [rank for rank, each in here.ranks.items() if each.stack is None or _is_old(each.stack, here.now_ns)]
+        return self._gatherer.add_stacks(here, old[:_MAX_STACKS]) if old else here
 
     def _present_facts(self) -> Mapping[int, RankFacts]:
         facts = self._facts()
@@ -210,3 +251,7 @@ class Observer:
     def _note(self, text: str) -> None:
         if self._told.once(text):
             self._tell(replace(self._empty, notes=(text,)))
+
+
+def _is_old(stack: StackView, now_ns: int) -> bool:
+    return now_ns - stack.taken_ns > _EARLIER_NS

@@ -16,11 +16,13 @@ from typing import Any
 import psutil
 
 from ddpilot.record.hook import find_rings
+from ddpilot.watch.exchange import Exchange
 from ddpilot.watch.folders import JobAbout, remove, remove_old, write_about
 from ddpilot.watch.gathering import RankFacts
 from ddpilot.watch.observer import Observer
 from ddpilot.watch.options import WatchOptions
 from ddpilot.watch.processes import look_at
+from ddpilot.watch.reaching import Way
 from ddpilot.watch.report import Report
 from ddpilot.watch.view import ErrorView
 
@@ -44,6 +46,7 @@ class Observing:
         """Observe until no rank is left."""
         self._await_ranks()
         self._write_about()
+        way = Way(self._said["way"]) if self._said["way"] is not None else None
         observer = Observer(
             self._folder,
             self._said["world_size"],
@@ -52,6 +55,7 @@ class Observing:
             options=self._options,
             name=self._said["name"],
             ranks=tuple(self._pids),
+            exchange=Exchange(way.post, tuple(self._pids)) if way is not None else None,
         )
         observer.start()
         while any(map(_is_running, self._pids.values())):
@@ -60,6 +64,9 @@ class Observing:
                 self._end_ranks()
         observer.stop()
         observer.finish()
+        if way is not None:
+            observer.say_farewell()
+            way.close()
         facts = self._facts().values()
         if not self._has_errors and all(each.returned for each in facts):
             remove(self._folder)

@@ -6,7 +6,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ddpilot.watch.control import Spot, early_exits, guards, skips, swallowers
+from ddpilot.watch.control import (
+    Spot,
+    early_exits,
+    exits_in_calls,
+    guards,
+    has_same_rounds,
+    own_ends,
+    skips,
+    swallowers,
+    unsynced,
+)
 from ddpilot.watch.source import Block, Source, Sources
 from ddpilot.watch.stacks import Chain
 from ddpilot.watch.view import Frame
@@ -41,7 +51,11 @@ class Parting:
     skip: Spot | None = None
     """Where a round of that loop may be cut short."""
     exit: Spot | None = None
-    """Where that loop may be left early."""
+    """Where that loop may be left early; the loop itself, where its condition may end it."""
+    unsynced: Spot | None = None
+    """In that loop, where DDP exchanges nothing in some rounds."""
+    same_rounds: bool = False
+    """That loop has as many rounds on all ranks, if it is not left."""
     are_siblings: bool = False
     """The others are in the other branch of the guard."""
     same_loop: bool = False
@@ -128,11 +142,12 @@ def _complete(chain: Chain, sources: Sources) -> Chain:
     found = list(chain)
     source = sources.find(chain[0])
     while source is not None and found[0].function not in ("", "<module>") and len(found) < _MAX_CALLERS:
+        wrappers = source.wrappers_of(found[0].function.rpartition(".")[2])
         callers = {caller.line: caller for caller in source.calls_of(found[0].function.rpartition(".")[2])}
         if len(callers) != 1:
             break
-        (caller,) = callers.values()
-        found.insert(0, Frame(chain[0].file, caller.line, caller.function, caller.text))
+        outer = [*callers.values(), *wrappers]
+        found[:0] = [Frame(chain[0].file, each.line, each.function, each.text) for each in outer]
     return tuple(found)
 
 
@@ -211,7 +226,10 @@ def _count_common(one: Sequence[Block], other: Sequence[Block]) -> int:
 def _left_loop(source: Source, loop: Block, blocks: Sequence[Block], frame: Frame, gone: Sequence[int]) -> Parting:
     loops = [block for block in blocks if block.is_loop]
     inside = list(blocks)[list(blocks).index(loop) :]
-    exits = [spot for each in loops for spot in early_exits(source, each.node)]
+    exits = [spot for each in loops for spot in (*early_exits(source, each.node), *own_ends(source, each.node))]
+    same_rounds = all(has_same_rounds(source, each.node) for each in loops)
+    if same_rounds and not exits:
+        exits = [spot for each in loops for spot in exits_in_calls(source, each.node)]
     rounds = [spot for each in loops for spot in skips(source, each.node, frame.line)]
     return Parting(
         ranks=tuple(gone),
@@ -221,4 +239,6 @@ def _left_loop(source: Source, loop: Block, blocks: Sequence[Block], frame: Fram
         swallower=next(iter(swallowers(source, inside)), None),
         skip=rounds[0] if rounds else None,
         exit=next((spot for spot in exits if spot.depends_on_rank), exits[0] if exits else None),
+        unsynced=next(iter(unsynced(source, inside)), None) if same_rounds else None,
+        same_rounds=same_rounds,
     )

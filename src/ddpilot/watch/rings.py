@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ddpilot.errors import RecordError
+from ddpilot.record.agreement import REDUCING
 from ddpilot.record.log import Collective, RankLog
 from ddpilot.record.reading import read_ring
 
@@ -37,9 +38,7 @@ class LogReader:
     def read(self) -> RankLog | None:
         """The log with the collectives that are held, oldest first; None while there is none that can be read."""
         newest = max(self._held, default=0)
-        # What was not over yet, and what was so new that its reduce-op may not have been there.
-        fresh_ns = self._read_ns - _LATE_NS
-        again = [index for index, entry in self._held.items() if entry.state == "begun" or entry.start_ns > fresh_ns]
+        again = [index for index, entry in self._held.items() if self._may_change(entry)]
         after = max(min([newest, *(index - 1 for index in again)]), newest - _NUM_REREAD)
         self._read_ns = time.monotonic_ns()
         try:
@@ -48,11 +47,17 @@ class LogReader:
             return None
         if log.started_ns != self._started_ns:  # the rank was started anew
             self._held, self._started_ns = {}, log.started_ns
-            log = read_ring(self._path, newest=NUM_HELD)
+            log = read_ring(self._path, newest=NUM_HELD) if newest else log
         self._held.update((entry.index, entry) for entry in log.collectives)
         for index in sorted(self._held)[:-NUM_HELD]:
             del self._held[index]
         return replace(log, collectives=tuple(self._held[index] for index in sorted(self._held)))
+
+    def _may_change(self, entry: Collective) -> bool:
+        """Whether it was not over, or so new that its reduce-op was not there yet. Decoding it again takes longest."""
+        if entry.state == "begun":
+            return True
+        return entry.reduce_op is None and entry.op in REDUCING and entry.start_ns > self._read_ns - _LATE_NS
 
     def forget(self, passed: dict[Key, int], now_ns: int, num_kept: int) -> None:
         """Let go of what all ranks of its group have `passed`, but for the newest `num_kept`."""

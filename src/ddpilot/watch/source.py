@@ -63,6 +63,17 @@ class Source:
                 found.append(Block(node, part))
         return tuple(found)
 
+    def statement(self, line: int) -> ast.AST | None:
+        """The innermost statement that `line` belongs to: its head, where it has others inside it."""
+        node: ast.AST | None = None
+        body: Sequence[ast.stmt] = self._tree.body
+        while (inner := _holding(body, line)) is not None:
+            node, part = inner, _part_holding(inner, line)
+            if part is None:
+                break
+            body = part[1]
+        return node
+
     def before(self, line: int) -> Iterator[ast.stmt]:
         """Statements that stand before `line` in the bodies around it, within its function, innermost body first."""
         stack: list[Sequence[ast.stmt]] = []
@@ -77,6 +88,23 @@ class Source:
                 break
             body = inner[1]
         return (statement for statements in reversed(stack) for statement in reversed(statements))
+
+    def functions_called(self, name: str) -> list[ast.FunctionDef]:
+        """The functions of this file that are called `name`."""
+        return [node for node in ast.walk(self._tree) if isinstance(node, ast.FunctionDef) and node.name == name]
+
+    def wrappers_of(self, function: str) -> list[Frame]:
+        """Where decorators of this file call what is named `function`, outermost first; no file name."""
+        found = []
+        for node in self.functions_called(function):
+            for decorator in node.decorator_list:
+                name = _name_of(decorator.func if isinstance(decorator, ast.Call) else decorator)
+                for maker in self.functions_called(name):
+                    found += [self._frame_in(inner, call) for inner, call in _calls_of_arguments(maker)]
+        return found
+
+    def _frame_in(self, function: ast.FunctionDef, call: ast.Call) -> Frame:
+        return Frame("", call.lineno, function.name, self.text(call.lineno))
 
     def calls_of(self, function: str) -> list[Frame]:
         """Where this file calls what is named `function`, as lines with the functions around them; no file name."""
@@ -105,17 +133,24 @@ class Source:
                 return True
             if isinstance(node, ast.Constant) and node.value in ("RANK", "LOCAL_RANK", "SLURM_PROCID"):
                 return True
-            if depth and isinstance(node, ast.Name) and self._is_assigned_from_rank(node.id, depth - 1):
+            if depth and name and self._is_made_from_rank(name, isinstance(node, ast.Attribute), depth - 1):
                 return True
         return False
 
-    def _is_assigned_from_rank(self, name: str, depth: int) -> bool:
-        return any(self._mentions_rank(value, depth) for target, value in self._assignments() if target == name)
+    def _is_made_from_rank(self, name: str, is_attribute: bool, depth: int) -> bool:
+        """Whether what is assigned to `name`, or what functions and properties of that name return, mentions it."""
+        values = [value for target, of, value in self._assignments() if (target, of) == (name, is_attribute)]
+        for function in self.functions_called(name):
+            values += [each.value for each in ast.walk(function) if isinstance(each, ast.Return) and each.value]
+        return any(self._mentions_rank(value, depth) for value in values)
 
-    def _assignments(self) -> Iterator[tuple[str, ast.expr]]:
+    def _assignments(self) -> Iterator[tuple[str, bool, ast.expr]]:
+        """Name, whether it is an attribute's, and value."""
         for node in ast.walk(self._tree):
-            if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
-                yield node.targets[0].id, node.value
+            if isinstance(node, ast.Assign) and len(node.targets) == 1:
+                target = node.targets[0]
+                if isinstance(target, (ast.Name, ast.Attribute)):
+                    yield _name_of(target), isinstance(target, ast.Attribute), node.value
 
     def is_the_same_everywhere(self, test: ast.expr) -> bool:
         """Whether a condition is made of constants, settings and counters only: the same on all ranks."""
@@ -188,6 +223,17 @@ def _parse(text: str) -> Source | None:
         return None
 
 
+def _calls_of_arguments(maker: ast.FunctionDef) -> Iterator[tuple[ast.FunctionDef, ast.Call]]:
+    """Calls, in functions within `maker`, of what `maker` or one of them has been given."""
+    nested = [node for node in ast.walk(maker) if isinstance(node, ast.FunctionDef)]
+    given = {argument.arg for function in nested for argument in function.args.args}
+    for function in nested[1:]:
+        for statement in function.body:
+            for node in ast.walk(statement):
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in given:
+                    yield function, node
+
+
 def _holding(body: Sequence[ast.stmt], line: int) -> ast.stmt | ast.ExceptHandler | None:
     for node in body:
         start = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))])
@@ -202,9 +248,9 @@ def _part_holding(node: ast.AST, line: int) -> tuple[str, list[ast.stmt]] | None
         body = getattr(node, part, None)
         if isinstance(body, list) and _holding(body, line) is not None:
             return part, body
-    for case in getattr(node, "cases", ()):
+    for number, case in enumerate(getattr(node, "cases", ())):
         if _holding(case.body, line) is not None:
-            return "body", case.body
+            return f"case {number}", case.body
     return None
 
 

@@ -8,11 +8,14 @@ from dataclasses import dataclass, field
 
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.sequence import Findings
-from ddpilot.watch.clashes import Meet, explain_clash, find_first, involved
+from ddpilot.record.agreement import SILENT
+from ddpilot.record.log import Collective
+from ddpilot.watch.clashes import Meet, explain_clash, find_firsts, involved
 from ddpilot.watch.deaths import explain_death
-from ddpilot.watch.fates import Fate, fate_of, first_deaths
+from ddpilot.watch.fates import Fate, as_left, fate_of, first_deaths
 from ddpilot.watch.lone import explain_circle, explain_gone
 from ddpilot.watch.meetings import Progress, find_meetings, find_progress
+from ddpilot.watch.messages import explain_message, find_unequal_messages
 from ddpilot.watch.source import Sources
 from ddpilot.watch.unproven import Open, explain_open, find_rendezvous, say_open
 from ddpilot.watch.view import JobView, RankView
@@ -52,6 +55,8 @@ class _Look:
     needs: set[int] = field(default_factory=set)
     explained: set[int] = field(default_factory=set)
     """Ranks whose end is explained by a finding."""
+    silent: list[Finding] = field(default_factory=list)
+    """Of the findings those that no rank dies of or waits for."""
     is_stalled: bool = False
 
 
@@ -68,9 +73,10 @@ def analyze(
     fates = {rank: fate_of(view.ranks.get(rank)) for rank in _all_ranks(view)}
     look = _Look(view, earlier, fates, Sources(view.sources), int(stall_s * 1e9), int(stall_warn_s * 1e9))
     progress = find_progress(rank.log for rank in view.ranks.values() if rank.log is not None)
-    clashes = [meet for each in progress if (meet := find_first(each)) is not None]
+    clashes = [meet for each in progress for meet in find_firsts(each)]
     _say_clashes(look, [meet for meet in clashes if meet.newest_ns >= view.since_ns])
-    stuck = {id(meet.progress) for meet in clashes if meet.clash.aspect != "reduce-op"}
+    _say_messages(look)
+    stuck = {id(meet.progress) for meet in clashes if meet.clash.aspect not in SILENT}
     _say_waits(look, [each for each in progress if id(each) not in stuck])
     _say_rendezvous(look)
     _say_deaths(look)
@@ -96,11 +102,22 @@ def _can_answer(look: _Look, rank: int) -> bool:
 
 def _say_clashes(look: _Look, meets: Iterable[Meet]) -> None:
     for meet in sorted(meets, key=lambda meet: min(entry.start_ns for entry in meet.by_rank.values())):
-        look.findings.append(explain_clash(look.view, meet, look.sources))
-        look.is_stalled |= meet.clash.aspect != "reduce-op"
+        finding = explain_clash(look.view, meet, look.sources)
+        look.findings.append(finding)
         look.needs.update(involved(meet))
-        if meet.clash.aspect != "reduce-op":
+        if meet.clash.aspect in SILENT:
+            look.silent.append(finding)
+        else:
+            look.is_stalled = True
             look.explained.update(meet.progress.group.ranks)
+
+
+def _say_messages(look: _Look) -> None:
+    for message in find_unequal_messages(look.view):
+        if max(message.sent.start_ns, message.received.start_ns) >= look.view.since_ns:
+            look.findings.append(explain_message(look.view, message))
+            if message.sent.num_bytes > message.received.num_bytes:
+                look.explained.update((message.sender, message.receiver))
 
 
 def _say_waits(look: _Look, progress: Iterable[Progress]) -> None:
@@ -129,12 +146,13 @@ def _has_waited(look: _Look, rank: int) -> bool:
 
 
 def _say_wait(look: _Look, wait: Wait, held: set[int]) -> None:
-    gone = [rank for rank in wait.missing if look.fates[rank].is_gone]
+    fates = {**look.fates, **{rank: _fate_in(look, wait, rank) for rank in wait.missing if rank not in held}}
+    gone = [rank for rank in wait.missing if fates[rank].is_gone]
     is_over = any(entry.state == "failed" for entry in wait.held.values()) or look.fates[next(iter(wait.held))].is_gone
     if gone:
         look.is_stalled = True
         look.needs.update(list(wait.held)[:1])
-        look.findings.append(explain_gone(look.view, wait, gone, look.fates, look.sources))
+        look.findings.append(explain_gone(look.view, wait, gone, fates, look.sources))
         look.explained.update(wait.held.keys() | set(gone))
         return
     absent = [rank for rank in wait.missing if rank not in held and not look.fates[rank].is_gone]
@@ -150,6 +168,24 @@ def _say_wait(look: _Look, wait: Wait, held: set[int]) -> None:
     finding = explain_open(one, waited_ns > look.warn_ns)
     if finding is not None:
         look.findings.append(finding)
+
+
+def _fate_in(look: _Look, wait: Wait, rank: int) -> Fate:
+    """What has become of `rank` in the group of `wait`."""
+    seen, fate = look.view.ranks.get(rank), look.fates[rank]
+    if seen is None or seen.log is None or fate.state != "alive":
+        return fate
+    if wait.meeting is not None:
+        last = wait.meeting.progress.last(rank)
+    else:
+        groups = {_group_key(entry) for entry in wait.held.values()}
+        last = next((entry for entry in reversed(seen.log.collectives) if _group_key(entry) in groups), None)
+    return as_left(seen, fate, last, look.view.now_ns)
+
+
+def _group_key(entry: Collective) -> tuple[object, ...] | None:
+    group = entry.group
+    return (group.name, group.ranks, group.attempt, group.incarnation) if group is not None else None
 
 
 def _is_proven(view: JobView, circle: Iterable[Wait]) -> bool:
@@ -173,7 +209,7 @@ def _say_rendezvous(look: _Look) -> None:
 
 def _say_deaths(look: _Look) -> None:
     firsts = [rank for rank in first_deaths(look.view, look.fates) if rank not in look.explained]
-    if not firsts or any(finding.severity == "error" and finding.code != "DDP204" for finding in look.findings):
+    if not firsts or any(finding.severity == "error" and finding not in look.silent for finding in look.findings):
         return  # who else died has died of that
     by_words: dict[str, list[int]] = {}
     for rank in firsts:

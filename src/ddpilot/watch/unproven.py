@@ -13,7 +13,7 @@ from ddpilot.watch.causes import NAMES
 from ddpilot.watch.clashes import show_common
 from ddpilot.watch.fates import Fate
 from ddpilot.watch.stacks import innermost, passes
-from ddpilot.watch.view import Frame, JobView
+from ddpilot.watch.view import Frame, JobView, RankView
 from ddpilot.watch.waits import Wait
 from ddpilot.watch.words import (
     describe,
@@ -29,6 +29,8 @@ from ddpilot.watch.words import (
 )
 
 _STACK_AGE_NS = 5_000_000_000
+_ALL_INSIDE_NS = 10_000_000_000
+"""So long after the start, or after a group was left, it is odd that all ranks make a group and have none."""
 _MAX_STACKS = 64
 
 
@@ -104,19 +106,19 @@ def explain_open(one: Open, has_lasted: bool) -> Finding | None:
         code=first.code,
         name=NAMES[first.code],
         severity="error" if proven is not None else first.severity,
-        summary=f"{who} in {describe_shortly(entry)}{_long(one, proven)}",
+        summary=f"{who} in {describe_shortly(entry)}",
         ranks=alike,
         place=place_of(first.at) or place_of(entry.line),
-        evidence=(*lay_out(merge_rows(rows)), *common),
+        evidence=(*lay_out(merge_rows(rows)), *common, _say_how_long(one)),
         why=first.why,
         fix=first.fix,
         source=f"ddpilot explain {first.code}",
     )
 
 
-def _long(one: Open, proven: object) -> str:
-    # A proven one is told once: its text must not change with the time.
-    return "" if proven is not None else f" for {one.waited} now"
+def _say_how_long(one: Open) -> str:
+    # No part of the summary, by which a finding is known that was told before.
+    return f"for {one.waited} now"
 
 
 def _is_proven(one: Open, rank: int, absence: Absence) -> bool:
@@ -136,11 +138,12 @@ def _explain_full(one: Open) -> Finding:
         code="DDP218",
         name=NAMES["DDP218"],
         severity="warning",
-        summary=f"all ranks are in {describe_shortly(entry)} for {one.waited} now, and it does not end",
+        summary=f"all ranks are in {describe_shortly(entry)}, and it does not end",
         ranks=tuple(sorted(one.wait.held)),
         place=place_of(entry.line),
-        evidence=lay_out(
-            merge_rows((rank, describe(each), say_place(each.line)) for rank, each in one.wait.held.items())
+        evidence=(
+            *lay_out(merge_rows((rank, describe(each), say_place(each.line)) for rank, each in one.wait.held.items())),
+            _say_how_long(one),
         ),
         why="they agree about it, so it is the data's way between them: a network, a firewall, or a peer-to-peer link",
         fix="look at the interfaces (NCCL_DEBUG=INFO; ddpilot explain DDP107, DDP108), and whether a rank was stopped",
@@ -160,13 +163,17 @@ class Rendezvous:
 def find_rendezvous(
     view: JobView, earlier: JobView | None, fates: Mapping[int, Fate], stall_ns: int, warn_ns: int
 ) -> Rendezvous:
-    """Ranks without any collective yet that are in init_process_group, and those that are not."""
+    """Ranks in no group, as without any collective yet, that are in init_process_group, and those that are not."""
     found = Rendezvous()
-    fresh = [rank for rank, seen in view.ranks.items() if seen.log is not None and not seen.log.num_begun]
+    logs = {rank: seen.log for rank, seen in view.ranks.items() if seen.log is not None}
+    fresh = [rank for rank, log in logs.items() if not log.num_begun or log.left_ns is not None]
     alive = [rank for rank in fresh if not fates[rank].is_gone and _age_ns(view, rank) > stall_ns]
     found.needs_stacks = [rank for rank in alive if _is_old(view, rank)][:_MAX_STACKS]
-    inside = [rank for rank in alive if passes(view.ranks[rank].stack, ":init_process_group", "/rendezvous.py:")]
-    if not inside or len(inside) == view.world_size:
+    inside = [rank for rank in alive if _is_inside(view.ranks[rank])]
+    if not inside:
+        return found
+    if len(inside) == view.world_size:
+        _say_all_inside(found, view, earlier, inside, warn_ns)
         return found
     absent = [rank for rank in range(view.world_size) if rank not in inside]
     gone = [rank for rank in absent if fates[rank].is_gone]
@@ -178,6 +185,37 @@ def find_rendezvous(
     if gone or max(_age_ns(view, rank) for rank in inside) > warn_ns:
         found.findings.append(_explain_rendezvous(view, inside, gone or absent, lay_out(merged), bool(gone)))
     return found
+
+
+def _is_inside(rank: RankView | None) -> bool:
+    stack = rank.stack if rank is not None else None
+    return passes(stack, ":init_process_group", "/rendezvous.py:") is not None
+
+
+def _say_all_inside(found: Rendezvous, view: JobView, earlier: JobView | None, inside: list[int], warn_ns: int) -> None:
+    waited_ns = min(_age_ns(view, rank) for rank in inside)
+    if waited_ns < _ALL_INSIDE_NS or earlier is None or not all(_is_inside(earlier.ranks.get(rank)) for rank in inside):
+        return
+    line = _line(view, inside[0])
+    found.status.append(f"all ranks are in init_process_group at {say_place(line)}, and it does not end")
+    logs = [view.ranks[rank].log for rank in inside]
+    if waited_ns < warn_ns or not all(log is not None and log.left_ns for log in logs):
+        return  # before the first group it is not known for how long they have been there
+    found.findings.append(
+        Finding(
+            code="DDP215",
+            name=NAMES["DDP215"],
+            severity="warning",
+            summary="all ranks are in init_process_group, after they have destroyed a group, and it does not end",
+            ranks=tuple(inside),
+            place=place_of(line),
+            why="a rank that was faster has read the addresses that others left in the store for the old group, or has "
+            "ended the store with it",
+            fix="call dist.barrier() before destroy_process_group and give the new group a store or a port of its own; "
+            "or keep the group; ddpilot.init_group() can be entered again",
+            source="ddpilot explain DDP215",
+        )
+    )
 
 
 def _explain_rendezvous(
@@ -199,7 +237,7 @@ def _explain_rendezvous(
 
 def _age_ns(view: JobView, rank: int) -> int:
     log = view.ranks[rank].log
-    return view.now_ns - log.started_ns if log is not None else 0
+    return view.now_ns - (log.left_ns or log.started_ns) if log is not None else 0
 
 
 def _is_old(view: JobView, rank: int) -> bool:

@@ -14,12 +14,14 @@ from types import MappingProxyType
 from ddpilot.errors import RankError, WatchError
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.sequence import Findings
-from ddpilot.launching.companion import RankState
+from ddpilot.launching.companion import Carrier, RankState
 from ddpilot.record.hook import HOOK, RING_DIR_VARIABLE
 from ddpilot.watch import folders
+from ddpilot.watch.deaths import OF_ENDS
 from ddpilot.watch.enabling import GUARD_HOOK
+from ddpilot.watch.exchange import Exchange
 from ddpilot.watch.gathering import RankFacts
-from ddpilot.watch.known import find_known_error
+from ddpilot.watch.known import find_known_error, is_explained
 from ddpilot.watch.observer import Observer
 from ddpilot.watch.options import WatchOptions
 from ddpilot.watch.report import Report
@@ -31,7 +33,8 @@ NOTHING: Mapping[str, str] = MappingProxyType({})
 class Watcher:
     """A `Companion` of a launch of `world_size` ranks, of which `ranks` are of this node.
 
-    Where no folder can be made nothing is watched, and one line says so.
+    `carrier` leads to the other nodes; None where there are none, or where they are not asked. Where no folder can be
+    made nothing is watched, and one line says so.
     """
 
     def __init__(
@@ -40,11 +43,13 @@ class Watcher:
         name: str,
         world_size: int,
         ranks: tuple[int, ...] = (),
+        carrier: Carrier | None = None,
         others: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         self._options = options
         self._name = name
         self._others = others
+        self._exchange = Exchange(carrier, ranks) if carrier is not None else None
         self._ranks: Sequence[RankState] = ()
         self._lines: queue.SimpleQueue[tuple[str, bool]] = queue.SimpleQueue()
         self._error: WatchError | None = None
@@ -93,6 +98,7 @@ class Watcher:
             name=self._name,
             ranks=self._about.ranks,
             others=self._others,
+            exchange=self._exchange,
         )
         self._observer.add_sources(sources)
         self._observer.start(is_paused=is_paused)
@@ -130,6 +136,8 @@ class Watcher:
             return
         failed = next((each for each in self._ranks if each.rank == error.rank), None)
         is_own = failed is not None and _ended_by_itself(failed)
+        if not is_own:
+            self._observer.await_others()
         try:
             report = self._observer.report()
         except Exception as fault:  # noqa: BLE001 - the error matters more
@@ -138,8 +146,7 @@ class Watcher:
         findings = [each for each in report.findings if not (is_own and _is_of_end(each))]
         view = facts_of(failed).error if failed is not None else None
         known = find_known_error(failed.rank, view, error.last_lines) if failed is not None else None
-        # A connection that was closed is a consequence, which `findings` explain; a port that is taken is a cause.
-        if known is not None and known.code not in ("DDP209", *(each.code for each in findings)):
+        if known is not None and not is_explained(known, findings):
             findings.insert(0, known)
         error.findings = Findings(findings)
 
@@ -248,4 +255,4 @@ def _ended_by_itself(rank: RankState) -> bool:
 
 
 def _is_of_end(finding: Finding) -> bool:
-    return finding.code in ("DDP208", "DDP209")
+    return finding.code in OF_ENDS

@@ -77,3 +77,37 @@ def test_script_ends_with_its_server(tmp_path: Path) -> None:
     source = "import os, ddpilot\nprint(ddpilot.launch(os.getppid, nproc_per_node=1)[0])\n"
     server = int(run_script(source, tmp_path, limit_s=30).out)
     assert not Path(f"/proc/{server}").exists()
+
+
+WHILE_TORCH_IS_IMPORTED = """
+import threading
+import ddpilot
+from ddpilot.record.on_import import when_imported
+
+def make(number):
+    import torch
+    return torch.nn.Linear(2, 2), number
+
+found, threads = [], []
+
+def launch(number):
+    found.append(ddpilot.launch(make, number, nproc_per_node=1)[0][1])
+
+def launch_meanwhile(_module):
+    for number in range(2):
+        threads.append(threading.Thread(target=launch, args=(number,)))
+        threads[-1].start()
+    threads[0].join(1.0)  # time to fail: it cannot come to an end before torch is complete
+
+when_imported("torch.storage", "test", launch_meanwhile)
+import torch
+assert len(threads) == 2 and not found
+for thread in threads:
+    thread.join()
+print("found", sorted(found))
+"""
+
+
+def test_launches_wait_for_a_thread_that_imports_torch(tmp_path: Path) -> None:
+    """As in a notebook whose first cell imports it in the background: half of torch is no torch."""
+    assert "found [0, 1]" in run_script(WHILE_TORCH_IS_IMPORTED, tmp_path).out

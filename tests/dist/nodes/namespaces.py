@@ -23,11 +23,12 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 _GONE_S = 10.0
 
 
-def ip(*words: str) -> None:
-    """Run `ip`; RuntimeError with what it says where it fails."""
+def ip(*words: str) -> str:
+    """What `ip` prints; RuntimeError with what it says where it fails."""
     done = subprocess.run(["ip", *words], capture_output=True, text=True, timeout=20, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"ip {' '.join(words)}: {done.stderr.strip()}")
+    return done.stdout
 
 
 @dataclass
@@ -91,6 +92,17 @@ class TwoNodes:
             ip("-n", self._names[node], "addr", "add", f"{self.addresses[node]}/24", "dev", self.interfaces[node])
             for interface in ("lo", self.interfaces[node]):
                 ip("-n", self._names[node], "link", "set", interface, "up")
+        for node in "ab":
+            self._await_up(node)
+
+    def _await_up(self, node: str) -> None:
+        """The kernel looks at new cables once a second at most; until then the interface counts as down."""
+        name, interface = self._names[node], self.interfaces[node]
+        deadline_s = time.monotonic() + _GONE_S
+        while " state UP " not in (seen := ip("-n", name, "link", "show", "dev", interface)):
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"{interface} did not come up in {_GONE_S:g} s: {seen}")
+            time.sleep(0.01)
 
     def cut(self) -> None:
         """Pull the cable out."""

@@ -130,3 +130,23 @@ def test_run_tells_another_agent_which_rank_failed(tmp_path: Path) -> None:
         )
         assert f'File "{tmp_path / "train.py"}", line 3, in <module>' in done.err
     assert ends[0].err.endswith("On this node, rank 0 had to end.\n")
+
+
+NO_GRADIENT = """
+import torch
+try:
+    torch.ones(2).sum().backward()
+except RuntimeError:
+    torch.ones(3).sum().backward()
+"""
+
+
+@pytest.mark.timeout(120)
+def test_run_shows_tracebacks_without_what_guard_put_around_torch(tmp_path: Path) -> None:
+    """Neither as the rank prints it nor in the report, also for the error that led to it."""
+    write(tmp_path, "train.py", NO_GRADIENT)
+    done = run(tmp_path, "-n", 1, "train.py")
+    assert done.status == 1
+    assert "During handling of the above exception" in done.err
+    assert "_engine_run_backward" in done.err
+    assert "probe.py" not in done.err

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 import ddpilot
+from ddpilot.watch.enabling import enable_from_environment
 from ddpilot.watch.folders import JOBS_VARIABLE, list_jobs
 from tests.dist.launching.scripts import finish, run_script, running, wait_until
 from tests.dist.run.commands import environment
@@ -104,6 +105,30 @@ def test_variable_watches_a_script_that_knows_nothing_of_it(tmp_path: Path) -> N
     assert done.code == 1
     assert "ddpilot: desync  DDP201" in done.err
     wait_until(lambda: not observers(tmp_path), limit_s=10)
+
+
+@pytest.mark.parametrize(("action", "status"), [("report", 0), ("stop", 1)])
+def test_variable_says_what_comes_of_a_finding(action: str, status: int, tmp_path: Path) -> None:
+    """Numbers that are silently wrong: told only, and the job ends well; or it is ended before it would."""
+    by_variable = "from ddpilot.watch.enabling import enable_from_environment\nenable_from_environment()\n"
+    wrong = "dist.all_reduce(torch.ones(1), dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM)\n"
+    # It ends by itself once it was told, or waits for the signal.
+    told = f"import glob\nwhile not glob.glob({str(tmp_path)!r} + '/jobs/*/report.txt'):\n    time.sleep(0.05)\n"
+    last = "time.sleep(60)\n" if status else ""
+    env = variables(tmp_path) | {"DDPILOT_WATCH": "1", "DDPILOT_ON_FINDING": action}
+    text = f"{by_variable}{ENTER}{wrong}{told}{last}dist.destroy_process_group()\n"
+    done = run_script(text, tmp_path, module=TORCHRUN, env=env, may_fail=True)
+    assert done.code == status
+    assert "DDP204" in done.err
+    wait_until(lambda: not observers(tmp_path), limit_s=10)
+
+
+def test_variable_that_cannot_be_meant_is_told_and_in_nobodys_way(capfd: pytest.CaptureFixture[str]) -> None:
+    """Training goes on, unwatched."""
+    enable_from_environment({"DDPILOT_WATCH": "1", "DDPILOT_ON_FINDING": "explode"})
+    said = capfd.readouterr().err
+    assert said.startswith("ddpilot: DDPILOT_WATCH=1: this job is not watched: ")
+    assert "explode" in said
 
 
 def test_watch_explains_a_job_whose_parent_was_killed(tmp_path: Path) -> None:

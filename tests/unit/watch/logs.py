@@ -88,7 +88,7 @@ def alive(writer: Writer, *stack: Frame, **more: Any) -> RankView:
 def returned(writer: Writer) -> RankView:
     """It has come to its end."""
     process = ProcessView(pid=4000 + writer.rank, state="ended", exitcode=0)
-    return RankView(rank=writer.rank, log=writer.log(), process=process, returned=True)
+    return RankView(rank=writer.rank, log=writer.log(closed_ns=105 * S), process=process, returned=True)
 
 
 def died(writer: Writer, signal_name: str = "SIGKILL", exitcode: int = -9, ended_ns: int = 105 * S) -> RankView:

@@ -11,7 +11,8 @@ import pytest
 from ddpilot.findings.finding import Finding
 from ddpilot.record.log import Tensor
 from ddpilot.watch.stall import analyze
-from tests.unit.watch.logs import FILE, Writer, alive, bucket, group_of, job, part, texts_of
+from ddpilot.watch.view import ProcessView, RankView
+from tests.unit.watch.logs import FILE, Writer, alive, bucket, group_of, job, part, returned, texts_of
 
 BRANCH = """\
 for step in range(9):
@@ -96,16 +97,76 @@ def test_roots_that_differ_are_named() -> None:
     ("op", "first", "second"),
     [
         ("all_reduce", {"inputs": (tensor(2, 3),)}, {"inputs": (tensor(6),)}),
-        ("all_gather", {"inputs": (tensor(2),)}, {"inputs": (tensor(3),)}),
+        ("all_reduce", {"inputs": (tensor(2, 6),)}, {"inputs": (tensor(4, 3),)}),
+        ("all_reduce", {"inputs": (tensor(2, 3),)}, {"inputs": (tensor(1, 2, 3),)}),
+        (
+            "all_gather",
+            {"inputs": (tensor(2),), "outputs": (tensor(2), tensor(3))},
+            {"inputs": (tensor(3),), "outputs": (tensor(2), tensor(3))},
+        ),
         ("all_to_all_single", {"inputs": (tensor(2),)}, {"inputs": (tensor(3),)}),
         ("all_reduce", {}, {"reduce_op": None}),
     ],
-    ids=["same number of elements", "all_gather", "all_to_all", "not read yet"],
+    ids=["same number of elements", "views", "a dimension of one", "all_gather", "all_to_all", "not read yet"],
 )
 def test_what_may_differ_is_no_clash(op: str, first: dict[str, Any], second: dict[str, Any]) -> None:
     """Shapes of one size, sizes that each rank chooses, and a reduce-op that is not known yet."""
     zero, one = writers("x = 1\n")
     assert not analyze(job([alive(zero.call(op, 1, **first)), alive(one.call(op, 1, **second))])).findings
+
+
+def test_an_all_gather_into_equal_rooms_of_other_sizes_is_a_size_mismatch() -> None:
+    """Each rank has room for as much as it gives itself, and the others give another number of rows."""
+    ranks = writers("x = 1\n", 3)
+    for rank in ranks:
+        given = tensor(7 if rank.rank == 2 else 10)
+        rank.wait("all_gather", 1, inputs=(given,), outputs=(given,) * 3)
+    finding = find("x = 1\n", *ranks)
+    assert (finding.code, finding.ranks) == ("DDP202", (2,))
+    assert "10 and 7 elements" in finding.summary
+
+
+def exchange(sent: int, expected: int) -> list[Writer]:
+    """Rank 0 gives `sent` rows of two to rank 1, which expects `expected` and comes no further."""
+    zero, one = writers("dist.all_to_all_single(y, x)\ndist.barrier()\n")
+    about_zero = {"inputs": (tensor(3 + sent, 2),), "outputs": (tensor(7, 2),), "splits": ((3, 4), (3, sent))}
+    about_one = {"inputs": (tensor(8, 2),), "outputs": (tensor(expected + 4, 2),), "splits": ((expected, 4), (4, 4))}
+    return [zero.call("all_to_all_single", 1, **about_zero), one.wait("all_to_all_single", 1, **about_one)]
+
+
+def test_parts_of_an_exchange_that_differ_are_named_by_the_pair() -> None:
+    """gloo aborts the one that expects less, and the other is in its next collective."""
+    zero, one = exchange(5, 4)
+    finding = find("dist.all_to_all_single(y, x)\ndist.barrier()\n", zero.wait("barrier", 2), one)
+    assert finding.code == "DDP202"
+    assert finding.summary.endswith("in size: 10 elements for rank 1 and 8 elements from rank 0")
+    assert "split sizes" in finding.fix
+
+
+def test_an_uneven_exchange_that_fits_is_right() -> None:
+    """Each pair has a number of its own."""
+    assert not analyze(job([alive(rank) for rank in exchange(5, 5)], after_s=0.1)).findings
+
+
+def test_a_turned_tensor_is_an_error_although_nothing_stalls() -> None:
+    """As many numbers, and every one of them is added to one that it does not belong to."""
+    zero, one = writers("x = 1\n")
+    zero.call("all_reduce", 1, inputs=(tensor(4, 6),)).call("all_reduce", 1)
+    one.call("all_reduce", 1, inputs=(tensor(6, 4),)).call("all_reduce", 1)
+    analysis = analyze(job([alive(zero), alive(one)]))
+    (finding,) = analysis.findings
+    assert (finding.code, finding.severity, analysis.is_stalled) == ("DDP202", "error", False)
+    assert "in shape: [4, 6] and [6, 4]" in finding.summary
+
+
+def test_a_desync_is_told_after_wrong_numbers_that_went_on() -> None:
+    """A reduce-op that differs keeps nobody from what comes later."""
+    zero, one = writers("x = 1\n")
+    zero.call("all_reduce", 1).wait("barrier", 2)
+    one.call("all_reduce", 1, reduce_op="MAX").wait("broadcast", 3)
+    analysis = analyze(job([alive(zero), alive(one)]))
+    assert sorted(finding.code for finding in analysis.findings) == ["DDP201", "DDP204"]
+    assert analysis.is_stalled
 
 
 def test_what_a_ring_has_forgotten_is_not_compared() -> None:
@@ -271,6 +332,179 @@ def test_a_guard_is_seen_to_ask_for_the_rank_through_whatever_it_uses(guard: str
     finding = find(source, zero.wait("barrier", 5), one.wait("all_reduce", 6, ddp=bucket()))
     assert (finding.code, finding.ranks) == ("DDP201", (0,))
     assert f"`{guard}` (train.py:4)" in finding.why
+
+
+@pytest.mark.parametrize(
+    ("line", "behind"),
+    [
+        ("first and dist.barrier()", "inside"),
+        ("first or dist.barrier()", "where this is false:"),
+        ("dist.barrier() if first else None", "inside"),
+        ("None if first else dist.barrier()", "where this is false:"),
+    ],
+)
+def test_a_guard_within_the_line_itself_is_named(line: str, behind: str) -> None:
+    """Short-circuits and conditional expressions decide as an `if` does."""
+    source = f"first = dist.get_rank() == 0\nfor x in loader:\n    {line}\n    y.backward()\n"
+    zero, one = writers(source)
+    finding = find(source, zero.wait("barrier", 3), one.wait("all_reduce", 4, ddp=bucket()))
+    assert (finding.code, finding.ranks) == ("DDP201", (0,))
+    assert f"is {behind} `{line}` (train.py:3)" in finding.why
+
+
+def test_a_line_that_only_computes_with_the_rank_is_no_guard() -> None:
+    """All ranks come there."""
+    source = "x = scale(rank or 1); dist.barrier()\ny.backward()\n"
+    zero, one = writers(source)
+    finding = find(source, zero.wait("barrier", 1), one.wait("all_reduce", 2, ddp=bucket()))
+    assert "is inside" not in finding.why
+
+
+MATCH = """\
+for x in loader:
+    y.backward()
+    if step == 4:
+        match rank:
+            case 0:
+                dist.barrier()
+            case _:
+                pass
+"""
+
+
+def test_the_case_of_a_match_on_the_rank_is_named() -> None:
+    """And not the condition around it, which is the same on all ranks."""
+    zero, one = writers(MATCH)
+    finding = find(MATCH, zero.wait("barrier", 6), one.wait("all_reduce", 2, ddp=bucket()))
+    assert (finding.code, finding.ranks) == ("DDP201", (0,))
+    assert "is inside `match rank: case 0:` (train.py:4)" in finding.why
+
+
+def test_a_while_that_each_rank_ends_for_itself_is_an_early_exit() -> None:
+    """Its own condition is what is decided, not the number of batches."""
+    source = "while loss > limit(rank):\n    y.backward()\ndist.barrier()\n"
+    zero, one = writers(source)
+    for rank in (zero, one):
+        rank.call("all_reduce", 2, ddp=bucket())
+    finding = find(source, zero.wait("barrier", 3), one.wait("all_reduce", 2, ddp=bucket()))
+    assert (finding.code, finding.ranks) == ("DDP208", (0,))
+    assert "`while loss > limit(rank):` (train.py:1) ended earlier on rank 0 than on rank 1: each" in finding.why
+
+
+def left_range(body: str, line: int) -> Finding:
+    """Rank 0 is behind a loop over a range of nine rounds, rank 1 is at `line` in it."""
+    source = f"for i in range(9):\n{body}dist.barrier()\n"
+    zero, one = writers(source)
+    for rank in (zero, one):
+        rank.call("all_reduce", line, ddp=bucket())
+    end = source.count("\n")
+    return find(source, zero.wait("barrier", end), one.wait("all_reduce", line, ddp=bucket()))
+
+
+def test_a_range_that_is_the_same_on_all_ranks_is_no_uneven_data() -> None:
+    """Nothing says why one rank is not in it; it may have run all rounds, and the others again."""
+    finding = left_range("    y.backward()\n", 2)
+    assert finding.code == "DDP201"
+    assert "fewer rounds" not in finding.why
+
+
+def test_a_range_that_a_rank_has_left_for_good_ended_early() -> None:
+    """It has returned in the midst of what has as many rounds on all ranks."""
+    source = "for i in range(9):\n    y.backward()\n"
+    zero, one = (rank.call("all_reduce", 2, ddp=bucket()) for rank in writers(source))
+    view = job([alive(zero.wait("all_reduce", 2, ddp=bucket())), returned(one)], sources={FILE: source})
+    (finding,) = analyze(view).findings
+    assert (finding.code, finding.ranks) == ("DDP208", (1,))
+    assert "it has as many rounds on all ranks" in finding.why
+
+
+CHIEF = """\
+class Trainer:
+    def __init__(self):
+        self.first = dist.get_rank() == 0
+    @property
+    def leads(self):
+        return self.first
+    def fit(self):
+        for epoch in range(3):
+            for _ in range(4):
+                y.backward()
+            self.on_epoch_end()
+    def on_epoch_end(self):
+        if not self.leads:
+            return
+        dist.barrier()
+Trainer().fit()
+"""
+
+
+def test_a_guard_is_seen_to_ask_for_the_rank_through_attributes_and_properties() -> None:
+    """In methods, also where loops have as many rounds on all ranks."""
+    zero, one = (rank.call("all_reduce", 10, ddp=bucket(), function="fit") for rank in writers(CHIEF))
+    zero.wait("barrier", 15, function="on_epoch_end")
+    one.wait("all_reduce", 10, ddp=bucket(), function="fit")
+    finding = find(CHIEF, zero, one)
+    assert (finding.code, finding.ranks) == ("DDP201", (0,))
+    assert "is where this is false: `if not self.leads:` (train.py:13)" in finding.why
+
+
+def test_rounds_without_exchange_are_named_where_they_are_not_the_same_on_all_ranks() -> None:
+    """As many rounds, and fewer of them with a collective."""
+    body = "    last = (i + 1) % every(rank) == 0\n    with nullcontext() if last else ddp.no_sync():\n"
+    finding = left_range(f"{body}        y.backward()\n", 4)
+    assert (finding.code, finding.ranks) == ("DDP201", (0,))
+    assert "what `with nullcontext() if last else ddp.no_sync():` (train.py:3) is in a round" in finding.why
+
+
+def test_an_exit_in_a_function_that_the_loop_calls_is_named() -> None:
+    """The call, with its condition, is where the ranks parted."""
+    source = (
+        "def stop():\n    os._exit(0)\nfor i in range(9):\n    if rank == 1 and i == 4:\n        stop()\n"
+        "    y.backward()\n"
+    )
+    zero, one = (rank.call("all_reduce", 6, ddp=bucket()) for rank in writers(source))
+    zero.wait("all_reduce", 6, ddp=bucket())
+    process = ProcessView(pid=4001, state="ended", exitcode=0)
+    cut = RankView(rank=1, log=one.log(), process=process, returned=True)
+    (finding,) = analyze(job([alive(zero), cut], sources={FILE: source})).findings
+    assert (finding.code, finding.ranks) == ("DDP208", (1,))
+    assert "`if rank == 1 and i == 4: stop()` (train.py:5) is decided by each rank for itself" in finding.why
+    assert "has ended at once, as by os._exit(0)" in finding.summary
+
+
+def test_a_collective_of_another_thread_is_said_to_be_one() -> None:
+    """In which order threads come is not the same on all ranks."""
+    source = "def log():\n    dist.all_reduce(x)\nfor x in loader:\n    y.backward()\n"
+    zero, one = (rank.call("all_reduce", 4, ddp=bucket(), thread=4000 + rank.rank) for rank in writers(source))
+    zero.wait("all_reduce", 2, function="log", thread=7)
+    one.wait("all_reduce", 4, ddp=bucket(), thread=4001, inputs=(tensor(9),))
+    finding = find(source, zero, one)
+    assert "rank 0 calls the one at train.py:2 from another thread" in finding.why
+    assert "new_group" in finding.fix
+
+
+DECORATED = """\
+def only_on_main(function):
+    @functools.wraps(function)
+    def inner(*args):
+        if dist.get_rank() == 0:
+            return function(*args)
+    return inner
+@only_on_main
+def evaluate(model):
+    dist.all_reduce(total)
+evaluate(model)
+y.backward()
+"""
+
+
+def test_a_guard_in_a_decorator_is_named_from_the_source_alone() -> None:
+    """A rank that was aborted has left no stack."""
+    zero, one = writers(DECORATED)
+    one.wait("all_reduce", 11, ddp=bucket(), inputs=(tensor(9),))
+    finding = find(DECORATED, zero.wait("all_reduce", 9, function="evaluate"), one)
+    assert (finding.code, finding.ranks) == ("DDP201", (0,))
+    assert "is inside `if dist.get_rank() == 0:` (train.py:4)" in finding.why
 
 
 def test_ranks_that_returned_early_from_a_function_are_behind_a_guard_too() -> None:

@@ -12,6 +12,7 @@ from benchmarks.watch_analysis import make_log, view_of
 from ddpilot.findings.as_text import render_text
 from ddpilot.record.log import Collective
 from ddpilot.watch.stall import Analysis, analyze
+from ddpilot.watch.told import newest
 from ddpilot.watch.view import ErrorView, Frame, JobView, ProcessView, RankView, StackView
 from tests.unit.watch.logs import FILE, S, Writer, alive, bucket, died, group_of, job, part, returned, texts_of
 
@@ -80,6 +81,17 @@ def test_a_wait_that_has_lasted_is_a_warning_and_never_an_error() -> None:
     assert codes(analysis) == [("DDP218", "warning")]
     assert analysis.findings[0].ranks == (1,)
     assert "f() (has not moved)" in str(analysis.findings)
+    assert "for 40 s now" in analysis.findings[0].evidence[-1]
+
+
+def test_a_wait_that_lasts_on_is_the_same_finding() -> None:
+    """In the same words, whatever line the rank that is waited for is at by then."""
+    first, later = (
+        one_waits(at(line, "f()", taken_s=99 + s), after_s=s, before=at(line, "f()", taken_s=97 + s)).findings[0]
+        for line, s in ((20, 40), (30, 70))
+    )
+    assert first.place != later.place
+    assert newest([first, later]) == [later]
 
 
 @pytest.mark.parametrize(
@@ -262,6 +274,45 @@ def test_a_message_that_has_both_sides_is_being_sent() -> None:
     assert not analyze(job([alive(zero, *IN_BARRIER), alive(anyone, *IN_BARRIER)])).findings
 
 
+def messages(num_taken: int) -> Analysis:
+    """Rank 0 has sent twice, the second time 32 bytes, and is in a barrier; rank 1 died with room for `num_taken`."""
+    zero, one = pair()
+    zero.call("send", 2, peer=1, tag=0).call("send", 3, peer=1, tag=0, num_bytes=32).wait("barrier", 5)
+    one.call("recv", 2, peer=0, tag=0).wait("recv", 4, peer=0, tag=0, num_bytes=num_taken)
+    return analyze(job([alive(zero), died(one, "SIGABRT", -6)], after_s=0.1))
+
+
+def test_a_message_with_more_than_there_is_room_for_is_a_size_mismatch() -> None:
+    """The sender is done with it, and gloo has aborted the receiver."""
+    (finding,) = messages(16).findings
+    assert (finding.code, finding.severity, finding.ranks) == ("DDP202", "error", (0, 1))
+    assert finding.summary == "rank 0 sends 32 bytes to rank 1, which has room for 16"
+    assert "died of SIGABRT" in "\n".join(finding.evidence)
+
+
+def test_room_that_a_message_does_not_fill_is_a_warning() -> None:
+    """It may be meant, and ends nobody: why the rank died is said too."""
+    found = [(finding.code, finding.severity) for finding in messages(64).findings]
+    assert ("DDP202", "warning") in found
+    assert "error" in {severity for _, severity in found}
+
+
+def test_messages_are_not_compared_where_one_is_forgotten() -> None:
+    """The next one would meet another: the oldest is still held, and one in the middle is not."""
+    zero, one = pair()
+    for rank, op in ((zero, "send"), (one, "recv")):
+        for num_bytes in (16, 32, 64):
+            rank.call(op, 2, peer=1 - rank.rank, tag=0, num_bytes=num_bytes)
+    first, _, last = one.log().collectives[-3:]
+    log = one.log(collectives=(*one.log().collectives[:-3], first, last))
+    assert not analyze(job([alive(zero), alive(one, log=log)])).findings
+
+
+def test_a_message_that_fits_is_not_why_a_rank_died() -> None:
+    """As many bytes on both sides."""
+    assert "DDP202" not in {finding.code for finding in messages(32).findings}
+
+
 def test_a_stage_that_waits_for_a_message_is_only_a_status() -> None:
     """The stage before it computes."""
     zero, one = pair()
@@ -327,6 +378,47 @@ def test_a_rank_that_leaves_its_group_is_proven_to_be_missed() -> None:
     assert codes(analyze(view)) == [("DDP216", "error")]
 
 
+BARRIER = """\
+for step in range(9):
+    dist.all_reduce(x)
+if rank == 1:
+    dist.destroy_process_group()
+else:
+    dist.barrier()
+"""
+
+
+def gone(left_s: float, closed_s: float | None = None, **more: Any) -> Analysis:
+    """Rank 0 waits in a barrier since 100 s; rank 1 has left the groups then, and its process lives at 110 s."""
+    zero, one = (Writer(rank, group_of(0, 1), texts=texts_of(BARRIER)) for rank in range(2))
+    zero.call("all_reduce", 2).wait("barrier", 6)
+    one.call("all_reduce", 2, **more)
+    closed_ns = None if closed_s is None else int(closed_s * S)
+    log = one.log(left_ns=int(left_s * S), closed_ns=closed_ns)
+    return analyze(job([alive(zero), alive(one, log=log)], sources={FILE: BARRIER}))
+
+
+@pytest.mark.parametrize(
+    ("closed_s", "words"), [(None, "has destroyed its process groups"), (103.0, "has come to its end")]
+)
+def test_a_rank_that_has_left_the_group_is_proof_while_its_process_lives(closed_s: float | None, words: str) -> None:
+    """It sleeps, saves, or Python takes long to end: nobody can come to the group from there."""
+    (finding,) = gone(102.0, closed_s).findings
+    assert (finding.code, finding.severity, finding.ranks) == ("DDP220", "error", (0,))
+    assert words in finding.summary
+    assert "`if rank == 1:` (train.py:3)" in finding.why
+
+
+def test_a_rank_that_has_just_left_may_have_an_error_to_tell() -> None:
+    """As in a `finally` that destroys the group; what ended it is known soon."""
+    assert not gone(109.0).findings
+
+
+def test_a_rank_that_has_made_its_groups_anew_has_left_none_that_it_has_not_used() -> None:
+    """Others may be the first in the new group."""
+    assert not gone(102.0, group=group_of(0, 1, name="1")).findings
+
+
 def rendezvous(*others: RankView, after_s: float) -> Analysis:
     """Rank 0 is in init_process_group."""
     inner = Frame(f"{TORCH}/distributed/rendezvous.py", 9, "_env_rendezvous_handler")
@@ -343,6 +435,23 @@ def test_a_group_that_is_not_complete_says_who_is_missing() -> None:
     assert codes(rendezvous(elsewhere, after_s=40)) == [("DDP215", "warning")]
     gone = rendezvous(returned(Writer(1, WORLD)), after_s=3)
     assert [(each.code, each.severity, each.ranks) for each in gone.findings] == [("DDP215", "error", (1,))]
+
+
+@pytest.mark.parametrize(("left_s", "expected"), [(None, []), (100.0, [("DDP215", "warning")])])
+def test_a_group_that_all_make_and_that_does_not_come_is_said(left_s: float | None, expected: list[Any]) -> None:
+    """Such as one that is made anew on the store of the one before; before the first it may just have begun."""
+    inner = Frame(f"{TORCH}/distributed/distributed_c10d.py", 9, "init_process_group")
+    left_ns = None if left_s is None else int(left_s * S)
+
+    def look(after_s: float) -> JobView:
+        stack = replace(at(2, "dist.init_process_group()", inner), taken_ns=int((100 + after_s) * S))
+        ranks = [Writer(rank, WORLD) for rank in range(2)]
+        return job([alive(rank, stack=stack, log=rank.log(left_ns=left_ns)) for rank in ranks], after_s=after_s)
+
+    assert not analyze(look(3), look(2)).status
+    late = analyze(look(40), look(39))
+    assert "all ranks are in init_process_group at train.py:2" in late.status[0]
+    assert codes(late) == expected
 
 
 def test_buffers_that_only_one_rank_broadcasts_are_named_when_the_other_returned() -> None:

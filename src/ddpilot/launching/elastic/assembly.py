@@ -70,7 +70,8 @@ def run_assembled(
         monitor_interval=options.monitor_interval_s,
         local_addr=options.local_addr,
     )
-    escort = Escort(accompany, options.name, screen.note)
+    more = () if meeting is None else (meeting.open_post,)
+    escort = Escort(accompany, options.name, screen.note, *more)
     agent = Agent(spec, PipedLogs(options, screen, folder, variables, escort), options, screen, meeting)
     is_clean = False
     try:

@@ -6,18 +6,29 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from ddpilot.errors import RankError, WatchError
-from ddpilot.launching.companion import Companion, RankState
+from ddpilot.launching.companion import Carrier, Companion, RankState
 from ddpilot.launching.elastic.worker_main import HOOKS_VARIABLE
 
-Accompany = Callable[[str, int, tuple[int, ...]], Companion | None]
-"""Makes who goes along, of the name, the world size and the ranks of this node; None for nobody."""
+Accompany = Callable[[str, int, tuple[int, ...], Carrier | None], Companion | None]
+"""Makes who goes along, of the name, the world size, the ranks of this node and what leads to the other nodes, None
+where there are none; None for nobody."""
 
 
 class Escort:
-    """Asks `accompany`, where there is one, for a companion for each attempt; `say` shows a line."""
+    """Asks `accompany`, where there is one, for a companion for each attempt; `say` shows a line.
 
-    def __init__(self, accompany: Accompany | None, name: str, say: Callable[[str], None]) -> None:
+    `open_post`: gives what leads to the other nodes in an attempt.
+    """
+
+    def __init__(
+        self,
+        accompany: Accompany | None,
+        name: str,
+        say: Callable[[str], None],
+        open_post: Callable[[], Carrier | None] = lambda: None,
+    ) -> None:
         self._accompany = accompany
+        self._open_post = open_post
         self._name = name
         self._say = say
         self._companion: Companion | None = None
@@ -27,7 +38,7 @@ class Escort:
         self.end(is_clean=False)
         if self._accompany is None:
             return {}
-        self._companion = companion = self._accompany(self._name, world_size, ranks)
+        self._companion = companion = self._accompany(self._name, world_size, ranks, self._open_post())
         if companion is None:
             return {}
         return {**companion.variables, HOOKS_VARIABLE: ",".join(companion.hooks)}

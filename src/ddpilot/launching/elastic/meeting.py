@@ -34,6 +34,7 @@ from ddpilot.launching.elastic.nodes import (
     with_failure,
 )
 from ddpilot.launching.elastic.peers import Peers
+from ddpilot.launching.elastic.post import Post
 from ddpilot.launching.elastic.vigil import Vigil, silent_nodes
 
 _STORE_TIMEOUT_S = 60.0
@@ -111,6 +112,10 @@ class Meeting(RendezvousHandler):
         store = PrefixStore(f"attempt{attempt}", self._store)
         where = RendezvousStoreInfo(self._endpoint.addr, port)
         return RendezvousInfo(store, self._me.node_rank, self._me.nnodes, where)
+
+    def open_post(self) -> Post | None:
+        """What carries letters between the nodes in this attempt; None where there is one node."""
+        return None if self._peers is None else self._peers.open_post(self._attempt)
 
     def failure_elsewhere(self, how_here: str) -> RankError | LaunchError | None:
         """Why another node's ranks have ended in this attempt; `how_here`: what became of the ranks here."""

@@ -8,7 +8,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from ddpilot.errors import DdpilotError, LaunchError, RankError, RendezvousError
+from ddpilot.errors import DdpilotError, LaunchError, RankError, RendezvousError, WatchError
+from ddpilot.findings.finding import Finding
+from ddpilot.findings.sequence import Findings
 
 READY, DONE, ENDED = "ready", "done", "ended"
 
@@ -19,7 +21,8 @@ class NodeState:
 
     `attempt`: the restart that it is in, from 0; `phase`: "ready" to start or running, "done" (its ranks ended well),
     "ended" (it leaves). `ranks_port`: of node 0, where the ranks of this attempt find their store. `failure`: why it
-    ended `attempt` or leaves, as `pack_error` made it.
+    ended `attempt` or leaves, as `pack_error` made it. `letter`: how many letters its companion has written in
+    `attempt`; `mark`: what its companion shows.
     """
 
     node_rank: int
@@ -33,6 +36,8 @@ class NodeState:
     phase: str = READY
     ranks_port: int = 0
     failure: Mapping[str, Any] | None = None
+    letter: int = 0
+    mark: str = ""
     failed_attempt: int = -1
     """The last attempt that ended by a failure on this node."""
 
@@ -86,19 +91,29 @@ def check_agreement(mine: NodeState, states: Mapping[int, NodeState]) -> None:
 
 def pack_error(error: DdpilotError) -> dict[str, Any]:
     """What another node needs to show `error` as its own."""
-    if not isinstance(error, RankError):
-        return {"did": error.did, "found": error.found, "fix": error.fix}
-    names = ("did", "found", "fix", "rank", "host", "exitcode", "signal_name", "rank_traceback", "last_lines")
-    return {name: getattr(error, name) for name in names}
+    names = ["did", "found", "fix"]
+    if isinstance(error, RankError):
+        names += ["rank", "host", "exitcode", "signal_name", "rank_traceback", "last_lines"]
+    said = {name: getattr(error, name) for name in names}
+    if isinstance(error, (RankError, WatchError)):
+        said["findings"] = [finding.to_dict() for finding in error.findings]
+    return said
 
 
 def unpack_error(said: Mapping[str, Any], others: str) -> RankError | LaunchError:
     """The error that another node packed; `others`: what became of this node's ranks."""
+    values = dict(said)
+    findings = Findings(map(Finding.from_dict, values.pop("findings", ())))
     if "rank" not in said:
-        return LaunchError(said["did"], found=said["found"], fix=said["fix"])
-    return RankError(**{**said, "last_lines": tuple(said["last_lines"]), "others": others})
+        return WatchError(**values, findings=findings) if findings else LaunchError(**values)
+    error = RankError(**{**values, "last_lines": tuple(said["last_lines"]), "others": others})
+    error.findings = findings
+    return error
 
 
 def with_failure(state: NodeState, error: DdpilotError) -> NodeState:
     """`state` of a node whose present attempt ended by `error`."""
-    return replace(state, failure=pack_error(error), failed_attempt=state.attempt)
+    packed = pack_error(error)
+    if isinstance(error, WatchError):  # what it says to do is to be done on this machine
+        packed["fix"] += f" on {state.place}"
+    return replace(state, failure=packed, failed_attempt=state.attempt)

@@ -11,13 +11,19 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-
-from torch._C._distributed_c10d import Store
+from typing import TYPE_CHECKING
 
 from ddpilot.launching.elastic.nodes import NodeState, View, decode_state
+from ddpilot.launching.elastic.post import Post
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 PULSE_S = 0.5
 """Seconds between two signs of life."""
+
+_BUSY_PULSE_S = 0.1
+"""The same while letters go to and fro."""
 
 _NEWS_S = 0.05
 _DEAD_S = 3.0
@@ -25,10 +31,11 @@ _DEAD_S = 3.0
 
 
 class Peers:
-    """`connect` opens the connection, in the thread; `me` is what the others are told first."""
+    """`connect` opens the connection, in the thread; `me` is what the others are told first, then every `pulse_s`."""
 
-    def __init__(self, connect: Callable[[], Store], me: NodeState) -> None:
+    def __init__(self, connect: Callable[[], Store], me: NodeState, pulse_s: float = PULSE_S) -> None:
         self._connect = connect
+        self._pulse_s = pulse_s
         self._me = me
         self._lock = threading.Lock()
         self._wake = threading.Event()
@@ -38,6 +45,7 @@ class Peers:
         self._told_beat = -1
         self._link_error: Exception | None = None
         self._stopping = False
+        self._post: Post | None = None
         self._thread = threading.Thread(target=self._run, name="ddpilot-peers", daemon=True)
         self._thread.start()
 
@@ -52,6 +60,13 @@ class Peers:
         with self._lock:
             self._me = change(self._me)
         self._wake.set()
+
+    def open_post(self, attempt: int) -> Post:
+        """Carry letters of this attempt from now on, and none of an earlier one."""
+        post = Post(self.me, attempt, self._wake.set)
+        with self._lock:
+            self._post = post
+        return post
 
     def view(self) -> View:
         """What is known of the other nodes now."""
@@ -92,21 +107,29 @@ class Peers:
         try:
             store = self._connect()
             while not self._stopping:
-                self._exchange(store)
-                self._wake.wait(PULSE_S)
+                post = self._exchange(store)
+                self._wake.wait(_BUSY_PULSE_S if post is not None and post.is_busy else self._pulse_s)
                 self._wake.clear()
         except (RuntimeError, OSError) as error:  # torch's DistError is a RuntimeError
             with self._lock:
-                self._link_error = error
+                self._link_error, post = error, self._post
+            if post is not None:
+                post.break_off(error)
 
-    def _exchange(self, store: Store) -> None:
+    def _exchange(self, store: Store) -> Post | None:
         with self._lock:
-            self._me = replace(self._me, beat=self._me.beat + 1)
+            post = self._post
+        num_sent = post.send(store) if post is not None else 0
+        with self._lock:
+            is_open = post is not None and post.attempt == self._me.attempt
+            letter, mark = (num_sent, post.mark) if post is not None and is_open else (0, "")
+            self._me = replace(self._me, beat=self._me.beat + 1, letter=letter, mark=mark)
             mine, known = self._me, set(self._states)
         store.set(_key(mine.node_rank), mine.encode())
         missing = [node for node in range(mine.nnodes) if node not in known]
         came = {node for node in missing if store.check([_key(node)])}
         asked = sorted((known | came) - {mine.node_rank})
+        asked_ns = time.monotonic_ns()
         found = [decode_state(text) for text in store.multi_get([_key(node) for node in asked])] if asked else []
         now = time.monotonic()
         with self._lock:
@@ -116,6 +139,9 @@ class Peers:
                 if state.node_rank not in self._states or state.beat != self._states[state.node_rank].beat:
                     self._seen_s[state.node_rank] = now
                 self._states[state.node_rank] = state
+        if post is not None:
+            post.fetch(store, found, asked_ns)
+        return post
 
 
 def _key(node_rank: int) -> str:

@@ -33,6 +33,7 @@ HOOKS_VARIABLE = "DDPILOT_RANK_HOOKS"
 _MAX_TEXT_CHARS = 100_000
 _PR_SET_PDEATHSIG = 1
 _OWN_FILES = (__file__, runpy.__file__, "<frozen runpy>")
+_GUARD = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), "guard", "")
 
 
 def main(argv: list[str]) -> None:
@@ -47,6 +48,7 @@ def main(argv: list[str]) -> None:
         else:
             _run_script(target, args)
     except BaseException as error:
+        _leave_out_guard(error)
         _report(error)
         if not isinstance(error, SystemExit):
             _hide_own_frames(error)
@@ -66,15 +68,16 @@ def _die_with(agent_pid: int) -> None:
 
 def _wait_for_torch(hooks: str) -> None:
     """Call `hooks` once torch has been imported. Not earlier: a script may set variables that torch reads then."""
-    if not hooks:
-        return
     from ddpilot.record.on_import import when_imported
 
     def call_hooks(_torch: types.ModuleType) -> None:
         import importlib
 
+        from ddpilot.group.destroying import let_works_end_on_destroy
+
+        let_works_end_on_destroy()
         start = types.SimpleNamespace(rank=int(os.environ["RANK"]), environ=dict(os.environ))
-        for hook in hooks.split(","):
+        for hook in filter(None, hooks.split(",")):
             module, _, name = hook.partition(":")
             getattr(importlib.import_module(module), name)(start)
 
@@ -130,6 +133,30 @@ def _user_frames(error: BaseException) -> TracebackType | None:
     while frames is not None and frames.tb_frame.f_code.co_filename in _OWN_FILES:
         frames = frames.tb_next
     return frames
+
+
+def _leave_out_guard(error: BaseException) -> None:
+    """Drop the frames of what guard put around torch's functions, also in the errors that led to this one."""
+    seen: set[int] = set()
+    todo: list[BaseException | None] = [error]
+    while todo:
+        link = todo.pop()
+        if link is not None and id(link) not in seen:
+            seen.add(id(link))
+            link.__traceback__ = _without_guard(link.__traceback__)
+            todo += [link.__cause__, link.__context__]
+
+
+def _without_guard(frames: TracebackType | None) -> TracebackType | None:
+    kept = []
+    while frames is not None:
+        if not frames.tb_frame.f_code.co_filename.startswith(_GUARD):
+            kept.append(frames)
+        frames = frames.tb_next
+    new: TracebackType | None = None
+    for each in reversed(kept):
+        new = TracebackType(new, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return new
 
 
 def _hide_own_frames(error: BaseException) -> None:

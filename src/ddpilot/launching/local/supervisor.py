@@ -12,24 +12,22 @@ from typing import Any
 
 import psutil
 
-from ddpilot.errors import LaunchError, LaunchInterrupted, LaunchTimeoutError, RankError
-from ddpilot.findings.words import render_ranks
+from ddpilot.errors import LaunchInterrupted, RankError
 from ddpilot.launching.companion import Companion
 from ddpilot.launching.contract import EXIT_REQUEUE
 from ddpilot.launching.failures import Failure, build_error, choose_failure
 from ddpilot.launching.interrupts import InterruptCatcher
-from ddpilot.launching.local import wire
+from ddpilot.launching.local import endings, wire
 from ddpilot.launching.local.handles import RankHandle
 from ddpilot.launching.local.jobs import STORE, Finish, Finished, NotStarted, Signal, Started
-from ddpilot.launching.local.ladder import TAKEN_GRACE_S, Ladder
+from ddpilot.launching.local.ladder import Ladder
 from ddpilot.launching.local.report import Exited, Raised, Returned, Taken
+from ddpilot.launching.local.stopping import Stopping
 from ddpilot.launching.options import LaunchOptions
 from ddpilot.launching.output.pump import OutputPump
 from ddpilot.launching.shipping.pickling import map_parcel, open_parcel
 
 _SLOW_EXIT_NOTICE_S = 5.0
-
-
 _DEATH_LIMIT_S = 2.0
 
 
@@ -59,10 +57,8 @@ class Supervisor:
         self._failures: list[Failure] = []
         self._ending: BaseException | None = None
         self._ladder = Ladder(handles, self._ask, pump.display.note)
-        self._finish_sent = self._has_passed_on = False
-        self._finished = False
-        self._interrupted_at_s: float | None = None
-        self._has_taken = self._is_patient = False
+        self._stopping = Stopping(interrupts, self._ladder, handles, options.stop_grace_s)
+        self._finish_sent = self._finished = False
         self._timeout_at_s = float("inf") if options.timeout_s is None else time.monotonic() + options.timeout_s
 
     def run(self, answers: Sequence[Any] = ()) -> None:
@@ -90,8 +86,9 @@ class Supervisor:
                 now = time.monotonic()
                 self._pump.show(now)
                 self._on_interrupts(now)
-                self._set_grace(now)
-                self._on_stop(now)
+                self._stopping.set_grace(now)
+                if not self._finish_sent:
+                    self._stopping.pass_on(now, is_ending=self._ending is not None)
                 self._judge(now)
                 self._hear_companion(now)
                 self._ladder.climb(now)
@@ -136,11 +133,7 @@ class Supervisor:
             message = Finished(0)
             self._await_death_with_server()
             if self._ending is None:
-                self._ending = LaunchError(
-                    f"running `{self._function_name}`",
-                    found="the rank server ended, and the ranks with it",
-                    fix="If nobody killed it, the kernel's OOM killer is the usual cause; launch again",
-                )
+                self._ending = endings.server_ended(self._function_name)
         self._on_message(message)
 
     def _await_death_with_server(self) -> None:
@@ -164,20 +157,12 @@ class Supervisor:
 
     def _on_store_exit(self, exited: Exited) -> None:
         if self._ending is None:
-            self._ending = LaunchError(
-                f"running `{self._function_name}`",
-                found=f"the process of its store ended with code {exited.exitcode}, and ranks cannot meet without it",
-                fix="If nobody killed it, the kernel's OOM killer is the usual cause; launch again",
-            )
+            self._ending = endings.store_ended(self._function_name, exited)
             self._ladder.start_failed(time.monotonic())
 
     def _on_not_started(self, message: NotStarted) -> None:
         if self._ending is None:
-            self._ending = LaunchError(
-                f"starting rank {message.rank} of `{self._function_name}`",
-                found=message.reason,
-                fix="Ask for fewer ranks, or free memory or processes (`ulimit -u`)",
-            )
+            self._ending = endings.not_started(self._function_name, message)
         self._finish_sent = True
         self._ask(Finish())
 
@@ -192,7 +177,7 @@ class Supervisor:
             handle.returned = message
             handle.exited_notice_at_s = time.monotonic() + _SLOW_EXIT_NOTICE_S
         elif isinstance(message, Taken):
-            self._has_taken = True
+            self._stopping.has_taken = True
         elif isinstance(message, Raised):
             handle.raised = message
             self._add_failure(handle)
@@ -266,7 +251,7 @@ class Supervisor:
                 self._companion.explain(self._ending)
             self._ladder.start_failed(now)
         elif now >= self._timeout_at_s:
-            self._ending = self._timeout_error()
+            self._ending = endings.timed_out(self._function_name, self._handles, self._options.timeout_s)
             self._ladder.start_timed_out(now)
 
     def _hear_companion(self, now: float) -> None:
@@ -284,47 +269,12 @@ class Supervisor:
             self._pump.drain(fd, rank, stream, time.monotonic())
             os.set_blocking(fd, True)
 
-    def _timeout_error(self) -> LaunchTimeoutError:
-        late = [handle.rank for handle in self._handles if handle.returned is None]
-        exiting = [handle.rank for handle in self._handles if handle.returned is not None and handle.is_live]
-        states = [f"{render_ranks(late)} had not returned"] * bool(late)
-        states += [f"{render_ranks(exiting)} had returned and still ran a thread or an exit handler"] * bool(exiting)
-        return LaunchTimeoutError(
-            f"running `{self._function_name}` on {len(self._handles)} ranks",
-            found=f"{', '.join(states)} after `timeout_s={self._options.timeout_s}`",
-            fix="Their Python stacks are in the output above; raise the limit if they were only slow",
-        )
-
     def _on_interrupts(self, now: float) -> None:
         if self._finish_sent or not self._interrupts.take():
             return
-        if self._ending is None:
-            self._ending = LaunchInterrupted()
-            self._interrupted_at_s = now
-            self._ladder.start_interrupted(now, self._options.stop_grace_s)
-        else:
-            self._interrupted_at_s = None
-            self._ladder.start_impatient(now)
-
-    def _set_grace(self, now: float) -> None:
-        """Ranks that go on to the end of their update have longer, while none has gone that they would wait for."""
-        if self._interrupted_at_s is None:
-            return
-        grace_s, at_s = self._options.stop_grace_s, self._interrupted_at_s
-        has_lost = any(each.returned is None and (each.raised or not each.is_live) for each in self._handles)
-        # What is said after the grace was said by a rank that had been stuck until the group was freed.
-        is_patient = self._has_taken and not has_lost and (self._is_patient or now < at_s + grace_s)
-        if is_patient and not self._is_patient:
-            self._ladder.wait_longer(at_s + grace_s, at_s + max(grace_s, TAKEN_GRACE_S))
-        elif self._is_patient and not is_patient:
-            self._ladder.free_at(now + grace_s)
-        self._is_patient = is_patient
-
-    def _on_stop(self, now: float) -> None:
-        if self._interrupts.stop is not None and not self._has_passed_on and not self._finish_sent:
-            self._has_passed_on = True
-            if self._ending is None:
-                self._ladder.start_stopped(now, self._interrupts.stop)
+        is_first = self._ending is None
+        self._ending = self._ending or LaunchInterrupted()
+        self._stopping.press(now, is_first=is_first)
 
     def _notice_slow_exits(self, now: float) -> None:
         for handle in self._handles:

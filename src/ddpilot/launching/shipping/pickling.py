@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 import io
 import pickle
 import struct
@@ -71,7 +72,7 @@ class ShipPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is 
     def reducer_override(self, obj: Any) -> Any:
         if id(obj) in self._known:
             return known_object, (self._known[id(obj)],)
-        torch = sys.modules.get("torch")
+        torch = loaded_torch()
         if torch is not None:
             if isinstance(obj, (torch.UntypedStorage, torch.storage.TypedStorage)):
                 return self._reduce_storage(obj)
@@ -118,6 +119,14 @@ class ShipPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is 
         region = (ctypes.c_ubyte * on_host.nbytes()).from_address(on_host.data_ptr())
         region.storage = on_host  # the bytes are written at once, but keep them alive for as long as the view is
         return _untyped_storage, (pickle.PickleBuffer(region),)
+
+
+def loaded_torch() -> Any:
+    """torch, where it is in this process; complete, also where another thread is just importing it."""
+    torch = sys.modules.get("torch")
+    if getattr(getattr(torch, "__spec__", None), "_initializing", False):
+        torch = importlib.import_module("torch")  # waits for that thread
+    return torch
 
 
 def _module_in_ddp(module: Any) -> Any:
@@ -191,6 +200,7 @@ def open_parcel(mapped: Sequence[memoryview], known: Sequence[Any] = ()) -> tupl
 
     Raises what unpickling raises, such as ModuleNotFoundError.
     """
+    loaded_torch()  # what is here may import parts of it, which another thread is in the middle of
     offset, length = _FOOTER.unpack(mapped[0][-_FOOTER.size :])
     body, spans = pickle.loads(mapped[0][offset : offset + length])
     stream, *buffers = (mapped[span.lane][span.offset : span.offset + span.length] for span in (body, *spans))

@@ -9,13 +9,13 @@ from functools import partial
 from ddpilot.findings.finding import Finding
 from ddpilot.record.journal import Entry
 from ddpilot.record.log import RankLog
-from ddpilot.watch.rules.ddp_use import DataParallel, FrozenAfterWrap, NeedlessFindUnused, NoSyncInVain
+from ddpilot.watch.rules.ddp_use import DataParallel, FrozenAfterWrap, LeftOut, NeedlessFindUnused, NoSyncInVain
 from ddpilot.watch.rules.divergence import Divergence
 from ddpilot.watch.rules.evaluation import MeanOfMeans, PaddedEvaluation
 from ddpilot.watch.rules.not_finite import NotFinite
 from ddpilot.watch.rules.on_graph import OnGraph
 from ddpilot.watch.rules.placement import OneDevice, SeveralDevices
-from ddpilot.watch.rules.rule import Rule, RuleContext
+from ddpilot.watch.rules.rule import Rule, RuleContext, no_log
 from ddpilot.watch.rules.same_batch import SameBatch
 from ddpilot.watch.rules.saving import AllRanksSave
 from ddpilot.watch.rules.set_epoch import SetEpochForgotten
@@ -23,6 +23,7 @@ from ddpilot.watch.rules.shards import ShardsOverlap
 from ddpilot.watch.rules.small_norm import SmallBatchNorm
 from ddpilot.watch.rules.streams import SameRandomStreams
 from ddpilot.watch.rules.unequal import UnequalBatches
+from ddpilot.watch.rules.workers import WorkersReadAlike
 
 RULES: tuple[Callable[[RuleContext], Rule], ...] = (
     SameBatch,
@@ -43,10 +44,12 @@ RULES: tuple[Callable[[RuleContext], Rule], ...] = (
     DataParallel,
     NeedlessFindUnused,
     FrozenAfterWrap,
+    LeftOut,
 )
 """Every rule."""
 
 RULES_OF_ONE_RANK: tuple[Callable[[RuleContext], Rule], ...] = (
+    WorkersReadAlike,
     SmallBatchNorm,
     OnGraph,
     SeveralDevices,
@@ -54,6 +57,7 @@ RULES_OF_ONE_RANK: tuple[Callable[[RuleContext], Rule], ...] = (
     DataParallel,
     NeedlessFindUnused,
     FrozenAfterWrap,
+    LeftOut,
 )
 """Those that look at each rank by itself: where ranks of other nodes are out of sight, a comparison would miss them."""
 
@@ -69,17 +73,18 @@ class RuleBook:
     """Every rule, for a job of `world_size` ranks.
 
     `log`: what a rank's ring holds now, asked only before something is said; without it rules that need to know which
-    collectives ran say nothing. `rules`: others than all.
+    collectives ran say nothing. `sources`: the user's texts that lie in no file, by name. `rules`: others than all.
     """
 
     def __init__(
         self,
         world_size: int,
         *,
-        log: Callable[[int], RankLog | None] | None = None,
+        log: Callable[[int], RankLog | None] = no_log,
+        sources: Callable[[], Mapping[str, str]] = dict,
         rules: Iterable[Callable[[RuleContext], Rule]] = RULES,
     ) -> None:
-        context = RuleContext(world_size=world_size, log=log) if log else RuleContext(world_size=world_size)
+        context = RuleContext(world_size=world_size, log=log, sources=sources)
         self._rules = [make(context) for make in rules]
         self._said: set[object] = set()
         self.faults: list[str] = []

@@ -71,6 +71,20 @@ PARAMETERS = Cause(
     "again, so that one rank's have been loaded, initialised or changed since",
     "Load or initialise before the model is wrapped, or on every rank alike",
 )
+RATES = Cause(
+    "DDP325",
+    "parameters-differ",
+    "gradients are the same on all ranks and learning rates are not, so that each takes a step of another length: a "
+    "schedule went by what only its own rank knows, such as its own loss or number of samples",
+    "Reduce what the schedule goes by before it is asked, and step it on every rank alike",
+)
+CHANGED = Cause(
+    "DDP325",
+    "parameters-differ",
+    "parameters were the same on all ranks before, and gradients are: since then parameters, the optimizer's state or, "
+    "for a step, gradients were changed, loaded or zeroed on some ranks only",
+    "Change and load them on every rank alike; look at what runs around this step on some ranks only",
+)
 UNKNOWN = Cause(
     "DDP320",
     "gradients-differ",

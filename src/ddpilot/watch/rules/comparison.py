@@ -5,23 +5,25 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from ddpilot.findings.finding import Finding
 from ddpilot.record.journal import Entry
+from ddpilot.record.log import RankLog
 from ddpilot.watch.rules import causes
 from ddpilot.watch.rules.causes import Cause
-from ddpilot.watch.rules.fingerprints import Difference, compare
-from ddpilot.watch.rules.other_reductions import may_be_reduced
+from ddpilot.watch.rules.fingerprints import compare
+from ddpilot.watch.rules.moment import Moment, When
+from ddpilot.watch.rules.other_reductions import may_be_reduced, num_exchanged
 from ddpilot.watch.rules.rule import RuleContext
 from ddpilot.watch.rules.telling import tell_divergence
 
 NUM_LOCAL_STEPS = 16
-"""Steps without a reduction by DDP that may be meant (local SGD averages parameters from time to time)."""
+"""Steps without a reduction by DDP that may be meant (local SGD averages parameters from time to time), though nothing
+says so: DDP was passed by."""
 
 NUM_FREE_STEPS = 50
-"""The same for parameters that no DDP model has."""
+"""The same for parameters that no DDP model has, and for steps that are in `no_sync` as a whole."""
 
 NUM_SINGLE_STEPS = 5
 """Steps that one rank takes after reductions that another took part in, which takes none."""
@@ -29,30 +31,12 @@ NUM_SINGLE_STEPS = 5
 WAIT_NS = 300_000_000
 """How long a rank that has not noted a moment yet is waited for before the others are compared."""
 
+MIN_EXCHANGED = 32
+"""Elements of a collective, or of a point-to-point operation, that is no metric: parts of one model in every other step
+talk like this."""
+
 _MAX_MOMENTS = 128
 _MAX_REDUCED = 3
-
-When = tuple[int, int]
-"""The number of collectives that the group had started, and the how manieth step since the last of them."""
-
-
-@dataclass
-class Moment:
-    """One optimizer step, by the ranks that took it."""
-
-    steps: dict[int, Entry] = field(default_factory=dict)
-    seen_ns: int | None = None
-    is_compared: bool = False
-    difference: Difference = field(default_factory=Difference)
-
-    def value(self, rank: int, name: str) -> Any:
-        """What `rank` noted as `name`; None where it did not."""
-        return self.steps[rank].values.get(name)
-
-    @property
-    def is_reduced(self) -> bool:
-        """Whether DDP reduced a backward before this step."""
-        return any("F" in (step.values.get("e") or "") for step in self.steps.values())
 
 
 class Comparison:
@@ -71,10 +55,14 @@ class Comparison:
         self._order: dict[int, deque[When]] = {}
         self._first_bad: Moment | None = None
         self._began_alike: bool | None = None
+        self._is_apart = False
         self._first_ns: dict[int, int] = {}
         self._num_steps = 0
         self._num_local = 0
         self._num_reduced = 0
+        self._newest = 0
+        self.alike_at = 0
+        """The newest step at which parameters were the same on all ranks; 0 where they never were."""
 
     @property
     def is_free(self) -> bool:
@@ -97,6 +85,7 @@ class Comparison:
             self.end()
             return
         number = entry.values["s"]
+        self._newest = max(self._newest, int(entry.values["n"]))
         last = self._last.get(rank, (-1, 0))
         when = (number, last[1] + 1 if last[0] == number else 0)
         self._last[rank] = when
@@ -169,13 +158,22 @@ class Comparison:
         if self._began_alike is None:
             self._began_alike = not difference.parameters
         if not difference.parameters:
+            if self._is_apart and not moment.is_reduced:
+                self.end()  # the program makes them equal again by itself, and will next time
+                return None
             self._first_bad = moment if difference.gradients else None
             self._num_local = 0
+            self.alike_at = self._count(moment)
+            at_ns = {rank: step.time_ns for rank, step in moment.steps.items()}
+            self.loads = {rank: load for rank, load in self.loads.items() if load.time_ns > at_ns.get(rank, 0)}
             return None
+        self._is_apart = True
         self._first_bad = self._first_bad or moment
         self._num_local = max(0, self._count(moment) - self._count(self._first_bad)) + 1
         if self._is_proven(moment):
-            return self._tell(self._cause(self._first_bad), self._first_bad, moment)
+            cause = self._cause(self._first_bad)
+            may_be_meant = cause is causes.NO_SYNC and not moment.is_reduced
+            return self._tell(cause, self._first_bad, moment, may_be_meant=may_be_meant)
         return None
 
     def _count(self, moment: Moment) -> int:
@@ -190,12 +188,15 @@ class Comparison:
             )
         if moment.is_reduced:
             return True
-        return self._num_local >= NUM_LOCAL_STEPS and not self._is_reduced_otherwise()
+        # Whole rounds in no_sync are how local SGD is written; they may be long.
+        is_asked_for = self._cause(self._first_bad or moment) is causes.NO_SYNC
+        needed = NUM_FREE_STEPS if is_asked_for else NUM_LOCAL_STEPS
+        return self._num_local >= needed and not self._is_reduced_otherwise()
 
     def _cause(self, moment: Moment) -> Cause:
         if self.is_free:
             is_one_model = self._began_alike and bool(moment.difference.gradients)
-            return causes.NEVER_WRAPPED if is_one_model else causes.UNKNOWN
+            return causes.NEVER_WRAPPED if is_one_model and not moment.rates else causes.UNKNOWN
         differing = {*moment.difference.gradients} or {*moment.difference.parameters}
         moved = {name.partition(":")[0] for unit in self.units.values() for name in unit["moved"]}
         late = {unit["names"][place] for unit in self.units.values() for place in unit["late"]}
@@ -204,7 +205,11 @@ class Comparison:
         if differing <= late:
             return causes.LATE
         if not moment.difference.gradients:
-            return causes.STEP if self._skipped() else causes.PARAMETERS
+            if self._skipped():
+                return causes.STEP
+            if moment.rates:
+                return causes.RATES
+            return causes.CHANGED if self.alike_at and not self.loads else causes.PARAMETERS
         whys = [moment.value(rank, "why") for rank in moment.steps]
         return next((causes.LOCAL[why] for why in whys if why), causes.UNKNOWN)
 
@@ -246,16 +251,24 @@ class Comparison:
             log = self._context.log(rank)
             if log is None:
                 return self.is_free
-            if may_be_reduced(log, since[rank].time_ns if rank in since else self._first_ns[rank], largest):
+            since_ns = since[rank].time_ns if rank in since else self._first_ns[rank]
+            if may_be_reduced(log, since_ns, largest) or self._talks(log, since_ns):
                 self._num_reduced += 1
                 if self._num_reduced >= _MAX_REDUCED:
                     self.end()  # it is meant so, and asking takes time
                 return True
         return False
 
-    def _tell(self, cause: Cause, first: Moment, proof: Moment) -> Finding:
+    def _talks(self, log: RankLog, since_ns: int) -> bool:
+        """Whether these are parts of one model: in every other step or more the program exchanges what they compute."""
+        if not self.is_free:
+            return False
+        num_steps = self._newest - (self._count(self._first_bad) if self._first_bad else 0)
+        return 2 * num_exchanged(log, since_ns, MIN_EXCHANGED) >= max(2, num_steps)
+
+    def _tell(self, cause: Cause, first: Moment, proof: Moment, *, may_be_meant: bool = False) -> Finding:
         skipped: Sequence[int] = self._skippers or (tuple(self._skipped()) if cause is causes.STEP else ())
-        return tell_divergence(cause, self, first, proof, skipped=tuple(skipped))
+        return tell_divergence(cause, self, first, proof, skipped=tuple(skipped), may_be_meant=may_be_meant)
 
 
 def _ranks(group: str) -> list[int]:

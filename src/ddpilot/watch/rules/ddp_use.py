@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from ddpilot.findings.finding import Finding
 from ddpilot.record.journal import Entry
+from ddpilot.watch.rules.gathering import some
 from ddpilot.watch.rules.rule import RuleContext, place_of
 
 NUM_IN_VAIN = 2
@@ -139,6 +140,39 @@ class FrozenAfterWrap:
             why="DDP waits in each backward for the gradients of all that could be trained when it was constructed",
             fix="Freeze first, then wrap; wrap again where the set changes",
             source="ddpilot explain DDP310",
+        )
+
+    def look(self, _: int) -> Iterable[Finding]:
+        """Nothing."""
+        return ()
+
+    finish = look
+
+
+class LeftOut:
+    """DDP failed since parameters took no part in the last backward: which ones."""
+
+    codes = ("DDP308",)
+    kinds = ("left_out",)
+
+    def __init__(self, _: RuleContext) -> None:
+        pass
+
+    def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
+        """As `Rule.feed`."""
+        names, num = entry.values["names"], entry.values["num"]
+        yield Finding(
+            code="DDP308",
+            name="unused-parameters",
+            severity="error",
+            summary=f"{num} parameter{'s' if num > 1 else ''} took no part in the backward pass: {some(names)}",
+            ranks=(rank,),
+            place=place_of(entry.values["site"]),
+            why="DDP waits in each backward for a gradient of every parameter that could be trained when it was "
+            "constructed; the loss of the round before did not depend on these",
+            fix="Take them out or freeze them before wrapping, let the loss depend on them, or wrap with "
+            "`find_unused_parameters=True`",
+            source="ddpilot explain DDP308",
         )
 
     def look(self, _: int) -> Iterable[Finding]:

@@ -30,6 +30,7 @@ class Divergence:
         self._comparisons: dict[tuple[Any, ...], Comparison] = {}
         self._of_unit: dict[tuple[int, int], Comparison] = {}
         self._orders: dict[tuple[str, str], tuple[int, list[Any]]] = {}
+        self._loads: dict[tuple[Any, ...], dict[int, Entry]] = {}
         self._told_order: set[tuple[str, str]] = set()
 
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
@@ -42,8 +43,12 @@ class Divergence:
             comparison.step(rank, entry)
             return comparison.judge(None)
         elif entry.kind == "load":
+            key = ("ddp", entry.values["group"], entry.values["ordinal"])
+            if len(self._loads) >= _MAX_UNITS and key not in self._loads:
+                self._loads.pop(next(iter(self._loads)))
+            self._loads.setdefault(key, {})[rank] = entry
             for comparison in self._comparisons.values():
-                if comparison.key[:3] == ("ddp", entry.values["group"], entry.values["ordinal"]):
+                if comparison.key[:3] == key:
                     comparison.loaded(rank, entry)
         return ()
 
@@ -81,10 +86,28 @@ class Divergence:
         if key[1:3] in self._told_order:
             return
         if key not in self._comparisons:
+            is_short_lived = key[0] == "free" and self._has_another(key, values["names"])
             if len(self._comparisons) >= _MAX_UNITS:
                 oldest = self._comparisons.pop(next(iter(self._comparisons)))
                 self._of_unit = {unit: each for unit, each in self._of_unit.items() if each is not oldest}
             self._comparisons[key] = Comparison(key, self._context)
+            for loader, entry in self._loads.get(key[:3], {}).items():
+                self._comparisons[key].loaded(loader, entry)
+            if is_short_lived:
+                self._comparisons[key].end()
         comparison = self._comparisons[key]
         comparison.describe(rank, values)
         self._of_unit[rank, values["u"]] = comparison
+
+    def _has_another(self, key: tuple[Any, ...], names: list[str]) -> bool:
+        """Whether these parameters are a copy that a rank trains for a while: their optimizer is made again and again,
+        or a DDP model has the same shapes.
+        """
+        again = [each for of_key, each in self._comparisons.items() if of_key[:-1] == key[:-1]]
+        for each in again:
+            each.end()
+        shapes = [name.partition("[")[2] for name in names]
+        return bool(again) or any(
+            shapes == [str(shape).removeprefix("[") for _, shape, _ in described]
+            for _, described in self._orders.values()
+        )

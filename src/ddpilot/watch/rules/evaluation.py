@@ -14,6 +14,7 @@ from ddpilot.watch.rules.gathering import NS_PER_S, PATIENCE_NS, Waiting
 from ddpilot.watch.rules.rule import RuleContext, place_of
 
 _EVALUATION_PATIENCE_NS = NS_PER_S
+_MAX_PASSES = 4096
 _MAX_SAMPLES = 5000
 """Beyond, float32 no longer tells which quotients have this denominator."""
 
@@ -21,16 +22,17 @@ _MAX_SAMPLES = 5000
 class PaddedEvaluation:
     """A DistributedSampler that repeats samples for equal parts, gone over without gradients.
 
-    Where the ranks gather something as long as a batch after it, they may have cut the repeated ones off; nothing is
-    said then.
+    Nothing is said of a loader that has trained a model; nor where the ranks gather something as long as a batch after
+    it, since they may have cut the repeated ones off.
     """
 
     codes: tuple[str, ...] = ("DDP405",)
-    kinds: tuple[str, ...] = ("loader_pass", "pass_end")
+    kinds: tuple[str, ...] = ("loader_pass", "trains", "pass_end")
 
     def __init__(self, context: RuleContext) -> None:
         self._context = context
         self._passes: dict[tuple[int, int, int], dict[str, Any]] = {}
+        self._training: dict[tuple[int, int], None] = {}
         self._waiting: Waiting[tuple[str, int], dict[str, Any]] = Waiting(context.world_size)
 
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
@@ -40,8 +42,14 @@ class PaddedEvaluation:
         if entry.kind == "loader_pass":
             if _num_repeated(values):
                 self._passes[key] = {**values, "begun_ns": entry.time_ns}
-                if len(self._passes) > 4096:
+                if len(self._passes) > _MAX_PASSES:
                     self._passes.pop(next(iter(self._passes)))
+        elif entry.kind == "trains":
+            self._training[key[:2]] = None
+            if len(self._training) > _MAX_PASSES:
+                self._training.pop(next(iter(self._training)))
+        elif key[:2] in self._training:
+            self._passes.pop(key, None)  # what it trains on may be gone over for statistics of BatchNorm
         elif values["evaluates"] and (facts := self._passes.pop(key, None)):
             site = facts.get("site") or {}
             self._waiting.put((site.get("file", ""), site.get("line", 0)), rank, facts, entry.time_ns)
@@ -91,7 +99,10 @@ def _num_repeated(facts: Mapping[str, Any]) -> int:
     replicas = sampler.get("replicas")
     if not samples or not replicas or sampler.get("drop_last") is not False:
         return 0
-    padding = math.ceil(samples / replicas) * replicas - samples
+    if sampler.get("even_batches"):  # Accelerate's: each rank gets as many batches, all of them full
+        part = 0 if sampler.get("split_batches") else replicas * (facts.get("size") or 0)
+        return -samples % part if part else 0
+    padding = -samples % replicas
     return padding if sampler.get("length") == math.ceil(samples / replicas) else 0
 
 
@@ -167,7 +178,7 @@ def _are_quotients(found: Mapping[int, Any], samples: Mapping[int, int]) -> bool
     own = [one["value"] for rank, one in found.items() if _is_near_integer(one["value"] * samples[rank], 1e-3)]
     broken = [value for value in own if 0 < value < 1]
     of_all = [value for value in broken if _is_near_integer(value * in_all, 1e-2)]
-    return len(own) == len(found) and len(broken) >= 2 and not of_all
+    return len(own) == len(found) and len(broken) >= 2 and len(of_all) < len(broken)
 
 
 def _is_near_integer(value: float, tolerance: float) -> bool:

@@ -21,6 +21,16 @@ def may_be_reduced(log: RankLog, since_ns: int, num_elements: int) -> bool:
     return bool(log.collectives) and log.collectives[0].index > 1
 
 
+def num_exchanged(log: RankLog, since_ns: int, num_elements: int) -> int:
+    """How many collectives and point-to-point operations since `since_ns` moved `num_elements` or more, DDP's apart."""
+    count = 0
+    for collective in reversed(log.collectives):
+        if collective.start_ns < since_ns:
+            break
+        count += collective.ddp is None and _num_elements(collective) >= num_elements
+    return count
+
+
 def _num_elements(collective: Collective) -> int:
     tensors = (*collective.inputs, *collective.outputs)
     return sum(math.prod(tensor.shape) for tensor in tensors)

@@ -12,7 +12,8 @@ from ddpilot.record.journal import Entry
 from ddpilot.record.log import RankLog
 
 
-def _no_log(_: int) -> RankLog | None:
+def no_log(_: int) -> RankLog | None:
+    """Nothing is known of any rank's ring."""
     return None
 
 
@@ -21,8 +22,10 @@ class RuleContext:
     """What rules may know besides entries."""
 
     world_size: int
-    log: Callable[[int], RankLog | None] = _no_log
+    log: Callable[[int], RankLog | None] = no_log
     """What a rank's ring holds now; None where there is none. It takes milliseconds: asked before a finding is said."""
+    sources: Callable[[], Mapping[str, str]] = dict
+    """The user's texts that lie in no file, such as cells, by name."""
 
 
 class Rule(Protocol):

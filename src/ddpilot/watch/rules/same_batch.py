@@ -20,20 +20,24 @@ MIN_MADE_BY_HAND = 6
 MIN_ELEMENTS = 4
 """An input of fewer elements, such as a step number, is no batch."""
 _MAX_FORWARDS = 64
+_SAME = "The gradients of these ranks are the same, so that their mean is that of one rank: the others add nothing."
+_NEARLY_SAME = "The gradients of these ranks differ by what they draw at random only: the others add next to nothing."
 
 
 class SameBatch:
     """Compares fingerprints of what goes into a DDP model while it trains, and of what its loader gave.
 
-    What goes into the model decides: a program may load the same on every rank and take its part of it afterwards.
+    What goes into the model decides: a program may load the same on every rank and take its part of it afterwards. A
+    model that takes its part by itself, as of a sequence, is known by what comes out: it differs, with nothing drawn.
     """
 
     codes: tuple[str, ...] = ("DDP401",)
-    kinds: tuple[str, ...] = ("ddp_model", "loader_pass", "batch", "input")
+    kinds: tuple[str, ...] = ("ddp_model", "loader_pass", "batch", "input", "random")
 
     def __init__(self, context: RuleContext) -> None:
         self._members = Members(context.world_size)
         self._inputs: dict[int, Gathering[int, int]] = {}
+        self._outputs: Gathering[tuple[int, int], tuple[Any, bool]] = Gathering(256)
         self._numbers: dict[int, OrderedDict[int, None]] = {}
         self._loaded: Gathering[tuple[int, int, int], int] = Gathering(1024)
         self._passes: Gathering[tuple[int, int], dict[str, Any]] = Gathering(64)
@@ -48,6 +52,9 @@ class SameBatch:
             self._passes.put((values["loader"], values["pass"]), rank, dict(values))
         elif entry.kind == "batch":
             self._loaded.put((values["loader"], values["pass"], values["batch"]), rank, values["print"])
+        elif entry.kind == "random":
+            is_drawn = values["before"] != values["after"]
+            self._outputs.put((values["model"], values["forward"]), rank, (values.get("output"), is_drawn))
         elif entry.kind == "input" and values["elements"] >= MIN_ELEMENTS:
             return self._compare(rank, values)
         return ()
@@ -71,7 +78,8 @@ class SameBatch:
         numbers[values["forward"]] = None
         if len(numbers) > _MAX_FORWARDS:
             numbers.popitem(last=False)
-        whole = [found for n in numbers if len(found := inputs.get(n)) == len(members)]
+        complete = [n for n in numbers if len(inputs.get(n)) == len(members)]
+        whole = [inputs.get(n) for n in complete]
         if len(whole) < MIN_DIFFERENT:
             return
         alike: dict[tuple[int, ...], list[int]] = {}
@@ -80,13 +88,26 @@ class SameBatch:
         for prints, ranks in alike.items():
             if len(ranks) < 2 or len(set(prints)) < MIN_DIFFERENT:
                 continue
+            outputs = self._compare_outputs(model, complete, ranks)
+            if outputs == "parts":
+                self._judged.add(model)
+                continue
             num_loaded = self._count_loaded(ranks, values)
             if num_loaded >= MIN_DIFFERENT or len(whole) >= MIN_MADE_BY_HAND:
                 self._judged.add(model)
-                yield self._finding(ranks, values, len(whole), num_loaded)
+                yield self._finding(ranks, values, len(whole), num_loaded, is_sure=outputs == "same")
         if not any(len(ranks) > 1 for ranks in alike.values()):
             # They have differed once: what comes later may coincide.
             self._judged.add(model)
+
+    def _compare_outputs(self, model: int, forwards: list[int], ranks: list[int]) -> str:
+        """What came out of the model on `ranks`: "same", as far as it is known; "random", or "parts" of the work."""
+        found = [self._outputs.get((model, forward)) for forward in forwards]
+        known = [[one[rank] for rank in ranks] for one in found if all(rank in one for rank in ranks)]
+        known = [one for one in known if all(output is not None for output, _ in one)]
+        if all(len({output for output, _ in one}) == 1 for one in known):
+            return "same"
+        return "random" if any(is_drawn for one in known for _, is_drawn in one) else "parts"
 
     def _count_loaded(self, ranks: list[int], values: Any) -> int:
         """How many different batches the loader gave alike to `ranks`; 0 where one was another, or none gave any."""
@@ -97,7 +118,7 @@ class SameBatch:
         whole = [[found[rank] for rank in ranks] for found in given if all(rank in found for rank in ranks)]
         return len({one[0] for one in whole}) if all(len(set(one)) == 1 for one in whole) else 0
 
-    def _finding(self, ranks: list[int], values: Any, num_forwards: int, num_loaded: int) -> Finding:
+    def _finding(self, ranks: list[int], values: Any, num_forwards: int, num_loaded: int, *, is_sure: bool) -> Finding:
         is_loaded = num_loaded >= MIN_DIFFERENT
         mine = self._passes.get((values["loader"], values["pass"])).get(ranks[0], {}) if is_loaded else {}
         evidence = [f"the inputs of {num_forwards} forwards were the same on {render_ranks(ranks)}"]
@@ -108,13 +129,12 @@ class SameBatch:
         return Finding(
             code=self.codes[0],
             name="same-batch",
-            severity="error" if is_loaded else "warning",
+            severity="error" if is_loaded and is_sure else "warning",
             summary=f"{render_ranks(ranks)} train on the same batches",
             ranks=tuple(ranks),
             place=place_of(mine.get("site")) or place_of(values.get("site")),
             evidence=tuple(evidence),
-            why="The gradients of these ranks are the same, so that their mean is that of one rank: the others add "
-            "nothing."
+            why=(_SAME if is_sure else _NEARLY_SAME)
             + ("" if (mine.get("sampler") or {}).get("replicas") else " Nothing divides the samples among the ranks."),
             fix="Give the loader sampler=DistributedSampler(dataset) and leave shuffle out, or let each rank draw its "
             "own samples (a seed that depends on the rank).",

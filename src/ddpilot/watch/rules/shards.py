@@ -12,6 +12,7 @@ from ddpilot.record.journal import Entry
 from ddpilot.watch.rules.gathering import Gathering, Members
 from ddpilot.watch.rules.rule import RuleContext, place_of
 from ddpilot.watch.rules.same_batch import describe_sampler
+from ddpilot.watch.rules.workers import WorkersReadAlike
 
 MIN_SHARED = 8
 """So many samples, of the 64 that are compared, have to be read by two ranks in one epoch. Padding repeats fewer than
@@ -25,12 +26,14 @@ class ShardsOverlap:
 
     A sample is the same where its number and its content are: ranks may have numbered datasets of their own. Ranks that
     load the same batches in the same order are left to `SameBatch`, since they may take their part of each afterwards.
+    What the workers of one rank read is left to `WorkersReadAlike`.
     """
 
     codes: tuple[str, ...] = ("DDP403",)
     kinds: tuple[str, ...] = ("ddp_model", "loader_pass", "trains", "batch", "shard")
 
     def __init__(self, context: RuleContext) -> None:
+        self._workers = WorkersReadAlike(context)
         self._world_size = context.world_size
         self._members = Members(context.world_size)
         self._passes: Gathering[tuple[int, int], dict[str, Any]] = Gathering(64)
@@ -42,6 +45,8 @@ class ShardsOverlap:
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
         """What `rank` noted."""
         values = entry.values
+        if entry.kind in self._workers.kinds:
+            self._workers.feed(rank, entry)
         if entry.kind == "ddp_model":
             self._members.note(values)
         elif entry.kind == "loader_pass":
@@ -58,13 +63,13 @@ class ShardsOverlap:
             return self._compare_samples(key)
         return ()
 
-    def look(self, now_ns: int) -> Iterable[Finding]:  # noqa: ARG002 - as every rule
-        """Nothing waits."""
-        return ()
+    def look(self, now_ns: int) -> Iterable[Finding]:
+        """What can be said now of workers."""
+        return self._workers.look(now_ns)
 
-    def finish(self, now_ns: int) -> Iterable[Finding]:  # noqa: ARG002 - as every rule
-        """Nothing waits."""
-        return ()
+    def finish(self, now_ns: int) -> Iterable[Finding]:
+        """What waits is said now."""
+        return self._workers.finish(now_ns)
 
     def _of_model(self, key: tuple[int, int], model: int) -> dict[int, dict[str, Any]]:
         """What all ranks of `model` noted of a pass that trained it; empty until it is complete."""

@@ -13,14 +13,21 @@ from ddpilot.watch.rules.causes import Cause
 from ddpilot.watch.rules.rule import place_of
 
 if TYPE_CHECKING:
-    from ddpilot.watch.rules.comparison import Comparison, Moment
+    from ddpilot.watch.rules.comparison import Comparison
+    from ddpilot.watch.rules.moment import Moment
 
 _EVENTS = {"F": "forward", "f": "forward in no_sync", "B": "backward", "b": "backward in no_sync", "R": "backward"}
 _MAX_NAMED = 3
 
 
 def tell_divergence(
-    cause: Cause, comparison: Comparison, first: Moment, proof: Moment, *, skipped: tuple[int, ...] = ()
+    cause: Cause,
+    comparison: Comparison,
+    first: Moment,
+    proof: Moment,
+    *,
+    skipped: tuple[int, ...] = (),
+    may_be_meant: bool = False,
 ) -> Finding:
     """What is said of `cause`: gradients or steps that first differed at `first`, parameters that do at `proof`."""
     loaded = tuple(sorted(comparison.loads)) if cause is causes.PARAMETERS else ()
@@ -30,7 +37,7 @@ def tell_divergence(
     return Finding(
         code=cause.code,
         name=cause.name,
-        severity="warning" if cause is causes.NEVER_WRAPPED else "error",
+        severity="warning" if cause is causes.NEVER_WRAPPED or may_be_meant else "error",
         summary=_summary(cause, first, proof, skipped),
         ranks=tuple(ranks),
         place=place_of(_site(cause, comparison, first)),
@@ -93,6 +100,11 @@ def _evidence(cause: Cause, comparison: Comparison, first: Moment, proof: Moment
     for rank, entry in sorted(comparison.loads.items()):
         if cause is causes.PARAMETERS:
             lines.append(f"rank {rank} loaded a state dict at {place_of(entry.values['site'])}")
+    if cause is causes.RATES:
+        shown = list(first.rates.items())[:8]
+        lines += [f"rank {rank}: lr {', '.join(f'{rate:g}' for rate in rates)}" for rank, rates in shown]
+    if cause is causes.CHANGED:
+        lines.append(f"parameters were the same on all ranks before step {comparison.alike_at}")
     lines.append(f"optimizer steps at {place_of(unit['site'])}")
     return lines
 

@@ -9,8 +9,11 @@ from typing import Any
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.words import render_ranks
 from ddpilot.record.journal import Entry
+from ddpilot.watch.control import may_start_over
 from ddpilot.watch.rules.gathering import Gathering, Members
 from ddpilot.watch.rules.rule import RuleContext, place_of
+from ddpilot.watch.source import Sources
+from ddpilot.watch.view import Frame
 
 _Key = tuple[int, int]
 
@@ -18,8 +21,9 @@ _Key = tuple[int, int]
 class UnequalBatches:
     """Compares the lengths of loaders that train a DDP model, when the shortest is within two batches of its end.
 
-    Where the program talks between its ranks by collectives of its own, they may have agreed on when to stop; nothing
-    is said then, nor within DDP's `join`.
+    A loop that begins its loader anew, as one that takes a number of steps does, does not end with it. And where the
+    program talks between its ranks by collectives of its own, they may have agreed on when to stop. Nothing is said
+    then, nor within DDP's `join`.
     """
 
     codes: tuple[str, ...] = ("DDP404",)
@@ -79,7 +83,7 @@ class UnequalBatches:
             self._judged.add(key[0])
         elif any(rank in self._ending.get(key) for rank in short):
             self._judged.add(key[0])
-            if self._say_nothing_else(members, is_whole=False):
+            if self._say_nothing_else(members, is_whole=False) and not self._may_start_over(passes, members):
                 yield self._finding(members, lengths, short, passes[short[0]])
 
     def _say_nothing_else(self, members: tuple[int, ...], *, is_whole: bool) -> bool:
@@ -88,6 +92,16 @@ class UnequalBatches:
         if log is None or (is_whole and log.num_begun > len(log.collectives) + log.num_torn):
             return False
         return all(one.ddp is not None or one.is_p2p or one.op == "barrier" for one in log.collectives)
+
+    def _may_start_over(self, passes: dict[int, dict[str, Any]], members: tuple[int, ...]) -> bool:
+        """Whether the end of the loader is not that of the loop, which takes a number of steps and begins it anew."""
+        sources = Sources(self._context.sources())
+        places = {place for rank in members if (place := place_of(passes[rank].get("site")))}
+        for place in places:
+            source = sources.find(Frame(place.file, place.line, place.function, place.text))
+            if source is not None and may_start_over(source, place.line):
+                return True
+        return False
 
     def _finding(self, members: tuple[int, ...], lengths: Any, short: list[int], facts: Any) -> Finding:
         most = max(lengths.values())

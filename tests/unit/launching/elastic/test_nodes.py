@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from ddpilot.errors import LaunchError, RankError, RendezvousError
+from ddpilot.errors import LaunchError, RankError, RendezvousError, WatchError
+from ddpilot.findings.finding import Finding
+from ddpilot.findings.sequence import Findings
 from ddpilot.launching.elastic.nodes import (
     NodeState,
     check_agreement,
@@ -45,6 +47,21 @@ def test_unpack_error_is_the_other_nodes_error_with_what_became_of_this_one() ->
     assert str(error).endswith("On this node, rank 0 had to end.")
     plain = unpack_error(pack_error(LaunchError("doing", found="that", fix="This")), "")
     assert str(plain) == "doing: that. This"
+
+
+def test_unpack_error_has_the_findings_of_the_other_node() -> None:
+    """Of a rank's error, and of one by what was seen; what it says to do names the machine where that can be done."""
+    found = Findings([Finding(code="DDP201", name="desync", severity="error", ranks=(0, 1))])
+    failed = RankError("running", found="rank 1 died", rank=1, host="there")
+    failed.findings = found
+    watched = WatchError("running", found="desync", fix="`ddpilot watch 7` shows it", findings=found)
+    for error, kind in ((failed, RankError), (watched, WatchError)):
+        state = decode_state(with_failure(ZERO, error).encode())
+        assert state.failure is not None
+        other = unpack_error(state.failure, "")
+        assert type(other) is kind
+        assert other.findings == found
+    assert "`ddpilot watch 7` shows it on node 0 (here)" in str(other)
 
 
 def test_render_nodes_has_hosts_where_they_are_known() -> None:

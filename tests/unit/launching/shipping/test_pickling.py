@@ -58,7 +58,11 @@ def rank_main(monkeypatch: pytest.MonkeyPatch) -> Callable[[], types.ModuleType]
     return become
 
 
-@pytest.mark.parametrize("value", [None, 1, "ä", b"bytes", [1, (2, {3})], {"a": [1.5]}, lambda: 4], ids=repr)
+@pytest.mark.parametrize(
+    "value",
+    [None, 1, "ä", b"bytes", [1, (2, {3})], {"a": [1.5]}, lambda: 4],
+    ids=lambda value: "a lambda" if callable(value) else repr(value),  # the same in each process that runs tests
+)
 def test_open_parcel_gives_back_what_was_packed(value: Any) -> None:
     """Plain values are equal, a lambda computes the same."""
     opened, _, _ = there(value)

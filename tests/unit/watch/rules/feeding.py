@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from ddpilot.findings.finding import Finding
 from ddpilot.record.journal import Entry
 from ddpilot.record.log import RankLog
-from ddpilot.watch.rules.rule import Rule, RuleContext
+from ddpilot.watch.rules.rule import Rule, RuleContext, no_log
 
 SECOND = 1_000_000_000
 Note = tuple[int, str, dict[str, Any]]
@@ -21,10 +22,11 @@ def judge(
     notes: Iterable[Note],
     *,
     world_size: int = 2,
-    log: Callable[[int], RankLog | None] | None = None,
+    log: Callable[[int], RankLog | None] = no_log,
+    sources: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Finding]:
     """What the rule says of `notes`, each a millisecond after the one before, up to the end of the job."""
-    rule = make(RuleContext(world_size=world_size, log=log) if log else RuleContext(world_size=world_size))
+    rule = make(RuleContext(world_size=world_size, log=log, sources=lambda: sources))
     found: list[Finding] = []
     now_ns = SECOND
     for index, (rank, kind, values) in enumerate(notes, 1):

@@ -15,6 +15,7 @@ from ddpilot.watch.rules.saving import AllRanksSave
 from ddpilot.watch.rules.set_epoch import SetEpochForgotten
 from ddpilot.watch.rules.shards import ShardsOverlap
 from ddpilot.watch.rules.unequal import UnequalBatches
+from ddpilot.watch.rules.workers import WorkersReadAlike
 from tests.unit.watch.rules.feeding import SECOND, SITE, Note, judge, loader_pass, model
 
 
@@ -46,6 +47,22 @@ def test_same_batch_is_told_of_the_ranks_that_share_it() -> None:
     found = judge(SameBatch, notes, world_size=4)
     assert [finding.ranks for finding in found] == [(0, 2), (1, 3)]
     assert {finding.severity for finding in found} == {"warning"}
+
+
+@pytest.mark.parametrize(("draws", "severities"), [(False, []), (True, ["warning"])])
+def test_same_batch_is_no_error_where_other_things_come_out(draws: bool, severities: list[str]) -> None:
+    """Each rank took its part inside the model, as of a sequence; or it drew at random, which is said as a warning."""
+    notes: list[Note] = [(rank, "ddp_model", model()) for rank in (0, 1)]
+    key = {"loader": 1, "pass": 1}
+    for rank in (0, 1):
+        notes.append((rank, "loader_pass", loader_pass()))
+        for number in range(1, 7):
+            facts = {"model": 1, "forward": number, "library": "torch", "before": 5, "site": SITE}
+            seen = {"rows": 4, "elements": 32, "batch": number, **key}
+            notes.append((rank, "batch", {**key, "batch": number, "print": number, "rows": 4}))
+            notes.append((rank, "input", {**facts, **seen, "print": number}))
+            notes.append((rank, "random", {**facts, "after": 5 + draws, "output": 10 * number + rank}))
+    assert [finding.severity for finding in judge(SameBatch, notes)] == severities
 
 
 @pytest.mark.parametrize(
@@ -140,6 +157,32 @@ def test_parts_are_right_where_samplers_agree_or_do_not_shuffle() -> None:
     assert judge(ShardsOverlap, samplers({"shuffle": False}, {"shuffle": False, "epoch": 5})) == []
 
 
+def stream(prints: list[int], workers: int, rank: int = 0) -> list[Note]:
+    """Batches that workers give in turn."""
+    key = {"loader": 1, "pass": 1}
+    begun = (rank, "loader_pass", {**loader_pass(workers=workers), "sampler": None})
+    return [begun, *((rank, "batch", {**key, "batch": n, "print": p}) for n, p in enumerate(prints, 1))]
+
+
+@pytest.mark.parametrize(("prints", "workers"), [([1, 1, 2, 2, 3, 3], 2), ([1, 1, 1, 2, 2, 2], 3)])
+def test_workers_that_read_the_same_stream_are_told(prints: list[int], workers: int) -> None:
+    """Of both ranks at once."""
+    (finding,) = judge(WorkersReadAlike, stream(prints, workers) + stream(prints, workers, rank=1))
+    assert finding.code == "DDP403"
+    assert finding.ranks == (0, 1)
+    assert finding.summary.startswith(f"each batch comes {workers} times")
+
+
+@pytest.mark.parametrize(
+    ("prints", "workers"),
+    [([1, 1, 2, 2, 3, 4], 2), ([1, 1, 1, 1, 1, 1], 2), ([1, 1, 2, 2], 2), ([1, 1, 2, 2, 3, 3], 1), ([1, 2, 1, 2], 2)],
+    ids=["one differs", "constant", "few", "one worker", "each its own"],
+)
+def test_workers_are_not_told_without_proof(prints: list[int], workers: int) -> None:
+    """Each of them can happen in a right program."""
+    assert judge(WorkersReadAlike, stream(prints, workers)) == []
+
+
 def lengths(*numbers: int | None, joins: bool = False) -> list[Note]:
     """Ranks with as many batches, of which the first is nearly at its end."""
     notes: list[Note] = []
@@ -175,6 +218,17 @@ def test_unequal_batches_are_not_told_where_the_ranks_may_have_agreed(notes: lis
     assert judge(UnequalBatches, notes, log=lambda rank: log) == []
 
 
+def test_unequal_batches_are_not_told_where_the_loader_is_begun_anew() -> None:
+    """A loop of so many steps does not end with it; the text is that of a cell."""
+    text = "while step < total:\n    for x, y in loader:\n        if step == total:\n            break\n"
+    notes = [(rank, kind, {**values}) for rank, kind, values in lengths(5, 6)]
+    for _, kind, values in notes:
+        if kind == "loader_pass":
+            values["site"] = {**SITE, "file": "<cell>", "line": 2}
+    assert judge(UnequalBatches, notes, log=lambda rank: make_log(), sources={"<cell>": text}) == []
+    assert judge(UnequalBatches, notes, log=lambda rank: make_log(), sources={"<cell>": text[:-10] + "pass"})
+
+
 def evaluation(samples: int, **sampler: Any) -> list[Note]:
     """A whole pass without gradients."""
     facts = loader_pass(samples=samples, sampler={"length": -(-samples // 2), **sampler})
@@ -193,6 +247,24 @@ def test_padding_is_told_where_sums_are_reduced_and_not_where_samples_are_gather
     assert judge(PaddedEvaluation, evaluation(15, drop_last=True)) == []
 
 
+def test_padding_is_not_told_of_a_loader_that_trains() -> None:
+    """It may be gone over once more, as for the statistics of BatchNorm."""
+    sums = make_log(make_collective("all_reduce", 2))
+    trained: Note = (0, "trains", {"loader": 1, "pass": 1, "model": 1, "join": False})
+    assert judge(PaddedEvaluation, [trained, *evaluation(15)], log=lambda rank: sums) == []
+
+
+def test_padding_by_full_batches_is_told() -> None:
+    """Accelerate's: each rank gets as many batches, and all are full."""
+    even = {"even_batches": True, "split_batches": False, "length": 2}
+    sums = make_log(make_collective("all_gather", 1))
+    (finding,) = judge(PaddedEvaluation, evaluation(7, **even), log=lambda rank: sums)
+    assert finding.summary == "1 of 7 samples are evaluated twice"
+    assert judge(PaddedEvaluation, evaluation(8, **even), log=lambda rank: sums) == []
+    gathered = make_log(make_collective("all_gather", 2))
+    assert judge(PaddedEvaluation, evaluation(7, **even), log=lambda rank: gathered) == []
+
+
 def collected(rank: int, samples: int, *values: float, reduce: str = "sum") -> list[Note]:
     """Numbers that `rank` gives after an evaluation of `samples`."""
     facts = {"loader": 1, "pass": 1, "op": "all_reduce", "reduce": reduce, "numel": 1, "site": SITE}
@@ -204,6 +276,8 @@ def test_a_mean_of_means_is_told_by_its_denominators() -> None:
     (finding,) = judge(MeanOfMeans, collected(0, 3, 2 / 3) + collected(1, 7, 3 / 7))
     assert finding.evidence[-1] == "the mean of these is 0.547619, that of all samples 0.5"
     assert judge(MeanOfMeans, collected(0, 3, 1.234, reduce="avg") + collected(1, 7, 2.345, reduce="avg"))
+    by_chance = collected(0, 110, 37 / 110) + collected(1, 40, 12 / 40)  # as 45 of all 150
+    assert judge(MeanOfMeans, by_chance)
 
 
 @pytest.mark.parametrize(

@@ -30,10 +30,16 @@ class Job:
     """Ranks that train, and the rules that look at them."""
 
     def __init__(
-        self, world_size: int, *, reduced: int | None = None, key: Sequence[Any] = ("ddp", "world", 0, 0)
+        self,
+        world_size: int,
+        *,
+        reduced: int | None = None,
+        key: Sequence[Any] = ("ddp", "world", 0, 0),
+        exchanged: int = 0,
     ) -> None:
         self.world_size = world_size
         self.reduced = reduced
+        self.exchanged = exchanged
         self.book = RuleBook(world_size, log=self._log, rules=[Divergence])
         self.index = 0
         self.now_ns = 0
@@ -42,6 +48,7 @@ class Job:
 
     def _log(self, rank: int) -> RankLog:
         sizes = [1] if self.reduced is None else [self.reduced, 1]
+        sizes += [32] * self.exchanged
         tensors = [Tensor(dtype="float32", shape=(size,), device="cpu") for size in sizes]
         collectives = [
             Collective(
@@ -80,7 +87,7 @@ class Job:
     def unit(self, rank: int, names: Sequence[str] = ("a", "b"), **values: Any) -> None:
         """Its parameters."""
         values = {"late": [], "moved": [], "largest": 64, "site": SITE, "made": SITE | {"line": 3}} | values
-        self.note(rank, "unit", u=1, key=self.key, names=list(names), **values)
+        self.note(rank, "unit", key=list(self.key), names=list(names), **{"u": 1, **values})
 
     def step(
         self,
@@ -95,7 +102,7 @@ class Job:
     ) -> None:
         """A step with a check; `p` and `g`: the norms of all parameters and gradients."""
         fingerprint = {"p": pack([p, p]), "w": pack([p, p]), "g": pack([g, g])}
-        self.note(rank, "step", u=1, n=number, s=number if s is None else s, e=e, f=fingerprint, **more)
+        self.note(rank, "step", n=number, s=number if s is None else s, e=e, f=fingerprint, **{"u": 1, **more})
 
     def wait(self, ms: int = 400) -> None:
         """Nothing happens for a while, and then the rules are asked."""
@@ -110,10 +117,10 @@ class Job:
         return [finding.code for finding in self.said]
 
 
-def run(job: Job, steps: int, **more: Any) -> Job:
+def run(job: Job, steps: int, names: Any = ("a", "b"), **more: Any) -> Job:
     """Every rank takes `steps` steps, all with `more`; the last rank's gradients differ, and then its parameters."""
     for rank in range(job.world_size):
-        job.unit(rank)
+        job.unit(rank, names)
     for number in range(1, steps + 1):
         for rank in range(job.world_size):
             is_odd = rank == job.world_size - 1
@@ -166,12 +173,35 @@ def test_divergence_takes_the_cause_from_the_first_step_that_differs(why: str, c
 
 def test_divergence_waits_for_steps_that_may_be_local_on_purpose() -> None:
     """Without any reduction by DDP it takes 16 steps, and says nothing if something else averages."""
-    local = {"e": "fb", "why": "no_sync", "at": SITE}
+    local = {"e": "B", "why": "bypass", "at": SITE}
     assert run(Job(2), NUM_LOCAL_STEPS - 1, **local).said == []
-    assert [finding.code for finding in run(Job(2), NUM_LOCAL_STEPS + 1, **local).said] == ["DDP323"]
-    assert run(Job(2), NUM_LOCAL_STEPS - 1, **local).finish() == ["DDP323"]
+    assert [finding.code for finding in run(Job(2), NUM_LOCAL_STEPS + 1, **local).said] == ["DDP321"]
+    assert run(Job(2), NUM_LOCAL_STEPS - 1, **local).finish() == ["DDP321"]
     assert run(Job(2, reduced=64), 40, **local).finish() == []
-    assert run(Job(2, reduced=63), 40, **local).finish() == ["DDP323"]
+    assert run(Job(2, reduced=63), 40, **local).finish() == ["DDP321"]
+
+
+def test_divergence_warns_of_rounds_in_no_sync_and_is_sure_at_the_end() -> None:
+    """Local SGD is written so, with rounds that may be long; a job that ends without an average was none."""
+    local = {"e": "fb", "why": "no_sync", "at": SITE}
+    assert run(Job(2), NUM_FREE_STEPS - 1, **local).said == []
+    (finding,) = run(Job(2), NUM_FREE_STEPS + 1, **local).said
+    assert (finding.code, finding.severity) == ("DDP323", "warning")
+    short = run(Job(2), NUM_LOCAL_STEPS, **local)
+    assert short.finish() == ["DDP323"]
+    assert short.said[0].severity == "error"
+
+
+def test_divergence_says_nothing_of_ranks_that_the_program_makes_equal_again() -> None:
+    """It has averaged once, and will again: the second round may be as long as it likes."""
+    job = Job(2)
+    for rank in range(2):
+        job.unit(rank)
+    for number in range(1, 100):
+        for rank in range(2):
+            apart = rank * number * (number > 1 and number != 10)
+            job.step(rank, number, p=1.0 + apart, g=0.5 + 0.2 * rank, e="fb", why="no_sync", at=SITE)
+    assert job.finish() == []
 
 
 def test_divergence_forgets_gradients_that_did_no_harm() -> None:
@@ -257,6 +287,87 @@ def test_divergence_of_a_model_that_was_never_wrapped_needs_one_start_and_no_oth
         for rank in range(2):
             apart.step(rank, number, p=number + rank, g=rank)
     assert apart.finish() == []
+
+
+def test_divergence_takes_no_copy_for_a_model_that_was_never_wrapped() -> None:
+    """Its optimizer is made again and again, as in meta-learning, or its shapes are those of a DDP model."""
+    job = Job(2)
+    for ordinal in range(4):
+        job.key = ["free", 123, "train.py:7", ordinal]
+        for rank in range(2):
+            job.unit(rank, u=ordinal)
+            for number in range(1, 7):
+                job.step(rank, number, p=number + rank * (number > 1), g=rank, u=ordinal)
+    assert job.finish() == []
+    twin = Job(2, key=["free", 123, "train.py:7", 0])
+    shapes = [[4, 2], [4]]
+    for rank in range(2):
+        described = [[name, shape, "float32"] for name, shape in zip("ab", shapes, strict=True)]
+        twin.note(rank, "ddp", group="world", ordinal="0", names=described, site=SITE)
+    names = [f"parameter {place} {shape}" for place, shape in enumerate(shapes, 1)]
+    assert run(twin, NUM_FREE_STEPS + 9, names=names).finish() == []
+
+
+def test_divergence_takes_no_parts_of_one_model_for_models_that_were_never_wrapped() -> None:
+    """They give each other what they compute: in every other step, and more than a metric."""
+    free = ("free", 123, "train.py:7", 0)
+    assert run(Job(2, key=free, exchanged=NUM_FREE_STEPS // 2), NUM_FREE_STEPS + 1).finish() == []
+    assert run(Job(2, key=free, exchanged=NUM_FREE_STEPS // 4), NUM_FREE_STEPS + 1).finish() == ["DDP324"]
+
+
+def test_divergence_takes_a_search_over_learning_rates_for_what_it_is() -> None:
+    """Each rank has its own from the first step on."""
+    job = Job(2, key=("free", 123, "train.py:7", 0))
+    for rank in range(2):
+        job.unit(rank)
+    for number in range(1, NUM_FREE_STEPS + 9):
+        for rank in range(2):
+            job.step(rank, number, p=number + rank * (number > 1), g=rank, lr=[0.1 + rank])
+    assert job.finish() == []
+
+
+def test_divergence_says_which_learning_rates_differ() -> None:
+    """At the line of the step, since the model was wrapped in good order."""
+    job = Job(2)
+    for rank in range(2):
+        job.unit(rank)
+    for number in range(1, 5):
+        for rank in range(2):
+            job.step(rank, number, p=1 + number * rank * (number > 2), lr=[0.1 / (1 + rank * (number > 2)), 0.5])
+    (finding,) = job.said
+    assert finding.code == "DDP325"
+    assert finding.place is not None
+    assert finding.place.line == 7
+    assert {"rank 0: lr 0.1, 0.5", "rank 1: lr 0.05, 0.5"} <= set(finding.evidence)
+
+
+def test_divergence_says_since_when_parameters_differ_that_were_the_same() -> None:
+    """They were wrapped in good order: the line is that of the step."""
+    job = Job(2)
+    for rank in range(2):
+        job.unit(rank)
+    for number in range(1, 5):
+        for rank in range(2):
+            job.step(rank, number, p=1 + number * rank * (number > 2), lr=[0.1])
+    (finding,) = job.said
+    assert finding.code == "DDP325"
+    assert finding.place is not None
+    assert finding.place.line == 7
+    assert "parameters were the same on all ranks before step 2" in finding.evidence
+
+
+def test_divergence_takes_what_all_ranks_loaded_for_no_cause() -> None:
+    """Also where one rank's notes come later, and the optimizer was made after loading."""
+    job = Job(2)
+    for rank in range(2):
+        job.note(rank, "load", group="world", ordinal=0, site=SITE | {"line": 20 + rank})
+        job.unit(rank)
+        for number in range(1, 5):
+            job.step(rank, number, p=1 + number * rank * (number > 2))
+    (finding,) = job.said
+    assert finding.ranks == (0, 1)
+    assert finding.place is not None
+    assert finding.place.line == 7
 
 
 def test_divergence_keeps_little_however_long_it_runs() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from ddpilot.record.journal import Entry
+from ddpilot.watch.rules.ddp_use import LeftOut
 from ddpilot.watch.rules.not_finite import NotFinite
 from ddpilot.watch.rules.on_graph import OnGraph
 from ddpilot.watch.rules.placement import OneDevice, SeveralDevices
@@ -137,6 +138,14 @@ def test_tensors_on_several_devices_are_told_by_name() -> None:
     notes: list[Note] = [(1, "devices", {"by_device": names, "message": "RuntimeError: same device", "site": SITE})]
     (finding,) = judge(SeveralDevices, notes)
     assert finding.evidence == ("on cpu: target", "on cuda:0: output", "RuntimeError: same device")
+
+
+def test_parameters_that_were_left_out_are_told_by_name() -> None:
+    """Torch says their numbers."""
+    notes: list[Note] = [(1, "left_out", {"names": ["head.weight", "head.bias"], "num": 2, "site": SITE})]
+    (finding,) = judge(LeftOut, notes)
+    assert finding.summary == "2 parameters took no part in the backward pass: head.weight, head.bias"
+    assert finding.ranks == (1,)
 
 
 def test_rules_keep_bounded_state_over_a_long_job() -> None:

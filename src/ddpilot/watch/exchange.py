@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the observers of several nodes tell each other: nothing while all is well, else a digest of their ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+
+from ddpilot.launching.companion import Carrier, Letter
+from ddpilot.record.log import Collective
+from ddpilot.watch.digest import MAX_CHARS, Digest, decode_digest, encode_digest, merge, move_clock
+from ddpilot.watch.marks import Marks
+from ddpilot.watch.stall import Analysis
+from ddpilot.watch.view import JobView, RankView
+
+_ASK_AFTER_NS = 600_000_000
+"""So long has a collective not been over when the other nodes are asked about it."""
+
+_LATE = 1.5
+"""Times the longest pause between collectives: a rank that begins none for so long is late."""
+
+_AGAIN_NS = 750_000_000
+_SELDOM_AFTER_NS = 60_000_000_000
+_SELDOM_NS = 5_000_000_000
+_ANSWER_AGAIN_NS = 200_000_000
+
+_PATIENCE_NS = 2_500_000_000
+"""Between the first question and the moment at which what is known without an answer is said."""
+
+_FRESH_NS = 1_900_000_000
+"""What another node's ranks did not so long ago says where they are not now: waits are said after 2 s."""
+
+_OLD_NS = 10_000_000_000
+"""The same where no rank here has begun anything since."""
+
+_APART_NS = 5_000_000_000
+"""So long are other nodes asked because their marks differ from those here."""
+_APART_AGAIN_NS = 60_000_000_000
+
+_ALL_CHARS = 2 * 1024 * 1024
+_FEWEST_CHARS = 4 * 1024
+_NUM_LOOKED_AT = 64
+
+
+class Exchange:
+    """Of the observer of `ranks`, with those that `carrier` leads to. To be used by one thread at a time."""
+
+    def __init__(self, carrier: Carrier, ranks: Sequence[int]) -> None:
+        self.ranks = tuple(ranks)
+        self._carrier = carrier
+        self._max_chars = min(MAX_CHARS, max(_FEWEST_CHARS, _ALL_CHARS // (1 + len(carrier.places))))
+        self._numbers: dict[int, int] = {}
+        self._digests: dict[int, Digest] = {}
+        self._heard_ns: dict[int, int] = {}
+        self._unreadable: dict[int, str] = {}
+        self._marks = Marks()
+        self._apart: dict[str, int] = {}
+        self._asking_ns: int | None = None
+        self._told_ns = 0
+        self._gone: frozenset[int] = frozenset()
+
+    def widen(self, view: JobView) -> JobView:
+        """`view`, which is of the ranks here, with those of other nodes as far as it is known where they are now."""
+        for node, letter in self._carrier.letters.items():
+            if letter.number != self._numbers.get(node):
+                self._numbers[node] = letter.number
+                self._read(node, letter)
+        newest_ns = max((entry.start_ns for rank in view.ranks.values() for entry in _newest(rank, 1)), default=0)
+        return merge(view, [each for each in self._digests.values() if _still_holds(each, view.now_ns, newest_ns)])
+
+    def _read(self, node: int, letter: Letter) -> None:
+        try:
+            digest = decode_digest(letter.text)
+        except ValueError as error:
+            self._unreadable[node] = str(error)
+            return
+        self._heard_ns[node] = letter.before_ns
+        self._digests[node] = move_clock(
+            digest,
+            unix_minus_monotonic_ns=time.time_ns() - time.monotonic_ns(),
+            after_ns=letter.after_ns,
+            before_ns=letter.before_ns,
+        )
+
+    def tell(self, view: JobView, analysis: Analysis, with_stacks: Callable[[JobView], JobView]) -> None:
+        """Tell the other nodes of the ranks of `view`, where there is a reason here, or they ask.
+
+        `analysis`: of all that is known; `with_stacks` gives the view with the stacks of all ranks here.
+        """
+        is_asking = self._is_apart(view) or bool(analysis.findings or analysis.status)
+        is_asking |= any(map(_needs_others(view), view.ranks.values()))
+        self._asking_ns = (self._asking_ns or view.now_ns) if is_asking else None
+        gone = frozenset(rank for rank, each in view.ranks.items() if _is_gone(each))
+        if not (self._is_due(view.now_ns) or (is_asking and gone != self._gone)):
+            return
+        self._gone = gone
+        self._write(with_stacks(view), is_asking=is_asking)
+
+    def _is_apart(self, view: JobView) -> bool:
+        """Whether ranks of another node were seen lately to call other collectives than those here."""
+        self._marks.feed([rank.log for rank in view.ranks.values() if rank.log is not None], view.now_ns)
+        self._carrier.show(self._marks.encode())
+        for text in self._carrier.marks.values():
+            for group in self._marks.find_different(text):
+                if view.now_ns - self._apart.get(group, -_APART_AGAIN_NS) >= _APART_AGAIN_NS:
+                    self._apart[group] = view.now_ns
+        return any(view.now_ns - since_ns < _APART_NS for since_ns in self._apart.values())
+
+    def say_farewell(self, view: JobView) -> None:
+        """Tell of the ranks of `view` for the last time."""
+        self._write(view, is_asking=False)
+
+    def _write(self, view: JobView, *, is_asking: bool) -> None:
+        self._told_ns = view.now_ns
+        unix_ns = view.now_ns + time.time_ns() - time.monotonic_ns()
+        digest = Digest(now_ns=view.now_ns, unix_ns=unix_ns, is_asking=is_asking, ranks=view.ranks)
+        self._carrier.write(encode_digest(digest, self._max_chars))
+
+    def _is_due(self, now_ns: int) -> bool:
+        since_ns = now_ns - self._told_ns
+        if self._asking_ns is not None:
+            return since_ns >= (_AGAIN_NS if now_ns - self._asking_ns < _SELDOM_AFTER_NS else _SELDOM_NS)
+        asked_ns = max((self._heard_ns[node] for node, each in self._digests.items() if each.is_asking), default=0)
+        return asked_ns > self._told_ns and since_ns >= _ANSWER_AGAIN_NS
+
+    def is_waiting(self, now_ns: int) -> bool:
+        """Whether other nodes have been asked, and may still answer."""
+        return self._asking_ns is not None and now_ns - self._asking_ns < _PATIENCE_NS and bool(self._silent())
+
+    def has_heard_since(self, since_ns: int) -> bool:
+        """Whether every other node has told of its ranks since then, or cannot."""
+        is_off = bool(self._carrier.fault)
+        return is_off or all(self._heard_ns.get(node, 0) >= since_ns for node in self._carrier.places)
+
+    def _silent(self) -> list[int]:
+        """Nodes that have not told since this one asks."""
+        finals = [node for node, each in self._digests.items() if each.is_final]
+        places = self._carrier.places
+        return [node for node in places if node not in finals and self._heard_ns.get(node, 0) < (self._asking_ns or 0)]
+
+    def complaints(self, now_ns: int) -> Iterator[str]:
+        """Why ranks of other nodes are not seen: lines, each of which is to be shown once."""
+        if self._asking_ns is None:
+            return
+        if self._carrier.fault:
+            yield f"the observers of the nodes cannot reach each other any more: {self._carrier.fault}"
+        elif now_ns - self._asking_ns > _PATIENCE_NS:
+            places = self._carrier.places
+            for node in self._silent():
+                why = self._unreadable.get(node, "its observer does not answer")
+                yield f"what the ranks of {places[node]} do is not seen from here: {why}"
+
+
+def _still_holds(digest: Digest, now_ns: int, newest_ns: int) -> bool:
+    age_ns = now_ns - digest.now_ns
+    return digest.is_final or age_ns < _FRESH_NS or (digest.now_ns > newest_ns and age_ns < _OLD_NS)
+
+
+def _newest(rank: RankView, num: int) -> Sequence[Collective]:
+    return rank.log.collectives[-num:] if rank.log is not None else ()
+
+
+def _is_gone(rank: RankView) -> bool:
+    return rank.error is not None or rank.process.state == "ended"
+
+
+def _needs_others(view: JobView) -> Callable[[RankView], bool]:
+    """Of a rank whether what it does cannot be explained by the ranks here alone."""
+
+    def needs(rank: RankView) -> bool:
+        if _is_gone(rank) and not rank.returned:
+            return True
+        newest = _newest(rank, _NUM_LOOKED_AT)
+        open_ns = [view.now_ns - each.start_ns for each in newest if each.state == "begun" and each.is_watched]
+        unsure_ns = [view.now_ns - each.start_ns for each in newest if each.state == "begun" and not each.is_watched]
+        if max(open_ns, default=0) > _ASK_AFTER_NS:
+            return True
+        # One of these may be over: it would show when the next begins, which is due after as long as between others.
+        return min(unsure_ns, default=0) > max(_ASK_AFTER_NS, int(_LATE * _longest_pause_ns(newest)))
+
+    return needs
+
+
+def _longest_pause_ns(entries: Sequence[Collective]) -> int:
+    starts = sorted(entry.start_ns for entry in entries)
+    return max((later - before for before, later in pairwise(starts)), default=0)

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages of which one side gives another number of bytes than the other has room for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ddpilot.findings.finding import Finding
+from ddpilot.record.log import Collective
+from ddpilot.watch.causes import NAMES
+from ddpilot.watch.view import JobView, RankView
+from ddpilot.watch.words import describe, lay_out, peer_of, place_of, say_place
+
+_Channel = tuple[int, int, int | None, str]
+"""Who sends, who receives, the tag, and the group's name: what goes this way arrives in its order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Both sides of it."""
+
+    sender: int
+    sent: Collective
+    receiver: int
+    received: Collective
+
+
+def find_unequal_messages(view: JobView) -> Iterator[Message]:
+    """The first message of each way on which the sides differ; none of ranks whose logs have forgotten some."""
+    sent: dict[_Channel, list[Collective]] = {}
+    received: dict[_Channel, list[Collective]] = {}
+    for rank, seen in view.ranks.items():
+        for entry in _messages(seen):
+            peer = peer_of(entry)
+            if peer is None:  # a receive from anybody may have taken what was sent to another
+                received = {way: entries for way, entries in received.items() if way[1] != rank}
+                break
+            if entry.op == "send":
+                sent.setdefault((rank, peer, entry.tag, _group(entry)), []).append(entry)
+            else:
+                received.setdefault((peer, rank, entry.tag, _group(entry)), []).append(entry)
+    for way, entries in received.items():
+        for mine, theirs in zip(entries, sent.get(way, ()), strict=False):
+            if mine.num_bytes != theirs.num_bytes:
+                yield Message(way[0], theirs, way[1], mine)
+                break
+
+
+def _messages(rank: RankView) -> list[Collective]:
+    entries = rank.log.collectives if rank.log is not None else ()
+    if not entries or entries[-1].index != len(entries):  # with one forgotten, all after it would meet another
+        return []
+    return [entry for entry in entries if entry.is_p2p]
+
+
+def _group(entry: Collective) -> str:
+    group = entry.group
+    return f"{group.name}/{group.attempt}/{group.incarnation}" if group is not None else ""
+
+
+def explain_message(view: JobView, message: Message) -> Finding:
+    """Both sides with their lines."""
+    sides = ((message.sender, message.sent), (message.receiver, message.received))
+    rows = [(f"rank {rank}", describe(entry) + _fate(view.ranks[rank]), say_place(entry.line)) for rank, entry in sides]
+    gives, takes = f"{message.sent.num_bytes:,} bytes", f"{message.received.num_bytes:,}"
+    return Finding(
+        code="DDP202",
+        name=NAMES["DDP202"],
+        # Over gloo some leave room on purpose, for messages of any size.
+        severity="error" if message.sent.num_bytes > message.received.num_bytes else "warning",
+        summary=f"rank {message.sender} sends {gives} to rank {message.receiver}, which has room for {takes}",
+        ranks=(message.sender, message.receiver),
+        place=place_of(message.received.line),
+        evidence=lay_out(rows),
+        why="gloo ends the process that has too little room, and leaves the rest as it was where there is too much",
+        fix="give send and recv tensors of one size and dtype; where it varies, send the size before",
+        source="ddpilot explain DDP202",
+    )
+
+
+def _fate(rank: RankView) -> str:
+    return f", died of {rank.process.signal_name}" if rank.process.signal_name else ""

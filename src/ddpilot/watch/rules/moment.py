@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One optimizer step as several ranks took it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ddpilot.record.journal import Entry
+from ddpilot.watch.rules.fingerprints import Difference
+
+When = tuple[int, int]
+"""The number of collectives that the group had started, and the how manieth step since the last of them."""
+
+
+@dataclass
+class Moment:
+    """One optimizer step, by the ranks that took it."""
+
+    steps: dict[int, Entry] = field(default_factory=dict)
+    seen_ns: int | None = None
+    is_compared: bool = False
+    difference: Difference = field(default_factory=Difference)
+
+    def value(self, rank: int, name: str) -> Any:
+        """What `rank` noted as `name`; None where it did not."""
+        return self.steps[rank].values.get(name)
+
+    @property
+    def rates(self) -> dict[int, list[float]]:
+        """The ranks' learning rates, where they differ; else empty."""
+        rates = {rank: step.values["lr"] for rank, step in sorted(self.steps.items()) if step.values.get("lr")}
+        return rates if len({tuple(each) for each in rates.values()}) > 1 else {}
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether DDP reduced a backward before this step."""
+        return any("F" in (step.values.get("e") or "") for step in self.steps.values())

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is said on each of two nodes where the ranks of one wait for those of the other, or differ from them."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.dist.nodes.namespaces import DDPILOT, TORCHRUN, Agent, TwoNodes, two_nodes
+
+LIMIT_S = 100.0
+BEGIN = """
+import time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank, x = dist.get_rank(), torch.ones(64)
+for step in range(20):
+    dist.all_reduce(x)
+print("they have met", flush=True)
+"""
+PARTS = """
+if rank == 1:
+    dist.barrier()
+else:
+    dist.all_reduce(x)
+"""
+SLEEPS = """
+if rank == 1:
+    time.sleep(8)  # as a checkpoint, or a download
+dist.all_reduce(x)
+print("all is well", flush=True)
+"""
+SLOW = """
+for step in range(6):
+    time.sleep(1.2 * rank)
+    dist.all_reduce(x)
+print("all is well", flush=True)
+"""
+OTHER_SIZE = """
+dist.all_reduce(torch.ones(64 + 64 * rank))
+"""
+OTHER_REDUCE_OP = """
+for step in range(4000):
+    dist.all_reduce(x, op=dist.ReduceOp.MAX if rank and step == 10 else dist.ReduceOp.SUM)
+    x.fill_(1.0)
+    time.sleep(0.05)
+"""
+
+
+ENABLE = "import ddpilot.watch; ddpilot.watch.enable()"
+
+
+@pytest.fixture
+def nodes() -> Iterator[TwoNodes]:
+    """Two namespaces, gone after the test."""
+    with two_nodes() as both:
+        yield both
+
+
+def start_both(nodes: TwoNodes, folder: Path, program: str, *more: str, of_one: str = "") -> tuple[Agent, Agent]:
+    """`ddpilot run` of the program on both nodes, with their jobs in folders of their own; `of_one`: of node 1.
+
+    Of one that enables the watch itself: torchrun.
+    """
+    script = folder / "train.py"
+    script.write_text(program if ENABLE in program else BEGIN + program)
+    sizes = ["--nnodes", 2, "--nproc-per-node", 1, "--master-addr", nodes.addresses["a"], "--master-port", 29500]
+    launcher = TORCHRUN if ENABLE in program else DDPILOT
+    a, b = (
+        nodes.start(
+            node,
+            [*launcher, *sizes, "--node-rank", number, *more, *([of_one] if number and of_one else []), script],
+            DDPILOT_JOBS_DIR=str(folder / node),
+            GLOO_SOCKET_IFNAME=nodes.interfaces[node],
+        )
+        for number, node in enumerate("ab")
+    )
+    return a, b
+
+
+@pytest.mark.timeout(240)
+def test_ranks_of_two_nodes_in_different_collectives_are_named_on_both(nodes: TwoNodes, tmp_path: Path) -> None:
+    """Code, ranks and lines, in seconds after they part; what is saved has it too, with nobody out of sight."""
+    a, b = start_both(nodes, tmp_path, PARTS)
+    met_s = a.wait_for("they have met", LIMIT_S)
+    said_s = a.wait_for("desync  DDP201  collective #20 of the default group differs between ranks", LIMIT_S)
+    assert [a.wait(LIMIT_S), b.wait(LIMIT_S)] == [1, 1]
+    assert said_s - met_s < 20  # alone on the machine it is two
+    for agent in (a, b):
+        final = agent.text[agent.text.rindex("desync  DDP201") :]
+        assert re.search(r"rank 0  all_reduce SUM of float32 \[64\] +\S*train.py:12  dist.all_reduce\(x\)", final)
+        assert re.search(r"rank 1  barrier +\S*train.py:10  dist.barrier\(\)", final)
+        assert re.search(r"is inside `if rank == 1:` \(\S*train.py:9\)", final)
+    saved = [json.loads(path.read_text()) for path in tmp_path.glob("[ab]/*/report.json")]
+    assert "DDP201" in {finding["code"] for report in saved for finding in report["findings"]}
+    assert [] in [report["unseen"] for report in saved]
+
+
+@pytest.mark.timeout(240)
+def test_a_rank_of_another_node_that_sleeps_is_named_and_not_stopped(nodes: TwoNodes, tmp_path: Path) -> None:
+    """One line on both nodes, with where its Python is; then training goes on, and nothing is found."""
+    a, b = start_both(nodes, tmp_path, SLEEPS)
+    assert [a.wait(LIMIT_S), b.wait(LIMIT_S)] == [0, 0], a.text + b.text
+    for agent in (a, b):
+        lines = [line for line in agent.text.splitlines() if line.startswith("ddpilot:")]
+        assert len(lines) == 1, agent.text
+        assert re.search(
+            r"rank 0 waits for \d\.\d s in all_reduce \(#20 of the default group\) at \S*train.py:11; "
+            r"not there: rank 1 is elsewhere: \S*train.py:10  time.sleep\(8\)",
+            lines[0],
+        )
+        assert "DDP2" not in agent.text
+
+
+@pytest.mark.timeout(240)
+def test_tensors_that_differ_in_size_between_nodes_are_named(nodes: TwoNodes, tmp_path: Path) -> None:
+    """gloo aborts a rank of one node or the other: both nodes show what both ranks gave."""
+    a, b = start_both(nodes, tmp_path, OTHER_SIZE)
+    assert [a.wait(LIMIT_S), b.wait(LIMIT_S)] == [1, 1]
+    for agent in (a, b):
+        final = agent.text[agent.text.rindex("size-mismatch  DDP202  collective #20") :]
+        assert "differs between ranks in size: 64 and 128 elements" in final
+        assert re.search(r"rank 0  all_reduce .*float32 \[64\].*train.py:9", final)
+        assert re.search(r"rank 1  all_reduce .*float32 \[128\].*train.py:9", final)
+
+
+@pytest.mark.timeout(240)
+def test_a_reduce_op_that_differs_between_nodes_is_named_though_nobody_waits(nodes: TwoNodes, tmp_path: Path) -> None:
+    """In one step of many; the job ends by it on both nodes."""
+    a, b = start_both(nodes, tmp_path, OTHER_REDUCE_OP)
+    assert [a.wait(LIMIT_S), b.wait(LIMIT_S)] == [1, 1]
+    for agent in (a, b):
+        final = agent.text[agent.text.rindex("reduce-op-mismatch  DDP204  collective #30 of the default group") :]
+        assert re.search(r"rank 0  all_reduce SUM of float32 \[64\] +\S*train.py:10", final)
+        assert re.search(r"rank 1  all_reduce MAX of float32 \[64\] +\S*train.py:10", final)
+
+
+@pytest.mark.timeout(240)
+def test_a_slow_node_is_no_finding(nodes: TwoNodes, tmp_path: Path) -> None:
+    """The nodes look at each other at every step, and have nothing to say."""
+    a, b = start_both(nodes, tmp_path, SLOW)
+    assert [a.wait(LIMIT_S), b.wait(LIMIT_S)] == [0, 0], a.text + b.text
+    for agent in (a, b):
+        assert "all is well" in agent.text
+        assert "ddpilot:" not in agent.text
+
+
+@pytest.mark.timeout(240)
+def test_a_node_that_nobody_watches_is_said_once_and_training_goes_on(nodes: TwoNodes, tmp_path: Path) -> None:
+    """With `--no-watch` there: its rank is out of sight, as one whose observer has ended."""
+    a, b = start_both(nodes, tmp_path, SLEEPS, of_one="--no-watch")
+    assert [a.wait(LIMIT_S), b.wait(LIMIT_S)] == [0, 0], a.text + b.text
+    assert len(re.findall(r"do is not seen from here: its observer does not answer", a.text)) == 1
+    assert len(re.findall(r"of rank 1 nothing is known here", a.text)) == 1
+    assert "ddpilot:" not in b.text
+
+
+@pytest.mark.timeout(240)
+def test_observers_under_torchrun_reach_each_other(nodes: TwoNodes, tmp_path: Path) -> None:
+    """Through the store of the ranks: who sees it first says it, ranks and lines of both nodes, and ends its rank."""
+    a, b = start_both(nodes, tmp_path, ENABLE + BEGIN + PARTS)
+    assert [a.wait(LIMIT_S), b.wait(LIMIT_S)] == [1, 1]
+    said = [agent.text for agent in (a, b) if "desync  DDP201  collective #20 of the default group" in agent.text]
+    assert said, a.text + b.text
+    for text in said:
+        assert re.search(r"rank 0  all_reduce SUM of float32 \[64\] +\S*train.py:12", text)
+        assert re.search(r"rank 1  barrier +\S*train.py:10", text)
+
+
+@pytest.mark.timeout(240)
+def test_an_observer_that_is_killed_is_said_once_and_training_goes_on(nodes: TwoNodes, tmp_path: Path) -> None:
+    """The one of node 1: its rank is not seen from node 0, which says so in a line."""
+    a, b = start_both(nodes, tmp_path, ENABLE + BEGIN + SLEEPS)
+    b.wait_for("they have met", LIMIT_S)
+    found = [psutil.Process(pid) for pid in nodes.pids()]
+    (killed,) = [
+        each for each in found if str(tmp_path / "b") in str(each.cmdline()) and "observing" in str(each.cmdline())
+    ]
+    killed.send_signal(signal.SIGKILL)
+    assert [a.wait(LIMIT_S), b.wait(LIMIT_S)] == [0, 0], a.text + b.text
+    assert len(re.findall(r"ddpilot: what the ranks of node 1.*do is not seen from here", a.text)) == 1
+    assert "ddpilot:" not in b.text

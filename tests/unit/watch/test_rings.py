@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rings that grow: read again where something may have come, compared as they grow, in memory that stays as it is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from ddpilot.record import layout
+from ddpilot.record.hook import ring_path
+from ddpilot.record.reading import read_ring
+from ddpilot.record.ring import RingWriter
+from ddpilot.watch import gathering, rings
+from ddpilot.watch.gathering import Gatherer
+from ddpilot.watch.stall import analyze
+from tests.unit.record.rings import ABOUT, open_ring
+
+S = 10**9
+PER_LOOK = 500
+NUM_PARTS, LOOKS_EACH = (8, 3600 * 4) if os.environ.get("DDPILOT_SOAK") else (2, 150)
+LINE = {"file": "train.py", "line": 88, "function": "step", "text": "loss.backward()", "via": "Tensor.backward"}
+SUM, MAX = (layout.REDUCE_OPS.index(name) for name in ("SUM", "MAX"))
+
+
+class Clock:
+    """Takes the place of `time` where rings are read."""
+
+    now_ns = 1000 * S
+
+    def monotonic_ns(self) -> int:
+        """The time of the test."""
+        return self.now_ns
+
+
+class Job:
+    """Two ranks, each of which writes its ring, and what looks at them."""
+
+    def __init__(self, folder: Path, clock: Clock) -> None:
+        self.clock = clock
+        self.folder = folder
+        self.num_done = 0
+        self._rings = [self._open(rank) for rank in (0, 1)]
+        self._gatherer = Gatherer(folder, 2, (0, 1), "job")
+
+    def _open(self, rank: int) -> tuple[RingWriter, bytes]:
+        ring = open_ring(ring_path(self.folder, rank), num_records=8192, page_bytes=4096, publish=False)
+        ring.publish({**ABOUT, "rank": rank, "pid": os.getpid(), "started_ns": 1})
+        group = {"name": "0", "incarnation": 1, "size": 2, "rank": rank, "ranks": "0-1"}
+        tensors = {"inputs": [["float32", [4], "cpu"]], "num_inputs": 1}
+        facts = ({"op": "all_reduce", "operator": "c10d::allreduce_"}, group, LINE, tensors)
+        refs = [ring.write_fact(fact) for fact in facts]
+        return ring, layout.USUAL.pack(*refs, *[layout.NO_NUMBER] * 3, layout.ASKED_ANY_TIME, 16)
+
+    def run(self, num: int, *, reduce_ops: tuple[int | None, int | None] = (SUM, SUM)) -> None:
+        """Both do `num` all_reduces in a quarter of a second."""
+        begun_ns = self.clock.now_ns
+        for rank, (ring, usual) in enumerate(self._rings):
+            for number in range(num):
+                start_ns = begun_ns + number * S // 4 // num
+                index = ring.begin(start_ns, self.num_done + number, 4711, 0, usual)
+                if (reduce_op := reduce_ops[rank]) is not None:
+                    ring.set_reduce_op(index, reduce_op)
+                ring.finish(index, start_ns + 1000, layout.DONE)
+        self.num_done += num
+        self.clock.now_ns += S // 4
+
+    def set_last_reduce_op(self, rank: int, reduce_op: int) -> None:
+        """What comes up to 50 ms after the record."""
+        self._rings[rank][0].set_reduce_op(self.num_done, reduce_op)
+
+    def close(self) -> None:
+        """Both have ended."""
+        for ring, _ in self._rings:
+            ring.close(self.clock.now_ns)
+
+    def look(self) -> list[str]:
+        """The codes of what is found."""
+        return [finding.code for finding in analyze(self._gatherer.gather({})).findings]
+
+    @property
+    def num_held(self) -> int:
+        """Collectives in memory."""
+        return sum(len(log.collectives) for log in self._gatherer.logs.values())
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+    """One whose clock the test has."""
+    clock = Clock()
+    monkeypatch.setattr(rings, "time", clock)
+    monkeypatch.setattr(gathering, "time", clock)
+    job = Job(tmp_path, clock)
+    yield job
+    job.close()
+
+
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many records each reading has decoded."""
+    counts: list[int] = []
+
+    def read_and_count(*args: Any, **kwargs: Any) -> Any:
+        log = read_ring(*args, **kwargs)
+        counts.append(len(log.collectives))
+        return log
+
+    monkeypatch.setattr(rings, "read_ring", read_and_count)
+    return counts
+
+
+def test_a_record_that_is_complete_is_read_once(job: Job, decoded: list[int]) -> None:
+    """Decoding is what a look costs most."""
+    for _ in range(3):
+        job.run(40)
+        assert job.look() == []
+    assert decoded == [40] * 6
+
+
+def test_a_reduce_op_that_comes_late_is_read_later(job: Job, decoded: list[int]) -> None:
+    """One that differs is found then; one that never comes is waited for no longer than it may take."""
+    job.run(3, reduce_ops=(SUM, None))
+    assert job.look() == []
+    job.set_last_reduce_op(1, MAX)
+    assert job.look() == ["DDP204"]
+    for _ in range(2):
+        job.clock.now_ns += S // 4
+        job.look()
+    assert decoded[-1] == 0
+
+
+@pytest.mark.parametrize("reduce_ops", [(SUM, MAX), (MAX, SUM)])
+def test_a_difference_between_two_looks_is_found_in_the_next(job: Job, reduce_ops: tuple[int, int]) -> None:
+    """Also where both ranks have gone on since then, as they do after a silent one."""
+    job.run(200)
+    assert job.look() == []
+    job.run(1, reduce_ops=reduce_ops)
+    job.run(200)
+    assert job.look() == ["DDP204"]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(20_000)
+def test_memory_stays_flat_through_hours_of_collectives(job: Job) -> None:
+    """8 hours at 2,000 collectives per second of each of two ranks; a few minutes of it in every run."""
+    for _ in range(40):
+        job.run(PER_LOOK)
+        assert job.look() == []
+    early_bytes, early_held = psutil.Process().memory_info().rss, job.num_held
+    num_ring_bytes = [path.stat().st_size for path in job.folder.glob("*.ring")]
+    for _ in range(NUM_PARTS):
+        for _ in range(LOOKS_EACH):
+            job.run(PER_LOOK)
+            assert job.look() == []
+        assert job.num_held <= early_held + 2 * PER_LOOK
+        assert psutil.Process().memory_info().rss - early_bytes < 4 << 20
+    assert [path.stat().st_size for path in job.folder.glob("*.ring")] == num_ring_bytes
