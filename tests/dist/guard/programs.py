@@ -680,7 +680,60 @@ def closures() -> None:
         optimizer.step(evaluate)
 
 
+def unused_head() -> None:
+    """A layer that the loss does not depend on."""
+
+    class Headed(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 2)
+            self.head = nn.Linear(4, 2)
+
+    model = DistributedDataParallel(Headed())
+    with contextlib.suppress(RuntimeError):
+        for _ in range(2):
+            model(torch.randn(3, 4)).sum().backward()  # line: unused_head
+
+
+def adapted_copies() -> None:
+    """Reptile: each rank adapts a copy to a task of its own, again and again."""
+    model = nn.Linear(4, 2)
+    wrapped = DistributedDataParallel(model)
+    outer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    torch.manual_seed(dist.get_rank())
+    for _ in range(3):
+        fast = copy.deepcopy(model)
+        inner = torch.optim.SGD(fast.parameters(), lr=0.1)
+        for _ in range(3):
+            inner.zero_grad()
+            fast(torch.randn(8, 4)).square().mean().backward()
+            inner.step()
+        outer.zero_grad()
+        x = torch.randn(8, 4)
+        (wrapped(x) - fast(x).detach()).square().mean().backward()
+        outer.step()
+
+
+def two_equal_stages() -> None:
+    """A pipeline: each rank has a stage, of the same shapes and from the same seed."""
+    stage = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
+    for _ in range(60):
+        optimizer.zero_grad()
+        if dist.get_rank() == 0:
+            hidden = stage(torch.randn(4, 8))
+            dist.send(hidden.detach(), 1)
+            dist.recv(gradient := torch.empty(4, 8), 1)
+            hidden.backward(gradient)
+        else:
+            dist.recv(given := torch.empty(4, 8), 0)
+            stage(given.requires_grad_()).square().mean().backward()
+            assert given.grad is not None
+            dist.send(given.grad, 0)
+        optimizer.step()
+
+
 WRONG: Mapping[str, str] = {
+    "unused_head": "DDP308",
     "bypass_by_module": "DDP321",
     "bypass_by_method": "DDP321",
     "bypass_by_old_name": "DDP321",
@@ -718,6 +771,7 @@ RIGHT: tuple[Program, ...] = (
     ),
     *(parameter_server, join, gan, probe_on_rank_zero, model_of_its_own_on_each_rank, two_optimizers),
     *(average_of_weights, half_precision, scaler_skips, frozen_layers, compiled, subgroups),
+    *(adapted_copies, two_equal_stages),
     *(warm_up_of_learning_rate, closures, find_unused_with_need),
 )
 """Programs that are right, and of which nothing is to be said."""

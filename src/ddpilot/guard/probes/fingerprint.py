@@ -44,9 +44,7 @@ class Fingerprinter:
         spread = range(0, len(parameters), -(-len(parameters) // MAX_GRADIENTS) or 1)
         self._sampled = sorted({*spread, *always})
         self._buffers: dict[torch.device, Tensor] = {}
-        self._windows: dict[torch.device, list[Tensor]] = {}
-        self._copied: dict[torch.device, list[int]] = {}
-        self._addresses: dict[torch.device, list[int]] = {}
+        self._views: dict[torch.device, _Views] = {}
 
     @torch.no_grad()
     def take(self) -> dict[str, str]:
@@ -69,30 +67,28 @@ class Fingerprinter:
         return {key: base64.b64encode(row.tobytes()).decode() for key, row in zip("pwg", found, strict=True)}
 
     def _take_on(self, device: torch.device, parameters: list[Tensor], gradients: list[Tensor]) -> tuple[Any, Any]:
-        windows = self._windows_of(device, parameters)
+        views = self._views_of(device, parameters)
         steep = [_window(gradient) for gradient in gradients]
-        numbers = self._join(device, [torch.stack(_norms(parameters)).float(), *windows, *steep])
-        sizes = [window.numel() for window in windows]
-        begin, middle = len(parameters), len(parameters) + sum(sizes)
+        numbers = self._join(device, [_norms(parameters), *views.windows, *steep])
+        begin, middle = len(parameters), len(parameters) + len(views.weights)
         values, slopes = numbers[begin:middle], numbers[middle:]
-        values *= np.concatenate([_WEIGHTS[:size] for size in sizes])
+        values *= views.weights
         slopes *= slopes
         roots = np.sqrt(_sums(slopes, [window.numel() for window in steep]))
         flat = [at for at, root in enumerate(roots) if root == 0 and gradients[at].numel() > WINDOW]
         if flat:
-            roots[flat] = torch.stack(_norms([gradients[at] for at in flat])).float().cpu().numpy()
-        return np.stack([numbers[:begin], _sums(values, sizes)]), roots
+            roots[flat] = _norms([gradients[at] for at in flat]).cpu().numpy()
+        return np.stack([numbers[:begin], _sums(values, views.sizes)]), roots
 
-    def _windows_of(self, device: torch.device, parameters: list[Tensor]) -> list[Tensor]:
+    def _views_of(self, device: torch.device, parameters: list[Tensor]) -> _Views:
         # Making views takes as long as reading what they show: kept while the parameters lie where they did.
         addresses = [parameter.data_ptr() for parameter in parameters]
-        if self._addresses.get(device) != addresses:
-            self._addresses[device] = addresses
-            self._windows[device] = [_window(parameter) for parameter in parameters]
-            self._copied[device] = [place for place, each in enumerate(parameters) if not each.is_contiguous()]
-        for place in self._copied[device]:
-            self._windows[device][place] = _window(parameters[place])
-        return self._windows[device]
+        views = self._views.get(device)
+        if views is None or views.addresses != addresses:
+            self._views[device] = views = _Views(addresses, parameters)
+        for place in views.copied:
+            views.windows[place] = _window(parameters[place])
+        return views
 
     def _join(self, device: torch.device, pieces: list[Tensor]) -> Any:
         """All numbers of `pieces` on the CPU, one after the other, in float32 that may be written to."""
@@ -104,17 +100,29 @@ class Fingerprinter:
         return buffer[:num].cpu().numpy()
 
 
+class _Views:
+    """The windows of `parameters`, which lie at `addresses`, and what they are weighted with, one after the other."""
+
+    def __init__(self, addresses: list[int], parameters: list[Tensor]) -> None:
+        self.addresses = addresses
+        self.windows = [_window(parameter) for parameter in parameters]
+        self.copied = [place for place, each in enumerate(parameters) if not each.is_contiguous()]
+        self.sizes = [window.numel() for window in self.windows]
+        self.weights = np.concatenate([_WEIGHTS[:size] for size in self.sizes])
+
+
 def _plain_gradient(parameter: Tensor) -> Tensor | None:
     gradient = parameter.grad
     return gradient if gradient is not None and is_plain(gradient) else None
 
 
-def _norms(tensors: list[Tensor]) -> list[Tensor]:
+def _norms(tensors: list[Tensor]) -> Tensor:
+    dtypes = {tensor.dtype for tensor in tensors}
     # The squares of half precision overflow.
-    if any(tensor.dtype in (torch.float16, torch.bfloat16) for tensor in tensors):
-        return [*torch._foreach_norm(tensors, 2, torch.float32)]
+    if not dtypes.isdisjoint((torch.float16, torch.bfloat16)):
+        return torch.stack(torch._foreach_norm(tensors, 2, torch.float32)).float()
     norms = torch._foreach_norm(tensors, 2)
-    return [norm.float() for norm in norms] if len({norm.dtype for norm in norms}) > 1 else [*norms]
+    return torch.stack([norm.float() for norm in norms] if len(dtypes) > 1 else norms).float()
 
 
 def _window(tensor: Tensor) -> Tensor:
@@ -136,6 +144,8 @@ def _window(tensor: Tensor) -> Tensor:
 
 def _sums(numbers: Any, sizes: list[int]) -> Any:
     """The sum of each run of `sizes` elements of `numbers`."""
+    if len(set(sizes)) == 1:  # most tensors have more elements than a window: much faster
+        return numbers.reshape(len(sizes), sizes[0]).sum(axis=1, dtype=np.float64)
     sums = np.zeros(len(sizes))
     starts: Any = np.cumsum(sizes) - sizes
     # Of an empty run `reduceat` would return the next one's first element.

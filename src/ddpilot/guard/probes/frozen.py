@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notes which parameters were frozen after their model was wrapped, when DDP fails for want of their gradients."""
+"""Notes which parameters DDP has waited for in vain, when it fails for want of their gradients: their names, which
+torch gives as numbers, and those that were frozen after their model was wrapped."""
 
 from __future__ import annotations
 
+import re
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -13,12 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpilot.guard.probe import Notes
 
 _MAX_NAMES = 20
+_NUMBERS = re.compile(r"indices which did not receive grad for rank \d+:((?: \d+)+)")
 
 
 class FrozenProbe:
     """Looks when a forward of DDP raises; until then it remembers what could be trained when a model was wrapped."""
 
-    name = "layers frozen after wrapping"
+    name = "parameters without gradients"
 
     def __init__(self) -> None:
         self._trainable: weakref.WeakKeyDictionary[nn.Module, list[str]] = weakref.WeakKeyDictionary()
@@ -30,7 +34,8 @@ class FrozenProbe:
         def wrapped(_: object, returned: bool, __: object, ddp: Any, *_args: Any, **_kwargs: Any) -> None:
             if returned:
                 parameters = ddp.module.named_parameters()
-                self._trainable[ddp] = [name for name, parameter in parameters if parameter.requires_grad]
+                left_out = ddp.parameters_to_ignore
+                self._trainable[ddp] = [name for name, one in parameters if one.requires_grad and name not in left_out]
 
         def freezes(_: Any, requires_grad: bool = True) -> None:
             if not requires_grad and self._trainable:
@@ -40,9 +45,11 @@ class FrozenProbe:
             if returned:
                 return
             now = dict(ddp.module.named_parameters())
-            names = [name for name in self._trainable.get(ddp, ()) if name in now and not now[name].requires_grad]
-            if names:
+            known = self._trainable.get(ddp, [])
+            if names := [name for name in known if name in now and not now[name].requires_grad]:
                 notes.write("frozen", names=names[:_MAX_NAMES], num=len(names), site=self._site or notes.site())
+            elif names := _named_by(sys.exc_info()[1], known):
+                notes.write("left_out", names=names[:_MAX_NAMES], num=len(names), site=notes.site())
 
         undo = [
             notes.around(DistributedDataParallel, "__init__", after=wrapped),
@@ -55,3 +62,10 @@ class FrozenProbe:
                 one()
 
         return uninstall
+
+
+def _named_by(error: BaseException | None, known: list[str]) -> list[str]:
+    """The names of the parameters whose numbers DDP's error gives; it counts them in the order of `known`."""
+    found = _NUMBERS.search(str(error)) if error is not None else None
+    numbers = map(int, found[1].split()) if found else ()
+    return [known[number] for number in numbers if number < len(known)]

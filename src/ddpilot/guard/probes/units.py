@@ -19,12 +19,15 @@ from ddpilot.guard.probes.fingerprint import Fingerprinter, is_plain
 from ddpilot.guard.probes.groups import sequence_number
 
 FIRST_STEPS = 5
+LOCAL_STEPS = 16
+"""So many may be local on purpose: what goes on like that is known by then."""
 EVERY = 25
 INTERVAL_S = 0.5
 _MAX_COST = 0.02
 _MAX_PATTERNS = 16
 _MAX_OPTIMIZERS = 64
 _MAX_TENSORS = 8192
+_MAX_RATES = 8
 
 
 class Unit:
@@ -65,6 +68,7 @@ class Unit:
         is_due = (
             is_new
             or self._num_steps <= FIRST_STEPS
+            or self._num_steps == LOCAL_STEPS
             or count // EVERY != self._checked_count // EVERY
             or elapsed_s >= max(INTERVAL_S, self._cost_s / _MAX_COST)
         )
@@ -111,12 +115,12 @@ class UnitBook:
                 planned = True
                 self._plan(optimizer, units)
             if unit.fingerprinter.parameters:
-                self._note(unit, count, events, is_due)
+                self._note(unit, optimizer, count, events, is_due)
         for unit in units:
             if unit.model is not None:
                 unit.model.reductions.step()
 
-    def _note(self, unit: Unit, count: int, events: str, is_due: bool) -> None:
+    def _note(self, unit: Unit, optimizer: Optimizer, count: int, events: str, is_due: bool) -> None:
         model = unit.model
         values: dict[str, Any] = {"u": unit.number, "n": count}
         values["s"] = model.sequence_number() if model else sequence_number(dist.group.WORLD)
@@ -133,6 +137,7 @@ class UnitBook:
         if is_due:
             begun = time.monotonic()
             values["f"] = unit.fingerprinter.take()
+            values["lr"] = _rates_of(optimizer)
             unit.checked(time.monotonic() - begun)
         self._notes.write("step", **values)
 
@@ -199,6 +204,12 @@ class UnitBook:
             site=self._notes.site(),
             made=unit.model.site if unit.model else {},
         )
+
+
+def _rates_of(optimizer: Optimizer) -> list[float]:
+    """The learning rates of its first groups; none of a capturable optimizer, which would have to be waited for."""
+    rates = [group.get("lr") for group in optimizer.param_groups[:_MAX_RATES]]
+    return [float(rate) for rate in rates if isinstance(rate, int | float)]
 
 
 def _late(model: DdpModel) -> list[tuple[Tensor, str]]:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import base64
+from array import array
 from collections.abc import Callable
 
 import pytest
@@ -19,6 +21,11 @@ def take(*tensors: Tensor, gradients: tuple[Tensor | None, ...] = ()) -> dict[st
     for parameter, gradient in zip(parameters, gradients, strict=False):
         parameter.grad = gradient
     return Fingerprinter(parameters).take()
+
+
+def unpack(text: str) -> array[float]:
+    """The numbers of one kind."""
+    return array("f", base64.b64decode(text))
 
 
 def differ(first: dict[str, str], second: dict[str, str]) -> tuple[bool, bool]:
@@ -120,3 +127,16 @@ def test_is_plain_leaves_out_what_would_need_a_collective_or_has_no_numbers() ->
         *(torch.ones(2, dtype=torch.long), torch.ones(0), None),
     ]
     assert not any(map(is_plain, wrong))
+
+
+@pytest.mark.parametrize(
+    "shapes", [[(64, 64)] * 3, [(64, 64), (7,), (3, 300)]], ids=["windows alike", "windows unlike"]
+)
+def test_a_tensors_numbers_do_not_depend_on_what_it_is_taken_with(shapes: list[tuple[int, ...]]) -> None:
+    """All windows are summed in one go, also where they have different sizes."""
+    tensors = [torch.randn(shape, generator=torch.Generator().manual_seed(at)) for at, shape in enumerate(shapes)]
+    together = take(*tensors, gradients=tuple(tensors))
+    for at, tensor in enumerate(tensors):
+        alone = take(tensor, gradients=(tensor,))
+        for kind in "pwg":
+            assert unpack(together[kind])[at] == pytest.approx(unpack(alone[kind])[0], rel=1e-6)

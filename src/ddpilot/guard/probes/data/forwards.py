@@ -82,12 +82,13 @@ class ForwardEyes:
         self._note_input(number, forward, (inputs, kwargs))
         return number, forward, *device_digest(_device_of(model.module))
 
-    def _over(self, begun: tuple[Any, ...] | None, returned: bool, _: Any, model: Any, *__: Any, **___: Any) -> None:
+    def _over(self, begun: tuple[Any, ...] | None, returned: bool, result: Any, model: Any, *_: Any, **__: Any) -> None:
         if begun is None or not returned:
             return
         number, forward, library, before = begun
         after = device_digest(_device_of(model.module))[1]
-        states = {"library": library, "before": before, "after": after}
+        seen = fingerprint(result)
+        states = {"library": library, "before": before, "after": after, "output": seen.value if seen else None}
         self._notes.write("random", model=number, forward=forward, **states, site=self._notes.site())
 
     def _note_training(self, model: Any, number: int) -> None:

@@ -77,7 +77,7 @@ class LoaderEyes:
         facts = describe_loader(loader)
         is_compared = count <= _NUM_SKETCHED_PASSES and facts["sampler"] is not None and not may_repeat(loader)
         is_compared = is_compared and getattr(loader, "in_order", True)
-        sketch = Sketch(facts["samples"] or 0) if is_compared else None
+        sketch = Sketch(loader.dataset, facts["samples"] or 0) if is_compared else None
         found = Pass(number, count, facts["length"], loader.num_workers, self._notes.site(), sketch)
         self._passes[iterator] = found
         if found.num_workers:

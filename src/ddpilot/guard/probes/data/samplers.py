@@ -21,12 +21,13 @@ def describe_loader(loader: DataLoader[Any]) -> dict[str, Any]:
     """Facts for the journal; what cannot be known without changing anything is None."""
     is_stream = isinstance(loader.dataset, IterableDataset)
     sampler = None if is_stream else _describe_sampler(loader)
+    sizes = (loader.batch_size, getattr(loader.batch_sampler, "batch_size", None))
     return {
         # To ask a stream for its length makes torch warn when it is longer.
         "length": None if is_stream else length_of(loader),
         "samples": None if is_stream else length_of(loader.dataset),
         "dataset": type(loader.dataset).__name__,
-        "size": loader.batch_size if isinstance(loader.batch_size, int) else None,
+        "size": next((size for size in sizes if isinstance(size, int)), None),
         "workers": loader.num_workers,
         "sampler": sampler,
     }
@@ -76,7 +77,7 @@ def _facts(sampler: Any) -> dict[str, Any]:
     for name in ("epoch", "seed"):
         if type(value := getattr(sampler, name, None)) is int:
             facts[name] = value
-    for name in ("shuffle", "drop_last"):
+    for name in ("shuffle", "drop_last", "even_batches", "split_batches"):
         if isinstance(value := getattr(sampler, name, None), bool):
             facts[name] = value
     facts["has_set_epoch"] = callable(getattr(sampler, "set_epoch", None))

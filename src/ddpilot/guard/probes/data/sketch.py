@@ -5,16 +5,29 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.utils.data import Subset
+
 from ddpilot.guard.probes.data.prints import print_rows
+from ddpilot.guard.probes.data.samplers import length_of
 
 NUM_CHOSEN = 64
+_MAX_PARTS = 4
 _STEP = 0x9E3779B1
 
 
 class Sketch:
-    """Fingerprints of the content of 64 samples of a dataset of `num_samples`, as far as this rank reads them."""
+    """Fingerprints of the content of 64 samples of `dataset`, of `num_samples`, as far as this rank reads them.
 
-    def __init__(self, num_samples: int) -> None:
+    Of a `Subset` those of the dataset that it is a part of.
+    """
+
+    def __init__(self, dataset: Any, num_samples: int) -> None:
+        # Parts that ranks cut out by themselves have numbers of their own; what they are parts of has those of all.
+        self._parts: list[Any] = []
+        while type(dataset) is Subset and len(self._parts) < _MAX_PARTS:
+            self._parts.append(dataset.indices)
+            dataset = dataset.dataset
+            num_samples = length_of(dataset) or 0
         self._chosen = {number * _STEP % num_samples for number in range(NUM_CHOSEN)} if num_samples else set()
         self._contents: dict[int, int] = {}
         self._has_repeats = False
@@ -23,6 +36,10 @@ class Sketch:
         """The samples `indices` were read as the rows of `batch`."""
         if not isinstance(indices, list | tuple) or not indices or type(indices[0]) is not int:
             return
+        for part in self._parts:
+            indices = [part[number] for number in indices]
+        if type(indices[0]) is not int:
+            indices = [int(number) for number in indices]
         found = self._chosen.intersection(indices)
         if not found:
             return

@@ -18,6 +18,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     Sampler,
+    Subset,
     TensorDataset,
 )
 
@@ -111,7 +112,7 @@ def test_sketches_of_two_ranks_have_samples_in_common_only_where_they_overlap() 
     data = torch.randn(500, 3)
 
     def sketch(numbers: list[int], size: int) -> dict[int, int]:
-        found = Sketch(len(data))
+        found = Sketch(data, len(data))
         for start in range(0, len(numbers), size):
             part = numbers[start : start + size]
             found.add(part, data[part])
@@ -125,13 +126,29 @@ def test_sketches_of_two_ranks_have_samples_in_common_only_where_they_overlap() 
     assert {**even, **odd} == whole
 
 
+def test_sketches_of_parts_that_ranks_cut_out_have_in_common_what_overlaps() -> None:
+    """Each numbers its own from 0; the numbers of the whole dataset are compared."""
+    data = torch.randn(600, 3)
+    found = []
+    for start in (0, 200):
+        inner: Subset[torch.Tensor] = Subset(data, range(599, -1, -1))  # type: ignore[arg-type]
+        mine = Subset(inner, range(start, start + 400))
+        sketch = Sketch(mine, len(mine))
+        for first in range(0, 400, 20):
+            numbers = list(range(first, first + 20))
+            sketch.add(numbers, torch.stack([mine[number] for number in numbers]))
+        found.append(set(sketch.pairs()))
+    assert all(200 <= 599 - number < 400 for number, _ in found[0] & found[1])
+    assert len(found[0] & found[1]) >= 10
+
+
 def test_a_sketch_of_draws_with_replacement_holds_nothing() -> None:
     """Each rank draws by itself then; and indices may be anything."""
-    found = Sketch(10)
+    found = Sketch(range(10), 10)
     found.add([1, 2], torch.zeros(2, 1))
     found.add([2, 3], torch.zeros(2, 1))
     assert found.pairs() == []
-    others = Sketch(10)
+    others = Sketch(range(10), 10)
     for indices in (["a"], [[1]], [], 5, None):
         others.add(indices, torch.zeros(1, 1))
     assert others.pairs() == []
