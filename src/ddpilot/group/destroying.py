@@ -15,13 +15,17 @@ from typing import Any
 _NUM_PAUSES, _PAUSE_S = 10, 0.001
 """In each of them whoever waits for Python's lock gets it."""
 
+_MARK = "_ddpilot_lets_works_end"
+
 
 def let_works_end_on_destroy() -> None:
-    """From now on `destroy_process_group` of this process leaves gloo's threads time. To be called once."""
+    """From now on `destroy_process_group` of this process leaves gloo's threads time. Calling it twice is once."""
     import torch.distributed as dist
     import torch.distributed.distributed_c10d as c10d
 
     destroy = c10d.destroy_process_group
+    if hasattr(destroy, _MARK):
+        return
 
     @wraps(destroy)
     def destroy_process_group(group: Any = None) -> None:
@@ -31,4 +35,5 @@ def let_works_end_on_destroy() -> None:
             time.sleep(_PAUSE_S)
         del kept
 
+    setattr(destroy_process_group, _MARK, True)
     c10d.destroy_process_group = dist.destroy_process_group = destroy_process_group

@@ -36,15 +36,13 @@ from ddpilot.session.folder import make_folder, remove_folder
 from ddpilot.session.hosts import RankHost
 from ddpilot.session.hub import Hub
 from ddpilot.session.local import LocalRanks
-from ddpilot.session.noise import FreeNoise
 from ddpilot.session.options import SessionOptions
 from ddpilot.session.rank.start import KernelStart
 from ddpilot.session.readiness import await_ready
-from ddpilot.session.stacks import StackTexts
 from ddpilot.session.stops import Stops
-from ddpilot.session.tails import Tails
 from ddpilot.session.view import RankMessage, View
 from ddpilot.session.watching import SeenRank
+from ddpilot.session.written import Written
 from ddpilot.watch.watcher import Watcher
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -61,7 +59,6 @@ class Ranks:
     def __init__(self, options: SessionOptions, view: View) -> None:
         self.options = options
         self.view = view
-        self.tails = Tails()
         self.dead: dict[int, str] = {}
         """By rank: of what it died; empty while all ranks live."""
         self.busy: dict[int, tuple[int | None, float]] = {}
@@ -75,9 +72,9 @@ class Ranks:
         self.since_s: dict[int, float] = {}
         """By rank: since when it is idle, or dead."""
         self._owner_pid = os.getpid()
-        self._stacks: StackTexts | None = None
         self._attention = Attention(self.show_idle, self._release)
-        self._noise = FreeNoise()
+        self._written = Written(self._attention)
+        self.tails = self._written.tails
         self.raised: dict[int, Raised] = {}
         """By rank: what the cell that runs, or ran last, raised there."""
         self.exited: dict[int, Exited] = {}
@@ -91,7 +88,7 @@ class Ranks:
             self.host: RankHost = host
             self._incarnations = [0] * host.world_size
             self._watch(host)
-            self.hub = Hub(self._deliver, self._tick, self._on_broken, self._noise.sending)
+            self.hub = Hub(self._deliver, self._tick, self._on_broken, self._written.sending)
         except BaseException:
             self._remove_folders()
             raise
@@ -261,41 +258,25 @@ class Ranks:
 
     def read_stacks(self, ranks: Sequence[int]) -> dict[int, str]:
         """What the fault handler of each rank writes of its main thread, also while that is stuck in C++."""
-        with self._attention.switch:
-            stacks = self._stacks = StackTexts(ranks)
-        self.hub.post(lambda: self.host.signal(ranks, STACKS_SIGNAL))
-        stacks.await_all()
-        with self._attention.switch:
-            self._stacks = None
-        return stacks.texts()
+        hub, host = self.hub, self.host
+        return self._written.read_stacks(ranks, lambda: hub.post(lambda: host.signal(ranks, STACKS_SIGNAL)))
 
     def _deliver(self, event: Event) -> None:
         with self._attention.switch:
             if isinstance(event, Said) and event.kind == "status" and event.content["execution_state"] == "idle":
                 self.host.drain(event.rank)  # what was written past Python comes another way, and belongs to this cell
-                if self._noise.ends_with(event.rank, event.parent_id):
-                    self._take_written(Wrote(event.rank, "stderr", b""))
+                self._written.request_ended(event.rank, event.parent_id)
             if isinstance(event, Wrote):
-                self._take_written(event)
+                self._written.take(event)
                 return
             if isinstance(event, Ended):
                 self._on_ended(event)
             self._attention.put(event)
 
-    def _take_written(self, event: Wrote) -> None:
-        if self._stacks is not None and self._stacks.take(event):
-            return
-        if event.stream == "stderr":
-            event = replace(event, data=self._noise.filter(event.rank, event.data))
-        if event.data:
-            self.tails.feed(event.rank, event.stream, event.data)
-            self._attention.put(event)
-
     def _on_ended(self, ended: Ended) -> None:
         if ended.rank == STORE:
             return
-        self._noise.forget(ended.rank)
-        self._take_written(Wrote(ended.rank, "stderr", b""))
+        self._written.process_ended(ended.rank)
         self.hub.disconnect(ended.rank)
         self.dead[ended.rank] = describe_end(ended, ended.rank in self._killed, self.tails.last_lines(ended.rank))
         self._killed.discard(ended.rank)

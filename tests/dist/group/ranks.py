@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start real ranks for a test: processes forked from one that has imported torch and used nothing of it.
+"""Start real ranks for tests: processes forked from one that has imported torch and used nothing of it.
 
 Each rank writes to its own log; a run has a hard time limit, and a failure shows the last lines of every rank.
 """
@@ -13,22 +13,26 @@ import gc
 import importlib
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 _ROOT = Path(__file__).parents[3]
 _LAST_LINES = 25
+_IDLE_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -42,46 +46,82 @@ class RankRun:
     logs: list[str]
 
 
-def run_ranks(
-    body: str,
-    world_size: int,
-    *,
-    agent: bool = True,
-    env: Mapping[str, str] | None = None,
-    args: tuple[Any, ...] = (),
-    timeout_s: float = 60.0,
-    may_fail: bool = False,
-) -> RankRun:
-    """Run `body(*args)` ("entering.seeded" of the folder bodies) on ranks that find torchrun's variables.
+class RunRanks:
+    """Runs bodies on ranks that are forked, job by job, from the process behind `lines`, which has imported torch."""
 
-    `agent`: a store hosted outside the ranks, as under a launcher; else rank 0 is to host it on a port that is free.
-    Fails the test, with every rank's last lines, after `timeout_s` or (unless `may_fail`) on a nonzero exit code.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        job = {"body": body, "world_size": world_size, "agent": agent, "env": dict(env or {}), "args": args}
-        command = [sys.executable, "-m", "tests.dist.group.ranks", json.dumps(job), folder]
-        starter = subprocess.Popen(command, cwd=_ROOT, start_new_session=True)
-        late = False
+    def __init__(self, lines: subprocess.Popen[str]) -> None:
+        self._lines = lines
+
+    def __call__(
+        self,
+        body: str,
+        world_size: int,
+        *,
+        agent: bool = True,
+        env: Mapping[str, str] | None = None,
+        args: tuple[Any, ...] = (),
+        timeout_s: float = 60.0,
+        may_fail: bool = False,
+    ) -> RankRun:
+        """Run `body(*args)` ("entering.seeded" of the folder bodies) on ranks that find torchrun's variables.
+
+        `agent`: a store hosted outside the ranks, as under a launcher; else rank 0 is to host it on a port that is
+        free. Fails the test, with every rank's last lines, after `timeout_s` or (unless `may_fail`) on a nonzero exit
+        code.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            job = {"body": body, "world_size": world_size, "agent": agent, "env": dict(env or {}), "args": args}
+            late = not self._run({"job": job, "folder": folder, "environ": dict(os.environ)}, timeout_s)
+            run = _read(Path(folder), world_size)
+        wrong = [rank for rank, code in enumerate(run.codes) if code != 0]
+        if late or (wrong and not may_fail):
+            last = "\n".join(f"--- rank {rank} ({run.codes[rank]})\n{_tail(log)}" for rank, log in enumerate(run.logs))
+            pytest.fail(
+                f"{body}: {f'not done in {timeout_s} s' if late else f'ranks {wrong} failed'}\n{last}", pytrace=False
+            )
+        return run
+
+    def _run(self, order: dict[str, Any], timeout_s: float) -> bool:
+        """Whether the job ended in time; whatever is left of it is killed."""
+        assert self._lines.stdin is not None
+        assert self._lines.stdout is not None
+        self._lines.stdin.write(json.dumps(order) + "\n")
+        self._lines.stdin.flush()
+        pid = int(self._lines.stdout.readline())  # once it leads a session of its own
+        is_over, _, _ = select.select([self._lines.stdout], [], [], timeout_s)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+        self._lines.stdout.readline()
+        _wait_until_idle(self._lines.pid)
+        return bool(is_over)
+
+
+@contextlib.contextmanager
+def starter() -> Iterator[RunRanks]:
+    """A process that imports torch once, uses nothing of it, and forks the ranks of every job."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.dist.group.ranks"],
+        cwd=_ROOT,
+        text=True,
+        start_new_session=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as lines:
         try:
-            starter.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            late = True
+            assert lines.stdout is not None
+            assert lines.stdout.readline() == "ready\n"
+            _wait_until_idle(lines.pid)
+            yield RunRanks(lines)
         finally:
-            _end(starter)
-        run = _read(Path(folder), world_size)
-    wrong = [rank for rank, code in enumerate(run.codes) if code != 0]
-    if late or (wrong and not may_fail):
-        last = "\n".join(f"--- rank {rank} ({run.codes[rank]})\n{_tail(log)}" for rank, log in enumerate(run.logs))
-        pytest.fail(
-            f"{body}: {f'not done in {timeout_s} s' if late else f'ranks {wrong} failed'}\n{last}", pytrace=False
-        )
-    return run
+            lines.kill()
 
 
-def _end(starter: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(starter.pid, signal.SIGKILL)  # the session that `run_ranks` started
-    starter.wait()
+def _wait_until_idle(pid: int) -> None:
+    """Until it waits for its next job: who looks for leaks before a test and after it sees no difference then."""
+    deadline_s = time.monotonic() + _IDLE_S
+    while psutil.Process(pid).status() != psutil.STATUS_SLEEPING:
+        assert time.monotonic() < deadline_s, f"the process that forks ranks was not idle in {_IDLE_S} s"
+        time.sleep(0.001)
 
 
 def _tail(log: str) -> str:
@@ -106,12 +146,41 @@ def free_port() -> tuple[socket.socket, int]:
     return sock, sock.getsockname()[1]
 
 
+def _serve() -> None:
+    """Fork each job of stdin, one after the other; write its pid and, when it has ended, another line."""
+    import torch._dynamo  # what the first DDP model or optimizer of a process imports
+    import torch.distributed  # noqa: F401
+
+    gc.freeze()  # so that collecting garbage in a rank does not copy all of torch's pages
+    print("ready", flush=True)
+    for line in sys.stdin:
+        order = json.loads(line)
+        if (pid := os.fork()) == 0:
+            _be_job(order)
+        os.waitpid(pid, 0)
+        print("over", flush=True)
+
+
+def _be_job(order: dict[str, Any]) -> None:
+    code = 1
+    try:
+        os.setsid()
+        print(os.getpid(), flush=True)
+        os.dup2(2, 1)
+        os.environ.clear()
+        os.environ.update(order["environ"])
+        _main(order["job"], Path(order["folder"]))
+        code = 0
+    except BaseException:  # noqa: BLE001  (printed; the test misses what the ranks were to write)
+        traceback.print_exc()
+    os._exit(code)
+
+
 def _main(job: dict[str, Any], folder: Path) -> None:
     from torch._C._distributed_c10d import TCPStore
 
     module, _, name = job["body"].partition(".")
     body = getattr(importlib.import_module(f"tests.dist.group.bodies.{module}"), name)
-    gc.freeze()  # so that collecting garbage in a rank does not copy all of torch's pages
     keeper, port = free_port()
     if job["agent"]:
         keeper.listen(64)
@@ -168,4 +237,4 @@ def _be_rank(body: Callable[..., Any], job: dict[str, Any], rank: int, port: int
 
 
 if __name__ == "__main__":
-    _main(json.loads(sys.argv[1]), Path(sys.argv[2]))
+    _serve()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.dist.group.ranks import run_ranks
+from tests.dist.group.ranks import RunRanks
 
 KINDS = ["same", "different", "new_group", "store_wait", "recv", "send", "backward"]
 FREE = {"same": [-1], "new_group": [0], "backward": [0]}
@@ -16,7 +16,7 @@ AT_ONCE_S = 10.0
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 6])
-def test_free_group_frees_every_stuck_rank_and_rebuild_group_trains_on(world_size: int) -> None:
+def test_free_group_frees_every_stuck_rank_and_rebuild_group_trains_on(run_ranks: RunRanks, world_size: int) -> None:
     """In every kind of stuckness, with a live DDP model: all ranks return at once, and the next step is right."""
     run = run_ranks("freeing.free_and_rebuild", world_size, args=(KINDS,), timeout_s=120)
     ranks = range(world_size)
@@ -34,25 +34,25 @@ def test_free_group_frees_every_stuck_rank_and_rebuild_group_trains_on(world_siz
             assert entry["still_stuck"] == [], entry
 
 
-def test_free_group_frees_a_rank_whose_peers_keep_their_ends() -> None:
+def test_free_group_frees_a_rank_whose_peers_keep_their_ends(run_ranks: RunRanks) -> None:
     """One rank alone gets itself out: it does not need its peers to close anything."""
     assert run_ranks("freeing.free_one_rank_only", 2).results == [True, True]
 
 
-def test_free_group_frees_subgroups_and_spares_the_users_sockets() -> None:
+def test_free_group_frees_subgroups_and_spares_the_users_sockets(run_ranks: RunRanks) -> None:
     """A group that user code made is freed; the user's own loopback connection and epoll go on working."""
     for seen in run_ranks("freeing.free_beside_users_sockets", 2).results:
         assert seen["heard"] == "still here"
         assert seen["error"]
 
 
-def test_free_group_says_so_when_a_receive_from_any_source_stays_stuck() -> None:
+def test_free_group_says_so_when_a_receive_from_any_source_stays_stuck(run_ranks: RunRanks) -> None:
     """What cannot be freed is reported, so that the rank can be ended instead."""
     for said in run_ranks("freeing.recv_from_any", 2).results:
         assert said == ["thread 'receiver' waits in recv() from any source, which nothing can free: end this rank"]
 
 
-def test_rebuild_group_names_what_differs_and_what_it_could_not_bind() -> None:
+def test_rebuild_group_names_what_differs_and_what_it_could_not_bind(run_ranks: RunRanks) -> None:
     """A parameter that differs on one rank and a model on a smaller group are named; hooks are registered again."""
     run = run_ranks("freeing.rebuild_with_differences", 3)
     for rank, seen in enumerate(run.results):
@@ -61,7 +61,7 @@ def test_rebuild_group_names_what_differs_and_what_it_could_not_bind() -> None:
         assert (seen["rebound"], seen["hooked"]) == (1, 1)
 
 
-def test_leave_returns_at_once_when_the_group_was_freed() -> None:
+def test_leave_returns_at_once_when_the_group_was_freed(run_ranks: RunRanks) -> None:
     """A freed group is refused, left quickly, and a rank without any old group can be part of a rebuilt one."""
     for seen in run_ranks("freeing.leave_when_freed", 2).results:
         assert "its store does not answer: it was freed" in seen["said"]
