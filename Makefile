@@ -7,6 +7,13 @@ READY := $(VENV)/.ready
 BROWSER_READY := $(VENV)/.browser-ready
 BENCH_READY := $(VENV)/.bench-ready
 PYTEST := $(BIN)/python -m pytest
+# pip compiles all files on one core; what cannot be compiled is some package's example of that.
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
+
+# What measures no time runs two files at a time. All other tests, also those of a folder that is new, run alone: they
+# check promises in seconds, or keep all cores busy by themselves.
+SIDE_BY_SIDE := tests/unit tests/notebook $(addprefix tests/dist/,data guard trainer training)
 
 # The first interpreter that is new enough and can make a virtual environment. `make PYTHON=/path/to/python` overrides.
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3.10; do \
@@ -27,14 +34,16 @@ $(READY): pyproject.toml constraints.txt
 		echo "      Install one (Debian and Ubuntu: apt install python3-venv), or say which: make PYTHON=/path/to/python" >&2; \
 		exit 1; fi; \
 	if [ ! -x $(BIN)/python ]; then echo "making $(VENV) with $$python" && "$$python" -m venv $(VENV); fi
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(INSTALL) -e '.[dev]'
+	@$(COMPILE)
 	@touch $(READY)
 
 demo: $(READY) ## run the quickstart notebook in a real Jupyter kernel, 2 ranks, and say where its plots are
 	$(BIN)/python examples/run_quickstart.py
 
 test: $(READY) ## every test, with a seeded tenth of the soak
-	$(PYTEST)
+	status=0; $(PYTEST) $(addprefix --ignore=,$(SIDE_BY_SIDE)) || status=$$?; \
+	$(PYTEST) -n 2 --dist loadfile $(SIDE_BY_SIDE) || status=$$?; exit $$status
 
 test-browser: $(BROWSER_READY) ## notebooks run by clicks in JupyterLab and Chromium, which it installs; pictures in out/browser
 	$(BIN)/python -m tests.browser.chromium
@@ -42,7 +51,8 @@ test-browser: $(BROWSER_READY) ## notebooks run by clicks in JupyterLab and Chro
 	$(PYTEST) tests/browser -m browser
 
 $(BROWSER_READY): $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,browser]'
+	$(INSTALL) -e '.[dev,browser]'
+	@$(COMPILE)
 	@touch $(BROWSER_READY)
 
 soak: $(READY) ## the long, randomised versions
@@ -61,7 +71,8 @@ bench: $(BENCH_READY) ## measure every bar against its peer, on this machine
 	$(BIN)/python -m benchmarks
 
 $(BENCH_READY): $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'
+	$(INSTALL) -e '.[dev,bench]'
+	@$(COMPILE)
 	@touch $(BENCH_READY)
 
 reference: $(READY) ## write docs/reference.md from the docstrings, docs/findings.md from the pages of the findings

@@ -36,11 +36,11 @@ class Look:
 
     def since(self, before: Look) -> list[str]:
         """Every entry that `before` did not have, as "kind: entry", sorted by kind."""
-        return [
-            f"{kind.replace('_', ' ')}: {entry}"
-            for kind in self.__dataclass_fields__
-            for entry in sorted(getattr(self, kind) - getattr(before, kind))
-        ]
+        # A process is the same while it sleeps and while it runs.
+        known = {entry.partition(" ")[0] for entry in before.processes}
+        new = {kind: getattr(self, kind) - getattr(before, kind) for kind in self.__dataclass_fields__}
+        new["processes"] = {entry for entry in self.processes if entry.partition(" ")[0] not in known}
+        return [f"{kind.replace('_', ' ')}: {entry}" for kind, entries in new.items() for entry in sorted(entries)]
 
 
 def look(mark: str, *, spared_pids: Collection[int] = (), everywhere: bool = False) -> Look:

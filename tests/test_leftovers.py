@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.leftovers import MARK, marked_pids
+from benchmarks.leftovers import MARK, Look, marked_pids
 
 ROOT = Path(__file__).parents[1]
 SHARED = Path(f"/dev/shm/ddpilot-leak-test-{os.getpid()}")
@@ -51,6 +51,13 @@ def test_no_leaks_fails_a_test_for_every_kind_of_leftover(pytester: pytest.Pytes
     outcome.stdout.fnmatch_lines_random([f"*{line}*" for line in LEAKS.values()])
     outcome.stdout.fnmatch_lines(["*after the whole run and after stopping the rank servers, these were left:*"])
     outcome.assert_outcomes(passed=len(LEAKS) + 1, errors=len(LEAKS) + 1)
+
+
+def test_a_process_that_ran_and_now_sleeps_is_the_same() -> None:
+    """Only its state differs between two looks; another one, of another number, is left over."""
+    before = Look(processes=frozenset({"7 (R) python kernel"}))
+    after = Look(processes=frozenset({"7 (S) python kernel", "71 (S) python kernel"}))
+    assert after.since(before) == ["processes: 71 (S) python kernel"]
 
 
 def test_marked_pids_sees_a_process_while_it_is_replacing_its_program(tmp_path: Path) -> None:
