@@ -21,32 +21,38 @@ Where = tuple[int, int, NDArray[np.int64]]
 _NUM_LAST = 2
 _NUM_WHOLE = 4096
 
-_NUM_KEPT = 64
+_NUM_KEPT = 128
+"""Batches and gradients together, beyond those of the batch at hand."""
+
+_Kept = deque[Where | torch.Tensor | None]
+"""A batch, then the gradients of its backward passes, then the next; None before those that count for nothing."""
 
 
-class _Hook:
-    """Of one parameter: keeps its gradients, and at first notes when they come. It keeps no loop in memory."""
+class _FirstHook:
+    """Of one parameter, as long as it is not known whose gradients come last."""
 
-    def __init__(self, taps: Taps, order: list[int], number: int) -> None:
-        self._taps = weakref.ref(taps)
-        self.order: list[int] | None = order
-        self._number = number
+    def __init__(self, kept: _Kept, order: list[int], number: int) -> None:
+        self._kept, self._order, self._number = kept, order, number
 
     def __call__(self, gradient: torch.Tensor) -> None:
-        taps = self._taps()
-        if taps is None:
-            return
-        if self.order is not None:
-            self.order.append(self._number)
-        if taps.now is not None:
-            taps.now.append(gradient if gradient.numel() <= _NUM_WHOLE else gradient.sum())
+        self._order.append(self._number)
+        self._kept.append(_small(gradient))
+
+
+def _hook(kept: _Kept, size: int) -> Callable[[torch.Tensor], None]:
+    """Of the one parameter that stays: where it can be, no line of Python runs between two layers."""
+    return kept.append if size <= _NUM_WHOLE else lambda gradient: kept.append(_small(gradient))
+
+
+def _small(gradient: torch.Tensor) -> torch.Tensor:
+    """What is finite only if all of `gradient` is."""
+    return gradient if gradient.numel() <= _NUM_WHOLE else gradient.sum()
 
 
 class _Watched(NamedTuple):
     order: list[int]
     """Numbers of parameters, as their gradients came in the first backward passes."""
-    sizes: list[int]
-    hooks: list[_Hook]
+    parameters: list[nn.Parameter]
     stops: list[Callable[[], object]]
 
 
@@ -54,62 +60,78 @@ class Taps:
     """Keeps one small gradient of each model as this rank alone computed it, for a few updates.
 
     That of a parameter next to the input, as the first backward pass shows it: what becomes NaN on the way back reaches
-    it. A hook on one parameter costs a microsecond or two in a backward pass, and nothing is computed or waited for
-    until somebody asks.
+    it. Nothing is computed or waited for until somebody asks.
     """
 
     def __init__(self) -> None:
         self._watched: dict[int, _Watched] = {}
         self._unsettled: set[int] = set()
-        self._taken: deque[tuple[Where, list[torch.Tensor]]] = deque(maxlen=_NUM_KEPT)
-        self.now: list[torch.Tensor] | None = None
-        """Gradients of the backward pass at hand; None where they are not kept."""
+        self._kept: _Kept = deque()
+        self._last: tuple[int, int] | None = None
 
     def watch(self, module: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
         """Watch `module`, whose DDP waits for `parameters`; in place of what was watched there before."""
-        for stop in self._watched.pop(id(module), _Watched([], [], [], [])).stops:
-            stop()
         order: list[int] = []
         given = list(parameters)
-        hooks = [_Hook(self, order, number) for number in range(len(given))]
-        stops = [p.register_hook(hook).remove for p, hook in zip(given, hooks, strict=True)]  # type: ignore[no-untyped-call]
-        for stop in stops:
-            weakref.finalize(self, stop)  # the parameters may outlive the loop
-        self._watched[id(module)] = _Watched(order, [p.numel() for p in given], hooks, stops)
+        self._unwatch(id(module))
+        hooks = [_FirstHook(self._kept, order, number) for number in range(len(given))]
+        stops = [self._listen(p, hook) for p, hook in zip(given, hooks, strict=True)]
+        self._watched[id(module)] = _Watched(order, given, stops)
         self._unsettled.add(id(module))
+
+    def _listen(self, parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Callable[[], object]:
+        """Call `hook` with gradients of `parameter`; returns what ends it, which the end of these taps does too."""
+        stop: Callable[[], object] = parameter.register_hook(hook).remove  # type: ignore[no-untyped-call]
+        weakref.finalize(self, stop)  # the parameter may outlive the loop
+        return stop
+
+    def _unwatch(self, key: int) -> None:
+        for stop in self._watched.pop(key, _Watched([], [], [])).stops:
+            stop()
 
     def begin(self, batch: CurrentBatch | None) -> None:
         """A backward pass of this rank's samples of `batch` follows."""
         if not self._watched or batch is None:
-            self.now = None
+            self.pause()
             return
-        if self._unsettled and not (self._taken and self._taken[-1][0][:2] == (batch.epoch, batch.index)):
+        at = batch.epoch, batch.index
+        if self._unsettled and at != self._last:
             self._settle()
-        self.now = []
-        self._taken.append(((batch.epoch, batch.index, batch.sample_ids), self.now))
+        self._last = at
+        self._mark((*at, batch.sample_ids))
 
     def _settle(self) -> None:
         """Go on with the smallest of the parameters of each model whose gradients came last, and no other."""
         for key in [key for key in self._unsettled if self._watched[key].order]:
-            watched = self._watched[key]
-            last = list(dict.fromkeys(reversed(watched.order)))[:_NUM_LAST]
-            chosen = min(last, key=watched.sizes.__getitem__)
-            for number, (hook, stop) in enumerate(zip(watched.hooks, watched.stops, strict=True)):
-                hook.order = None
-                if number != chosen:
-                    stop()
+            order, parameters, _ = self._watched[key]
+            last = list(dict.fromkeys(reversed(order)))[:_NUM_LAST]
+            chosen = min((parameters[number] for number in last), key=nn.Parameter.numel)
+            self._unwatch(key)
+            stop = self._listen(chosen, _hook(self._kept, chosen.numel()))
+            self._watched[key] = _Watched(order, parameters, [stop])
             self._unsettled.discard(key)
 
     def pause(self) -> None:
         """A backward pass of no samples follows: what is NaN in it counts for nothing."""
-        self.now = None
+        self._mark(None)
+
+    def _mark(self, where: Where | None) -> None:
+        while len(self._kept) > _NUM_KEPT:
+            self._kept.popleft()
+        self._kept.append(where)
 
     def find(self, is_finite: Callable[[torch.Tensor], bool], before: tuple[int, int] | None) -> Where | None:
         """Where a gradient of this rank was not finite first: before that epoch and batch, or else at all."""
-        bad = [where for where, gradients in self._taken if not all(map(is_finite, gradients))]
+        bad: list[Where] = []
+        where: Where | None = None
+        for one in self._kept:
+            if not isinstance(one, torch.Tensor):
+                where = one
+            elif where is not None and not is_finite(one):
+                bad.append(where)
         earlier = [where for where in bad if before is None or where[:2] < before]
         return next(iter(earlier or bad), None)
 
     def forget(self) -> None:
         """Nothing that was kept is asked for any more."""
-        self._taken.clear()
+        self._kept.clear()

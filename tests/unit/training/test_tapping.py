@@ -106,3 +106,18 @@ def test_a_module_has_one_hook_however_often_it_is_watched_and_none_after_the_lo
     del taps
     gc.collect()
     assert not layer.bias._backward_hooks
+
+
+def test_what_is_kept_stays_small_outside_batches_too() -> None:
+    """A loop that runs for days, and one that never enters `batches`."""
+    taps, layer = watched()
+    for index in range(300):
+        run(taps, layer, index, 1.0)
+    run(taps, layer, 300, math.nan)
+    for _ in range(300):
+        taps.begin(None)
+    assert len(taps._kept) < 200
+    run(taps, layer, 301, math.nan)
+    found = taps.find(is_finite, None)
+    assert found is not None
+    assert found[:2] == (0, 301)
