@@ -30,6 +30,8 @@ NUM_STEPS = WARM_UP + 64
 NUM_LONG_STEPS = WARM_UP + 20
 LONG_STEP_S = 0.010
 LONG_LIMIT = 1.03
+TINY_ROUNDS = {1: 1, 2: 4}
+"""Times as many by number of ranks: how long two ranks wait for each other scatters several times as much."""
 
 Taken = dict[str, list[Moment]]
 """Microseconds of a step in each turn, of the clock and of processor time, by loop."""
@@ -127,7 +129,7 @@ def measure(rounds: int) -> list[Row]:
     numbers = (1, 2) if (os.cpu_count() or 1) > 1 else (1,)
     of = {num: f"{num} rank{'s' if num > 1 else ''}" for num in numbers}
     for num in numbers:
-        taken = run(measure_tiny, num, rounds)
+        taken = run(measure_tiny, num, rounds * TINY_ROUNDS[num])
         for peer in (name for name in LOOPS if name != "ddpilot"):
             limit = None if peer == "by hand" else 1.0
             rows.append(make_row(f"a step of a tiny model, {of[num]}", taken, peer, limit, "us"))
