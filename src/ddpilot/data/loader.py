@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from ddpilot.data.batches import LocalBatch
 from ddpilot.data.division import Division
 from ddpilot.data.fetching import Collate
-from ddpilot.data.options import check_options, check_size
+from ddpilot.data.options import check_batch_size, check_options
 from ddpilot.data.plan import Plan
 from ddpilot.data.sharded import ShardedLoader
 from ddpilot.data.streaming import StreamLoader
@@ -158,8 +158,8 @@ def resolve_global_size(
             fix="Give one of them: samples of all ranks together, or of each.",
             rank=rank,
         )
-    check_size("global_batch_size", global_batch_size, rank)
-    check_size("batch_size_per_rank", batch_size_per_rank, rank)
+    check_batch_size("global_batch_size", global_batch_size, rank)
+    check_batch_size("batch_size_per_rank", batch_size_per_rank, rank)
     if batch_size_per_rank is None:
         return global_batch_size or 0
     if shares is not None:

@@ -102,3 +102,11 @@ def check_size(name: str, size: object, rank: int) -> None:
     if size is not None and (isinstance(size, bool) or not hasattr(size, "__index__")):
         found = f"`{name}={size!r}`"
         raise DataError("making a loader", found=found, fix="Give a whole number.", rank=rank)
+
+
+def check_batch_size(name: str, size: int | None, rank: int) -> None:
+    """`DataError` unless `size` is 1 or more, or None."""
+    check_size(name, size, rank)
+    if size is not None and size < 1:
+        found = f"`{name}={size}`"
+        raise DataError("making a loader", found=found, fix="It has to be at least 1.", rank=rank)

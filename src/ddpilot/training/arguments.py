@@ -7,10 +7,12 @@ import difflib
 import functools
 import inspect
 import math
+import os
 from collections.abc import Callable, Iterable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from ddpilot.errors import LoopError
+from ddpilot.environments.detect import detect_topology
+from ddpilot.errors import LoopError, TopologyError
 
 _Self = TypeVar("_Self")
 _Given = ParamSpec("_Given")
@@ -19,24 +21,33 @@ _Given = ParamSpec("_Given")
 def naming_options(init: Callable[Concatenate[_Self, _Given], None]) -> Callable[Concatenate[_Self, _Given], None]:
     """`__init__` of a loop: a name that it does not have is a LoopError with the nearest one that it has.
 
-    Those that it raises itself name the rank, where that is known by then.
+    All that it raises name the rank, where several are started.
     """
     known = [name for name in inspect.signature(init).parameters if name != "self"]
 
     @functools.wraps(init)
     def checked(self: _Self, /, *args: _Given.args, **options: _Given.kwargs) -> None:
-        for name, value in options.items():
-            if name not in known:
-                raise LoopError("making a Loop", found=f"`{name}={value!r}`", fix=suggest(name, known))
         try:
+            for name, value in options.items():
+                if name not in known:
+                    raise LoopError("making a Loop", found=f"`{name}={value!r}`", fix=suggest(name, known))
             init(self, *args, **options)
         except LoopError as error:
-            if error.rank is None and hasattr(self, "group"):
-                error.rank = self.group.rank
+            if error.rank is None:
+                error.rank = self.group.rank if hasattr(self, "group") else _rank_to_be()
                 error.args = (error.render(),)
             raise
 
     return checked
+
+
+def _rank_to_be() -> int | None:
+    """Of a process that has not entered its group; None where it is alone, or cannot tell."""
+    try:
+        topology = detect_topology(os.environ)
+    except TopologyError:
+        return None
+    return topology.rank if topology.world_size > 1 else None
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

@@ -34,6 +34,7 @@ DATA = TensorDataset(torch.arange(4))
         ({"num_workers": "2"}, "`num_workers='2'`. Give a whole number."),
         ({"persistent_workers": True}, "`persistent_workers=True` without workers. Give `num_workers` of at least 1"),
         ({"timeout": 5}, "`timeout=5` without workers"),
+        ({"global_batch_size": None, "batch_size_per_rank": -1}, "`batch_size_per_rank=-1`. It has to be at least 1."),
         ({"global_batch_size": 4.0}, "`global_batch_size=4.0`. Give a whole number."),
     ],
 )

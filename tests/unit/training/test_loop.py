@@ -202,6 +202,15 @@ def test_loop_refuses_arguments_that_make_no_sense(options: dict[str, Any], foun
         Loop(group=FakeGroup(), **options)
 
 
+def test_a_refused_argument_names_the_rank_that_is_not_in_a_group_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under torchrun the variables tell it."""
+    numbers = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in {**numbers, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LoopError, match=r"^\[rank 1\] making a Loop: `seed` is 'x'"):
+        Loop(seed="x")  # type: ignore[arg-type]
+
+
 def test_fp16_has_the_same_numbers_in_16_bits_at_any_world_size() -> None:
     """So it overflows with the same batches; what the optimizer applies has the true size."""
     found = {}
