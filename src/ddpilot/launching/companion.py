@@ -45,8 +45,22 @@ class Letter(NamedTuple):
     """It was written between the two, on this machine's CLOCK_MONOTONIC."""
 
 
+class Piece(NamedTuple):
+    """A part of what the companion of another node tells on and on."""
+
+    text: str
+    number: int
+    """Counts those of that node, from 1; where one is missing, it was overwritten before it was read."""
+    read_ns: int
+    """When it came, on this machine's CLOCK_MONOTONIC."""
+
+
 class Carrier(Protocol):
     """Carries letters between the companions of a job's nodes. Nothing of it blocks or raises."""
+
+    @property
+    def node_rank(self) -> int:
+        """The number of this node."""
 
     @property
     def places(self) -> Mapping[int, str]:
@@ -69,6 +83,12 @@ class Carrier(Protocol):
 
     def show(self, mark: str) -> None:
         """Let the other nodes see `mark`, some hundred characters, with the next sign of life of this node."""
+
+    def append(self, text: str) -> None:
+        """Let node 0 read `text` after all that was appended before; of node 0 itself: all the others."""
+
+    def take_pieces(self) -> Mapping[int, Sequence[Piece]]:
+        """What other nodes have appended for this one since the last call, by their numbers."""
 
 
 class Companion(Protocol):

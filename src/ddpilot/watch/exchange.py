@@ -9,8 +9,9 @@ from itertools import pairwise
 
 from ddpilot.launching.companion import Carrier, Letter
 from ddpilot.record.log import Collective
-from ddpilot.watch.digest import MAX_CHARS, Digest, decode_digest, encode_digest, merge, move_clock
+from ddpilot.watch.digest import Digest, decode_digest, encode_digest, merge, move_clock
 from ddpilot.watch.marks import Marks
+from ddpilot.watch.relay import max_chars
 from ddpilot.watch.stall import Analysis
 from ddpilot.watch.view import JobView, RankView
 
@@ -38,8 +39,6 @@ _APART_NS = 5_000_000_000
 """So long are other nodes asked because their marks differ from those here."""
 _APART_AGAIN_NS = 60_000_000_000
 
-_ALL_CHARS = 2 * 1024 * 1024
-_FEWEST_CHARS = 4 * 1024
 _NUM_LOOKED_AT = 64
 
 
@@ -48,8 +47,8 @@ class Exchange:
 
     def __init__(self, carrier: Carrier, ranks: Sequence[int]) -> None:
         self.ranks = tuple(ranks)
-        self._carrier = carrier
-        self._max_chars = min(MAX_CHARS, max(_FEWEST_CHARS, _ALL_CHARS // (1 + len(carrier.places))))
+        self.carrier = carrier
+        self._max_chars = max_chars(len(carrier.places))
         self._numbers: dict[int, int] = {}
         self._digests: dict[int, Digest] = {}
         self._heard_ns: dict[int, int] = {}
@@ -62,7 +61,7 @@ class Exchange:
 
     def widen(self, view: JobView) -> JobView:
         """`view`, which is of the ranks here, with those of other nodes as far as it is known where they are now."""
-        for node, letter in self._carrier.letters.items():
+        for node, letter in self.carrier.letters.items():
             if letter.number != self._numbers.get(node):
                 self._numbers[node] = letter.number
                 self._read(node, letter)
@@ -100,8 +99,8 @@ class Exchange:
     def _is_apart(self, view: JobView) -> bool:
         """Whether ranks of another node were seen lately to call other collectives than those here."""
         self._marks.feed([rank.log for rank in view.ranks.values() if rank.log is not None], view.now_ns)
-        self._carrier.show(self._marks.encode())
-        for text in self._carrier.marks.values():
+        self.carrier.show(self._marks.encode())
+        for text in self.carrier.marks.values():
             for group in self._marks.find_different(text):
                 if view.now_ns - self._apart.get(group, -_APART_AGAIN_NS) >= _APART_AGAIN_NS:
                     self._apart[group] = view.now_ns
@@ -115,7 +114,7 @@ class Exchange:
         self._told_ns = view.now_ns
         unix_ns = view.now_ns + time.time_ns() - time.monotonic_ns()
         digest = Digest(now_ns=view.now_ns, unix_ns=unix_ns, is_asking=is_asking, ranks=view.ranks)
-        self._carrier.write(encode_digest(digest, self._max_chars))
+        self.carrier.write(encode_digest(digest, self._max_chars))
 
     def _is_due(self, now_ns: int) -> bool:
         since_ns = now_ns - self._told_ns
@@ -130,23 +129,23 @@ class Exchange:
 
     def has_heard_since(self, since_ns: int) -> bool:
         """Whether every other node has told of its ranks since then, or cannot."""
-        is_off = bool(self._carrier.fault)
-        return is_off or all(self._heard_ns.get(node, 0) >= since_ns for node in self._carrier.places)
+        is_off = bool(self.carrier.fault)
+        return is_off or all(self._heard_ns.get(node, 0) >= since_ns for node in self.carrier.places)
 
     def _silent(self) -> list[int]:
         """Nodes that have not told since this one asks."""
         finals = [node for node, each in self._digests.items() if each.is_final]
-        places = self._carrier.places
+        places = self.carrier.places
         return [node for node in places if node not in finals and self._heard_ns.get(node, 0) < (self._asking_ns or 0)]
 
     def complaints(self, now_ns: int) -> Iterator[str]:
         """Why ranks of other nodes are not seen: lines, each of which is to be shown once."""
         if self._asking_ns is None:
             return
-        if self._carrier.fault:
-            yield f"the observers of the nodes cannot reach each other any more: {self._carrier.fault}"
+        if self.carrier.fault:
+            yield f"the observers of the nodes cannot reach each other any more: {self.carrier.fault}"
         elif now_ns - self._asking_ns > _PATIENCE_NS:
-            places = self._carrier.places
+            places = self.carrier.places
             for node in self._silent():
                 why = self._unreadable.get(node, "its observer does not answer")
                 yield f"what the ranks of {places[node]} do is not seen from here: {why}"

@@ -13,11 +13,12 @@ from pathlib import Path
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.sequence import Findings
 from ddpilot.watch.cells import label_cells, rename, rename_in
+from ddpilot.watch.comparing import Comparing
 from ddpilot.watch.exchange import Exchange
 from ddpilot.watch.gathering import Gatherer, RankFacts
 from ddpilot.watch.options import WatchOptions
 from ddpilot.watch.report import Report
-from ddpilot.watch.rules.book import RuleBook, rules_for
+from ddpilot.watch.rules.book import RULES_OF_SEVERAL_RANKS, RuleBook, rules_for
 from ddpilot.watch.stall import Analysis, analyze
 from ddpilot.watch.told import Told, newest
 from ddpilot.watch.view import JobView, StackView
@@ -57,12 +58,13 @@ class Observer:
         self._options = options
         seen = range(world_size) if ranks is None else ranks
         self._gatherer = Gatherer(folder, world_size, seen, name)
+        self._empty = Report(job=folder.name, name=name, world_size=world_size)
         rules = rules_for(world_size, seen)
         self._rules = RuleBook(world_size, log=self._gatherer.full_log, sources=self._sources, rules=rules)
         self._told = Told(options.stall_warn_s)
         self._others = others
         self._exchange = exchange
-        self._empty = Report(job=folder.name, name=name, world_size=world_size)
+        self._comparing = Comparing(exchange.carrier, self._make_book) if exchange is not None else None
         self._views: deque[JobView] = deque()
         self._findings: list[Finding] = []
         self._lock = threading.Lock()
@@ -72,6 +74,12 @@ class Observer:
         self._is_active = self._has_given_up = False
         self._is_wanted = threading.Event()
         self._labels: Mapping[str, str] = {}
+
+    def _make_book(self) -> RuleBook:
+        """Of the rules that compare ranks, for those of all nodes."""
+        log, sources = self._gatherer.full_log, self._sources
+        rules = RULES_OF_SEVERAL_RANKS
+        return RuleBook(self._empty.world_size, log=log, sources=sources, rules=rules, has_all_logs=False)
 
     def start(self, *, is_paused: bool = False) -> None:
         """Begin to look, or with `is_paused` be ready for `resume`."""
@@ -173,7 +181,7 @@ class Observer:
         may_know_more = self._exchange is not None and self._exchange.is_waiting(view.now_ns)
         # A rank that died may have died of what ranks of other nodes did.
         known = [each for each in analysis.findings if not (may_know_more and each.code == "DDP209")]
-        found = [*self._read_journals(view), *known]
+        found = [*self._read_journals(view, is_last=is_last), *known]
         found += self._named(self._rules.finish(view.now_ns)) if is_last else ()
         news = self._told.new_findings(found)
         status = () if may_know_more else self._told.new_status(analysis, time.monotonic())
@@ -184,9 +192,12 @@ class Observer:
         self._save(replace(report, findings=Findings(self._findings), status=analysis.status))
         self._tell(replace(report, status=status))
 
-    def _read_journals(self, view: JobView) -> list[Finding]:
-        found = self._rules.feed(self._gatherer.read_entries(), view.now_ns)
-        for fault in self._rules.faults:
+    def _read_journals(self, view: JobView, *, is_last: bool = False) -> list[Finding]:
+        entries = self._gatherer.read_entries()
+        found = self._rules.feed(entries, view.now_ns)
+        if self._comparing is not None:
+            found += self._comparing.feed(entries, view.now_ns, is_last=is_last)
+        for fault in (*self._rules.faults, *(self._comparing.faults if self._comparing is not None else ())):
             self._note(fault)
         return self._named(found)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -50,6 +50,32 @@ for step in range(4000):
     x.fill_(1.0)
     time.sleep(0.05)
 """
+TRAINS = """
+import sys, time, torch, torch.distributed as dist, torch.nn as nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(0)
+right, passed_by = (DDP(nn.Linear(8, 4)) for _ in range(2))
+optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in (right, passed_by)]
+is_wrong = len(sys.argv) > 1
+num_samples = 4 * (60 - 20 * rank * is_wrong)
+torch.manual_seed(rank * (not is_wrong))
+loader = DataLoader(torch.randn(num_samples, 8), batch_size=4)
+for step, x in enumerate(loader):
+    right(x).square().mean().backward()
+    model = passed_by.module if is_wrong else passed_by
+    model(torch.randn(4, 8) + rank).square().mean().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    time.sleep(0.03)
+    if step == 39:
+        break
+print("done", flush=True)
+time.sleep(4 * is_wrong)  # what is found at the end comes to node 1, too
+"""
 
 
 ENABLE = "import ddpilot.watch; ddpilot.watch.enable()"
@@ -62,19 +88,22 @@ def nodes() -> Iterator[TwoNodes]:
         yield both
 
 
-def start_both(nodes: TwoNodes, folder: Path, program: str, *more: str, of_one: str = "") -> tuple[Agent, Agent]:
-    """`ddpilot run` of the program on both nodes, with their jobs in folders of their own; `of_one`: of node 1.
+def start_both(
+    nodes: TwoNodes, folder: Path, program: str, *more: str, of_one: str = "", after: Sequence[str] = ()
+) -> tuple[Agent, Agent]:
+    """`ddpilot run` of the program on both nodes, with their jobs in folders of their own; `of_one`: of node 1;
+    `after`: the program's own words.
 
     Of one that enables the watch itself: torchrun.
     """
     script = folder / "train.py"
-    script.write_text(program if ENABLE in program else BEGIN + program)
+    script.write_text(program if "init_process_group" in program else BEGIN + program)
     sizes = ["--nnodes", 2, "--nproc-per-node", 1, "--master-addr", nodes.addresses["a"], "--master-port", 29500]
     launcher = TORCHRUN if ENABLE in program else DDPILOT
     a, b = (
         nodes.start(
             node,
-            [*launcher, *sizes, "--node-rank", number, *more, *([of_one] if number and of_one else []), script],
+            [*launcher, *sizes, "--node-rank", number, *more, *([of_one] if number and of_one else []), script, *after],
             DDPILOT_JOBS_DIR=str(folder / node),
             GLOO_SOCKET_IFNAME=nodes.interfaces[node],
         )
@@ -138,6 +167,31 @@ def test_a_reduce_op_that_differs_between_nodes_is_named_though_nobody_waits(nod
         final = agent.text[agent.text.rindex("reduce-op-mismatch  DDP204  collective #30 of the default group") :]
         assert re.search(r"rank 0  all_reduce SUM of float32 \[64\] +\S*train.py:10", final)
         assert re.search(r"rank 1  all_reduce MAX of float32 \[64\] +\S*train.py:10", final)
+
+
+@pytest.mark.timeout(240)
+def test_guard_compares_ranks_of_two_nodes(nodes: TwoNodes, tmp_path: Path) -> None:
+    """Parameters that differ, the same batches and unequal numbers of them are said on both, with ranks and lines."""
+    a, b = start_both(nodes, tmp_path, TRAINS, "--on-finding", "report", after=["wrong"])
+    assert [a.wait(LIMIT_S), b.wait(LIMIT_S)] == [0, 0], a.text + b.text
+    for agent in (a, b):
+        text = " ".join(agent.text.split())
+        assert re.search(r"bypass DDP321 gradients differ between ranks at step \d+, parameters at step", text)
+        assert re.search(r"same-batch DDP401 .*ranks 0,1", text)
+        assert re.search(r"unequal-batches DDP404 .*rank 1 has 40 batches in this epoch, rank 0 has 60", text), text
+        for line in ("model(torch.randn(4, 8) + rank)", "for step, x in enumerate(loader):"):
+            assert line in text
+        assert set(re.findall(r"DDP[0-9]{3}", text)) == {"DDP321", "DDP401", "DDP404"}
+
+
+@pytest.mark.timeout(240)
+def test_guard_is_quiet_about_training_that_is_right_on_two_nodes(nodes: TwoNodes, tmp_path: Path) -> None:
+    """Other batches on each rank, models that are called themselves."""
+    a, b = start_both(nodes, tmp_path, TRAINS)
+    assert [a.wait(LIMIT_S), b.wait(LIMIT_S)] == [0, 0], a.text + b.text
+    for agent in (a, b):
+        assert "done" in agent.text
+        assert "ddpilot:" not in agent.text
 
 
 @pytest.mark.timeout(240)

@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ddpilot.launching.companion import Letter
+from ddpilot.launching.companion import Letter, Piece
 from ddpilot.watch.exchange import Exchange
 from ddpilot.watch.stall import analyze
 from ddpilot.watch.view import JobView, RankView
@@ -20,12 +20,15 @@ class Hand:
     """Carries letters by hand."""
 
     def __init__(self, other: int) -> None:
+        self.node_rank = 1 - other
         self.places: Mapping[int, str] = {other: f"node {other} (there)"}
         self.letters: dict[int, Letter] = {}
         self.written: list[str] = []
         self.marks: dict[int, str] = {}
         self.mark = ""
         self.fault = ""
+        self.appended: list[str] = []
+        self.pieces: dict[int, list[Piece]] = {}
 
     def write(self, text: str) -> None:
         """Keep it."""
@@ -34,6 +37,15 @@ class Hand:
     def show(self, mark: str) -> None:
         """Keep it."""
         self.mark = mark
+
+    def append(self, text: str) -> None:
+        """Keep it."""
+        self.appended.append(text)
+
+    def take_pieces(self) -> Mapping[int, Sequence[Piece]]:
+        """What was given."""
+        taken, self.pieces = self.pieces, {}
+        return taken
 
     def give(self, to: Hand, node: int, at_ns: int) -> None:
         """The newest letter reaches the other node at that moment."""

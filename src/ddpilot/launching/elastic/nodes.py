@@ -22,7 +22,7 @@ class NodeState:
     `attempt`: the restart that it is in, from 0; `phase`: "ready" to start or running, "done" (its ranks ended well),
     "ended" (it leaves). `ranks_port`: of node 0, where the ranks of this attempt find their store. `failure`: why it
     ended `attempt` or leaves, as `pack_error` made it. `letter`: how many letters its companion has written in
-    `attempt`; `mark`: what its companion shows.
+    `attempt`; `mark`: what its companion shows; `num_pieces`: how many it has appended.
     """
 
     node_rank: int
@@ -38,6 +38,7 @@ class NodeState:
     failure: Mapping[str, Any] | None = None
     letter: int = 0
     mark: str = ""
+    num_pieces: int = 0
     failed_attempt: int = -1
     """The last attempt that ended by a failure on this node."""
 

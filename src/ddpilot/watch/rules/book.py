@@ -61,6 +61,9 @@ RULES_OF_ONE_RANK: tuple[Callable[[RuleContext], Rule], ...] = (
 )
 """Those that look at each rank by itself: where ranks of other nodes are out of sight, a comparison would miss them."""
 
+RULES_OF_SEVERAL_RANKS = tuple(rule for rule in RULES if rule not in RULES_OF_ONE_RANK)
+"""Those that compare ranks."""
+
 _MAX_FINDINGS = 1000
 
 
@@ -74,6 +77,7 @@ class RuleBook:
 
     `log`: what a rank's ring holds now, asked only before something is said; without it rules that need to know which
     collectives ran say nothing. `sources`: the user's texts that lie in no file, by name. `rules`: others than all.
+    `has_all_logs`: whether what has no `log` has none at all, or it may be on another machine.
     """
 
     def __init__(
@@ -83,8 +87,9 @@ class RuleBook:
         log: Callable[[int], RankLog | None] = no_log,
         sources: Callable[[], Mapping[str, str]] = dict,
         rules: Iterable[Callable[[RuleContext], Rule]] = RULES,
+        has_all_logs: bool = True,
     ) -> None:
-        context = RuleContext(world_size=world_size, log=log, sources=sources)
+        context = RuleContext(world_size=world_size, log=log, has_all_logs=has_all_logs, sources=sources)
         self._rules = [make(context) for make in rules]
         self._said: set[object] = set()
         self.faults: list[str] = []

@@ -136,9 +136,7 @@ class Comparison:
         ready = []
         for when, moment in list(self._waiting.items()):
             num = sum("f" in step.values for step in moment.steps.values())
-            if now_ns is not None and moment.seen_ns is None:
-                moment.seen_ns = now_ns
-            is_old = now_ns is not None and moment.seen_ns is not None and now_ns - moment.seen_ns >= WAIT_NS
+            is_old = now_ns is not None and now_ns - moment.begun_ns >= WAIT_NS
             if num >= self._num_ranks() or (num >= 2 and is_old):
                 moment.is_compared = True
                 ready.append(moment)
@@ -235,8 +233,7 @@ class Comparison:
         if len(self._order) >= len(group) or len(steps) < NUM_SINGLE_STEPS:
             return None
         # The others have taken part in the reductions before all steps but the last; their notes may come late.
-        seen_ns = steps[0].seen_ns
-        if seen_ns is None or now_ns - seen_ns < WAIT_NS or self._is_reduced_otherwise():
+        if now_ns - steps[0].begun_ns < WAIT_NS or self._is_reduced_otherwise():
             return None
         self._skippers = tuple(rank for rank in group if rank not in self._order)
         return self._tell(causes.STEP, steps[0], steps[-1])
@@ -247,10 +244,10 @@ class Comparison:
         """Whether other collectives may have averaged what DDP did not; also where that is not known."""
         largest = max(unit["largest"] for unit in self.units.values())
         since = self._first_bad.steps if self._first_bad else {}
-        for rank in self._order:
-            log = self._context.log(rank)
-            if log is None:
-                return self.is_free
+        logs = {rank: log for rank in self._order if (log := self._context.log(rank)) is not None}
+        if not logs or (self._context.has_all_logs and len(logs) < len(self._order)):
+            return self.is_free or not self._context.has_all_logs
+        for rank, log in logs.items():
             since_ns = since[rank].time_ns if rank in since else self._first_ns[rank]
             if may_be_reduced(log, since_ns, largest) or self._talks(log, since_ns):
                 self._num_reduced += 1

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from typing import Any
 
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.words import render_ranks
 from ddpilot.record.journal import Entry
+from ddpilot.record.log import RankLog
 from ddpilot.watch.rules.gathering import NS_PER_S, PATIENCE_NS, Waiting
 from ddpilot.watch.rules.rule import RuleContext, place_of
 
@@ -58,20 +60,20 @@ class PaddedEvaluation:
     def look(self, now_ns: int) -> Iterable[Finding]:
         """What can be said now, a second after the evaluation."""
         for _, by_rank in self._waiting.settled(now_ns, _EVALUATION_PATIENCE_NS):
-            if not any(self._gathers_samples(rank, facts) for rank, facts in list(by_rank.items())[:2]):
+            if not self._gather_samples(by_rank):
                 yield self._finding(by_rank)
 
     def finish(self, now_ns: int) -> Iterable[Finding]:
         """What waits is said now."""
         return self.look(now_ns + _EVALUATION_PATIENCE_NS)
 
-    def _gathers_samples(self, rank: int, facts: Mapping[str, Any]) -> bool:
-        log = self._context.log(rank)
-        if log is None:
-            return False
-        later = [one for one in log.collectives if one.ddp is None and one.start_ns >= facts["begun_ns"]]
-        batch = facts.get("size") or 1
-        return any("gather" in one.op and _num_elements(one.inputs) >= batch for one in later)
+    def _gather_samples(self, by_rank: Mapping[int, Mapping[str, Any]]) -> bool:
+        """Whether two of the ranks, of which it can be seen, have gathered something as long as a batch since then."""
+        logs = ((self._context.log(rank), facts) for rank, facts in by_rank.items())
+        seen = list(islice(((log, facts) for log, facts in logs if log is not None), 2))
+        if not seen:
+            return not self._context.has_all_logs
+        return any(_gathers_samples(log, facts) for log, facts in seen)
 
     def _finding(self, by_rank: Mapping[int, Mapping[str, Any]]) -> Finding:
         facts = next(iter(by_rank.values()))
@@ -92,6 +94,12 @@ class PaddedEvaluation:
             "evaluate the unwrapped model, and sum metric and count over the ranks; loop.evaluate does all of that.",
             source="ddpilot explain DDP405",
         )
+
+
+def _gathers_samples(log: RankLog, facts: Mapping[str, Any]) -> bool:
+    later = [one for one in log.collectives if one.ddp is None and one.start_ns >= facts["begun_ns"]]
+    batch = facts.get("size") or 1
+    return any("gather" in one.op and _num_elements(one.inputs) >= batch for one in later)
 
 
 def _num_repeated(facts: Mapping[str, Any]) -> int:

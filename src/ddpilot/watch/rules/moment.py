@@ -18,13 +18,17 @@ class Moment:
     """One optimizer step, by the ranks that took it."""
 
     steps: dict[int, Entry] = field(default_factory=dict)
-    seen_ns: int | None = None
     is_compared: bool = False
     difference: Difference = field(default_factory=Difference)
 
     def value(self, rank: int, name: str) -> Any:
         """What `rank` noted as `name`; None where it did not."""
         return self.steps[rank].values.get(name)
+
+    @property
+    def begun_ns(self) -> int:
+        """When the first of them took it."""
+        return min(step.time_ns for step in self.steps.values())
 
     @property
     def rates(self) -> dict[int, list[float]]:

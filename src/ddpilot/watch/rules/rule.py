@@ -24,6 +24,8 @@ class RuleContext:
     world_size: int
     log: Callable[[int], RankLog | None] = no_log
     """What a rank's ring holds now; None where there is none. It takes milliseconds: asked before a finding is said."""
+    has_all_logs: bool = True
+    """Whether a rank of which `log` knows nothing has no ring; else it may be on another machine."""
     sources: Callable[[], Mapping[str, str]] = dict
     """The user's texts that lie in no file, such as cells, by name."""
 
