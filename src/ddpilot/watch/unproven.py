@@ -225,7 +225,7 @@ def _explain_rendezvous(
         code="DDP215",
         name=NAMES["DDP215"],
         severity="error" if is_proven else "warning",
-        summary=f"{render_ranks(inside)} wait in init_process_group for {render_ranks(missing)}",
+        summary=f"{who_does(inside, 'waits in init_process_group')} for {render_ranks(missing)}",
         ranks=tuple(missing),
         place=place_of(_line(view, inside[0])),
         evidence=evidence,

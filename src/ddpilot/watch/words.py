@@ -137,14 +137,17 @@ def say_spot(line: Line | Frame | None) -> str:
     return f"{show_file(line.file)}:{line.line}" if line is not None and line.file else ""
 
 
-_PLURALS = {"is": "are", "has": "have", "waits": "wait", "compiles": "compile"}
+_PLURALS = {"is": "are", "has": "have", "waits": "wait", "compiles": "compile", "leaves": "leave"}
 
 
 def who_does(ranks: Collection[int], words: str, max_chars: int = 60) -> str:
     """Ranks with a clause that begins with its verb in the singular, such as ``has returned``."""
+    return f"{render_ranks(ranks, max_chars=max_chars)} {_conjugate(words, len(ranks))}"
+
+
+def _conjugate(words: str, num: int) -> str:
     verb, blank, rest = words.partition(" ")
-    said = _PLURALS.get(verb, verb) if len(ranks) > 1 else verb
-    return f"{render_ranks(ranks, max_chars=max_chars)} {said}{blank}{rest}"
+    return f"{_PLURALS.get(verb, verb)}{blank}{rest}" if num > 1 else words
 
 
 def merge_rows(rows: Iterable[tuple[int, str, str]]) -> list[Row]:
@@ -153,7 +156,7 @@ def merge_rows(rows: Iterable[tuple[int, str, str]]) -> list[Row]:
     for rank, what, where in rows:
         ranks.setdefault((what, where), []).append(rank)
     ordered = sorted(ranks.items(), key=lambda item: (-len(item[1]), item[1][0]))
-    return [(render_ranks(each, max_chars=40), what, where) for (what, where), each in ordered]
+    return [(render_ranks(each, max_chars=40), _conjugate(what, len(each)), where) for (what, where), each in ordered]
 
 
 def lay_out(rows: Sequence[Row]) -> tuple[str, ...]:

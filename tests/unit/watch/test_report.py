@@ -16,6 +16,7 @@ from ddpilot.watch.report import Report, read_report
 from ddpilot.watch.stack_files import parse_stack
 from ddpilot.watch.stall import Analysis
 from ddpilot.watch.told import Told, newest
+from ddpilot.watch.words import merge_rows
 
 DESYNC = Finding(
     code="DDP201",
@@ -86,3 +87,9 @@ def test_watch_error_shows_its_findings() -> None:
     """Below the sentence."""
     error = WatchError("running `f`", found="desync", findings=Findings([DESYNC]))
     assert str(error).startswith("running `f`: desync\n\ndesync  DDP201  collective #5 differs")
+
+
+def test_rows_of_several_ranks_have_their_verb_in_the_plural() -> None:
+    """What several ranks do at one place is one row."""
+    rows = [(rank, "is elsewhere", "train.py:3") for rank in (1, 2)] + [(0, "waits for a batch", "")]
+    assert merge_rows(rows) == [("ranks 1,2", "are elsewhere", "train.py:3"), ("rank 0", "waits for a batch", "")]

@@ -9,7 +9,7 @@ from functools import partial
 from ddpilot.findings.finding import Finding
 from ddpilot.record.journal import Entry
 from ddpilot.record.log import RankLog
-from ddpilot.watch.rules.ddp_use import DataParallel, FrozenAfterWrap, LeftOut, NeedlessFindUnused, NoSyncInVain
+from ddpilot.watch.rules.ddp_use import DataParallel, GradientsMissing, NeedlessFindUnused, NoSyncInVain
 from ddpilot.watch.rules.divergence import Divergence
 from ddpilot.watch.rules.evaluation import MeanOfMeans, PaddedEvaluation
 from ddpilot.watch.rules.not_finite import NotFinite
@@ -43,8 +43,7 @@ RULES: tuple[Callable[[RuleContext], Rule], ...] = (
     NoSyncInVain,
     DataParallel,
     NeedlessFindUnused,
-    FrozenAfterWrap,
-    LeftOut,
+    GradientsMissing,
 )
 """Every rule."""
 
@@ -56,8 +55,7 @@ RULES_OF_ONE_RANK: tuple[Callable[[RuleContext], Rule], ...] = (
     NoSyncInVain,
     DataParallel,
     NeedlessFindUnused,
-    FrozenAfterWrap,
-    LeftOut,
+    GradientsMissing,
 )
 """Those that look at each rank by itself: where ranks of other nodes are out of sight, a comparison would miss them."""
 

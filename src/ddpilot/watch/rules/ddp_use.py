@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from ddpilot.findings.finding import Finding
 from ddpilot.record.journal import Entry
@@ -117,11 +118,42 @@ class NeedlessFindUnused:
     finish = look
 
 
-class FrozenAfterWrap:
-    """Parameters were frozen after the model was wrapped, and DDP failed because it waits for their gradients."""
+class _Failure(NamedTuple):
+    """A failure of DDP's forward because of some parameters. `said`: of one of them, and of several."""
 
-    codes = ("DDP310",)
-    kinds = ("frozen",)
+    code: str
+    name: str
+    said: tuple[str, str]
+    why: str
+    fix: str
+
+
+_FAILURES = {
+    "frozen": _Failure(
+        "DDP310",
+        "frozen-after-wrap",
+        ("was frozen after the model was wrapped", "were frozen after the model was wrapped"),
+        "DDP waits in each backward for the gradients of all that could be trained when it was constructed",
+        "Freeze first, then wrap; wrap again where the set changes",
+    ),
+    "left_out": _Failure(
+        "DDP308",
+        "unused-parameters",
+        ("took no part in the backward pass", "took no part in the backward pass"),
+        "DDP waits in each backward for a gradient of every parameter that could be trained when it was constructed; "
+        "the loss of the round before did not depend on these",
+        "Take them out or freeze them before wrapping, let the loss depend on them, or wrap with "
+        "`find_unused_parameters=True`",
+    ),
+}
+"""By kind of entry."""
+
+
+class GradientsMissing:
+    """DDP failed because it waits for gradients that do not come: of which parameters, frozen ones or others."""
+
+    codes = tuple(failure.code for failure in _FAILURES.values())
+    kinds = tuple(_FAILURES)
 
     def __init__(self, _: RuleContext) -> None:
         pass
@@ -129,50 +161,19 @@ class FrozenAfterWrap:
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
         """As `Rule.feed`."""
         names, num = entry.values["names"], entry.values["num"]
+        failure = _FAILURES[entry.kind]
+        one, several = failure.said
+        said = f"{num} parameters {several}" if num > 1 else f"1 parameter {one}"
         yield Finding(
-            code="DDP310",
-            name="frozen-after-wrap",
+            code=failure.code,
+            name=failure.name,
             severity="error",
-            summary=f"{num} parameter{'s were' if num > 1 else ' was'} frozen after the model was wrapped",
+            summary=f"{said}: {some(names, total=num)}",
             ranks=(rank,),
             place=place_of(entry.values["site"]),
-            evidence=(f"frozen since: {', '.join(names[:5])}{f' and {num - 5} more' if num > 5 else ''}",),
-            why="DDP waits in each backward for the gradients of all that could be trained when it was constructed",
-            fix="Freeze first, then wrap; wrap again where the set changes",
-            source="ddpilot explain DDP310",
-        )
-
-    def look(self, _: int) -> Iterable[Finding]:
-        """Nothing."""
-        return ()
-
-    finish = look
-
-
-class LeftOut:
-    """DDP failed since parameters took no part in the last backward: which ones."""
-
-    codes = ("DDP308",)
-    kinds = ("left_out",)
-
-    def __init__(self, _: RuleContext) -> None:
-        pass
-
-    def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
-        """As `Rule.feed`."""
-        names, num = entry.values["names"], entry.values["num"]
-        yield Finding(
-            code="DDP308",
-            name="unused-parameters",
-            severity="error",
-            summary=f"{num} parameter{'s' if num > 1 else ''} took no part in the backward pass: {some(names)}",
-            ranks=(rank,),
-            place=place_of(entry.values["site"]),
-            why="DDP waits in each backward for a gradient of every parameter that could be trained when it was "
-            "constructed; the loss of the round before did not depend on these",
-            fix="Take them out or freeze them before wrapping, let the loss depend on them, or wrap with "
-            "`find_unused_parameters=True`",
-            source="ddpilot explain DDP308",
+            why=failure.why,
+            fix=failure.fix,
+            source=f"ddpilot explain {failure.code}",
         )
 
     def look(self, _: int) -> Iterable[Finding]:

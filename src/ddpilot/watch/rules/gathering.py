@@ -102,7 +102,7 @@ class Members:
         return self._by_model.get(-1 if model is None else model, ())
 
 
-def some(names: Sequence[object], limit: int = 5) -> str:
-    """At most `limit` of `names` on one line, and how many more there are."""
-    more = len(names) - limit
+def some(names: Sequence[object], limit: int = 5, total: int | None = None) -> str:
+    """At most `limit` of `names` on one line, and how many more there are, of `total` (default: those given)."""
+    more = (total or len(names)) - limit
     return ", ".join(str(name) for name in names[:limit]) + (f" and {more} more" if more > 0 else "")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ddpilot.record.journal import Entry
-from ddpilot.watch.rules.ddp_use import LeftOut
+from ddpilot.watch.rules.ddp_use import GradientsMissing
 from ddpilot.watch.rules.not_finite import NotFinite
 from ddpilot.watch.rules.on_graph import OnGraph
 from ddpilot.watch.rules.placement import OneDevice, SeveralDevices
@@ -143,9 +143,20 @@ def test_tensors_on_several_devices_are_told_by_name() -> None:
 def test_parameters_that_were_left_out_are_told_by_name() -> None:
     """Torch says their numbers."""
     notes: list[Note] = [(1, "left_out", {"names": ["head.weight", "head.bias"], "num": 2, "site": SITE})]
-    (finding,) = judge(LeftOut, notes)
+    (finding,) = judge(GradientsMissing, notes)
     assert finding.summary == "2 parameters took no part in the backward pass: head.weight, head.bias"
     assert finding.ranks == (1,)
+
+
+def test_parameters_that_were_frozen_late_are_told_by_name_and_number() -> None:
+    """Of many, the first of those that were noted."""
+    notes: list[Note] = [(0, "frozen", {"names": [f"layer{at}" for at in range(7)], "num": 40, "site": SITE})]
+    (finding,) = judge(GradientsMissing, notes)
+    said = "40 parameters were frozen after the model was wrapped: layer0, layer1, layer2, layer3, layer4 and 35 more"
+    assert (finding.code, finding.summary) == ("DDP310", said)
+    notes = [(0, "frozen", {"names": ["layer0"], "num": 1, "site": SITE})]
+    (finding,) = judge(GradientsMissing, notes)
+    assert finding.summary == "1 parameter was frozen after the model was wrapped: layer0"
 
 
 def test_rules_keep_bounded_state_over_a_long_job() -> None:
