@@ -7,13 +7,17 @@ READY := $(VENV)/.ready
 BROWSER_READY := $(VENV)/.browser-ready
 BENCH_READY := $(VENV)/.bench-ready
 PYTEST := $(BIN)/python -m pytest
-# pip compiles all files on one core; what cannot be compiled is some package's example of that.
+# `make setup EXTRAS=dev,browser` installs at once what `make test-browser` would add.
+EXTRAS := dev
+# pip compiles all files on one core; what cannot be compiled is some package's example of that. Ours too: hundreds of
+# processes of the tests import it, and where PYTHONDONTWRITEBYTECODE is set each would compile it anew.
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
-COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
+COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib src || true
 
 # What measures no time runs two files at a time. All other tests, also those of a folder that is new, run alone: they
-# check promises in seconds, or keep all cores busy by themselves.
-SIDE_BY_SIDE := tests/unit tests/notebook $(addprefix tests/dist/,data guard trainer training)
+# check promises in seconds, or keep all cores busy by themselves. The slowest files come first, and in that order, so
+# that no core is idle while the other one is in the last of them.
+SIDE_BY_SIDE := tests/notebook $(addprefix tests/dist/,training trainer guard data) tests/unit
 
 # The first interpreter that is new enough and can make a virtual environment. `make PYTHON=/path/to/python` overrides.
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3.10; do \
@@ -34,16 +38,16 @@ $(READY): pyproject.toml constraints.txt
 		echo "      Install one (Debian and Ubuntu: apt install python3-venv), or say which: make PYTHON=/path/to/python" >&2; \
 		exit 1; fi; \
 	if [ ! -x $(BIN)/python ]; then echo "making $(VENV) with $$python" && "$$python" -m venv $(VENV); fi
-	$(INSTALL) -e '.[dev]'
+	$(INSTALL) -e '.[$(EXTRAS)]'
 	@$(COMPILE)
-	@touch $(READY)
+	@touch $(READY) $(if $(findstring browser,$(EXTRAS)),$(BROWSER_READY))
 
 demo: $(READY) ## run the quickstart notebook in a real Jupyter kernel, 2 ranks, and say where its plots are
 	$(BIN)/python examples/run_quickstart.py
 
 test: $(READY) ## every test, with a seeded tenth of the soak
 	status=0; $(PYTEST) $(addprefix --ignore=,$(SIDE_BY_SIDE)) || status=$$?; \
-	$(PYTEST) -n 2 --dist loadfile $(SIDE_BY_SIDE) || status=$$?; exit $$status
+	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder $(SIDE_BY_SIDE) || status=$$?; exit $$status
 
 test-browser: $(BROWSER_READY) ## notebooks run by clicks in JupyterLab and Chromium, which it installs; pictures in out/browser
 	$(BIN)/python -m tests.browser.chromium
@@ -56,7 +60,7 @@ $(BROWSER_READY): $(READY)
 	@touch $(BROWSER_READY)
 
 soak: $(READY) ## the long, randomised versions
-	DDPILOT_SOAK=1 $(PYTEST) -m soak
+	DDPILOT_SOAK=1 $(PYTEST) -m soak -o faulthandler_timeout=21000
 
 zoo: $(READY) ## run every program of the failure zoo without and with ddpilot, print the table, write docs/zoo.md
 	$(BIN)/python -m tests.zoo.table
