@@ -8,7 +8,7 @@ import linecache
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ddpilot.record.journal import JournalWriter
 from ddpilot.record.sites import SiteFinder, describe_site
@@ -45,6 +45,10 @@ class Notes:
     def write(self, kind: str, **values: Any) -> None:
         """Add an entry to the journal."""
         self._journal.write(kind, values)
+
+    def write_encoded(self, text: str) -> None:
+        """Add an entry that is JSON already, ``[kind, {...}]``: to encode one of every step takes too long."""
+        self._journal.write_encoded(text.encode())
 
     def user_frame(self) -> FrameType | None:
         """The innermost frame of the caller's stack that is the user's, else a library's; None where there is none."""
@@ -105,33 +109,95 @@ class Notes:
         whether it returned, what it returned, and the arguments. Returns what undoes it. `aliases`: what else has it
         under this name, such as the module that a pickle of the function looks in.
         """
-        original = getattr(owner, name)
-        first, last = before and self.safely(before), after and self.safely(after)
+        present = getattr(owner, name)
+        wrapping: _Wrapping | None = getattr(present, "_ddpilot_wrapping", None)
+        if wrapping is None or wrapping.wrapper is not present or wrapping.owner is not owner:
+            wrapping = _Wrapping(owner, name)
+        return wrapping.add(_Hooks(self, before, after), aliases)
+
+
+class _Hooks(NamedTuple):
+    """What one probe does around a function."""
+
+    notes: Notes
+    before: Hook | None
+    after: Hook | None
+
+
+class _Wrapping:
+    """The one wrapper of `owner.name`, whatever number of probes looks at it: each more would cost every call.
+
+    Probes look as if each had wrapped the function once more: the newest comes first before it, and last after it.
+    """
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.owner = owner
+        self._name = name
+        self._original = getattr(owner, name)
+        self._places: list[Any] = []
+        self._hooks: tuple[_Hooks, ...] = ()
+        self.wrapper = self._make()
+
+    def add(self, hooks: _Hooks, aliases: Sequence[Any]) -> Callable[[], None]:
+        """Call `hooks` too; returns what ends that."""
+        self._hooks = (hooks, *self._hooks)
+        for one in (self.owner, *aliases):
+            if getattr(one, self._name, None) is self._original:
+                setattr(one, self._name, self.wrapper)
+                self._places.append(one)
+
+        def undo() -> None:
+            self._hooks = tuple(each for each in self._hooks if each is not hooks)
+            while not self._hooks and self._places:
+                one = self._places.pop()
+                if getattr(one, self._name, None) is self.wrapper:  # somebody may have wrapped it once more
+                    setattr(one, self._name, self._original)
+
+        return undo
+
+    def _make(self) -> Any:
+        from torch._C._dynamo.eval_frame import set_eval_frame as set_compiler
+
+        original = self._original
 
         @functools.wraps(original)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            ticket = first(*args, **kwargs) if first else None
-            if last is None:
-                return original(*args, **kwargs)
+            hooks = self._hooks
+            tickets: list[Any] = []
+            # Within a compiled function torch's compiler would look into whatever is called from here.
+            compiler = set_compiler(None)
+            try:
+                for notes, before, _ in hooks:
+                    ticket = None
+                    if before is not None and not notes.is_off:
+                        try:
+                            ticket = before(*args, **kwargs)
+                        except Exception as error:  # noqa: BLE001 - said once, and never in the way of training
+                            notes.switch_off(error)
+                    tickets.append(ticket)
+            finally:
+                set_compiler(compiler)
             result, returned = None, False
             try:
                 result = original(*args, **kwargs)
                 returned = True
             finally:
-                last(ticket, returned, result, *args, **kwargs)
+                compiler = set_compiler(None)
+                try:
+                    for notes, _, after in reversed(hooks):
+                        ticket = tickets.pop()
+                        if after is not None and not notes.is_off:
+                            try:
+                                after(ticket, returned, result, *args, **kwargs)
+                            except Exception as error:  # noqa: BLE001 - as above
+                                notes.switch_off(error)
+                finally:
+                    set_compiler(compiler)
             return result
 
         keep_dynamo_out(wrapper)
-        for one in (owner, *aliases):
-            if getattr(one, name, None) is original:
-                setattr(one, name, wrapper)
-
-        def undo() -> None:
-            for one in (owner, *aliases):
-                if getattr(one, name, None) is wrapper:  # somebody may have wrapped it once more
-                    setattr(one, name, original)
-
-        return undo
+        wrapper._ddpilot_wrapping = self  # type: ignore[attr-defined]
+        return wrapper
 
 
 def keep_dynamo_out(function: Any) -> None:

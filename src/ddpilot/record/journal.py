@@ -89,9 +89,12 @@ class JournalWriter:
 
     def write(self, kind: str, values: Mapping[str, Any]) -> None:
         """Add an entry; one that JSON cannot hold raises, one too large for a page is counted as lost."""
+        self.write_encoded(_encode([kind, values]).encode())
+
+    def write_encoded(self, text: bytes) -> None:
+        """Add an entry that is JSON already, a list of its kind and its values: for those of every step."""
         if self._fork.is_fork():
             return
-        text = _encode([kind, values]).encode()
         length = _ENTRY_BYTES + len(text) + 7 & ~7
         with self._lock:
             if self._map is None:

@@ -103,6 +103,30 @@ def test_install_switches_a_failing_probe_off_and_says_so_once(tmp_path: Path) -
     assert kinds == ["fault", "fault", "call", "call", "call"]
 
 
+def test_several_probes_share_one_wrapper(tmp_path: Path) -> None:
+    """The newest comes first before and last after; each undo takes away its own, the last one all."""
+    original = Target.double
+    seen: list[str] = []
+    journal = JournalWriter(tmp_path / "journal", rank=0)
+    finder = SiteFinder(torch="/nowhere", ours="/nowhere")
+
+    def wrap(name: str) -> Callable[[], None]:
+        notes = Notes(name, journal, rank=0, finder=finder, tell=seen.append)
+        before, after = (lambda *_: seen.append(f"{name}:")), (lambda *_: seen.append(f":{name}"))
+        return notes.around(Target, "double", before=before, after=after)
+
+    undo = [wrap("first"), wrap("second")]
+    assert Target.double.__wrapped__ is original  # type: ignore[attr-defined]
+    Target().double(1)
+    assert seen == ["second:", "first:", ":first", ":second"]
+    undo[0]()
+    Target().double(1)
+    assert seen[4:] == ["second:", ":second"]
+    undo[1]()
+    assert Target.double is original
+    journal.close()
+
+
 @pytest.mark.usefixtures("loaded")
 def test_uninstalling_spares_a_wrapper_that_came_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody else's wrapper around ours stays, and ours does nothing any more."""

@@ -66,6 +66,12 @@ class DdpModel:
         """Changes when a backward has touched the model."""
         return [_state(parameter.grad) for sample in self._samples if (parameter := sample()) is not None]
 
+    def has_changed_since(self, state: list[tuple[int, int] | None]) -> bool:
+        """Whether `gradient_state` is another now."""
+        # The first one mostly tells.
+        parameters = (parameter for sample in self._samples if (parameter := sample()) is not None)
+        return any(_state(parameter.grad) != before for parameter, before in zip(parameters, state, strict=False))
+
     def current_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Those that the module has now."""
         yield from self.ddp.module.named_parameters()

@@ -67,4 +67,8 @@ def sequence_number(group: Any) -> int:
 
 def has_several_ranks() -> bool:
     """Whether this process is in a default process group of more than one rank."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if not dist.is_available():
+        return False
+    # One way through torch rather than three: each costs every step.
+    world: Any = dist.group.WORLD
+    return world is not None and world.size() > 1

@@ -9,7 +9,11 @@ from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from ddpilot.guard.probe import Notes, keep_dynamo_out
 from ddpilot.guard.probes.bypass_line import find_bypass_line
@@ -33,6 +37,7 @@ class StepProbe:
         self._num_in_group: dict[str, int] = {}
         self._unused: list[UnusedCount] = []
         self._eras = Eras()
+        self._num_open = 0  # steps that have begun and not ended
 
     def install(self, notes: Notes) -> Callable[[], None]:
         """As `Probe.install`."""
@@ -40,10 +45,10 @@ class StepProbe:
         self._units = UnitBook(notes, self._live_models)
         pre_hook = notes.safely(self._before_step)
         keep_dynamo_out(pre_hook)
-        handle = register_optimizer_step_pre_hook(pre_hook)
         ddp: Any = DistributedDataParallel
         undo = [
-            handle.remove,
+            register_optimizer_step_pre_hook(pre_hook).remove,
+            register_optimizer_step_post_hook(notes.safely(self._after_step)).remove,
             notes.around(ddp, "__init__", after=self._wrapped),
             notes.around(ddp, "forward", before=self._before_forward),
             notes.around(ddp, "no_sync", before=self._no_sync_begins),
@@ -122,7 +127,7 @@ class StepProbe:
         self, before: list[tuple[DdpModel, list[Any]]] | None, _returned: bool, _: object, *args: Any, **kwargs: Any
     ) -> None:
         for model, state in before or ():
-            if model.gradient_state() != state and (ddp := model.ddp) is not None:
+            if model.has_changed_since(state) and (ddp := model.ddp) is not None:
                 retains = bool(kwargs.get("retain_graph", args[2] if len(args) > 2 else None))
                 self._follow(model, syncs=ddp.require_backward_grad_sync, retains=retains)
 
@@ -151,15 +156,19 @@ class StepProbe:
                     self._notes.write("load", group=model.group, ordinal=model.ordinal, site=site)
 
     def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        if torch.compiler.is_compiling() or _is_nested() or _is_capturing():
-            return
-        if not has_several_ranks():
+        # To look through the stack takes a while, and one that is open may have ended by an error.
+        is_nested = self._num_open > 0 and _is_nested()
+        self._num_open = self._num_open + 1 if is_nested else 1
+        if is_nested or torch.compiler.is_compiling() or _is_capturing() or not has_several_ranks():
             return
         self._follow_group()
         self._units.step(optimizer, self._eras.name)
         self._unused = [count for count in self._unused if not count.is_over]
         for count in self._unused:
             count.step()
+
+    def _after_step(self, *_: Any) -> None:
+        self._num_open = max(0, self._num_open - 1)
 
 
 def _is_nested() -> bool:

@@ -122,8 +122,12 @@ class UnitBook:
 
     def _note(self, unit: Unit, optimizer: Optimizer, count: int, events: str, is_due: bool) -> None:
         model = unit.model
-        values: dict[str, Any] = {"u": unit.number, "n": count}
-        values["s"] = model.sequence_number() if model else sequence_number(dist.group.WORLD)
+        number = model.sequence_number() if model else sequence_number(dist.group.WORLD)
+        if not is_due and model is not None and not (model.why_silent or model.why_local or model.without_effect):
+            text = f'["step",{{"u":{unit.number},"n":{count},"s":{number},"e":"{events}"}}]'
+            self._notes.write_encoded(text)
+            return
+        values: dict[str, Any] = {"u": unit.number, "n": count, "s": number}
         if model is not None:
             values["e"] = events
             if is_due:

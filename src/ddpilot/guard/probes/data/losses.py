@@ -14,13 +14,35 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ddpilot.guard.probe import Notes
-from ddpilot.guard.probes.data.position import Position
+from ddpilot.guard.probes.data.position import Given, Position
 from ddpilot.guard.probes.data.prints import tensors_in
 
 _NUM_CANDIDATES = 8
 _MAX_NOTED = 64
 _MAX_NAMED = 20
 _MAX_PENDING = 64
+_MAX_GRADIENTS = 64
+_MAX_LISTED = 1024
+_MAX_KEPT = 1 << 16
+"""Elements of a gradient that is kept until it is looked at: torch copies what somebody else holds."""
+
+
+class _Backward:
+    """One backward pass: its number, and the batch of the last forward before it."""
+
+    __slots__ = ("is_noted", "number", "used")
+
+    def __init__(self, number: int, used: Given | None) -> None:
+        self.number = number
+        self.used = used
+        self.is_noted = False
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """For the journal."""
+        used = self.used
+        batch = {} if used is None else {**used.of.key, "batch": used.batch, "indices": used.indices}
+        return {"backward": self.number, **batch}
 
 
 class LossEyes:
@@ -32,9 +54,9 @@ class LossEyes:
     def __init__(self, notes: Notes, position: Position) -> None:
         self._notes = notes
         self._position = position
-        self._number = 0
-        self._facts: dict[str, Any] = {}
-        self._pending: deque[tuple[torch.Tensor, Any, dict[str, Any], str]] = deque(maxlen=_MAX_PENDING)
+        self._backward = _Backward(0, None)
+        self._gradients: deque[Any] = deque(maxlen=_MAX_GRADIENTS)
+        self._pending: deque[tuple[torch.Tensor, Any, _Backward, str]] = deque(maxlen=_MAX_PENDING)
         self._num_noted = 0
         self._suspected = 0  # number of the backward since whose step the weights were not looked at
         self._is_spoiled = False
@@ -48,7 +70,7 @@ class LossEyes:
         around = self._notes.around
         return [
             handle.remove,
-            around(torch.autograd, "backward", before=self._begins),
+            around(torch.autograd, "backward", before=self._begins, after=self._poll),
             around(DistributedDataParallel, "__init__", after=self._made),
             self._let_go,
         ]
@@ -66,51 +88,56 @@ class LossEyes:
         with torch.enable_grad():
             node: Any = smallest.expand_as(smallest).grad_fn
         node = node.next_functions[0][0]
-        self._nodes.append((node, node.register_prehook(self._notes.safely(self._see_gradient))))
+        # On the CPU it is kept and looked at when the backward is over: no line of Python runs between two layers.
+        keeps = smallest.device.type == "cpu" and smallest.numel() <= _MAX_KEPT
+        hook = self._gradients.append if keeps else self._notes.safely(self._see_gradient)
+        self._nodes.append((node, node.register_prehook(hook)))
 
     def _begins(self, tensors: Any, *_: Any, **__: Any) -> None:
         self._poll()
-        self._number += 1
-        used = self._position.used
-        self._facts = {"backward": self._number}
-        if used is not None:
-            self._facts |= {**used.of.key, "batch": used.batch, "indices": used.indices}
-        for _name, loss in tensors_in(tensors):
+        self._backward = _Backward(self._backward.number + 1, self._position.used)
+        for loss in (tensors,) if isinstance(tensors, torch.Tensor) else [one for _, one in tensors_in(tensors)]:
             if loss.numel() == 1 and loss.is_floating_point():
-                self._look(loss.detach(), "loss")
+                self._look(loss, "loss")
 
     def _see_gradient(self, gradients: Iterable[torch.Tensor | None]) -> None:
         for gradient in gradients:
             if gradient is not None and gradient.layout is torch.strided:
-                self._look(gradient.detach().sum(), "gradient")
+                if gradient.device.type == "cpu" and gradient.numel() <= _MAX_LISTED:
+                    # With cold caches half of what an operator of torch's takes.
+                    self._judge(sum(gradient.reshape(-1).tolist()), self._backward, "gradient")
+                else:
+                    self._look(gradient.sum(), "gradient")
 
     def _look(self, value: torch.Tensor, what: str) -> None:
         if value.device.type == "cpu":
-            self._judge(value.item(), self._facts, what)
+            self._judge(value.item(), self._backward, what)
         elif value.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             arrived = torch.empty((), dtype=value.dtype, pin_memory=True)
-            arrived.copy_(value, non_blocking=True)
+            arrived.copy_(value.detach(), non_blocking=True)
             event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
-            self._pending.append((arrived, event, self._facts, what))
+            self._pending.append((arrived, event, self._backward, what))
 
-    def _poll(self) -> None:
+    def _poll(self, *_: Any, **__: Any) -> None:
+        """Look at what has come meanwhile."""
+        while self._gradients:
+            self._see_gradient(self._gradients.popleft())
         while self._pending and self._pending[0][1].query():
-            value, _, facts, what = self._pending.popleft()
-            self._judge(value.item(), facts, what)
+            value, _, backward, what = self._pending.popleft()
+            self._judge(value.item(), backward, what)
 
-    def _judge(self, value: float, facts: dict[str, Any], what: str) -> None:
+    def _judge(self, value: float, backward: _Backward, what: str) -> None:
         if math.isfinite(value):
             return
-        self._suspected = facts["backward"]
-        if self._is_spoiled or self._num_noted >= _MAX_NOTED or facts.get("noted"):
+        self._suspected = backward.number
+        if self._is_spoiled or self._num_noted >= _MAX_NOTED or backward.is_noted:
             return
-        facts["noted"] = True
+        backward.is_noted = True
         self._num_noted += 1
-        known = {name: fact for name, fact in facts.items() if name != "noted"}
         # A thread of the backward engine has no line of the user's: then that of the step is shown.
         loss = str(value) if what == "loss" else ""
-        self._notes.write("not_finite", **known, loss=loss, site=self._notes.site())
+        self._notes.write("not_finite", **backward.facts, loss=loss, site=self._notes.site())
 
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._poll()

@@ -81,7 +81,8 @@ class ReductionEyes:
 
     def _begins(self, tensors: Any, *_: Any, **__: Any) -> None:
         self._backward += 1
-        losses = [one for _, one in tensors_in(tensors) if one.grad_fn is not None]
+        given = (tensors,) if isinstance(tensors, torch.Tensor) else [one for _, one in tensors_in(tensors)]
+        losses = [one for one in given if one.grad_fn is not None]
         if self._marked:
             self._find_reduced(losses)
         for loss in losses[:2]:
@@ -108,7 +109,14 @@ def _mark(node: Any, number: int) -> None:
         if node is None:
             return
         node.metadata[_MARK] = number
+        if _makes_loss(node.name()):
+            return  # what it was made of is no loss, and each look at the graph costs every step
         node = next((one for one, _ in node.next_functions if one is not None), None)
+
+
+def _makes_loss(name: str) -> bool:
+    """Whether a node of the graph called `name` is one of torch's loss functions, such as ``NllLossBackward0``."""
+    return "Loss" in name or "CrossEntropy" in name
 
 
 def _find_marks(node: Any) -> set[int]:

@@ -132,7 +132,9 @@ def test_spoilt_weights_are_noted_once_and_a_skipped_step_is_not(tmp_path: Path)
     assert spoiled.values["parameters"] == ["one of shape (1, 2)", "one of shape (1,)"]
 
 
-@pytest.mark.parametrize("broken", [(loaders, "fingerprint"), (losses, "tensors_in"), (loaders.LoaderEyes, "_begin")])
+@pytest.mark.parametrize(
+    "broken", [(loaders, "fingerprint"), (losses.LossEyes, "_look"), (loaders.LoaderEyes, "_begin")]
+)
 def test_an_error_of_the_probe_is_said_once_and_training_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: tuple[Any, str]
 ) -> None:
