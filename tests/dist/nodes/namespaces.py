@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +37,8 @@ class Agent:
 
     process: subprocess.Popen[str]
     name: str
+    describe_all: Callable[[], str] = str
+    """What is shown where this one does not do what it should: of all nodes, since the reason may be elsewhere."""
     start_s: float = field(default_factory=time.monotonic)
     text: str = ""
     times_s: list[tuple[float, str]] = field(default_factory=list)
@@ -61,15 +63,14 @@ class Agent:
             time.sleep(0.02)
         if said in self.text:
             return time.monotonic() - self.start_s
-        pytest.fail(f"{self.name} never said {said!r} in {limit_s:g} s:\n{self.text}", pytrace=False)
+        pytest.fail(f"{self.name} never said {said!r} in {limit_s:g} s:\n{self.describe_all()}", pytrace=False)
 
     def wait(self, limit_s: float) -> int:
-        """The exit status; fails the test after `limit_s` seconds, with the last lines."""
+        """The exit status; fails the test after `limit_s` seconds."""
         try:
             return self.process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            last = "\n".join(self.text.splitlines()[-30:])
-            pytest.fail(f"{self.name} did not end in {limit_s:g} s; its last lines:\n{last}", pytrace=False)
+            pytest.fail(f"{self.name} did not end in {limit_s:g} s:\n{self.describe_all()}", pytrace=False)
 
 
 class TwoNodes:
@@ -117,11 +118,24 @@ class TwoNodes:
         words = ["ip", "netns", "exec", self._names[node], *map(str, command)]
         full = {**os.environ, "OMP_NUM_THREADS": "1", **environ}
         process = subprocess.Popen(words, env=full, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        agent = Agent(process, f"node {node}")
+        agent = Agent(process, f"node {node}", self.describe)
         reader = threading.Thread(target=agent.read_all, daemon=True)
         reader.start()
         self._agents.append((agent, reader))
         return agent
+
+    def describe(self) -> str:
+        """What each launcher has printed last, and the connections of each node."""
+        parts = []
+        for agent, _ in self._agents:
+            end = agent.process.poll()
+            state = "runs" if end is None else f"ended with {end}"
+            parts += [f"--- {agent.name} ({state})", *agent.text.splitlines()[-40:]]
+        for node, name in self._names.items():
+            words = ["ip", "netns", "exec", name, "ss", "-Htanp"]
+            done = subprocess.run(words, capture_output=True, text=True, timeout=20, check=False)
+            parts += [f"--- connections of node {node}", done.stdout + done.stderr]
+        return "\n".join(parts)
 
     def pids(self) -> list[int]:
         """Every process in the namespaces."""
