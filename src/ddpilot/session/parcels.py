@@ -56,9 +56,15 @@ class ParcelCall:
             raise
 
     def answer(self) -> list[int]:
-        """The descriptors of the answer, which the caller owns; it was sent before the rank said that it is done."""
-        self._channel.settimeout(_LIMIT_S)
-        _, fds = wire.receive(self._channel)
+        """The descriptors of the answer of a rank that has said that it is done, which the caller owns.
+
+        It was sent before that: where there is none now, the rank was interrupted before it could give any.
+        """
+        self._channel.setblocking(False)
+        try:
+            _, fds = wire.receive(self._channel)
+        except wire.Closed:
+            return []
         return fds
 
     def close(self) -> None:

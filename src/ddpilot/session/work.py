@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from ddpilot.errors import LaunchError, LaunchInterrupted
 from ddpilot.findings.words import render_ranks
+from ddpilot.launching.local import wire
 from ddpilot.session.bystanders import Bystanders
 from ddpilot.session.events import Ended, Event, Said
 from ddpilot.session.outcome import Outcome, Part
@@ -76,10 +77,13 @@ class Work:
                 for rank, part in outcome.parts.items():
                     if part.report is not None and verb != "push" and (verb == "call" or part.report.status == "ok"):
                         answers[rank] = calls[rank].answer()
+                self._recover(outcome, events, stops)
+            except BaseException:
+                wire.close_all([fd for fds in answers.values() for fd in fds])
+                raise
             finally:
                 for each in calls.values():
                     each.close()
-            self._recover(outcome, events, stops)
         return outcome, answers
 
     def restart(self, ranks: Sequence[int]) -> None:

@@ -3,13 +3,24 @@
 
 from __future__ import annotations
 
+import os
 import re
+import time
 from collections.abc import Callable
 
 import pytest
 
 from ddpilot import RankError, Session
 from tests.dist.session.conftest import MODEL, Kept
+
+CUT_SHORT = """
+from ddpilot.session.parcels import ParcelPort
+take = ParcelPort.take
+def once(port, token):
+    ParcelPort.take = take
+    raise OSError("cut short")
+ParcelPort.take = once
+"""
 
 Start = Callable[..., Session]
 
@@ -135,3 +146,14 @@ def test_what_went_with_the_old_group_is_said(start: Start, view: Kept) -> None:
     with pytest.raises(RankError):
         session.execute("if rank == 0: 1 / 0\ndist.barrier()")
     assert any("gone with the old group" in note and "1 group of `new_group`" in note for note in view.notes)
+
+
+def test_a_rank_that_is_interrupted_before_it_takes_the_function_is_not_waited_for(start: Start) -> None:
+    """Its error comes as text alone; the next function runs."""
+    session = start(2)
+    session.execute(CUT_SHORT, ranks=[1])
+    begin_s = time.monotonic()
+    with pytest.raises(RankError, match="rank 1 raised OSError: cut short"):
+        session.run(os.getpid)
+    assert time.monotonic() - begin_s < 20  # it was 60
+    assert len(session.run(os.getpid)) == 2

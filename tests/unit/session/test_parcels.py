@@ -34,3 +34,19 @@ def test_take_gives_the_parcel_of_the_token_and_drops_older_ones() -> None:
         for call in calls:
             call.close()
         port.close()
+
+
+def test_a_rank_that_was_interrupted_before_it_took_a_parcel_leaves_no_answer_to_wait_for() -> None:
+    """Nor one that hung up; the parcel lies in its port until the next request."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "parcels"
+        port = ParcelPort(path)
+        call = ParcelCall(path, "never taken", [])
+        assert call.answer() == []
+        taken = ParcelCall(path, "taken", [])
+        channel, _ = port.take("taken")
+        channel.close()
+        assert taken.answer() == []
+        for one in (call, taken):
+            one.close()
+        port.close()
