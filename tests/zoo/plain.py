@@ -32,7 +32,8 @@ class Plain:
 
     ends: tuple[str, ...]
     """Per rank: ``hang``, ``ok``, ``exit 1``, ``SIGABRT``, ..."""
-    output: str
+    outputs: tuple[str, ...]
+    """Per rank: what it wrote to either stream."""
     seconds: float
 
     @property
@@ -41,7 +42,7 @@ class Plain:
         for kind in ("SIGABRT", "SIGSEGV", "SIGKILL"):
             if kind in self.ends:
                 return kind
-        if "WRONG" in self.output:  # whatever comes of leaving the group afterwards
+        if any("WRONG" in output for output in self.outputs):  # whatever comes of leaving the group afterwards
             return "silent"
         if "hang" in self.ends:
             return "hang"
@@ -82,7 +83,7 @@ class PlainRunner:
                 raise RuntimeError(f"running {script.name} plainly: the runner gave no answer in {limit_s + 30} s")
             time.sleep(0.05)
         found = json.loads(answer.read_text())
-        return Plain(ends=tuple(found["ends"]), output=found["output"], seconds=found["seconds"])
+        return Plain(ends=tuple(found["ends"]), outputs=tuple(found["outputs"]), seconds=found["seconds"])
 
     def _ask(self, **request: Any) -> None:
         assert self._process.stdin is not None
@@ -114,8 +115,10 @@ def serve() -> None:
 
 def _run_case(script: str, num_ranks: int, limit_s: float, folder: str) -> None:
     began_s = time.monotonic()
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    keeper = socket.socket()  # as tests/ports.py says; this program imports nothing of the tests
+    keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    keeper.bind(("127.0.0.1", 0))
+    port = keeper.getsockname()[1]
     pids = [_start_rank(script, rank, num_ranks, port, Path(folder), limit_s) for rank in range(num_ranks)]
     ends: dict[int, str] = {}
     while len(ends) < num_ranks and time.monotonic() < began_s + limit_s:
@@ -129,8 +132,8 @@ def _run_case(script: str, num_ranks: int, limit_s: float, folder: str) -> None:
         if pid not in ends:
             os.waitpid(pid, 0)
     seconds = time.monotonic() - began_s
-    output = "\n".join(Path(folder, f"rank{rank}.txt").read_text(errors="replace") for rank in range(num_ranks))
-    found = asdict(Plain(ends=tuple(ends.get(pid, "hang") for pid in pids), output=output, seconds=seconds))
+    outputs = tuple(Path(folder, f"rank{rank}.txt").read_text(errors="replace") for rank in range(num_ranks))
+    found = asdict(Plain(ends=tuple(ends.get(pid, "hang") for pid in pids), outputs=outputs, seconds=seconds))
     draft = Path(folder, "answer.draft")
     draft.write_text(json.dumps(found))
     draft.rename(Path(folder, "answer.json"))

@@ -25,7 +25,8 @@ def test_without_ddpilot_every_case_fails_as_its_users_saw_it() -> None:
     with PlainRunner() as runner, ThreadPoolExecutor(NUM_AT_ONCE) as pool:  # a hang computes nothing
         ends = dict(zip(CASES, pool.map(runner.run, CASES), strict=True))
     wrong = [
-        f"{path.stem}: {end.kind_of_failure} instead of {read_case(path).without}\n{end.output[-1000:]}"
+        f"{path.stem}: {end.kind_of_failure} instead of {read_case(path).without}, ranks {end.ends}\n"
+        + "\n".join(output[-1000:] for output in end.outputs)
         for path, end in ends.items()
         if end.kind_of_failure not in read_case(path).without
     ]

@@ -15,7 +15,6 @@ import json
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -29,6 +28,8 @@ from typing import Any
 
 import psutil
 import pytest
+
+from tests.ports import bound_socket
 
 _ROOT = Path(__file__).parents[3]
 _LAST_LINES = 25
@@ -138,14 +139,6 @@ def _read(folder: Path, world_size: int) -> RankRun:
     return RankRun(results, codes, logs)
 
 
-def free_port() -> tuple[socket.socket, int]:
-    """A loopback port and the socket that keeps it: bound and not listening, so that it can be bound once more."""
-    sock = socket.socket()
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    sock.bind(("127.0.0.1", 0))
-    return sock, sock.getsockname()[1]
-
-
 def _serve() -> None:
     """Fork each job of stdin, one after the other; write its pid and, when it has ended, another line."""
     import torch._dynamo  # what the first DDP model or optimizer of a process imports
@@ -181,7 +174,8 @@ def _main(job: dict[str, Any], folder: Path) -> None:
 
     module, _, name = job["body"].partition(".")
     body = getattr(importlib.import_module(f"tests.dist.group.bodies.{module}"), name)
-    keeper, port = free_port()
+    keeper = bound_socket()
+    port = keeper.getsockname()[1]
     if job["agent"]:
         keeper.listen(64)
     pids = {}

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import json
-import socket
 from pathlib import Path
 
 import pytest
 
 from tests.dist.run.commands import RUN, TORCHRUN, finish, run, started, write
+from tests.ports import kept_port
 
 ENDS = {
     "raises": ("raise ValueError('bad sample')", "rank 1 raised ValueError: bad sample"),
@@ -26,6 +26,14 @@ dist.init_process_group("gloo")
 dist.all_reduce(torch.ones(1))
 if dist.get_rank() == 1:
     raise ValueError("bad sample")
+dist.all_reduce(torch.ones(1))
+"""
+LEAVE = """
+import os, sys, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+if dist.get_rank() == 1:
+    sys.exit(0)
 dist.all_reduce(torch.ones(1))
 """
 ONCE = """
@@ -73,6 +81,17 @@ def test_run_names_the_cause_when_another_rank_fails_because_of_it(tmp_path: Pat
 
 
 @pytest.mark.timeout(120)
+def test_run_begins_with_why_a_rank_lost_its_connection(tmp_path: Path) -> None:
+    """Rank 1 has left without an error, so that the only error there is belongs to rank 0, which waits for it."""
+    write(tmp_path, "train.py", LEAVE)
+    done = run(tmp_path, "-n", 2, "train.py")
+    assert done.status == 1
+    said, _, consequence = done.notes()[-1].partition("So rank 0 raised RuntimeError: ")
+    assert "rank 1 has returned, and rank 0 waits for it in all_reduce" in said
+    assert not consequence or "Connection closed by peer" in consequence
+
+
+@pytest.mark.timeout(120)
 def test_run_restarts_all_ranks_and_says_why(tmp_path: Path) -> None:
     """One line per restart with the rank and its error; the second attempt succeeds, and so does the run."""
     write(tmp_path, "train.py", ONCE)
@@ -115,14 +134,13 @@ def test_run_without_python_starts_any_program(tmp_path: Path) -> None:
 def test_run_tells_another_agent_which_rank_failed(tmp_path: Path) -> None:
     """Two agents on this machine as two nodes: the one whose rank would sleep ends too, with the other one's error."""
     write(tmp_path, "train.py", WAIT.format("raise ValueError('bad sample')", "True"))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    words = ["--nnodes=2", "-n", 1, "--master-addr=127.0.0.1", "--master-port", port]
-    with (
-        started([*RUN, *words, "--node-rank=0", "train.py"], tmp_path) as zero,
-        started([*RUN, *words, "--node-rank=1", "train.py"], tmp_path) as one,
-    ):
-        ends = [finish(zero), finish(one)]
+    with kept_port() as port:
+        words = ["--nnodes=2", "-n", 1, "--master-addr=127.0.0.1", "--master-port", port]
+        with (
+            started([*RUN, *words, "--node-rank=0", "train.py"], tmp_path) as zero,
+            started([*RUN, *words, "--node-rank=1", "train.py"], tmp_path) as one,
+        ):
+            ends = [finish(zero), finish(one)]
     assert [done.status for done in ends] == [1, 1]
     for done in ends:
         assert done.notes()[-1].startswith(

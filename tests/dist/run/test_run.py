@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.dist.run.commands import RUN, finish, run, started, write
+from tests.ports import kept_port
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "raw_ddp.py"
 REDUCE = """
@@ -45,14 +46,13 @@ def test_run_trains_as_plain_python_does(tmp_path: Path) -> None:
 def test_run_meets_by_c10d_when_it_is_asked_to(tmp_path: Path) -> None:
     """Two agents on this machine, by a rendezvous of torch's, form one world of two."""
     write(tmp_path, "train.py", REDUCE)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    words = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv_endpoint=localhost:{port}"]
-    with (
-        started([*RUN, *words, "--rdzv-id=job", "train.py", "-x"], tmp_path) as one,
-        started([*RUN, *words, "--rdzv-id=job", "train.py", "-x"], tmp_path) as other,
-    ):
-        ends = [finish(one), finish(other)]
+    with kept_port() as port:
+        words = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv_endpoint=localhost:{port}"]
+        with (
+            started([*RUN, *words, "--rdzv-id=job", "train.py", "-x"], tmp_path) as one,
+            started([*RUN, *words, "--rdzv-id=job", "train.py", "-x"], tmp_path) as other,
+        ):
+            ends = [finish(one), finish(other)]
     assert [done.status for done in ends] == [0, 0], ends
     assert sorted(done.out for done in ends) == ["[rank 0] sum 2 ['-x']\n", "[rank 1] sum 2 ['-x']\n"]
 

@@ -16,6 +16,7 @@ import pytest
 
 from ddpilot.launching.elastic.waiting import check_endpoint, describe_endpoint
 from tests.dist.run.commands import RUN, finish, started, wait_for_line, write
+from tests.ports import kept_port
 
 SAVES = """
 import os, signal, sys, time
@@ -104,14 +105,13 @@ def test_run_ends_when_nobody_reads_its_output(tmp_path: Path) -> None:
 def test_run_can_be_interrupted_while_it_waits_for_a_node(tmp_path: Path) -> None:
     """torchrun's wait is one C++ call; this one says whom it waits for, and ends at once with a shell's status."""
     write(tmp_path, "train.py", "")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    words = ["--nnodes", 2, "-n", 1, "--master-addr", "127.0.0.1", "--master-port", port, "train.py"]
-    with started([*RUN, *words], tmp_path) as process:
-        assert process.stderr is not None
-        assert f"waiting for node 1 of 2 nodes at 127.0.0.1:{port}" in process.stderr.readline()
-        process.send_signal(signal.SIGINT)
-        done = finish(process, 30)
+    with kept_port() as port:
+        words = ["--nnodes", 2, "-n", 1, "--master-addr", "127.0.0.1", "--master-port", port, "train.py"]
+        with started([*RUN, *words], tmp_path) as process:
+            assert process.stderr is not None
+            assert f"waiting for node 1 of 2 nodes at 127.0.0.1:{port}" in process.stderr.readline()
+            process.send_signal(signal.SIGINT)
+            done = finish(process, 30)
     assert done.status == 128 + signal.SIGINT
     assert re.fullmatch(r"ddpilot: node 0 \(.+\) was stopped by SIGINT before there were ranks\n", done.err)
 

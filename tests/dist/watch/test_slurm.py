@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from ddpilot.watch.folders import list_jobs
 from tests.dist.launching.scripts import wait_until
 from tests.dist.watch.slurm import missing, running_slurm
 from tests.dist.watch.test_scripts import observers, variables
+from tests.ports import kept_port
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=f"not installed here: {', '.join(missing())}")
 
@@ -50,17 +50,17 @@ def srun(folder: Path, cluster: dict[str, str], num_nodes: int, wrong: str) -> s
     (site / "sitecustomize.py").write_text(f"import site\nsite.addsitedir({str(site)!r})\n")
     env = variables(folder)
     env |= cluster | {"DDPILOT_WATCH": "1", "PYTHONPATH": os.pathsep.join((str(site), env["PYTHONPATH"]))}
-    with socket.create_server(("127.0.0.1", 0)) as free:  # Slurm's names of these nodes are no hosts
-        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    return subprocess.run(
-        ["srun", f"--nodes={num_nodes}", "--ntasks=4", sys.executable, "train.py"],
-        cwd=folder,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
+    with kept_port() as port:
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # Slurm's names of these nodes are no hosts
+        return subprocess.run(
+            ["srun", f"--nodes={num_nodes}", "--ntasks=4", sys.executable, "train.py"],
+            cwd=folder,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=150,
+            check=False,
+        )
 
 
 @pytest.mark.timeout(240)
