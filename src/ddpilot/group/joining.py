@@ -19,12 +19,14 @@ from ddpilot.group.forming import form_group
 from ddpilot.group.leaving import take_down
 from ddpilot.group.process_group import Group
 from ddpilot.group.store import connect_store, resolve_endpoint
+from ddpilot.group.works_end import let_works_end
 
 _AT_EXIT_S = 2.0
 
 
 def join_group(backend: str | None, timeout_s: float | None, distributed: bool | None) -> Group:
     """The group of this job as `init_group` describes it: the one that is there, or a new one. Collective."""
+    let_works_end()
     environ = dict(os.environ)
     topology = detect_topology(environ, distributed=distributed)
     backend = backend or environ.get("DDPILOT_BACKEND") or None

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.dist.group.ending import END
 from tests.dist.launching.scripts import finish, run_script, running, wait_until
 
 SHIMS = Path(__file__).parents[2] / "notebook" / "shims"
@@ -94,6 +95,15 @@ def test_strategy_starts_nothing_under_torchrun(under_torchrun: dict[str, Any]) 
     """There it is plain DDP of the ranks that torchrun started."""
     assert not under_torchrun["starts"]
     assert under_torchrun["steps"] == 6
+
+
+@pytest.mark.timeout(120)
+def test_strategy_lets_gloos_threads_end_under_torchrun(tmp_path: Path) -> None:
+    """Lightning leaves a group of gloo's in use, and torch aborts a process whose thread still drops its tensors."""
+    trainer = 'library.Trainer(devices=1, strategy="ddpilot", **quiet)\n'
+    source = (SET_UP + trainer + END).replace("LIBRARY", "lightning")
+    module = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1")
+    assert "paused" in run_script(source, tmp_path, env=ENV, module=module).out.partition("the end")[2]
 
 
 @pytest.mark.timeout(240)

@@ -7,18 +7,7 @@ import pytest
 
 from ddpilot.environments.detect import detect_topology
 from ddpilot.errors import TopologyError
-
-COMPLETE = {
-    "RANK": "3",
-    "WORLD_SIZE": "4",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "2",
-    "GROUP_RANK": "1",
-    "GROUP_WORLD_SIZE": "2",
-    "MASTER_ADDR": "n1",
-    "MASTER_PORT": "29501",
-    "TORCHELASTIC_RUN_ID": "17",
-}
+from tests.unit.environments.torchrun_variables import COMPLETE
 
 
 def test_torchrun_is_a_ddpilot_launch_when_its_run_id_is_the_launch() -> None:

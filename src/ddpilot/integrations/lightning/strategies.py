@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from ddpilot.api.launch import Launcher
+from ddpilot.group.works_end import let_works_end
 from ddpilot.integrations.lightning.launcher import RankServerLauncher
 from ddpilot.integrations.lightning.namespaces import LIGHTNING, NAMESPACES, PYTORCH_LIGHTNING, Namespace
 
@@ -40,6 +41,8 @@ class _OnRankServer:
 
     def _configure_launcher(self) -> None:
         is_running = self.cluster_environment.creates_processes_externally
+        if is_running:
+            let_works_end()  # Lightning leaves a group of gloo's to the end of the process
         self._launcher = None if is_running else RankServerLauncher(self, self._options)
 
     def on_exception(self, exception: BaseException) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Destroying a group leaves gloo's threads time on every kind of rank, however it was started."""
+"""A destroyed group, and the end of a process, leave gloo's threads time on every rank, however it was started."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from ddpilot import Session
+from tests.dist.group.ending import END
 from tests.dist.launching.scripts import run_script
 from tests.dist.run.commands import environment
 
@@ -30,6 +31,8 @@ time.sleep = sleep
 TELL = f"{DESTROY}print('paused', bool(was_there) and all(was_there))\n"
 RUN = ("-m", "ddpilot.cli.app", "run", "-n", "1")
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "1")
+ENABLE = "import ddpilot.watch\nddpilot.watch.enable()\n"
+ENTER = "import ddpilot\nimport torch\ntorch.distributed.init_process_group('gloo')\nddpilot.init_group()\n"
 
 
 @pytest.fixture
@@ -42,13 +45,27 @@ def session() -> Iterator[Session]:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("module", "head"),
-    [(RUN, ""), ((*RUN, "--no-watch"), ""), (TORCHRUN, "import ddpilot.watch\nddpilot.watch.enable()\n")],
+    [(RUN, ""), ((*RUN, "--no-watch"), ""), (TORCHRUN, ENABLE)],
     ids=["run", "run-unwatched", "torchrun-enable"],
 )
 def test_a_scripts_destroyed_group_waits_for_its_threads(module: tuple[str, ...], head: str, tmp_path: Path) -> None:
     """Under `ddpilot run`, watched or not, and where a script of torchrun's asks to be watched."""
     done = run_script(head + TELL, tmp_path, module=module, env=environment(TMPDIR=str(tmp_path)))
     assert "paused True" in done.out
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("module", "head"),
+    [(RUN, ""), ((*RUN, "--no-watch"), ""), (TORCHRUN, ENABLE), (TORCHRUN, ENTER)],
+    ids=["run", "run-unwatched", "torchrun-enable", "torchrun-adopted"],
+)
+def test_a_script_that_leaves_its_group_in_use_ends_when_its_threads_are_done(
+    module: tuple[str, ...], head: str, tmp_path: Path
+) -> None:
+    """Else Python ends a thread of gloo's that still drops its tensors, which aborts the process."""
+    done = run_script(head + END, tmp_path, module=module, env=environment(TMPDIR=str(tmp_path)))
+    assert "paused" in done.out.partition("the end")[2]
 
 
 @pytest.mark.timeout(120)
