@@ -100,6 +100,14 @@ def watch(
 
 
 @app.command()
+def build_recorder() -> None:
+    """Compile the part of recording that makes it cheap, once for each release of torch; needs a C++ compiler."""
+    from ddpilot.cli.recorder_verb import build_recorder
+
+    print(build_recorder(), end="")
+
+
+@app.command()
 def demo() -> None:
     """Run the quickstart notebook on two ranks."""
     from ddpilot.cli.demo_verb import run_demo

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 from ddpilot.record import layout
 from ddpilot.record.arguments import (
@@ -34,6 +34,19 @@ MAX_REFS = 20_000
 """How many keys are remembered: each takes some hundred bytes of the rank's memory."""
 
 
+class Memory(Protocol):
+    """Writes records of collectives like one before by itself; told what this thread describes now."""
+
+    def learn(self, usual: bytes, role: int, group: int, num_bytes: int, tells_failure: bool, /) -> None:
+        """The next one that is alike is written so."""
+
+    def leave_group_out(self) -> None:
+        """Those of its group are always to be described."""
+
+    def forget(self) -> None:
+        """Describe everything anew."""
+
+
 class Describer:
     """Writes records into `ring`. `unbox` makes a `ProcessGroup` of what the source has in its place."""
 
@@ -45,12 +58,14 @@ class Describer:
         buckets: BucketBook,
         sites: SiteFinder,
         unbox: Callable[[Any], Any],
+        memory: Memory | None = None,
     ) -> None:
         self._ring = ring
         self._groups = groups
         self._buckets = buckets
         self._sites = sites
         self._unbox = unbox
+        self._memory = memory
         self._main_ident, self._main_id = threading.main_thread().ident, 0
 
     def thread_id(self) -> int:
@@ -69,7 +84,7 @@ class Describer:
         operator, group_at, is_p2p = operation.operator, operation.group_at, operation.is_p2p
         list_at, plain_from, reduce_op_at = operation.list_at, operation.plain_from, operation.reduce_op_at
         unbox, find, walk, thread_id = self._unbox, self._groups.find, self._sites.walk, self.thread_id
-        write, refs = self._ring.begin, self._ring.refs
+        write, refs, next_seqs, memory = self._ring.begin, self._ring.refs, self._groups.next_seqs, self._memory
 
         def begin(args: Sequence[Any], frame: FrameType | None, start_ns: int) -> Ticket:
             group = find(unbox(args[group_at]))
@@ -89,16 +104,20 @@ class Describer:
                 else:
                     key = (operator, group.number, id(code), at, id(called), *what_is_alike(operation, args))
                 usual = refs.get(key) or self._make_usual(key, operation, args, group, trail)
-                role = self._role(operation, args, ddp, in_reducer, frame) if ddp or in_reducer else 0
+                role, is_lasting = 0, True
+                if ddp or in_reducer:
+                    role, is_lasting = self._role(operation, args, ddp, in_reducer, frame)
                 reduce_op = args[reduce_op_at] if reduce_op_at >= 0 else None
-                seq = -1 if is_p2p else group.next_seq
+                seq = -1 if is_p2p else next_seqs[group.number]
                 thread = thread_id()
                 index = write(start_ns, seq, thread, role, usual.packed)
-                if not is_p2p:
-                    group.next_seq = seq + 1  # last, so that one which Ctrl-C keeps from starting does not count
+                if memory is not None:
+                    _teach(memory, usual, role, group, is_lasting)
+                if not is_p2p:  # last, so that one which Ctrl-C keeps from starting does not count
+                    next_seqs[group.number] = seq + 1
                 return index, usual, thread, reduce_op
             except Exception:
-                group.next_seq += not is_p2p  # the other ranks count it
+                next_seqs[group.number] += not is_p2p  # the other ranks count it
                 raise
 
         return begin
@@ -108,7 +127,7 @@ class Describer:
     ) -> Usual:
         site = key[2:5]
         if len(self._ring.refs) > MAX_REFS:
-            self._ring.refs.clear()
+            self._ring.forget()
         # Keys hold the `id` of these, which must not become another's.
         self._ring.refs["kept", site] = (trail[0] and trail[0].f_code, trail[1])
         inputs, outputs = tensors_of(operation, args)
@@ -149,19 +168,31 @@ class Describer:
 
     def _role(
         self, operation: Operation, args: Sequence[Any], ddp: str, in_reducer: bool, frame: FrameType | None
-    ) -> int:
+    ) -> tuple[int, bool]:
+        # Also, whether the next one that is alike has it too.
         if in_reducer:
             bucket = self._buckets.match(sum(tensor.numel() for tensor in tensors_of(operation, args)[0]))
             if bucket is not None:
-                return self._refer(bucket, lambda: bucket.fact)
+                return self._refer(bucket, lambda: bucket.fact), True
         what = "gradients" if in_reducer else _what_ddp_does(ddp, operation.name)
         name = ""
-        if what in ("construction", "bucket order") and (model := find_ddp_model(frame)) is not None:
+        is_new_reducer = what in ("construction", "bucket order")
+        if is_new_reducer and (model := find_ddp_model(frame)) is not None:
             name = type(model.module).__name__
             known = self._buckets.add(model)
             if what == "bucket order":
                 known.hear(args[operation.list_at][0])
-        return self._refer((what, name), lambda: {"what": what, "model": name}) if what else 0
+        if is_new_reducer and self._memory is not None:
+            self._memory.forget()  # its buckets may lie where others lay
+        role = self._refer((what, name), lambda: {"what": what, "model": name}) if what else 0
+        return role, not in_reducer and not is_new_reducer
+
+
+def _teach(memory: Memory, usual: Usual, role: int, group: GroupEntry, is_lasting: bool) -> None:
+    if not usual.at_any_time:
+        memory.leave_group_out()
+    elif is_lasting:
+        memory.learn(usual.packed, role, group.number, usual.num_bytes, usual.tells_failure)
 
 
 def _what_ddp_does(function: str, op: str) -> str:

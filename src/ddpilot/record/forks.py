@@ -15,18 +15,18 @@ class ForkGuard:
 
     def __init__(self) -> None:
         self._pid = os.getpid()
-        self._mark = _make_mark()
+        self.mark = _make_mark()
+        """A page that reads as zero in a forked process; None where the system has no such thing."""
 
     def is_fork(self) -> bool:
         """Whether this is another process, forked since; also by C code that Python knows nothing of."""
         # A system call costs 2 us within a collective, a look at memory next to nothing.
-        if self._mark is not None:
-            return not self._mark[0]
+        if self.mark is not None:
+            return not self.mark[0]
         return os.getpid() != self._pid
 
 
 def _make_mark() -> mmap.mmap | None:
-    """A page that reads as zero in a forked process and not here; None where the system has no such thing."""
     if sys.platform != "linux":
         return None
     page = mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

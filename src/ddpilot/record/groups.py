@@ -3,20 +3,23 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+MAX_GROUPS = 1 << 20
+"""Of one process, in all its life; only those that it has take memory."""
+
 
 class GroupEntry:
-    """One process group as this rank has seen it; `number` is its own, `next_seq` the next collective's."""
+    """One process group as this rank has seen it; `number` is its own."""
 
     def __init__(self, number: int, fact: dict[str, Any]) -> None:
         self.number = number
         self.fact = fact
-        self.next_seq = 0
         self.alive: Callable[[], Any] = lambda: None
         self._backends = dict(_parse_backends(str(fact.get("backend", ""))))
 
@@ -41,10 +44,14 @@ class GroupEntry:
 class GroupBook:
     """Every process group that this rank has used since the recording began.
 
-    `registry` is `torch.distributed.distributed_c10d`, which knows a group until it is destroyed.
+    `registry` is `torch.distributed.distributed_c10d`, which knows a group until it is destroyed. `next_seqs`: of each
+    group, by its number, the number of its next collective.
     """
 
     def __init__(self, registry: Any) -> None:
+        self.has_used_any = False
+        """Whether a group that torch knew then has been used."""
+        self.next_seqs = memoryview(mmap.mmap(-1, 8 * MAX_GROUPS)).cast("q")
         self._registry = registry
         self._by_id: dict[int, GroupEntry] = {}
         self._by_name: dict[str, list[GroupEntry]] = {}
@@ -62,6 +69,7 @@ class GroupBook:
         name = group.group_name
         if group in self._registry._world.pg_map:
             entry = self._make(name, self._describe(group))
+            self.has_used_any = True
             # While torch's registry holds a group, Python sees it as one object; this is what tells it from others.
             entry.alive = weakref.ref(group)
             self._by_id[id(group)] = entry

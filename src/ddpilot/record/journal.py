@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The journal of a rank: what guard notes there, in a second mapped file beside its ring, read from outside.
 
-A header, then two pages of entries of any size; when a page is full the other one is started over. Free of torch.
+A header, then two pages of entries of any size; when a page is full the other one is started over. Behind them those
+about ordinary steps, all of one size, in a ring: one is noted in each step, with caches that hold nothing of this. Free
+of torch.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import mmap
 import os
@@ -13,7 +16,7 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,20 +26,25 @@ from ddpilot.record.forks import ForkGuard
 from ddpilot.record.ring import map_file
 
 MAGIC = b"DDPJRNL\n"
-VERSION = 1
+VERSION = 2
 PAGE_BYTES = 512 * 1024
 _HEADER_BYTES = 4096
 # magic, version, byte order, bytes of a page, rank, pid
 _HEAD = struct.Struct("=8sIIIiQ")
 _BYTE_ORDER = 0x01020304
 # Words of 8 bytes that change while the rank runs, by number.
-_NUM_WRITTEN, _CLOSED_NS = 8, 9
+_NUM_WRITTEN, _CLOSED_NS, _NUM_STEPS, _END = 8, 9, 10, 11
 # From here on, for each part of each page: index and place of the first entry that begins in it.
 _PARTS_AT, _NUM_PARTS = 16, 32
 _PARTS_END = _PARTS_AT + 4 * _NUM_PARTS
 _START = struct.Struct("=IIIxxxx")  # mark with the page's generation, bytes of the text, crc of what follows
 _WHEN = struct.Struct("=Qq")  # index, time; then the text
 _ENTRY_BYTES = _START.size + _WHEN.size
+NUM_STEPS = 4096
+"""Ordinary steps that are held."""
+# Index, time, what `write_step` takes, and the index once more: where they differ, not all of it is there.
+_STEP = struct.Struct("=QqQqq8sQ")
+_MAX_STEP_EVENTS = 8
 _MARK = 0xDD1A << 16
 _encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
@@ -82,25 +90,30 @@ class JournalWriter:
         self._page_bytes = page_bytes
         self._generation = 1
         self._used = 0
-        self._index = 0
+        self._next_index: Callable[[], int] = itertools.count(1).__next__  # needs no lock
+        self._steps = itertools.count()
+        self._write_compiled: Callable[[int, int, int, str], bool] | None = None
+        self._steps_at = _HEADER_BYTES + 2 * page_bytes
         self._part = -1
         self._map: mmap.mmap | None = _make(Path(path), page_bytes, rank)
-        self._words = memoryview(self._map).cast("Q")
+        self._words: memoryview | None = memoryview(self._map).cast("Q")
+
+    def use_compiled(self, module: Any) -> None:
+        """Let `module`, the compiled part of recording, write ordinary steps. Call it before anything is written."""
+        if self._fork.mark is not None:
+            functions = module.write_steps_into(self._map, self._steps_at, NUM_STEPS, self._fork.mark)
+            self._next_index, self._write_compiled = functions
 
     def write(self, kind: str, values: Mapping[str, Any]) -> None:
         """Add an entry; one that JSON cannot hold raises, one too large for a page is counted as lost."""
-        self.write_encoded(_encode([kind, values]).encode())
-
-    def write_encoded(self, text: bytes) -> None:
-        """Add an entry that is JSON already, a list of its kind and its values: for those of every step."""
+        text = _encode([kind, values]).encode()
         if self._fork.is_fork():
             return
         length = _ENTRY_BYTES + len(text) + 7 & ~7
         with self._lock:
-            if self._map is None:
+            if self._map is None or self._words is None:
                 return
-            self._index += 1
-            index = self._index
+            index = self._next_index()
             if length <= self._page_bytes:
                 if self._used + length > self._page_bytes:
                     self._generation += 1
@@ -113,26 +126,44 @@ class JournalWriter:
                 crc = zlib.crc32(text, zlib.crc32(when, generation))
                 packed = _START.pack(_MARK | generation, len(text), crc) + when + text
                 self._map[at : at + len(packed)] = packed
-                self._mark_part(at - _HEADER_BYTES, index)
-            self._words[_NUM_WRITTEN] = self._index
+                self._mark_part(self._words, at, index)
+                self._words[_END] = _HEADER_BYTES + self._generation % 2 * self._page_bytes + self._used
+            self._words[_NUM_WRITTEN] = index
 
-    def _mark_part(self, at: int, index: int) -> None:
-        part = at * _NUM_PARTS // self._page_bytes  # counts on through both pages
+    def _mark_part(self, words: memoryview, at: int, index: int) -> None:
+        part = (at - _HEADER_BYTES) * _NUM_PARTS // self._page_bytes  # counts on through both pages
         if part != self._part:
             self._part = part
-            self._words[_PARTS_AT + 2 * part + 1] = at
-            self._words[_PARTS_AT + 2 * part] = index
+            words[_PARTS_AT + 2 * part + 1] = at
+            words[_PARTS_AT + 2 * part] = index
+
+    def write_step(self, unit: int, number: int, sequence_number: int, events: str) -> None:
+        """Add a ``step`` entry of these four values, ``u``, ``n``, ``s`` and ``e``, at a part of what `write` takes."""
+        write = self._write_compiled
+        if write is not None and write(unit, number, sequence_number, events):
+            return
+        if len(events) > _MAX_STEP_EVENTS:
+            self.write("step", {"u": unit, "n": number, "s": sequence_number, "e": events})
+            return
+        mapped, words = self._map, self._words
+        if mapped is None or words is None or self._fork.is_fork():
+            return
+        index, step = self._next_index(), next(self._steps)
+        at = self._steps_at + step % NUM_STEPS * _STEP.size
+        now_ns, text = time.monotonic_ns(), events.encode()
+        _STEP.pack_into(mapped, at, index, now_ns, unit, number, sequence_number, text, index)
+        words[_NUM_STEPS] = step + 1
+        words[_NUM_WRITTEN] = index
 
     def close(self) -> None:
         """Say that this rank ended in an orderly way; the file stays. Idempotent."""
         if self._fork.is_fork():
             return
         with self._lock:
-            mapped, self._map = self._map, None
-            if mapped is not None:
-                self._words[_CLOSED_NS] = time.monotonic_ns()
-                self._words.release()
-                mapped.close()
+            words, self._map, self._words, self._write_compiled = self._words, None, None, None
+            if words is not None:
+                # Unmapped when nobody holds it any more: another thread may be about to note a step.
+                words[_CLOSED_NS] = time.monotonic_ns()
 
 
 def read_journal(path: str | os.PathLike[str], after: int = 0) -> Journal:
@@ -146,57 +177,74 @@ def read_journal(path: str | os.PathLike[str], after: int = 0) -> Journal:
         if len(head) < _HEADER_BYTES or not head.startswith(MAGIC):
             raise _refuse(path, f"{len(head)} bytes that start with {head[:8]!r}, which is no journal")
         _, version, order, page_bytes, rank, pid = _HEAD.unpack_from(head)
+        size = os.fstat(file.fileno()).st_size
+        if (version, order, size) != (VERSION, _BYTE_ORDER, _size_of(page_bytes)):
+            raise _refuse(path, f"a journal of version {version}, byte order {order:#x} and {size} bytes")
         words = memoryview(head).cast("Q")
-        # Where nothing is new, which is most often so, the pages are not read.
-        pages = file.read(2 * page_bytes) if words[_NUM_WRITTEN] > after else b""
-    if (version, order) != (VERSION, _BYTE_ORDER) or len(pages) not in (0, 2 * page_bytes):
-        raise _refuse(path, f"a journal of version {version}, byte order {order:#x} and {len(pages)} bytes of entries")
-    found: dict[int, Entry] = {}
-    for at in (0, page_bytes) if pages else ():
-        page = pages[at : at + page_bytes]
-        found |= {
-            entry.index: entry
-            for entry in _entries(page, (after, words[_NUM_WRITTEN]), _starts(words, at, page_bytes, after))
-        }
+        found: dict[int, Entry] = {}
+        if words[_NUM_WRITTEN] > after:
+            # Mapped, since most often a few lines are new: to read all of it takes a hundred times as long.
+            with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as mapped:
+                for at in (_HEADER_BYTES, _HEADER_BYTES + page_bytes):
+                    found |= {entry.index: entry for entry in _entries(mapped, words, (at, page_bytes), after)}
+                found |= {entry.index: entry for entry in _read_steps(mapped, words, size, after)}
     entries = tuple(found[index] for index in sorted(found))
     newest = max(words[_NUM_WRITTEN], entries[-1].index if entries else 0)
     return Journal(rank, pid, entries, max(0, newest - after - len(entries)), words[_CLOSED_NS] or None)
 
 
-def _starts(words: memoryview, page_at: int, page_bytes: int, after: int) -> list[tuple[int, int]]:
-    """Entries of the page, by index and place, behind the last of which all lies that follows `after`."""
-    known = zip(words[_PARTS_AT:_PARTS_END:2], words[_PARTS_AT + 1 : _PARTS_END : 2], strict=True)
-    return sorted((index, at - page_at) for index, at in known if index <= after and 0 <= at - page_at < page_bytes)
-
-
-def _entries(page: bytes, between: tuple[int, int], starts: list[tuple[int, int]]) -> Iterator[Entry]:
-    after, newest = between
-    mark = page[:4]
+def _entries(mapped: mmap.mmap, words: memoryview, page: tuple[int, int], after: int) -> Iterator[Entry]:
+    """What follows `after` in the `page` that begins there and has so many bytes."""
+    begin, end = page[0], sum(page)
+    mark = mapped[begin : begin + 4]
     (number,) = struct.unpack("=I", mark)
     if number >> 16 != _MARK >> 16:
         return
+    if begin < words[_END] <= end:
+        end = words[_END]  # what follows is empty, or older, and takes milliseconds to look through
     # Of a page that was started over, some of them are gone.
-    at = next((at for index, at in reversed(starts) if _unpack(page, at, number)[:2] == (True, index)), 0)
-    while 0 <= at <= len(page) - _ENTRY_BYTES:
-        is_whole, index, end = _unpack(page, at, number)
+    starts = reversed(_starts(words, page, after))
+    at = next((at for index, at in starts if at < end and _unpack(mapped, at, number)[:2] == (True, index)), begin)
+    while begin <= at <= end - _ENTRY_BYTES:
+        is_whole, index, text = _unpack(mapped, at, number)
         if is_whole and index > after:
-            start = at + _ENTRY_BYTES
-            kind, values = json.loads(page[start:end])
-            yield Entry(index, _WHEN.unpack_from(page, at + _START.size)[1], kind, values)
-        if is_whole and index >= newest:
-            return  # what follows is empty, or older, and takes milliseconds to look through
+            kind, values = json.loads(text)
+            yield Entry(index, _WHEN.unpack_from(mapped, at + _START.size)[1], kind, values)
         # One that is just being written, or whose writing a signal cut short, may have others behind it.
-        at = end + 7 & ~7 if is_whole else page.find(mark, at + 8)
+        at = at + _ENTRY_BYTES + len(text) + 7 & ~7 if is_whole else mapped.find(mark, at + 8, end)
 
 
-def _unpack(page: bytes, at: int, number: int) -> tuple[bool, int, int]:
-    """Whether the entry at `at` is whole and of the page's generation, its index, and where its text ends."""
-    found, length, crc = _START.unpack_from(page, at)
+def _starts(words: memoryview, page: tuple[int, int], after: int) -> list[tuple[int, int]]:
+    """Entries of the page, by index and place, behind the last of which all lies that follows `after`."""
+    known = zip(words[_PARTS_AT:_PARTS_END:2], words[_PARTS_AT + 1 : _PARTS_END : 2], strict=True)
+    return sorted((index, at) for index, at in known if index <= after and page[0] <= at < sum(page))
+
+
+def _unpack(mapped: mmap.mmap, at: int, number: int) -> tuple[bool, int, bytes]:
+    """Whether the entry at `at` is whole and of the page's generation, its index, and its text."""
+    found, length, crc = _START.unpack_from(mapped, at)
     start = at + _ENTRY_BYTES
-    when = page[at + _START.size : start]
-    text = page[start : start + length]
+    when = mapped[at + _START.size : start]
+    text = mapped[start : start + length]
     is_whole = len(text) == length and found == number and zlib.crc32(text, zlib.crc32(when, number & 0xFFFF)) == crc
-    return is_whole, _WHEN.unpack(when)[0], start + length
+    return is_whole, _WHEN.unpack(when)[0], text
+
+
+def _read_steps(mapped: mmap.mmap, words: memoryview, size: int, after: int) -> Iterator[Entry]:
+    """The ordinary steps that follow `after`, newest first."""
+    newest = words[_NUM_STEPS]
+    for number in range(newest, max(0, newest - NUM_STEPS), -1):
+        at = size - (NUM_STEPS - (number - 1) % NUM_STEPS) * _STEP.size
+        index, time_ns, unit, count, sequence_number, events, again = _STEP.unpack_from(mapped, at)
+        if index == again:  # else it is just being written over
+            if index <= after:
+                return
+            values = {"u": unit, "n": count, "s": sequence_number, "e": events.rstrip(b"\0").decode()}
+            yield Entry(index, time_ns, "step", values)
+
+
+def _size_of(page_bytes: int) -> int:
+    return _HEADER_BYTES + 2 * page_bytes + NUM_STEPS * _STEP.size
 
 
 def _make(path: Path, page_bytes: int, rank: int) -> mmap.mmap:
@@ -204,7 +252,7 @@ def _make(path: Path, page_bytes: int, rank: int) -> mmap.mmap:
     draft.unlink(missing_ok=True)  # of a rank that died when it began
     fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        mapped = map_file(fd, _HEADER_BYTES + 2 * page_bytes)
+        mapped = map_file(fd, _size_of(page_bytes))
     except OSError:
         draft.unlink()  # what little there was room for would only fill the disk
         raise

@@ -52,7 +52,9 @@ def find_watched(operators: Iterable[str]) -> str:
     return next((name for name in operators if has_kernel(name, DISPATCH_KEY)), "")
 
 
-def install_kernels(recorder: Recorder, operations: Mapping[str, Operation]) -> Callable[[], None]:
+def install_kernels(
+    recorder: Recorder, operations: Mapping[str, Operation], dispatch_key: str = DISPATCH_KEY
+) -> Callable[[], None]:
     """Put our kernels under `operations`, where no others may be; returns what takes them away again."""
     import torch
 
@@ -60,7 +62,7 @@ def install_kernels(recorder: Recorder, operations: Mapping[str, Operation]) -> 
     try:
         for name, operation in operations.items():
             kernel = _make_kernel(recorder, operation, find_overload(name))
-            library.impl(name.removeprefix(f"{NAMESPACE}::"), kernel, DISPATCH_KEY, with_keyset=True)
+            library.impl(name.removeprefix(f"{NAMESPACE}::"), kernel, dispatch_key, with_keyset=True)
     except BaseException:
         library._destroy()
         raise

@@ -28,6 +28,7 @@ ABOUT_AT = 256
 
 # Words of 8 bytes that change while the rank runs, by number; words 8 to 31 lie between head and about.
 NUM_BEGUN, HEARTBEAT_NS, CLOSED_NS, NUM_FAULTS, FIRST_FAULT, LOST_FACTS, LEFT_NS = range(8, 15)
+ENTERING_NS, ASKED_WORLD_SIZE, ASKED_RANK, IS_CLOSED = range(15, 19)
 
 # The first part of a record differs each time, the second is mostly as it was when the same line was last there.
 FRESH = struct.Struct("=QQqQI")

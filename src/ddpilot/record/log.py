@@ -147,6 +147,14 @@ class RankLog:
     """When a Python thread of the rank last ran; every 50 ms while Python's lock is to be had."""
     left_ns: int | None = None
     """When it was seen to have destroyed its process groups, or came to its end without an error; else None."""
+    entering_ns: int | None = None
+    """Since when its main thread has been seen in init_process_group; None where it is not in it."""
+    asked_world_size: int = 0
+    """What it has asked for there, as the next one; without meaning where `entering_ns` is None."""
+    asked_rank: int = 0
+    is_closed: bool = False
+    """Only ranks of this job can come there: this one has been seen to have no children, and to meet in its launcher's
+    store on one machine."""
     closed_ns: int | None
     """When the rank stopped recording in an orderly way; None while it runs, and where it died."""
     num_begun: int

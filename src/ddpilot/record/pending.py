@@ -229,15 +229,18 @@ class Asker:
     def __init__(self, ask: Callable[[], None], interval_s: float) -> None:
         self._ask = ask
         self._interval_s = interval_s
-        self._stopped = threading.Event()
+        # Held while it runs. An event would do, but waits in Python, with a new lock each time.
+        self._running = threading.Lock()
+        self._running.acquire()
         self._thread = threading.Thread(target=self._run, name="ddpilot-record", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         """End the thread; waits for it, at most a second."""
-        self._stopped.set()
+        with suppress(RuntimeError):  # it was stopped before
+            self._running.release()
         self._thread.join(1.0)
 
     def _run(self) -> None:
-        while not self._stopped.wait(self._interval_s):
+        while not self._running.acquire(timeout=self._interval_s):
             self._ask()

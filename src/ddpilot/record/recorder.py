@@ -8,10 +8,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 from ddpilot.record import layout
 from ddpilot.record.describe import Describer
+from ddpilot.record.entering import Entering
 from ddpilot.record.forks import ForkGuard
 from ddpilot.record.operations import Operation
 from ddpilot.record.pending import PendingWorks, Ticket
@@ -19,6 +20,16 @@ from ddpilot.record.ring import RingWriter
 
 Begin = Callable[[Sequence[Any]], Ticket | None]
 Started = Callable[[Ticket | None, Any], None]
+
+
+class OtherWorks(Protocol):
+    """Collectives that somebody else writes into the same ring, and that are not known to be over."""
+
+    def catch_up(self, now_ns: int, /) -> None:
+        """Write down which are over now."""
+
+    def close(self) -> None:
+        """Let go of them and of the ring."""
 
 
 def is_handling_error() -> bool:
@@ -30,9 +41,10 @@ def is_handling_error() -> bool:
 class Recorder:
     """What a source (kernels or hooks) tells of every collective, written into `ring`.
 
-    `tell` shows one line; `is_in_group` says whether this process has a default group now. Of the errors in here the
-    first one is told and kept in the ring, the others are counted there. None is raised; Ctrl-C is, as anywhere in
-    Python.
+    `tell` shows one line; `is_in_group` says whether this process has a default group now, `has_used_group` whether it
+    has ever used one, `find_entering` which one it has asked for; `others` has the works of collectives that did not
+    come by here. Of the errors in here the first one is told and kept in the ring, the rest are counted there.
+    None is raised; Ctrl-C is, as anywhere in Python.
     """
 
     def __init__(
@@ -43,11 +55,18 @@ class Recorder:
         *,
         tell: Callable[[str], None],
         is_in_group: Callable[[], bool] = lambda: False,
+        has_used_group: Callable[[], bool] = lambda: False,
+        find_entering: Callable[[int], Entering | None] = lambda _: None,
+        others: OtherWorks | None = None,
     ) -> None:
         self._ring = ring
         self._is_in_group, self._was_in_group = is_in_group, False
+        self._has_used_group, self._has_been_in_group = has_used_group, False
+        self._find_entering = find_entering
+        self._entering: Entering | None = None
         self._describer = describer
         self._pending = pending
+        self._others = others
         self._tell: Callable[[str], None] | None = tell
         self._forks = ForkGuard()
         self._start_ns = 0
@@ -107,11 +126,25 @@ class Recorder:
             now_ns = time.monotonic_ns()
             self._ring.beat(now_ns)
             self._pending.catch_up()
-            if self._is_in_group() != self._was_in_group and (not self._was_in_group or not is_handling_error()):
-                self._was_in_group = not self._was_in_group
-                self._ring.leave(0 if self._was_in_group else now_ns)
+            if self._others is not None:
+                self._others.catch_up(now_ns)
+            self._note_group(now_ns)
+            self._note_entering(None if self._was_in_group else self._find_entering(now_ns))
         except Exception as error:  # noqa: BLE001 - said once, and never in the way of training
             self._fault(error)
+
+    def _note_group(self, now_ns: int) -> None:
+        if not self._has_been_in_group and self._has_used_group():
+            self._has_been_in_group = self._was_in_group = True  # it may have come and gone between two ticks
+        if self._is_in_group() != self._was_in_group and (not self._was_in_group or not is_handling_error()):
+            self._has_been_in_group = True
+            self._was_in_group = not self._was_in_group
+            self._ring.leave(0 if self._was_in_group else now_ns)
+
+    def _note_entering(self, entering: Entering | None) -> None:
+        if entering != self._entering:
+            self._entering = entering
+            self._ring.enter(*(entering or (0,)))
 
     def leave(self) -> None:
         """The program has come to its end: it begins no collective any more."""
@@ -125,6 +158,8 @@ class Recorder:
         self.tick()
         self._tell = None  # a thread that is in a collective now finds the ring closed
         self._pending.clear()
+        if self._others is not None:
+            self._others.close()
         self._ring.close(time.monotonic_ns())
 
     def _fault(self, error: Exception) -> None:

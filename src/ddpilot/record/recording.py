@@ -26,14 +26,17 @@ NUM_RECORDS = 8192
 PAGE_BYTES = 256 * 1024
 ASK_INTERVAL_S = 0.05
 
-Source = Literal["auto", "kernels", "hooks"]
+Source = Literal["auto", "native", "kernels", "hooks"]
+
+SOURCE_VARIABLE = "DDPILOT_RECORDER"
+"""What ``auto`` stands for in a process, as one of `Source`."""
 
 
 class Recording:
     """A recording of this process's collectives; a context manager that stops it.
 
-    `source`: what sees the collectives, ``kernels`` or ``hooks``. `left_out`: operators that are not recorded, and why.
-    `why_off`: why recording was not possible, else empty.
+    `source`: what sees the collectives, ``native``, ``kernels`` or ``hooks``. `left_out`: operators that are not
+    recorded, and why. `why_off`: why recording was not possible, else empty.
     """
 
     def __init__(self, connection: Connection | None = None, why_off: str = "") -> None:
@@ -87,15 +90,17 @@ def start_recording(
 
     The file appears when it can be read; a ring that lay there is replaced. It takes 128 bytes for each of the
     `num_records` (default 8,192) newest collectives, twice `page_bytes` (default 256 KiB) for what they refer to, and
-    4 KiB. `source`: ``kernels``, ``hooks`` (torch 2.14 and later), or ``auto``, which takes kernels where they can be
-    installed. `tell` shows a line (default: on stderr). Not collective; may be called before or after a process group
-    is entered.
+    4 KiB. `source`: ``native`` (compiled kernels, where `ddpilot build-recorder` has made them), ``kernels`` (in
+    Python), ``hooks`` (torch 2.14 and later), or ``auto``: what the environment variable DDPILOT_RECORDER says, else
+    the first of these that can be had. `tell` shows a line (default: on stderr). Not collective; may be called before
+    or after a process group is entered.
 
     Where there is no room for the file, or nothing to see collectives with, one line says so and the recording that
     returns is off. Raises `RecordError` where this process records already, where something that is no ring lies at
     `path`, and for wrong arguments.
     """
-    _check(rank, num_records, page_bytes, source)
+    wanted = os.environ.get(SOURCE_VARIABLE, source) if source == "auto" else source
+    _check(rank, num_records, page_bytes, wanted)
     show = tell or (lambda text: _print_line(rank, text))
     path = Path(path)
     try:
@@ -110,7 +115,7 @@ def start_recording(
     except OSError as error:
         _discard(path)  # what little there was room for would only fill the disk
         return _off(show, f"its file cannot be made ({error})")
-    connection = connect(ring, source, show)
+    connection = connect(ring, wanted, show)
     if isinstance(connection, str):
         ring.close(0)
         _discard(path)

@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import zlib
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -36,37 +37,41 @@ class RingWriter:
         self.num_records = num_records
         self.refs: dict[Any, Any] = {}
         """For callers to remember what they wrote, by a key of theirs; emptied when a page is started over."""
+        self.next_index: Callable[[], int] = itertools.count(1).__next__
+        """Numbers the records; who else writes some shares it."""
+        self.on_forget: Callable[[], None] = lambda: None
+        """Called when `refs` are emptied: no record may refer any more to what they stood for."""
         self._page_bytes = page_bytes
         self._pages_at = layout.HEADER_BYTES + num_records * layout.RECORD_BYTES
         self._generation = 1
         self._used = layout.FACT_START
         self._lock = threading.RLock()  # reentrant: a signal's handler may run a collective while a fact is written
-        self._next_index = itertools.count(1).__next__
-        self._map = map_file(fd, self._pages_at + 2 * page_bytes)
-        self._words = memoryview(self._map).cast("Q")
+        self.map = map_file(fd, self._pages_at + 2 * page_bytes)
+        """The file, for who else writes records."""
+        self._words = memoryview(self.map).cast("Q")
 
     def publish(self, about: dict[str, Any]) -> None:
         """Write the header, with `about`, what is to be known of the process."""
         text = json.dumps(about).encode()
         if len(text) > layout.HEADER_BYTES - layout.ABOUT_AT:
             raise ValueError(f"{len(text)} bytes about this rank do not fit into the header")
-        self._map[layout.ABOUT_AT : layout.ABOUT_AT + len(text)] = text
+        self.map[layout.ABOUT_AT : layout.ABOUT_AT + len(text)] = text
         sizes = (layout.HEADER_BYTES, layout.RECORD_BYTES, self.num_records, self._page_bytes)
         head = layout.HEAD.pack(layout.MAGIC, layout.VERSION, layout.BYTE_ORDER, *sizes, len(text), zlib.crc32(text))
         # The magic comes last: who sees it sees all of the header.
-        self._map[len(layout.MAGIC) : len(head)] = head[len(layout.MAGIC) :]
-        self._map[: len(layout.MAGIC)] = layout.MAGIC
+        self.map[len(layout.MAGIC) : len(head)] = head[len(layout.MAGIC) :]
+        self.map[: len(layout.MAGIC)] = layout.MAGIC
 
     def begin(self, start_ns: int, seq: int, thread: int, role: int, usual: bytes) -> int:
         """Write the record of a collective that is about to start and return its index.
 
         Fields as in `layout.Body`; `usual` holds those from `op` on, packed as `layout.USUAL`.
         """
-        index = self._next_index()
+        index = self.next_index()
         at = _RECORDS_AT + index % self.num_records * _RECORD_BYTES
         fresh = _pack_fresh(index, start_ns, seq, thread, role)
         # At one go: Python's signal handlers, which may raise, run between two steps.
-        _pack_whole_into(self._map, at, fresh, usual, _crc(usual, _crc(fresh)))
+        _pack_whole_into(self.map, at, fresh, usual, _crc(usual, _crc(fresh)))
         self._words[_NUM_BEGUN] = index
         return index
 
@@ -89,7 +94,7 @@ class RingWriter:
         num_begun = self._words[_NUM_BEGUN]
         for index in (num_begun, num_begun + 1):  # it may not have been counted yet
             at = _RECORDS_AT + index % self.num_records * _RECORD_BYTES
-            body = layout.unpack_body(memoryview(self._map[at : at + _RECORD_BYTES]))
+            body = layout.unpack_body(memoryview(self.map[at : at + _RECORD_BYTES]))
             if body is not None and (body.number, body.start_ns, body.thread) == (index, start_ns, thread):
                 self.finish(index, 0, outcome)
 
@@ -109,13 +114,18 @@ class RingWriter:
             if self._used + len(packed) > self._page_bytes:
                 self._generation += 1
                 self._used = layout.FACT_START
-                self.refs.clear()
+                self.forget()
                 packed = layout.pack_fact(self._generation, fact)
             at = self._pages_at + self._generation % 2 * self._page_bytes + self._used
-            self._map[at : at + len(packed)] = packed
+            self.map[at : at + len(packed)] = packed
             ref = layout.reference(self._generation, self._used)
             self._used += len(packed)
             return ref
+
+    def forget(self) -> None:
+        """Write every fact anew from now on."""
+        self.refs.clear()
+        self.on_forget()
 
     def note_fault(self, text: str) -> None:
         """Count an error of the recording itself; the first one's `text` is kept."""
@@ -132,11 +142,18 @@ class RingWriter:
         """Say that this process has left all process groups, at `now_ns`; with 0, that it is in one again."""
         self._words[layout.LEFT_NS] = now_ns
 
+    def enter(self, since_ns: int, world_size: int = 0, rank: int = 0, is_closed: bool = False) -> None:
+        """Say that this process has asked for a group since `since_ns`, as `Entering` has it; with 0: not."""
+        self._words[layout.ENTERING_NS] = 0
+        self._words[layout.ASKED_WORLD_SIZE], self._words[layout.ASKED_RANK] = world_size, rank
+        self._words[layout.IS_CLOSED] = is_closed
+        self._words[layout.ENTERING_NS] = since_ns  # last: who sees it sees the others
+
     def close(self, now_ns: int) -> None:
         """Say that the recording ended in an orderly way, and unmap the file."""
         self._words[layout.CLOSED_NS] = now_ns
         self._words.release()
-        self._map.close()
+        self.map.close()
 
 
 def map_file(fd: int, num_bytes: int) -> mmap.mmap:

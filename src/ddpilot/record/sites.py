@@ -57,7 +57,7 @@ class SiteFinder:
         in_reducer, innermost = frame is None, frame
         while frame is not None:
             code = frame.f_code
-            kind = kinds.get(code.co_filename) or self._classify(code.co_filename)
+            kind = kinds.get(code.co_filename) or self.kind_of(code.co_filename)
             if kind == USER:
                 return frame, called, ddp, in_reducer
             if kind == INNER:
@@ -76,13 +76,14 @@ class SiteFinder:
             frame = frame.f_back
         return nearest or (None, called, ddp, in_reducer)
 
-    def _classify(self, file: str) -> int:
+    def kind_of(self, file: str) -> int:
+        """What the code in `file` is, one of the numbers above."""
         if len(self._kinds) > 10_000:  # generated code has a file name of its own each time
             self._kinds.clear()
-        self._kinds[file] = kind = self._kind_of(file)
+        self._kinds[file] = kind = self._classify(file)
         return kind
 
-    def _kind_of(self, file: str) -> int:
+    def _classify(self, file: str) -> int:
         if file.startswith(self._torch):
             relative = file[len(self._torch) :]
             return _TORCH_KINDS.get(relative, HOOK if relative.startswith(_TORCH_HOOKS) else INNER)

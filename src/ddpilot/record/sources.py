@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ddpilot.errors import RecordError
+from ddpilot.record import native
 from ddpilot.record.buckets import BucketBook
 from ddpilot.record.describe import Describer
+from ddpilot.record.entering import EntryFinder
 from ddpilot.record.groups import GroupBook
 from ddpilot.record.hooks import are_installed, has_hooks, install_hooks
 from ddpilot.record.kernels import find_watched, install_kernels, plan_operations
@@ -48,21 +50,43 @@ def refuse_second() -> None:
 def connect(ring: RingWriter, source: str, tell: Callable[[str], None]) -> Connection | str:
     """Connect `ring` to `source`, as in `start_recording`; what cannot be done is said in words instead."""
     problems = []
-    for attempt in (_connect_kernels, _connect_hooks):
+    for attempt in (_connect_native, _connect_kernels, _connect_hooks):
         name = attempt.__name__.removeprefix("_connect_")
         if source in ("auto", name):
             try:
                 return attempt(ring, tell)
+            except NotImplementedError as error:
+                problems.append(f"{name}: {error}")
             except Exception as error:  # noqa: BLE001 - another torch may lack or refuse anything that this needs
                 problems.append(f"{name}: {type(error).__name__}: {error}")
+                if attempt is _connect_native and source == "auto":
+                    tell(f"the compiled part of recording cannot be used, the one in Python is ({error})")
     return "; ".join(problems)
 
 
-def _connect_kernels(ring: RingWriter, tell: Callable[[str], None]) -> Connection:
-    from torch._C._distributed_c10d import ProcessGroup, Work
-
+def _connect_native(ring: RingWriter, tell: Callable[[str], None]) -> Connection:
+    path = native.built_path()
+    if not path.exists():
+        raise NotImplementedError("not built, `ddpilot build-recorder` does")
+    module = native.load(path)
+    parts = _Parts()
+    repeats = module.Repeats(ring.map, ring.num_records, parts.groups.next_seqs, parts.sites.kind_of)
+    alone = ring.next_index, ring.on_forget
+    ring.next_index, ring.on_forget = repeats.next_index, repeats.forget
+    recorder = parts.recorder_for_kernels(ring, tell, repeats)
     operations, left_out = plan_operations()
-    recorder = _make_recorder(ring, ProcessGroup.unbox, Work.unbox, tell)
+    try:
+        disconnect = native.install_both(module, repeats, recorder, operations)
+    except BaseException:
+        ring.next_index, ring.on_forget = alone
+        repeats.close()
+        raise
+    return Connection(source="native", recorder=recorder, disconnect=disconnect, left_out=left_out)
+
+
+def _connect_kernels(ring: RingWriter, tell: Callable[[str], None]) -> Connection:
+    operations, left_out = plan_operations()
+    recorder = _Parts().recorder_for_kernels(ring, tell)
     disconnect = install_kernels(recorder, operations)
     return Connection(source="kernels", recorder=recorder, disconnect=disconnect, left_out=left_out)
 
@@ -72,28 +96,55 @@ def _connect_hooks(ring: RingWriter, tell: Callable[[str], None]) -> Connection:
 
     if not has_hooks():
         raise NotImplementedError("this torch has none, 2.14 is the first that does")
-    recorder = _make_recorder(ring, lambda group: group, lambda work: work, tell)
+    recorder = _Parts().recorder(ring, tell, unbox=lambda group: group, unbox_work=lambda work: work)
     disconnect = install_hooks(recorder, registry)
     left_out = {"c10d::monitored_barrier_": "torch calls no hook for it"}
     return Connection(source="hooks", recorder=recorder, disconnect=disconnect, left_out=left_out)
 
 
-def _make_recorder(
-    ring: RingWriter, unbox: Callable[[Any], Any], unbox_work: Callable[[Any], Any], tell: Callable[[str], None]
-) -> Recorder:
-    import torch
-    from torch.distributed import distributed_c10d as registry
+class _Parts:
+    """What every source needs, of this process's torch."""
 
-    def is_capturing() -> bool:
-        cuda: Any = torch.cuda
+    def __init__(self) -> None:
+        import torch
+        from torch.distributed import distributed_c10d as registry
+
+        self._torch: Any = torch
+        self._is_in_group = registry.is_initialized
+        self._find_entering = EntryFinder(registry.init_process_group).find
+        self.groups = GroupBook(registry)
+        self.sites = SiteFinder(torch=os.path.dirname(torch.__file__), ours=str(Path(__file__).parents[1]))
+
+    def recorder_for_kernels(self, ring: RingWriter, tell: Callable[[str], None], repeats: Any = None) -> Recorder:
+        """Of what kernels are given, which torch has put into boxes; `repeats`: a `Repeats` of the compiled part."""
+        from torch._C._distributed_c10d import ProcessGroup, Work
+
+        return self.recorder(ring, tell, unbox=ProcessGroup.unbox, unbox_work=Work.unbox, repeats=repeats)
+
+    def recorder(
+        self,
+        ring: RingWriter,
+        tell: Callable[[str], None],
+        *,
+        unbox: Callable[[Any], Any],
+        unbox_work: Callable[[Any], Any],
+        repeats: Any = None,
+    ) -> Recorder:
+        """A recorder into `ring`."""
+        buckets = BucketBook(self._torch.nn.parallel.DistributedDataParallel)
+        describer = Describer(ring, groups=self.groups, buckets=buckets, sites=self.sites, unbox=unbox, memory=repeats)
+        pending = PendingWorks(ring, unbox=unbox_work, is_capturing=self._is_capturing)
+        return Recorder(
+            ring,
+            describer,
+            pending,
+            tell=tell,
+            is_in_group=self._is_in_group,
+            has_used_group=lambda: self.groups.has_used_any,
+            find_entering=self._find_entering,
+            others=repeats,
+        )
+
+    def _is_capturing(self) -> bool:
+        cuda = self._torch.cuda
         return bool(cuda.is_initialized() and cuda.is_current_stream_capturing())
-
-    describer = Describer(
-        ring,
-        groups=GroupBook(registry),
-        buckets=BucketBook(torch.nn.parallel.DistributedDataParallel),
-        sites=SiteFinder(torch=os.path.dirname(torch.__file__), ours=str(Path(__file__).parents[1])),
-        unbox=unbox,
-    )
-    pending = PendingWorks(ring, unbox=unbox_work, is_capturing=is_capturing)
-    return Recorder(ring, describer, pending, tell=tell, is_in_group=registry.is_initialized)

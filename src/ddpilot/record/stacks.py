@@ -6,6 +6,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
+import threading
 from pathlib import Path
 
 WATCH_SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR1) + 6
@@ -24,6 +25,9 @@ def answer_with_stacks(path: Path) -> None:
     file cannot be made.
     """
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    if threading.current_thread() is threading.main_thread():
+        # What is left when Python takes its handlers back as it ends: the default would end a rank that is asked then.
+        signal.signal(WATCH_SIGNAL, signal.SIG_IGN)
     faulthandler.register(WATCH_SIGNAL, file=fd, all_threads=False)
 
 

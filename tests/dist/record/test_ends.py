@@ -185,3 +185,17 @@ def test_a_rank_that_destroys_its_groups_has_left_unless_an_error_is_on_its_way(
     assert in_group is None
     assert in_finally is None
     assert after is not None
+
+
+def leave_at_once(folder: Path) -> int | None:
+    """Enter a group, use it, and leave it sooner than the recording's thread looks."""
+    start_recording(ring_of(folder, my_rank()), rank=my_rank())
+    dist.init_process_group("gloo")
+    dist.barrier()
+    dist.destroy_process_group()
+    return wait_for(folder, 0, lambda log: log.left_ns is not None).left_ns
+
+
+def test_a_rank_that_was_in_a_group_for_a_moment_has_left_it(tmp_path: Path) -> None:
+    """Nobody has seen it in there; what it has recorded says so."""
+    assert run(1, leave_at_once, tmp_path)[0] is not None

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ddpilot.errors import RecordError
-from ddpilot.record.journal import Journal, JournalWriter, read_journal
+from ddpilot.record.journal import NUM_STEPS, Journal, JournalWriter, read_journal
 
 
 def test_journal_reads_what_was_written_in_order_and_only_what_is_new(tmp_path: Path) -> None:
@@ -59,6 +59,60 @@ def test_journal_stays_as_large_as_it_is_and_counts_what_it_lost(tmp_path: Path)
     assert path.stat().st_size == size
 
 
+def test_journal_gives_ordinary_steps_among_other_entries(tmp_path: Path) -> None:
+    """In the order in which they were written, also what led to a step at length, and a group that does not count."""
+    path = tmp_path / "journal"
+    writer = JournalWriter(path, rank=0)
+    writer.write("unit", {"u": 1})
+    writer.write_step(1, 7, 1 << 40, "FB")
+    writer.write("step", {"u": 1, "n": 8, "f": {}})
+    writer.write_step(2, 9, -1, "")
+    writer.write_step(2, 10, 5, "FBFBFBFBFB")
+    journal = read_journal(path)
+    assert [(entry.index, entry.kind, entry.values) for entry in journal.entries] == [
+        (1, "unit", {"u": 1}),
+        (2, "step", {"u": 1, "n": 7, "s": 1 << 40, "e": "FB"}),
+        (3, "step", {"u": 1, "n": 8, "f": {}}),
+        (4, "step", {"u": 2, "n": 9, "s": -1, "e": ""}),
+        (5, "step", {"u": 2, "n": 10, "s": 5, "e": "FBFBFBFBFB"}),
+    ]
+    assert sorted(entry.time_ns for entry in journal.entries) == [entry.time_ns for entry in journal.entries]
+    assert [entry.index for entry in read_journal(path, after=3).entries] == [4, 5]
+    writer.close()
+    writer.write_step(2, 11, 6, "FB")
+    assert read_journal(path, after=5).entries == ()
+
+
+def test_journal_holds_the_newest_ordinary_steps_and_counts_the_others(tmp_path: Path) -> None:
+    """Those that came round again are lost, what else was noted is not."""
+    path = tmp_path / "journal"
+    writer = JournalWriter(path, rank=0)
+    writer.write("first", {})
+    size = path.stat().st_size
+    for number in range(NUM_STEPS + 10):
+        writer.write_step(1, number, number, "FB")
+    journal = read_journal(path)
+    assert [entry.index for entry in journal.entries] == [1, *range(12, NUM_STEPS + 12)]
+    assert journal.entries[-1].values["n"] == NUM_STEPS + 9
+    assert journal.num_lost == 10
+    assert path.stat().st_size == size
+
+
+def test_journal_leaves_out_a_step_that_is_just_being_written_over(tmp_path: Path) -> None:
+    """It is counted as lost; those beside it are read."""
+    path = tmp_path / "journal"
+    writer = JournalWriter(path, rank=0)
+    for number in range(3):
+        writer.write_step(1, number, 1000 + number, "FB")
+    data = bytearray(path.read_bytes())
+    at = data.index((1001).to_bytes(8, sys.byteorder))
+    data[at + 16] ^= 0xFF  # its index, written last
+    (tmp_path / "torn").write_bytes(data)
+    journal = read_journal(tmp_path / "torn")
+    assert [entry.index for entry in journal.entries] == [1, 3]
+    assert journal.num_lost == 1
+
+
 def test_journal_counts_an_entry_that_no_page_can_hold(tmp_path: Path) -> None:
     """It is lost, said in `num_lost`, and what follows is not."""
     writer = JournalWriter(tmp_path / "journal", rank=0, page_bytes=4096)
@@ -93,7 +147,7 @@ def test_journal_outlives_a_kill_and_is_not_written_by_a_fork(tmp_path: Path) ->
         "import os, signal, sys; from ddpilot.record.journal import JournalWriter\n"
         "writer = JournalWriter(sys.argv[1], rank=1); writer.write('mine', {})\n"
         "pid = os.fork()\n"
-        "if not pid: writer.write('fork', {}); writer.close(); os._exit(0)\n"
+        "if not pid: writer.write('fork', {}); writer.write_step(1, 1, 1, 'FB'); writer.close(); os._exit(0)\n"
         "os.waitpid(pid, 0); writer.write('mine', {}); os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "journal")], check=False, timeout=20)

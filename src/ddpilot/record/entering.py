@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which group this process is about to enter: what its main thread has asked init_process_group for."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+import threading
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+_CHECK_NS = 1_000_000_000
+_THIS_MACHINE = ("localhost", "127.", "::1")
+
+
+class Entering(NamedTuple):
+    """Of one call of init_process_group that is not over."""
+
+    since_ns: int
+    """When it was first seen, on CLOCK_MONOTONIC."""
+    world_size: int
+    rank: int
+    is_closed: bool
+    """Only ranks of this job can come: they meet in their launcher's store, on this machine, and this process has no
+    child that could be a rank too. Not said in the first second."""
+
+
+class EntryFinder:
+    """Looks for a call of `init_process_group` that the main thread is in; called by one thread, now and then."""
+
+    def __init__(self, init_process_group: Any) -> None:
+        self._code: CodeType = inspect.unwrap(init_process_group).__code__
+        self._since_ns = self._checked_ns = 0
+        self._is_closed = False
+
+    def find(self, now_ns: int) -> Entering | None:
+        """What it asks for; None where there is none, or where it has not made out yet who it is."""
+        frame = self._find_frame()
+        if frame is None:
+            self._since_ns = 0
+            return None
+        self._since_ns = self._since_ns or now_ns
+        said = frame.f_locals
+        world_size, rank = said.get("world_size"), said.get("rank")
+        if not (isinstance(world_size, int) and isinstance(rank, int) and world_size > 0 and rank >= 0):
+            return None
+        if now_ns - max(self._since_ns, self._checked_ns) > _CHECK_NS:
+            self._checked_ns = now_ns
+            self._is_closed = _meets_in_own_store(said.get("init_method")) and not _has_children()
+        return Entering(self._since_ns, world_size, rank, self._is_closed and self._checked_ns > self._since_ns)
+
+    def _find_frame(self) -> FrameType | None:
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        while frame is not None and frame.f_code is not self._code:
+            frame = frame.f_back
+        return frame
+
+
+def _has_children() -> bool:
+    import psutil  # few ranks wait for so long
+
+    return bool(psutil.Process().children())
+
+
+def _meets_in_own_store(init_method: object) -> bool:
+    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_here = os.environ.get("MASTER_ADDR", "").startswith(_THIS_MACHINE)
+    return isinstance(init_method, str) and init_method.startswith("env://") and is_agents and is_here

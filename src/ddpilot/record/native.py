@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The compiled part of recording, in `compiled`: build it for this torch and this Python, find it, and connect it.
+
+It is optional, and made by `ddpilot build-recorder`: it takes a C++ compiler, half a minute and torch's own headers,
+which change with every release, so that no wheel could hold it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.machinery
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from ddpilot.errors import RecordError
+from ddpilot.record import journal, layout
+from ddpilot.record.kernels import NAMESPACE, install_kernels
+from ddpilot.record.operations import Operation
+from ddpilot.record.recorder import Recorder
+
+SOURCES = Path(__file__).with_name("compiled")
+MODULE = "ddpilot_repeats"
+PYTHON_KEY = "TESTING_ONLY_GenericWrapper"
+"""Where the kernels in Python are for the compiled ones to call: no tensor and no mode of torch's ever leads there."""
+_NO_WORK, _BUILD_LIMIT_S = -2, 600.0
+
+
+def built_path() -> Path:
+    """Where the compiled part for this source, torch, Python and machine is, or would be."""
+    import torch
+
+    about = [str(torch.__version__), sys.implementation.cache_tag, sys.abiflags, platform.machine()]
+    texts = [path.read_bytes() for path in sorted(SOURCES.glob("*.[ch]*"))]
+    digest = hashlib.sha256(b"".join(texts) + "\n".join(about).encode()).hexdigest()[:16]
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(cache) / "ddpilot" / f"recorder-{digest}.so"
+
+
+def build() -> Path:
+    """Compile, try and keep it, for this user; returns where it is. Where it is already, nothing happens.
+
+    Raises `RecordError` where that cannot be done: no Linux, no compiler, errors of it, or no place to keep it.
+    """
+    path = built_path()
+    if path.exists():
+        return path
+    if sys.platform != "linux":
+        raise _failed(f"this is {sys.platform}, and it is for Linux")
+    compiler = next(filter(None, map(shutil.which, [os.environ.get("CXX") or "c++", "g++", "clang++"])), None)
+    if compiler is None:
+        raise _failed(
+            "no C++ compiler: neither $CXX, c++, g++ nor clang++", "Install one (Debian, Ubuntu: apt install g++)"
+        )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            os.replace(_compile(compiler, Path(folder) / path.name), path)
+    except OSError as error:
+        raise _failed(f"it cannot be kept there: {error}", "Let XDG_CACHE_HOME name a folder of yours") from error
+    return path
+
+
+def _compile(compiler: str, path: Path) -> Path:
+    try:
+        done = subprocess.run(
+            [compiler, *_flags(), "-o", str(path)], capture_output=True, text=True, timeout=_BUILD_LIMIT_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise _failed(f"{compiler} took more than {_BUILD_LIMIT_S:.0f} s") from error
+    if done.returncode:
+        errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+        raise _failed(f"{compiler} says: {'; '.join(errors[:3])}")
+    try:
+        load(path)
+    except Exception as error:
+        raise _failed(f"what was built cannot be loaded: {error}") from error
+    return path
+
+
+def find(source: str) -> Any:
+    """The module for those who can do without it, with `source` as in `start_recording`; None where there is none."""
+    if source not in ("auto", "native"):
+        return None
+    try:
+        path = built_path()
+        return load(path) if path.exists() else None
+    except Exception:  # noqa: BLE001 - whatever it is, the recording says it
+        return None
+
+
+@lru_cache(maxsize=1)  # its types can be there once in a process
+def load(path: Path) -> Any:
+    """The module that is built at `path`. Raises `ImportError` where it is not of this torch or Python."""
+    import torch  # noqa: F401 - has the libraries that it needs
+
+    loader = importlib.machinery.ExtensionFileLoader(MODULE, str(path))
+    spec = importlib.util.spec_from_file_location(MODULE, path, loader=loader)
+    if spec is None:
+        raise ImportError(f"no module at {path}")
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    versions, ours = (module.LAYOUT_VERSION, module.JOURNAL_VERSION), (layout.VERSION, journal.VERSION)
+    if versions != ours:
+        raise ImportError(f"it writes versions {versions} of ring and journal, and these are {ours}")
+    return module
+
+
+def install_both(
+    module: Any, repeats: Any, recorder: Recorder, operations: Mapping[str, Operation]
+) -> Callable[[], None]:
+    """Put the compiled kernels under `operations`, and the ones in Python where these go on to.
+
+    Point-to-point operators have the ones in Python only: theirs are seldom alike. Returns what takes all away again.
+    """
+    repeated = {name: operation for name, operation in operations.items() if not operation.is_p2p}
+    others = {name: operation for name, operation in operations.items() if operation.is_p2p}
+    undo = [install_kernels(recorder, repeated, PYTHON_KEY)]
+    try:
+        undo.append(install_kernels(recorder, others))
+        kernels = module.Kernels(repeats)
+        undo.append(kernels.remove)
+        for name, operation in repeated.items():
+            work_at = _NO_WORK if operation.work_at is None else operation.work_at
+            kernels.add(name.removeprefix(f"{NAMESPACE}::"), operation.group_at, operation.reduce_op_at, work_at)
+    except BaseException:
+        _run_backwards(undo)
+        raise
+    return lambda: _run_backwards(undo)
+
+
+def _run_backwards(functions: list[Callable[[], None]]) -> None:
+    while functions:
+        functions.pop()()
+
+
+def _flags() -> list[str]:
+    import torch
+    from torch.utils import cpp_extension
+
+    folders = [*cpp_extension.include_paths(), sysconfig.get_path("include")]
+    libraries = [f"-L{folder}" for folder in cpp_extension.library_paths()]
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    options = ["-std=c++20", "-O2", "-shared", "-fPIC", "-fvisibility=hidden", abi]
+    return [
+        *options,
+        *(f"-isystem{folder}" for folder in folders),
+        str(SOURCES / "module.cpp"),
+        *libraries,
+        "-ltorch_python",
+        "-ltorch_cpu",
+        "-lc10",
+    ]
+
+
+def _failed(found: str, fix: str = "") -> RecordError:
+    instead = "or leave it: without it collectives are recorded by Python code, which takes longer"
+    return RecordError(
+        "building the compiled part of recording", found=found, fix=f"{fix}, {instead}" if fix else instead.capitalize()
+    )
