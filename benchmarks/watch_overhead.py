@@ -33,7 +33,7 @@ from ddpilot.watch.options import WatchOptions
 from ddpilot.watch.report import Report
 
 NUM_RANKS = 2
-NUM_FIRST, NUM_STEPS = 6, 25
+NUM_FIRST, NUM_STEPS = 16, 25
 WIDTH = 640
 STEP_LIMIT = 1.02
 BEGIN, END = b"b", b"e"

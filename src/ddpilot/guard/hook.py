@@ -52,15 +52,20 @@ def install(
     import torch
 
     from ddpilot.guard.probe import Notes
+    from ddpilot.record import native
     from ddpilot.record.journal import JournalWriter
+    from ddpilot.record.recording import SOURCE_VARIABLE
     from ddpilot.record.sites import SiteFinder
 
     show = tell or (lambda text: _print_line(rank, text))
     journal = JournalWriter(path, rank=rank)
+    compiled = native.find(os.environ.get(SOURCE_VARIABLE, "auto"))
+    if compiled is not None:
+        journal.use_compiled(compiled)
     finder = SiteFinder(torch=os.path.dirname(torch.__file__), ours=str(Path(__file__).parents[1]))
     undo: list[tuple[Notes, Callable[[], None]]] = []
     for name in probes:
-        notes = Notes(name, journal, rank=rank, finder=finder, tell=show)
+        notes = Notes(name, journal, rank=rank, finder=finder, tell=show, compiled=compiled)
         try:
             probe = _load(name)()
             notes.name = probe.name

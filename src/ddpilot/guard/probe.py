@@ -29,15 +29,25 @@ class Probe(Protocol):
 class Notes:
     """What one probe of `rank` notes into `journal`. An error in its functions turns it off, says so once, and no more.
 
-    `finder` finds the user's line, `tell` shows a line.
+    `finder` finds the user's line, `tell` shows a line, `compiled` is the compiled part of recording, if there is one.
     """
 
     def __init__(
-        self, name: str, journal: JournalWriter, *, rank: int, finder: SiteFinder, tell: Callable[[str], None]
+        self,
+        name: str,
+        journal: JournalWriter,
+        *,
+        rank: int,
+        finder: SiteFinder,
+        tell: Callable[[str], None],
+        compiled: Any = None,
     ) -> None:
         self.name = name
         self.rank = rank
+        self.compiled = compiled
         self.is_off = False
+        self.write_step = journal.write_step
+        """Add an entry about an ordinary step, of which there are far more than of others."""
         self._journal = journal
         self._finder = finder
         self._tell = tell
@@ -45,10 +55,6 @@ class Notes:
     def write(self, kind: str, **values: Any) -> None:
         """Add an entry to the journal."""
         self._journal.write(kind, values)
-
-    def write_encoded(self, text: str) -> None:
-        """Add an entry that is JSON already, ``[kind, {...}]``: to encode one of every step takes too long."""
-        self._journal.write_encoded(text.encode())
 
     def user_frame(self) -> FrameType | None:
         """The innermost frame of the caller's stack that is the user's, else a library's; None where there is none."""
@@ -103,17 +109,19 @@ class Notes:
         *,
         before: Hook | None = None,
         after: Hook | None = None,
+        raised: Hook | None = None,
         aliases: Sequence[Any] = (),
     ) -> Callable[[], None]:
         """Call `before` with the arguments of each `owner.name(...)`, and `after` with what `before` returned, then
-        whether it returned, what it returned, and the arguments. Returns what undoes it. `aliases`: what else has it
-        under this name, such as the module that a pickle of the function looks in.
+        whether it returned, what it returned, and the arguments; `raised` in its place where only an error matters.
+        Returns what undoes it. `aliases`: what else has it under this name, such as the module that a pickle of the
+        function looks in.
         """
         present = getattr(owner, name)
         wrapping: _Wrapping | None = getattr(present, "_ddpilot_wrapping", None)
         if wrapping is None or wrapping.wrapper is not present or wrapping.owner is not owner:
             wrapping = _Wrapping(owner, name)
-        return wrapping.add(_Hooks(self, before, after), aliases)
+        return wrapping.add(_Hooks(self, before, after, after or raised), aliases)
 
 
 class _Hooks(NamedTuple):
@@ -121,7 +129,8 @@ class _Hooks(NamedTuple):
 
     notes: Notes
     before: Hook | None
-    after: Hook | None
+    returned: Hook | None
+    raised: Hook | None
 
 
 class _Wrapping:
@@ -167,7 +176,7 @@ class _Wrapping:
             # Within a compiled function torch's compiler would look into whatever is called from here.
             compiler = set_compiler(None)
             try:
-                for notes, before, _ in hooks:
+                for notes, before, _, _ in hooks:
                     ticket = None
                     if before is not None and not notes.is_off:
                         try:
@@ -184,8 +193,10 @@ class _Wrapping:
             finally:
                 compiler = set_compiler(None)
                 try:
-                    for notes, _, after in reversed(hooks):
+                    for notes, _, after, raised in reversed(hooks):
                         ticket = tickets.pop()
+                        if not returned:
+                            after = raised
                         if after is not None and not notes.is_off:
                             try:
                                 after(ticket, returned, result, *args, **kwargs)

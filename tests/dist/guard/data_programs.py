@@ -14,7 +14,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    random_split,
+)
 
 BATCH = 4
 
@@ -192,15 +200,44 @@ def average_counts(folder: Path) -> None:
     _accuracy(weighted=True)
 
 
+def average_gathered_accuracies(folder: Path) -> None:
+    """As objects, which are averaged then."""
+    gathered: list[Any] = [None, None]
+    correct, count = _evaluate()
+    dist.all_gather_object(gathered, correct / count)
+    assert sum(gathered) / 2 > 0
+
+
+def show_gathered_accuracies(folder: Path) -> None:
+    """Each by itself; and averaged with the counts as weights, which come in the same objects or in others."""
+    each: list[Any] = [None, None]
+    correct, count = _evaluate()
+    dist.all_gather_object(each, correct / count)
+    assert len(each) == 2
+    both: list[Any] = [None, None]
+    correct, count = _evaluate()
+    dist.all_gather_object(both, (correct / count, count))
+    accuracies: list[Any] = [None, None]
+    counts: list[Any] = [None, None]
+    correct, count = _evaluate()
+    dist.all_gather_object(accuracies, correct / count)
+    dist.all_gather_object(counts, count)
+    assert sum(accuracies) > 0
+
+
 def _accuracy(weighted: bool) -> None:
+    correct, count = _evaluate()
+    for value in (correct, count) if weighted else (correct / count,):
+        dist.all_reduce(torch.tensor(value))
+
+
+def _evaluate() -> tuple[float, float]:
     part = Subset(make_data(), range(13) if my_rank() else range(13, 20))
     model = make_model().eval()
     with torch.no_grad():
         for x, _ in DataLoader(part, BATCH):
             model.module(x)
-    correct, count = (5.0, 13.0) if my_rank() else (3.0, 7.0)
-    for value in (correct, count) if weighted else (correct / count,):
-        dist.all_reduce(torch.tensor(value))
+    return (5.0, 13.0) if my_rank() else (3.0, 7.0)
 
 
 def drop_alike(folder: Path) -> None:
@@ -257,6 +294,63 @@ def augment_alike_in_workers(folder: Path) -> None:
     train(make_model(), DataLoader(data, BATCH, sampler=DistributedSampler(data), **options))
 
 
+def add_noise_alike(folder: Path) -> None:
+    """Seeded alike before the model, and noise is added to what the loader gave."""
+    torch.manual_seed(0)
+    _add_noise()
+
+
+def _add_noise() -> None:
+    model = make_model()
+    for x, y in divided(make_data()):
+        loss_of(model, x + torch.randn_like(x), y).backward()
+
+
+def choose_size_alike(folder: Path) -> None:
+    """Seeded alike, for one choice in each step that all ranks have to share."""
+    torch.manual_seed(0)
+    model = make_model()
+    for x, y in divided(make_data()):
+        loss_of(model, x * torch.randint(1, 4, ()), y).backward()
+
+
+def add_noise_apart(folder: Path) -> None:
+    """Seeded by rank, as `run_all` does."""
+    _add_noise()
+
+
+def probe_on_one_rank(folder: Path) -> None:
+    """Rank 0 reads the whole dataset first, with a copy that it throws away, as to find a learning rate."""
+    data, model = make_data(), nn.Linear(3, 1)
+    if not my_rank():
+        for x, _y in DataLoader(data, BATCH):
+            model(x).sum().backward()
+    train(make_model(), divided(data))
+
+
+def look_on_one_rank(folder: Path) -> None:
+    """Rank 0 evaluates first, of more batches, in the loop that trains; only the model's call is without gradients."""
+    data, model = make_data(), make_model()
+    for is_evaluation in (True, False) if not my_rank() else (False,):
+        for x, y in DataLoader(data, 2) if is_evaluation else divided(data):
+            with torch.set_grad_enabled(not is_evaluation):
+                loss = loss_of(model.module if is_evaluation else model, x, y)
+            if not is_evaluation:
+                loss.backward()
+
+
+def split_by_rank(folder: Path) -> None:
+    """Each rank splits the dataset in its own way, and the samplers divide what came out."""
+    part, _ = random_split(make_data(), [40, 24])
+    train(make_model(), divided(part))
+
+
+def split_alike(folder: Path) -> None:
+    """The same, with one seed."""
+    part, _ = random_split(make_data(), [40, 24], torch.Generator().manual_seed(0))
+    train(make_model(), divided(part))
+
+
 def augment_apart(folder: Path) -> None:
     """Seeded by rank; in workers by torch."""
     np.random.seed(my_rank())
@@ -303,6 +397,21 @@ def take_root_of_zero(folder: Path) -> None:
         loss = loss_of(model, x, y)
         if my_rank() == 0 and number == 1:
             loss = loss + (loss * 0).sqrt()
+        loss.backward()
+        optimizer.step()
+
+
+def stop_at_a_bad_loss(folder: Path) -> None:
+    """As before, and the program ends by itself when it sees what came of it: no backward follows."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for number, (x, y) in enumerate(divided(make_data())):
+        loss = loss_of(model, x, y)
+        if not loss.isfinite():
+            break
+        if my_rank() == 0 and number == 2:
+            loss = loss + (loss * 0).sqrt()
+        optimizer.zero_grad()
         loss.backward()
         optimizer.step()
 
@@ -401,13 +510,13 @@ def stream_own_parts(folder: Path) -> None:
 FAILING = {
     "DDP401": (read_the_same, stream_the_same),
     "DDP402": (forget_set_epoch,),
-    "DDP403": (shuffle_by_rank, read_all_shuffled),
+    "DDP403": (shuffle_by_rank, read_all_shuffled, split_by_rank),
     "DDP404": (train_unequally,),
     "DDP405": (evaluate_padded,),
-    "DDP406": (average_accuracies,),
-    "DDP407": (drop_alike, drop_alike_compiled, augment_alike, augment_alike_in_workers),
+    "DDP406": (average_accuracies, average_gathered_accuracies),
+    "DDP407": (drop_alike, drop_alike_compiled, augment_alike, augment_alike_in_workers, add_noise_alike),
     "DDP408": (normalise_few,),
-    "DDP409": (divide_by_zero, take_root_of_zero),
+    "DDP409": (divide_by_zero, take_root_of_zero, stop_at_a_bad_loss),
     "DDP410": (reduce_before_backward, sum_with_graphs),
     "DDP412": (mix_devices,),
     "DDP603": (save_everywhere,),
@@ -422,8 +531,14 @@ RIGHT = (
     train_unequally_agreed,
     predict_padded_and_cut,
     average_counts,
+    show_gathered_accuracies,
     seed_alike_without_draws,
     augment_apart,
+    add_noise_apart,
+    choose_size_alike,
+    look_on_one_rank,
+    probe_on_one_rank,
+    split_alike,
     normalise_many,
     leave_out_bad_steps,
     reduce_after_backward,

@@ -7,10 +7,11 @@ import contextlib
 import copy
 import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Subset, SubsetRandomSampler, TensorDataset
 
 from ddpilot.guard.hook import install
 from ddpilot.guard.probes import PROBES
@@ -261,6 +263,72 @@ def head_never_wrapped() -> None:
         optimizer.step()  # line: head_never_wrapped
 
 
+def _fit(loader: DataLoader[Any]) -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for (batch,) in loader:
+        optimizer.zero_grad()
+        loss_of(model(batch)).backward()
+        optimizer.step()  # line: never_wrapped_on_shards
+
+
+def _make_dataset() -> TensorDataset:
+    return TensorDataset(torch.randn(60, 8, generator=torch.Generator().manual_seed(1)))
+
+
+def never_wrapped_on_shards() -> None:
+    """Each rank reads its half of the data, cut out by hand, and nothing averages."""
+    data = _make_dataset()
+    numbers: Any = np.arange(dist.get_rank(), len(data), 2)
+    _fit(DataLoader(Subset(data, numbers), 6, shuffle=True))
+
+
+def cross_validation() -> None:
+    """Each rank trains a model of its own on all but one of three folds, all from one start."""
+    data = _make_dataset()
+    numbers = np.arange(len(data))
+    fold: Any = numbers[numbers % 3 != dist.get_rank()]
+    _fit(DataLoader(Subset(data, fold), 6, shuffle=True))
+    _fit(DataLoader(data, 6, sampler=SubsetRandomSampler(fold.tolist())))
+
+
+def _average_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    for parameter in parameters:
+        dist.all_reduce(parameter.grad)  # line: head_left_out_by_hand
+        assert parameter.grad is not None
+        parameter.grad /= dist.get_world_size()
+
+
+def head_left_out_by_hand() -> None:
+    """Gradients are averaged by hand, those of the first module alone."""
+    backbone, head = make_model(), nn.Linear(4, 3)
+    optimizer = torch.optim.SGD([*backbone.parameters(), *head.parameters()], lr=0.1)
+    for batch in make_batches(20):
+        optimizer.zero_grad()
+        loss = loss_of(head(backbone(batch)))
+        loss.backward()
+        _average_gradients(backbone.parameters())
+        optimizer.step()
+        dist.all_reduce(loss.detach())
+
+
+def optimizer_left_out_by_hand() -> None:
+    """The same where the head has an optimizer of its own, and gradients are averaged as one tensor."""
+    backbone, head = make_model(), nn.Linear(4, 3)
+    optimizers = [torch.optim.Adam(module.parameters()) for module in (backbone, head)]
+    for batch in make_batches():
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss_of(head(backbone(batch))).backward()
+        gradients = [parameter.grad for parameter in backbone.parameters() if parameter.grad is not None]
+        flat: Any = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        dist.all_reduce(flat)  # line: optimizer_left_out_by_hand
+        for gradient, averaged in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
+            gradient.copy_(averaged.view_as(gradient) / dist.get_world_size())
+        for optimizer in optimizers:
+            optimizer.step()
+
+
 def loaded_on_one_rank() -> None:
     """Rank 1 loads weights after wrapping."""
     model, optimizer = make()
@@ -281,6 +349,30 @@ def initialised_on_one_rank() -> None:
     for batch in make_batches():
         optimizer.zero_grad()
         loss_of(model(batch.repeat(1, 2))).backward()
+        optimizer.step()
+
+
+def _initialise(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        nn.init.xavier_uniform_(module.weight)
+
+
+def initialised_by_apply() -> None:
+    """All ranks initialise after wrapping, each with a seed of its own."""
+    model, optimizer = make()
+    torch.manual_seed(dist.get_rank())
+    model.apply(_initialise)  # line: initialised_by_apply
+    train(model, optimizer)
+
+
+def initialised_alike_by_apply() -> None:
+    """With one seed; and in each step something is applied that changes nothing."""
+    model, optimizer = make()
+    model.apply(_initialise)
+    for batch in make_batches():
+        optimizer.zero_grad()
+        loss_of(model(batch)).backward()
+        model.apply(lambda module: None)
         optimizer.step()
 
 
@@ -504,6 +596,75 @@ def gradients_by_hand() -> None:
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad)
         optimizer.step()
+
+
+class _Columns(nn.Module):
+    """Two layers whose hidden columns are divided over the ranks, after torch's tutorial on tensor parallelism."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        summed: Any = _Summed
+        output: Tensor = summed.apply(self.down(self.up(self.norm(batch)).tanh()))
+        return output
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, given: Tensor) -> Tensor:
+        summed = given.clone()
+        dist.all_reduce(summed)
+        return summed
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def tensor_parallel_by_hand() -> None:
+    """Parts of one model that begin alike; those of which each rank has the whole are averaged."""
+    model = _Columns()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(20):
+        optimizer.zero_grad()
+        hidden = model(torch.randn(6, 8, generator=generator))
+        (hidden - torch.full((8,), 1.0 + dist.get_rank())).square().mean().backward()
+        for parameter in model.norm.parameters():
+            dist.all_reduce(parameter.grad)
+        optimizer.step()
+
+
+def averaged_as_one_tensor() -> None:
+    """All gradients in one tensor, and the norm of them for the log."""
+    model = make_model()
+    optimizer = torch.optim.Adam(model.parameters())
+    for batch in make_batches(20):
+        optimizer.zero_grad()
+        loss_of(model(batch)).backward()
+        flat: Any = nn.utils.parameters_to_vector([p.grad for p in model.parameters() if p.grad is not None])
+        dist.all_reduce(flat)
+        dist.all_reduce(flat.norm())
+        for parameter, part in zip(
+            model.parameters(), flat.split([p.numel() for p in model.parameters()]), strict=True
+        ):
+            parameter.grad = part.view_as(parameter) / dist.get_world_size()
+        optimizer.step()
+
+
+def body_by_gradients_and_head_by_weights() -> None:
+    """A head that is averaged now and then, beside a body whose gradients are averaged in each step."""
+    body, head = make_model(), nn.Linear(4, 3)
+    optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.1)
+    for number, batch in enumerate(make_batches(30)):
+        optimizer.zero_grad()
+        loss_of(head(body(batch))).backward()
+        _average_gradients(body.parameters())
+        optimizer.step()
+        if number % 4 == 3:
+            average(head)
 
 
 def sharded_optimizer() -> None:
@@ -743,8 +904,12 @@ WRONG: Mapping[str, str] = {
     "no_sync_around_forward": "DDP323",
     "never_wrapped": "DDP324",
     "head_never_wrapped": "DDP324",
+    "never_wrapped_on_shards": "DDP324",
+    "head_left_out_by_hand": "DDP320",
+    "optimizer_left_out_by_hand": "DDP320",
     "loaded_on_one_rank": "DDP325",
     "initialised_on_one_rank": "DDP325",
+    "initialised_by_apply": "DDP325",
     "step_on_one_rank": "DDP326",
     "step_skipped_on_one_rank": "DDP326",
     "parameter_order": "DDP327",
@@ -766,6 +931,11 @@ RIGHT: tuple[Program, ...] = (
         local_sgd_by_no_sync,
         local_sgd_by_hook,
         gradients_by_hand,
+        averaged_as_one_tensor,
+        body_by_gradients_and_head_by_weights,
+        tensor_parallel_by_hand,
+        cross_validation,
+        initialised_alike_by_apply,
         sharded_optimizer,
         fully_sharded,
     ),

@@ -6,6 +6,7 @@ PROBES: tuple[str, ...] = (
     "ddpilot.guard.probes.saving:SavingProbe",
     "ddpilot.guard.probes.device_errors:DeviceErrorProbe",
     "ddpilot.guard.probes.steps:StepProbe",
+    "ddpilot.guard.probes.undivided:UndividedProbe",
     "ddpilot.guard.probes.data_parallel:DataParallelProbe",
     "ddpilot.guard.probes.frozen:FrozenProbe",
 )

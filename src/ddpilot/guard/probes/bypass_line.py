@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import ast
 import inspect
-import textwrap
 from collections.abc import Iterator
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 from torch import nn
 
-_MAX_SOURCE = 200_000
+from ddpilot.guard.probes.source import parse_function
 
 
 def find_bypass_line(frame: FrameType, inside: set[int]) -> int | None:
@@ -26,7 +25,7 @@ def find_bypass_line(frame: FrameType, inside: set[int]) -> int | None:
 
 
 def _calls(frame: FrameType, inside: set[int]) -> Iterator[int]:
-    tree, first = _parse(frame.f_code)
+    tree, first = parse_function(frame)
     names = {**frame.f_globals, **frame.f_locals}
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and _is_call_of(node.func, names, inside):
@@ -52,14 +51,3 @@ def _value(node: ast.expr, names: dict[str, Any]) -> Any:
         held = getattr(owner, "__dict__", {})
         return (held.get("_modules") or {}).get(node.attr) or held.get(node.attr)
     return None
-
-
-def _parse(code: CodeType) -> tuple[ast.AST, int]:
-    try:
-        lines, first = inspect.getsourcelines(code)
-        text = textwrap.dedent("".join(lines))
-        if len(text) <= _MAX_SOURCE:
-            return ast.parse(text), max(first, 1)
-    except (OSError, SyntaxError, TypeError, IndexError):
-        pass
-    return ast.Module([], []), 1

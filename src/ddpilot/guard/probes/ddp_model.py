@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from ddpilot.guard.probes.groups import describe_group, sequence_number
+from ddpilot.guard.probes.gradients import Looks, look_at_gradients
+from ddpilot.guard.probes.groups import describe_group
 from ddpilot.guard.probes.reductions import Reductions
 
 _MAX_SAMPLES = 4
@@ -20,9 +21,11 @@ _LOCAL_HOOKS = ("noop_hook", "post_localSGD_hook")
 
 
 class DdpModel:
-    """A model wrapped by `ddp`, of which it keeps no reference. `ordinal`: the how manieth of its group, and era."""
+    """A model wrapped by `ddp`, of which it keeps no reference. `ordinal`: the how manieth of its group, and era;
+    `compiled`: the compiled part of recording, if there is one.
+    """
 
-    def __init__(self, ddp: Any, *, number: int, ordinal: str) -> None:
+    def __init__(self, ddp: Any, *, number: int, ordinal: str, compiled: Any = None) -> None:
         self.number = number
         self.ordinal = ordinal
         self.is_alone = dist.get_world_size(ddp.process_group) < 2
@@ -38,7 +41,8 @@ class DdpModel:
         """Where `no_sync` was around a backward alone."""
         self.why_silent = ""
         """Why its gradients may differ between ranks."""
-        self._ref = weakref.ref(ddp)
+        self.find: Callable[[], Any] = weakref.ref(ddp)
+        """Gives the wrapper; None when it is gone. As `ddp`, for what is done in every step."""
         # DDP holds these parameters as long as it lives, so that their ids stay theirs.
         self.names = {
             id(parameter): name
@@ -51,26 +55,14 @@ class DdpModel:
         trainable = [parameter for parameter in ddp.module.parameters() if id(parameter) in self.names]
         self.born = {id(parameter): (parameter.dtype, parameter.device) for parameter in trainable}
         spread = range(0, len(trainable), -(-len(trainable) // _MAX_SAMPLES) or 1)
-        self._samples = [weakref.ref(trainable[place]) for place in spread]
+        looks: Looks = getattr(compiled, "look_at_gradients", look_at_gradients)([trainable[at] for at in spread])
+        self.gradient_state, self.has_changed_since = looks
+        """What a backward through the model changes; and whether it is another now."""
 
     @property
     def ddp(self) -> Any:
         """The wrapper; None when it is gone."""
-        return self._ref()
-
-    def sequence_number(self) -> int:
-        """How many collectives its group has started: the same on all ranks at the same moment of training."""
-        return sequence_number(self.ddp.process_group)
-
-    def gradient_state(self) -> list[tuple[int, int] | None]:
-        """Changes when a backward has touched the model."""
-        return [_state(parameter.grad) for sample in self._samples if (parameter := sample()) is not None]
-
-    def has_changed_since(self, state: list[tuple[int, int] | None]) -> bool:
-        """Whether `gradient_state` is another now."""
-        # The first one mostly tells.
-        parameters = (parameter for sample in self._samples if (parameter := sample()) is not None)
-        return any(_state(parameter.grad) != before for parameter, before in zip(parameters, state, strict=False))
+        return self.find()
 
     def current_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Those that the module has now."""
@@ -85,7 +77,3 @@ class DdpModel:
             name = getattr(hook, "__name__", type(hook).__name__)
             if name in _LOCAL_HOOKS or not str(getattr(hook, "__module__", "")).startswith(_HOOK_MODULES):
                 self.why_silent = f"hook {name}"
-
-
-def _state(gradient: Tensor | None) -> tuple[int, int] | None:
-    return None if gradient is None else (gradient.data_ptr(), gradient._version)

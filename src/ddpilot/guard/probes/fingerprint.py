@@ -33,6 +33,12 @@ def is_plain(tensor: Any) -> bool:
     )
 
 
+def is_capturing() -> bool:
+    """Whether what runs now becomes part of a CUDA graph: nothing may be waited for then."""
+    cuda: Any = torch.cuda
+    return bool(cuda.is_initialized() and cuda.is_current_stream_capturing())
+
+
 class Fingerprinter:
     """Takes fingerprints of `parameters`, again and again, into memory that it keeps: fresh memory costs time.
 

@@ -41,9 +41,7 @@ class FrozenProbe:
             if not requires_grad and self._trainable:
                 self._site = notes.site()
 
-        def ran(_: object, returned: bool, __: object, ddp: Any, *_args: Any, **_kwargs: Any) -> None:
-            if returned:
-                return
+        def failed(_: object, __: bool, ___: object, ddp: Any, *_args: Any, **_kwargs: Any) -> None:
             now = dict(ddp.module.named_parameters())
             known = self._trainable.get(ddp, [])
             if names := [name for name in known if name in now and not now[name].requires_grad]:
@@ -53,7 +51,7 @@ class FrozenProbe:
 
         undo = [
             notes.around(DistributedDataParallel, "__init__", after=wrapped),
-            notes.around(DistributedDataParallel, "forward", after=ran),
+            notes.around(DistributedDataParallel, "forward", raised=failed),
             notes.around(nn.Module, "requires_grad_", before=freezes),
         ]
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 _MAX_LISTED = 256
+_C10D: Any = dist.distributed_c10d if dist.is_available() else None
 
 
 def describe_group(group: Any) -> str:
@@ -29,15 +30,16 @@ class Eras:
     """
 
     def __init__(self) -> None:
-        self._group: Any = None
+        self.group: Any = None
+        """The default group at the last call of `has_changed`."""
         self._num_of: dict[str, int] = {}
         self.name = ""
 
     def has_changed(self) -> bool:
         """Whether the default group is another one than at the last call; `name` is its era from then on."""
-        if self._group is not None and dist.group.WORLD is self._group:
+        if self.group is not None and dist.group.WORLD is self.group:
             return False
-        self._group = dist.group.WORLD
+        self.group = dist.group.WORLD
         store = _describe_store()
         self._num_of[store] = self._num_of.get(store, 0) + 1
         self.name = f"{store}/{self._num_of[store]}"
@@ -65,10 +67,7 @@ def sequence_number(group: Any) -> int:
         return -1
 
 
-def has_several_ranks() -> bool:
-    """Whether this process is in a default process group of more than one rank."""
-    if not dist.is_available():
-        return False
-    # One way through torch rather than three: each costs every step.
-    world: Any = dist.group.WORLD
-    return world is not None and world.size() > 1
+def find_world() -> Any:
+    """The default process group that this process is in; None where there is none."""
+    # `dist.group.WORLD` goes through three functions of torch's more, which would cost every step.
+    return None if _C10D is None else _C10D._world.default_pg

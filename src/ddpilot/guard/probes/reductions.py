@@ -17,8 +17,9 @@ class Reductions:
     def __init__(self) -> None:
         self.num_forwards = 0
         """Those outside `no_sync`: as many on all ranks, since DDP's collectives belong to them."""
-        self._events: list[str] = []
-        self._begun = 0
+        self.position = 0
+        """How many events there were."""
+        self._events = ""  # the newest of them
         self._is_armed = False
         self._num_spare = 0  # forwards whose backward is still to come, besides the one that is reduced
         self._num_local = 0
@@ -26,7 +27,8 @@ class Reductions:
 
     def forward(self, *, syncs: bool) -> None:
         """A forward began, with gradients on."""
-        self._add("F" if syncs else "f")
+        self._events = (self._events + ("F" if syncs else "f"))[-_MAX_EVENTS:]
+        self.position += 1
         if syncs:
             self.num_forwards += 1
             self._num_spare += self._is_armed
@@ -36,7 +38,8 @@ class Reductions:
 
     def backward(self, *, syncs: bool, retains: bool) -> str:
         """A backward ended that changed the model's gradients; why they were not reduced, empty where they were."""
-        self._add(RETAINED if retains else "B" if syncs else "b")
+        self._events = (self._events + (RETAINED if retains else "B" if syncs else "b"))[-_MAX_EVENTS:]
+        self.position += 1
         was_retained, self._last_was_retained = self._last_was_retained, retains
         if self._is_armed:
             self._is_armed = False
@@ -55,17 +58,6 @@ class Reductions:
         self._num_spare = self._num_local = 0
         self._last_was_retained = False
 
-    @property
-    def position(self) -> int:
-        """How many events there were."""
-        return self._begun + len(self._events)
-
     def since(self, position: int) -> str:
         """The events from `position` on; the newest 32 where there were more."""
-        return "".join(self._events[max(0, position - self._begun) :][-_MAX_EVENTS:])
-
-    def _add(self, event: str) -> None:
-        self._events.append(event)
-        if len(self._events) > 8 * _MAX_EVENTS:
-            del self._events[: 4 * _MAX_EVENTS]
-            self._begun += 4 * _MAX_EVENTS
+        return self._events[position - self.position :] if position < self.position else ""

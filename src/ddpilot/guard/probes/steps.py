@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import (
     Optimizer,
@@ -18,12 +19,14 @@ from torch.optim.optimizer import (
 from ddpilot.guard.probe import Notes, keep_dynamo_out
 from ddpilot.guard.probes.bypass_line import find_bypass_line
 from ddpilot.guard.probes.ddp_model import DdpModel
-from ddpilot.guard.probes.groups import Eras, describe_group, has_several_ranks
+from ddpilot.guard.probes.fingerprint import is_capturing
+from ddpilot.guard.probes.groups import Eras, describe_group, find_world
 from ddpilot.guard.probes.units import UnitBook
 from ddpilot.guard.probes.unused import UnusedCount
 
 _MAX_MODELS = 64
 _MAX_NAMES = 2000
+_MAX_APPLIED = 64
 
 
 class StepProbe:
@@ -37,7 +40,11 @@ class StepProbe:
         self._num_in_group: dict[str, int] = {}
         self._unused: list[UnusedCount] = []
         self._eras = Eras()
+        self._world: Any = None
+        self._is_alone = True
         self._num_open = 0  # steps that have begun and not ended
+        self._is_applying = False
+        self._num_applied = 0
 
     def install(self, notes: Notes) -> Callable[[], None]:
         """As `Probe.install`."""
@@ -54,6 +61,7 @@ class StepProbe:
             notes.around(ddp, "no_sync", before=self._no_sync_begins),
             notes.around(torch.autograd, "backward", before=self._before_backward, after=self._after_backward),
             notes.around(torch.nn.Module, "load_state_dict", after=self._loaded),
+            notes.around(torch.nn.Module, "apply", before=self._before_apply, after=self._after_apply),
         ]
 
         def uninstall() -> None:
@@ -72,7 +80,7 @@ class StepProbe:
         self._num_models += 1
         if len(self._live_models()) >= _MAX_MODELS:
             return
-        model = DdpModel(ddp, number=self._num_models, ordinal=ordinal)
+        model = DdpModel(ddp, number=self._num_models, ordinal=ordinal, compiled=self._notes.compiled)
         model.site = self._notes.site()
         self._models.append(model)
         if model.is_alone:
@@ -107,35 +115,47 @@ class StepProbe:
             for model in self._live_models():
                 model.ordinal = f"{self._eras.name}/kept {model.ordinal.rpartition('/')[2].removeprefix('kept ')}"
 
-    def _model_of(self, ddp: Any) -> DdpModel | None:
-        return next((model for model in self._models if model.ddp is ddp), None)
+    # What follows runs in every step, with caches that hold nothing of it: each function, line of Python and look into
+    # torch takes a microsecond or more, and so there are few.
 
     def _before_forward(self, ddp: Any, *_args: Any, **_kwargs: Any) -> None:
-        if torch.is_grad_enabled() and (model := self._model_of(ddp)) is not None:
-            model.reductions.forward(syncs=ddp.require_backward_grad_sync)
-            if ddp._join_config.enable:
-                model.why_silent = "join"
+        if not torch.is_grad_enabled():
+            return
+        for model in self._models:
+            if model.find() is ddp:
+                model.reductions.forward(syncs=ddp.require_backward_grad_sync)
+                if ddp._join_config.enable:
+                    model.why_silent = "join"
+                return
 
-    def _no_sync_begins(self, ddp: Any) -> None:
-        if (model := self._model_of(ddp)) is not None:
-            model.no_sync_site = self._notes.site()
-
-    def _before_backward(self, *_args: Any, **_kwargs: Any) -> list[tuple[DdpModel, list[Any]]]:
-        return [(model, model.gradient_state()) for model in self._live_models()]
+    def _before_backward(self, *_args: Any, **_kwargs: Any) -> list[tuple[DdpModel, Any]] | None:
+        before = None
+        for model in self._models:
+            if model.find() is not None:
+                before = before or []
+                before.append((model, model.gradient_state()))
+        return before
 
     def _after_backward(
-        self, before: list[tuple[DdpModel, list[Any]]] | None, _returned: bool, _: object, *args: Any, **kwargs: Any
+        self, before: list[tuple[DdpModel, Any]] | None, _returned: bool, _: object, *args: Any, **kwargs: Any
     ) -> None:
         for model, state in before or ():
-            if model.has_changed_since(state) and (ddp := model.ddp) is not None:
-                retains = bool(kwargs.get("retain_graph", args[2] if len(args) > 2 else None))
-                self._follow(model, syncs=ddp.require_backward_grad_sync, retains=retains)
+            if model.has_changed_since(state) and (ddp := model.find()) is not None:
+                retains = args[2] if len(args) > 2 else kwargs.get("retain_graph")
+                syncs = ddp.require_backward_grad_sync
+                model.why_local = why = model.reductions.backward(syncs=syncs, retains=bool(retains))
+                if why or not syncs:
+                    self._explain(model, why)
 
-    def _follow(self, model: DdpModel, *, syncs: bool, retains: bool) -> None:
-        model.why_local = why = model.reductions.backward(syncs=syncs, retains=retains)
+    def _no_sync_begins(self, ddp: Any) -> None:
+        for model in self._models:
+            if model.find() is ddp:
+                model.no_sync_site = self._notes.site()
+
+    def _explain(self, model: DdpModel, why: str) -> None:
+        """Find the line of a backward that was not reduced, or was although it is in `no_sync`."""
         if not why:
-            if not syncs:
-                model.without_effect = self._notes.site()
+            model.without_effect = self._notes.site()
             return
         model.why_site = model.no_sync_site
         if "no_sync" in why:
@@ -155,20 +175,48 @@ class StepProbe:
                     site = self._notes.site()
                     self._notes.write("load", group=model.group, ordinal=model.ordinal, site=site)
 
+    def _before_apply(self, module: Any, *_args: Any, **_kwargs: Any) -> tuple[DdpModel | None, list[int]] | None:
+        if self._is_applying or self._num_applied == _MAX_APPLIED:
+            return None  # to a part, by the one around it; or in each step, as where weights are clipped
+        self._is_applying = True
+        for model in self._live_models():
+            if module is model.ddp or any(module is part for part in model.ddp.module.modules()):
+                return model, _versions_of(model)
+        return None, []
+
+    def _after_apply(self, before: tuple[DdpModel | None, list[int]] | None, *_args: Any, **_kwargs: Any) -> None:
+        if before is None:
+            return
+        self._is_applying = False
+        model, versions = before
+        if model is not None and _versions_of(model) != versions:
+            self._num_applied += 1
+            self._notes.write("load", group=model.group, ordinal=model.ordinal, site=self._notes.site(), by="apply")
+
     def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         # To look through the stack takes a while, and one that is open may have ended by an error.
         is_nested = self._num_open > 0 and _is_nested()
         self._num_open = self._num_open + 1 if is_nested else 1
-        if is_nested or torch.compiler.is_compiling() or _is_capturing() or not has_several_ranks():
+        world = find_world()
+        if world is not self._world:
+            self._world, self._is_alone = world, world is None or world.size() < 2
+        if is_nested or self._is_alone or is_compiling() or (torch.cuda._initialized and is_capturing()):
             return
-        self._follow_group()
+        if world is not self._eras.group:
+            self._follow_group()
         self._units.step(optimizer, self._eras.name)
-        self._unused = [count for count in self._unused if not count.is_over]
-        for count in self._unused:
-            count.step()
+        if self._unused:
+            self._unused = [count for count in self._unused if not count.is_over]
+            for count in self._unused:
+                count.step()
 
     def _after_step(self, *_: Any) -> None:
-        self._num_open = max(0, self._num_open - 1)
+        if self._num_open:
+            self._num_open -= 1
+
+
+def _versions_of(model: DdpModel) -> list[int]:
+    return [parameter._version for parameter in model.ddp.module.parameters()]
 
 
 def _is_nested() -> bool:
@@ -183,8 +231,3 @@ def _is_nested() -> bool:
 def _outer(frame: Any) -> Iterator[Any]:
     while (frame := frame.f_back) is not None:
         yield frame
-
-
-def _is_capturing() -> bool:
-    cuda: Any = torch.cuda
-    return bool(cuda.is_initialized() and cuda.is_current_stream_capturing())

@@ -17,12 +17,15 @@ from ddpilot.guard.probe import Notes
 from ddpilot.guard.probes.ddp_model import DdpModel
 from ddpilot.guard.probes.fingerprint import Fingerprinter, is_plain
 from ddpilot.guard.probes.groups import sequence_number
+from ddpilot.guard.probes.parameter_names import find_parameter_names
 
 FIRST_STEPS = 5
 LOCAL_STEPS = 16
 """So many may be local on purpose: what goes on like that is known by then."""
-EVERY = 25
-INTERVAL_S = 0.5
+STRIDES = (25, 5, 1)
+"""Every so manieth step is checked, by how long steps take: each of these a part of the one before, so that ranks which
+measure a little differently still meet."""
+INTERVAL_S = 0.75
 _MAX_COST = 0.02
 _MAX_PATTERNS = 16
 _MAX_OPTIMIZERS = 64
@@ -43,9 +46,9 @@ class Unit:
         self._num_local_steps = 0
         self._position = 0
         self._seen: set[str] = set()
-        self._checked_count = 0
+        self._due_at = 0  # a number of steps
+        self._checked_at = 0
         self._checked_s = 0.0
-        self._cost_s = 0.0
 
     def advance(self) -> tuple[int, str, bool]:
         """Count a step: its number, what led to it, and whether it is to be checked. Alike on all ranks."""
@@ -64,22 +67,20 @@ class Unit:
         is_new = events not in self._seen and len(self._seen) < _MAX_PATTERNS
         if is_new:
             self._seen.add(events)
-        elapsed_s = time.monotonic() - self._checked_s
-        is_due = (
-            is_new
-            or self._num_steps <= FIRST_STEPS
-            or self._num_steps == LOCAL_STEPS
-            or count // EVERY != self._checked_count // EVERY
-            or elapsed_s >= max(INTERVAL_S, self._cost_s / _MAX_COST)
-        )
+        is_due = is_new or self._num_steps <= FIRST_STEPS or self._num_steps == LOCAL_STEPS or count >= self._due_at
         if is_due:
-            self._checked_count = count
+            self._due_at = _next_multiple(count, STRIDES[0])
         return count, events, is_due
 
-    def checked(self, cost_s: float) -> None:
-        """A check ended just now."""
-        self._checked_s = time.monotonic()
-        self._cost_s = cost_s
+    def checked(self, count: int, cost_s: float) -> None:
+        """A check at step `count` ended just now, and took `cost_s`: find when the next one is due."""
+        now_s = time.monotonic()
+        step_s = (now_s - self._checked_s) / max(count - self._checked_at, 1)
+        least_s = cost_s / _MAX_COST
+        self._checked_at, self._checked_s = count, now_s
+        enough = [stride for stride in STRIDES if stride * step_s >= least_s] or [STRIDES[0]]
+        stride = next((stride for stride in enough if stride * step_s <= INTERVAL_S), enough[-1])
+        self._due_at = _next_multiple(count, stride)
 
 
 class UnitBook:
@@ -88,7 +89,8 @@ class UnitBook:
     def __init__(self, notes: Notes, models: Callable[[], list[DdpModel]]) -> None:
         self._notes = notes
         self._models = models
-        self._units: weakref.WeakKeyDictionary[Optimizer, list[Unit]] = weakref.WeakKeyDictionary()
+        # By id. A WeakKeyDictionary looks things up in Python, which costs every step.
+        self._units: dict[int, tuple[weakref.ref[Optimizer], list[Unit]]] = {}
         self._num_units = 0
         self._era = ""
         self._num_of_key: dict[str, int] = {}
@@ -101,18 +103,22 @@ class UnitBook:
     def step(self, optimizer: Optimizer, era: str) -> None:
         """Note that `optimizer` is about to take a step, in the default group that `era` names."""
         self._era = era
-        units = self._units.get(optimizer)
-        if units is None:
-            if len(self._units) >= _MAX_OPTIMIZERS:
+        held = self._units.get(id(optimizer))
+        if held is None or held[0]() is not optimizer:
+            held = self._add(optimizer)
+            if held is None:
                 return
-            units = self._units[optimizer] = []
-        if not units or any(unit.model is not None and unit.model.ddp is None for unit in units):
+        units = held[1]
+        is_planned = not units
+        for unit in units:
+            is_planned = is_planned or (unit.model is not None and unit.model.find() is None)
+        if is_planned:
             self._plan(optimizer, units)
-        planned = False
+        is_planned = False
         for unit in tuple(units):
             count, events, is_due = unit.advance()
-            if is_due and not planned:
-                planned = True
+            if is_due and not is_planned:
+                is_planned = True
                 self._plan(optimizer, units)
             if unit.fingerprinter.parameters:
                 self._note(unit, optimizer, count, events, is_due)
@@ -120,12 +126,18 @@ class UnitBook:
             if unit.model is not None:
                 unit.model.reductions.step()
 
+    def _add(self, optimizer: Optimizer) -> tuple[weakref.ref[Optimizer], list[Unit]] | None:
+        if len(self._units) >= _MAX_OPTIMIZERS:
+            return None
+        key, units = id(optimizer), self._units
+        held = units[key] = weakref.ref(optimizer, lambda _: units.pop(key, None)), []
+        return held
+
     def _note(self, unit: Unit, optimizer: Optimizer, count: int, events: str, is_due: bool) -> None:
         model = unit.model
-        number = model.sequence_number() if model else sequence_number(dist.group.WORLD)
+        number = sequence_number(model.find().process_group if model else dist.group.WORLD)
         if not is_due and model is not None and not (model.why_silent or model.why_local or model.without_effect):
-            text = f'["step",{{"u":{unit.number},"n":{count},"s":{number},"e":"{events}"}}]'
-            self._notes.write_encoded(text)
+            self._notes.write_step(unit.number, count, number, events)
             return
         values: dict[str, Any] = {"u": unit.number, "n": count, "s": number}
         if model is not None:
@@ -142,7 +154,7 @@ class UnitBook:
             begun = time.monotonic()
             values["f"] = unit.fingerprinter.take()
             values["lr"] = _rates_of(optimizer)
-            unit.checked(time.monotonic() - begun)
+            unit.checked(count, time.monotonic() - begun)
         self._notes.write("step", **values)
 
     def _plan(self, optimizer: Optimizer, units: list[Unit]) -> None:
@@ -170,7 +182,7 @@ class UnitBook:
             unit = found[0] if found else self._new_unit(by_number.get(number), members)
             if not found:
                 units.append(unit)
-            self._describe(unit, members[:_MAX_TENSORS])
+            self._describe(unit, optimizer, members[:_MAX_TENSORS])
 
     def _new_unit(self, model: DdpModel | None, members: list[tuple[str, Tensor, bool]]) -> Unit:
         if model is not None:
@@ -184,7 +196,7 @@ class UnitBook:
         self._num_units += 1
         return Unit(number=self._num_units, key=[*key, ordinal], model=model)
 
-    def _describe(self, unit: Unit, members: list[tuple[str, Tensor, bool]]) -> None:
+    def _describe(self, unit: Unit, optimizer: Optimizer, members: list[tuple[str, Tensor, bool]]) -> None:
         parameters = [parameter for _, parameter, _ in members]
         names = [name for name, _, _ in members]
         late = [place for place, (_, _, is_reduced) in enumerate(members) if not is_reduced] if unit.model else []
@@ -192,7 +204,9 @@ class UnitBook:
         if len(parameters) != len(unit.fingerprinter.parameters) or any(
             new is not old for new, old in zip(parameters, unit.fingerprinter.parameters, strict=True)
         ):
-            unit.fingerprinter = Fingerprinter(parameters, always=late)
+            # What a program that averages by itself forgets is mostly what comes last, or first.
+            ends = () if unit.model else {*range(len(members))[:2], *range(len(members))[-2:]}
+            unit.fingerprinter = Fingerprinter(parameters, always=late or ends)
         digest = zlib.crc32(repr((names, late, moved)).encode())
         if digest == unit.digest:
             return
@@ -204,10 +218,20 @@ class UnitBook:
             names=names,
             late=late,
             moved=moved,
+            sizes=[] if unit.model else [parameter.numel() for parameter in parameters],
+            called=[] if unit.model else self._names_of(optimizer, members),
             largest=max(parameter.numel() for parameter in parameters),
             site=self._notes.site(),
             made=unit.model.site if unit.model else {},
         )
+
+    def _names_of(self, optimizer: Optimizer, members: list[tuple[str, Tensor, bool]]) -> list[str]:
+        found = find_parameter_names(optimizer, self._notes.user_frame())
+        return [found.get(id(parameter), name) for name, parameter, _ in members]
+
+
+def _next_multiple(count: int, stride: int) -> int:
+    return (count // stride + 1) * stride
 
 
 def _rates_of(optimizer: Optimizer) -> list[float]:

@@ -54,6 +54,7 @@ def divide_by_zero() -> None:
     print(1 / 0)
 
 
+@pytest.mark.usefixtures("compiler_is_loaded")
 @pytest.mark.parametrize(
     ("program", "found"),
     [

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpilot.guard.probe import Notes
-from ddpilot.guard.probes.data.generators import device_digest
+from ddpilot.guard.probes.data.generators import device_digest, words_between
 from ddpilot.guard.probes.data.loaders import pointers_of
-from ddpilot.guard.probes.data.position import Position
+from ddpilot.guard.probes.data.position import Given, Position
 from ddpilot.guard.probes.data.prints import fingerprint, num_rows_of
 from ddpilot.guard.probes.data.schedule import is_due
 
@@ -30,12 +30,18 @@ MAX_NORM_ROWS = 16
 
 
 class _Counts:
-    """Of one model."""
+    """Of `model`, the `number`-th of this process, of which it keeps no reference."""
 
-    def __init__(self, *, is_prepared: bool) -> None:
+    def __init__(self, model: nn.Module, *, number: int, is_prepared: bool) -> None:
+        self.find: Callable[[], Any] = ref(model)
+        self.number = number
         self.is_prepared = is_prepared
         """By a `Loop`, which says by itself that a batch is small for BatchNorm."""
         self.forwards = 0
+        self.ended: tuple[int, torch.Tensor] = (0, torch.empty(0))
+        """The last forward that was looked at, and the state of the generator on the CPU after it."""
+        self.used: Given | None = None
+        """The batch of that forward."""
         self.rows: list[int] = []
 
 
@@ -45,7 +51,8 @@ class ForwardEyes:
     def __init__(self, notes: Notes, position: Position) -> None:
         self._notes = notes
         self._position = position
-        self._counts: WeakKeyDictionary[nn.Module, _Counts] = WeakKeyDictionary()
+        # By id. A WeakKeyDictionary looks things up in Python, which costs every step.
+        self._counts: dict[int, _Counts] = {}
         self._num_models = 0
 
     def install(self) -> list[Callable[[], None]]:
@@ -61,18 +68,25 @@ class ForwardEyes:
             return
         self._num_models += 1
         self._position.models[model] = self._num_models
-        self._counts[model] = _Counts(is_prepared=_is_prepared(sys._getframe()))
+        self._position.fetched.clear()  # what was read before there was this model did not train it
+        self._counts = {key: one for key, one in self._counts.items() if one.find() is not None}
+        is_prepared = _is_prepared(sys._getframe())
+        self._counts[id(model)] = _Counts(model, number=self._num_models, is_prepared=is_prepared)
         self._notes.write("ddp_model", model=self._num_models, **_describe_model(model), site=self._notes.site())
 
     def _begins(self, model: Any, *inputs: Any, **kwargs: Any) -> tuple[Any, ...] | None:
-        counts = self._counts.get(model)
-        if counts is None or not (model.training and model.module.training and torch.is_grad_enabled()):
+        counts = self._counts.get(id(model))
+        if counts is None or counts.find() is not model or not torch.is_grad_enabled():
+            return None
+        # As `model.module`, at a fraction of what nn.Module's attributes cost.
+        if not (model.training and model._modules["module"].training):
             return None
         counts.forwards += 1
-        number, forward = self._position.models[model], counts.forwards
+        number, forward = counts.number, counts.forwards
         position = self._position
         position.evaluated = None
-        self._note_training(model, number)
+        if position.fetched:
+            self._note_training(model, number)
         if position.given:
             position.used = position.find_given(pointers_of((inputs, kwargs)))
         if forward <= _NUM_NORM_STEPS and not counts.is_prepared:
@@ -80,16 +94,26 @@ class ForwardEyes:
         if not is_due(forward):
             return None
         self._note_input(number, forward, (inputs, kwargs))
-        return number, forward, *device_digest(_device_of(model.module))
+        drawn = self._count_drawn(counts, forward)
+        return number, forward, drawn, *device_digest(_device_of(model.module))
 
     def _over(self, begun: tuple[Any, ...] | None, returned: bool, result: Any, model: Any, *_: Any, **__: Any) -> None:
         if begun is None or not returned:
             return
-        number, forward, library, before = begun
+        number, forward, drawn, library, before = begun
         after = device_digest(_device_of(model.module))[1]
         seen = fingerprint(result)
         states = {"library": library, "before": before, "after": after, "output": seen.value if seen else None}
-        self._notes.write("random", model=number, forward=forward, **states, site=self._notes.site())
+        if (counts := self._counts.get(id(model))) is not None:
+            counts.ended, counts.used = (forward, torch.get_rng_state()), self._position.used
+        self._notes.write("random", model=number, forward=forward, drawn=drawn, **states, site=self._notes.site())
+
+    def _count_drawn(self, counts: _Counts, forward: int) -> int:
+        """Words that were drawn on the CPU for a new batch since the forward before, at least."""
+        used, (last, state) = self._position.used, counts.ended
+        if used is None or used is counts.used or last != forward - 1 or not last:
+            return 0
+        return words_between(state, torch.get_rng_state())
 
     def _note_training(self, model: Any, number: int) -> None:
         fetched = self._position.fetched

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+_BLOCK_WORDS = 624
 LIBRARIES = ("python", "numpy", "torch")
 
 
@@ -24,6 +25,18 @@ def digest_of(library: str) -> int:
         return 0
     _, key, position, _, _ = numpy.random.get_state()
     return zlib.crc32(key.tobytes(), position) + 1
+
+
+def words_between(before: torch.Tensor, after: torch.Tensor) -> int:
+    """How many words torch's generator on the CPU gave between two of its states, at least."""
+    (first, block), (last, other) = _take_apart(before), _take_apart(after)
+    return max(0, last - first) if block == other else max(0, _BLOCK_WORDS - first) + last
+
+
+def _take_apart(state: torch.Tensor) -> tuple[int, bytes]:
+    """Where in its block of words a Mersenne Twister is, and the block. The state is torch's, since its first days."""
+    data = state.numpy().tobytes()
+    return int.from_bytes(data[16:24], sys.byteorder), data[24 : 24 + 8 * _BLOCK_WORDS]
 
 
 def device_digest(device: torch.device) -> tuple[str, int]:

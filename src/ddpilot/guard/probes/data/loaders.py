@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import zlib
 from array import array
@@ -34,7 +35,7 @@ class LoaderEyes:
         self._notes = notes
         self._position = position
         self._loaders: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        self._num_loaders = 0
+        self._num_at: dict[str, int] = {}
         self._num_passes: dict[int, int] = {}
         self._passes: WeakKeyDictionary[Any, Pass] = WeakKeyDictionary()
         self.current: Pass | None = None
@@ -69,20 +70,25 @@ class LoaderEyes:
         self.current = None
         if is_own(loader):
             return
-        number = self._loaders.get(loader)
-        if number is None:
-            self._num_loaders += 1
-            number = self._loaders[loader] = self._num_loaders
+        site = self._notes.site()
+        number = self._loaders.get(loader) or self._add_loader(loader, site)
         count = self._num_passes[number] = self._num_passes.get(number, 0) + 1
         facts = describe_loader(loader)
         is_compared = count <= _NUM_SKETCHED_PASSES and facts["sampler"] is not None and not may_repeat(loader)
         is_compared = is_compared and getattr(loader, "in_order", True)
         sketch = Sketch(loader.dataset, facts["samples"] or 0) if is_compared else None
-        found = Pass(number, count, facts["length"], loader.num_workers, self._notes.site(), sketch)
+        found = Pass(number, count, facts["length"], loader.num_workers, site, sketch)
         self._passes[iterator] = found
         if found.num_workers:
             self.starts_workers(found)
         self._notes.write("loader_pass", **found.key, **facts, site=found.site)
+
+    def _add_loader(self, loader: Any, site: dict[str, Any]) -> int:
+        # Counted line by line: one that only some ranks read, as to probe or to evaluate, shifts no other's number.
+        line = f"{os.path.basename(site.get('file', ''))}:{site.get('line')}"
+        count = self._num_at[line] = self._num_at.get(line, 0) + 1
+        number = self._loaders[loader] = zlib.crc32(f"{line} {count}".encode()) + 1
+        return number
 
     def _asked(self, _: Any, returned: bool, index: Any, iterator: Any) -> None:
         found = self._passes.get(iterator)
@@ -134,6 +140,7 @@ class LoaderEyes:
             self._notes.write("near_end", **found.key, batch=number)
 
     def _ended(self, found: Pass) -> None:
+        self._position.fetched.pop(found.loader, None)  # what a forward trains on later is another pass's
         is_evaluation = found.num_batches > 0 and found.num_evaluating == found.num_batches
         if is_evaluation:
             self._position.evaluated = found

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ddpilot.guard.probe import Notes
+from ddpilot.guard.probes.data.finite import is_finite
 from ddpilot.guard.probes.data.position import Given, Position
 from ddpilot.guard.probes.data.prints import tensors_in
 
@@ -22,7 +23,6 @@ _MAX_NOTED = 64
 _MAX_NAMED = 20
 _MAX_PENDING = 64
 _MAX_GRADIENTS = 64
-_MAX_LISTED = 1024
 _MAX_KEPT = 1 << 16
 """Elements of a gradient that is kept until it is looked at: torch copies what somebody else holds."""
 
@@ -54,7 +54,9 @@ class LossEyes:
     def __init__(self, notes: Notes, position: Position) -> None:
         self._notes = notes
         self._position = position
-        self._backward = _Backward(0, None)
+        self._number = 0  # of this backward
+        self._used: Given | None = None
+        self._backward: _Backward | None = None  # made when it is asked for, which is rare on the CPU
         self._gradients: deque[Any] = deque(maxlen=_MAX_GRADIENTS)
         self._pending: deque[tuple[torch.Tensor, Any, _Backward, str]] = deque(maxlen=_MAX_PENDING)
         self._num_noted = 0
@@ -62,6 +64,7 @@ class LossEyes:
         self._is_spoiled = False
         self._num_spoiled = 0
         self._nodes: list[Any] = []
+        self._is_surely_finite: Callable[[Any], bool] = getattr(notes.compiled, "is_surely_finite", lambda _: False)
 
     def install(self) -> list[Callable[[], None]]:
         """Begin to look; what ends it."""
@@ -94,42 +97,51 @@ class LossEyes:
         self._nodes.append((node, node.register_prehook(hook)))
 
     def _begins(self, tensors: Any, *_: Any, **__: Any) -> None:
-        self._poll()
-        self._backward = _Backward(self._backward.number + 1, self._position.used)
+        if self._gradients or self._pending:
+            self._poll()
+        self._number += 1
+        self._used, self._backward = self._position.used, None
         for loss in (tensors,) if isinstance(tensors, torch.Tensor) else [one for _, one in tensors_in(tensors)]:
-            if loss.numel() == 1 and loss.is_floating_point():
-                self._look(loss, "loss")
+            if not self._is_surely_finite(loss) and loss.numel() == 1 and loss.is_floating_point():
+                # To ask for the type of its device takes as long as all the rest.
+                if not loss.is_cpu:
+                    self._look(loss, "loss")
+                elif not math.isfinite(value := loss.item()):
+                    self._note(value, self._present(), "loss")
 
     def _see_gradient(self, gradients: Iterable[torch.Tensor | None]) -> None:
         for gradient in gradients:
             if gradient is not None and gradient.layout is torch.strided:
-                if gradient.device.type == "cpu" and gradient.numel() <= _MAX_LISTED:
-                    # With cold caches half of what an operator of torch's takes.
-                    self._judge(sum(gradient.reshape(-1).tolist()), self._backward, "gradient")
-                else:
+                if not gradient.is_cpu:
                     self._look(gradient.sum(), "gradient")
+                elif not is_finite(gradient):
+                    self._note(math.nan, self._present(), "gradient")
 
     def _look(self, value: torch.Tensor, what: str) -> None:
-        if value.device.type == "cpu":
-            self._judge(value.item(), self._backward, what)
-        elif value.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        if value.is_cuda and not torch.cuda.is_current_stream_capturing():
             arrived = torch.empty((), dtype=value.dtype, pin_memory=True)
             arrived.copy_(value.detach(), non_blocking=True)
             event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
-            self._pending.append((arrived, event, self._backward, what))
+            self._pending.append((arrived, event, self._present(), what))
 
     def _poll(self, *_: Any, **__: Any) -> None:
         """Look at what has come meanwhile."""
         while self._gradients:
-            self._see_gradient(self._gradients.popleft())
+            given = self._gradients.popleft()
+            if len(given) != 1 or not self._is_surely_finite(given[0]):
+                self._see_gradient(given)
         while self._pending and self._pending[0][1].query():
             value, _, backward, what = self._pending.popleft()
-            self._judge(value.item(), backward, what)
+            if not math.isfinite(number := value.item()):
+                self._note(number, backward, what)
 
-    def _judge(self, value: float, backward: _Backward, what: str) -> None:
-        if math.isfinite(value):
-            return
+    def _present(self) -> _Backward:
+        if self._backward is None:
+            self._backward = _Backward(self._number, self._used)
+        return self._backward
+
+    def _note(self, value: float, backward: _Backward, what: str) -> None:
         self._suspected = backward.number
         if self._is_spoiled or self._num_noted >= _MAX_NOTED or backward.is_noted:
             return
@@ -140,7 +152,8 @@ class LossEyes:
         self._notes.write("not_finite", **backward.facts, loss=loss, site=self._notes.site())
 
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._poll()
+        if self._gradients or self._pending:
+            self._poll()
         if not self._suspected:
             return
         bad = [one for group in optimizer.param_groups for one in group["params"] if not _is_finite(one)]

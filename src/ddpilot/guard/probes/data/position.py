@@ -18,7 +18,7 @@ class Pass:
     """One iteration over a loader."""
 
     loader: int
-    """Number of the loader, in the order in which this rank began to read them."""
+    """Number of the loader, made of the line that began to read it, and how many were read there before."""
     number: int
     """Counts the loader's passes from 1."""
     length: int | None

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import lru_cache
+from numbers import Real
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -15,12 +17,19 @@ from torch.distributed import distributed_c10d
 from ddpilot.guard.probe import Notes
 from ddpilot.guard.probes.data.position import Pass, Position
 from ddpilot.guard.probes.data.prints import tensors_in
+from ddpilot.guard.probes.source import is_averaged
 
 _REDUCING = ("all_reduce", "reduce", "all_gather", "gather", "all_gather_into_tensor", "reduce_scatter_tensor")
+_OF_OBJECTS = {"all_gather_object": (1, 0, "object_list"), "gather_object": (0, 1, "object_gather_list")}
+"""Where each has its object and its list, and what the list is called."""
 _MAX_COLLECTED = 16
 _MAX_NODES = 64
+_MAX_DEPTH = 3
 _MAX_NOTED = 8
 _MARK = "ddpilot_backward"
+_NUM_ALL_MARKED, _MARK_EVERY = 16, 8
+"""Backwards of which each is marked, and one of so many that is marked later while no tensor on a graph was reduced: a
+mark costs every step, and who adds up losses with their graphs has mostly begun by then."""
 
 
 class ReductionEyes:
@@ -30,15 +39,20 @@ class ReductionEyes:
         self._notes = notes
         self._position = position
         self._backward = 0
+        self._marks_all = False
         self._marked: deque[tuple[ReferenceType[torch.Tensor], dict[str, Any]]] = deque(maxlen=8)
         self._num_collected: tuple[Pass | None, int] = (None, 0)
         self._num_noted = 0
+        self._is_within = False  # a collective of objects, which is made of others
 
     def install(self) -> list[Callable[[], None]]:
         """Begin to look; what ends it."""
         around = self._notes.around
         names = [name for name in _REDUCING if hasattr(dist, name)]
         undo = [around(dist, name, before=self._watcher(name), aliases=(distributed_c10d,)) for name in names]
+        for name in _OF_OBJECTS:
+            begins = self._watcher_of_objects(name)
+            undo.append(around(dist, name, before=begins, after=self._ends, aliases=(distributed_c10d,)))
         return [*undo, around(torch.autograd, "backward", before=self._begins)]
 
     def _watcher(self, name: str) -> Callable[..., None]:
@@ -47,7 +61,28 @@ class ReductionEyes:
 
         return begins
 
+    def _watcher_of_objects(self, name: str) -> Callable[..., None]:
+        at, position, keyword = _OF_OBJECTS[name]
+
+        def begins(*args: Any, **kwargs: Any) -> None:
+            self._is_within = True
+            found = self._position.evaluated
+            if found is None or not self._counts(found):
+                return
+            value = _number_of(args[at] if len(args) > at else kwargs.get("obj"))
+            frame = self._notes.user_frame()
+            averages = value is not None and frame is not None and is_averaged(frame, name, position, keyword)
+            facts = {"op": name, "reduce": "", "numel": int(value is not None), "value": value, "averages": averages}
+            self._notes.write("collected", **found.key, **facts, samples=found.num_samples, site=self._notes.site())
+
+        return begins
+
+    def _ends(self, *_: Any, **__: Any) -> None:
+        self._is_within = False
+
     def _collect(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._is_within:
+            return
         at = 1 if name in ("all_gather", "all_gather_into_tensor", "reduce_scatter_tensor") else 0
         given = [*args, *kwargs.values()]
         tensor = next((one for one in given[at:] if isinstance(one, torch.Tensor)), None)
@@ -61,16 +96,20 @@ class ReductionEyes:
 
     def _note_number(self, name: str, tensor: torch.Tensor, reduce_op: str) -> None:
         found = self._position.evaluated
-        seen, count = self._num_collected
-        count = count + 1 if seen is found else 1
-        self._num_collected = (found, count)
-        if found is None or count > _MAX_COLLECTED or tensor.is_complex():
+        if found is None or not self._counts(found) or tensor.is_complex():
             return
         value = float(tensor.detach()) if tensor.numel() == 1 else None
-        facts = {"op": name, "reduce": reduce_op, "numel": tensor.numel(), "value": value}
+        facts = {"op": name, "reduce": reduce_op, "numel": tensor.numel(), "value": value, "averages": True}
         self._notes.write("collected", **found.key, **facts, samples=found.num_samples, site=self._notes.site())
 
+    def _counts(self, found: Pass) -> bool:
+        """Whether one more number that is collected after `found` is noted."""
+        seen, count = self._num_collected
+        self._num_collected = (found, count + 1 if seen is found else 1)
+        return self._num_collected[1] <= _MAX_COLLECTED
+
     def _note_graph(self, name: str, tensor: torch.Tensor) -> None:
+        self._marks_all = True
         facts = {"op": name, "numel": tensor.numel(), "site": self._notes.site()}
         losses = _find_marks(tensor.grad_fn)
         if len(losses) > 1:
@@ -81,12 +120,17 @@ class ReductionEyes:
 
     def _begins(self, tensors: Any, *_: Any, **__: Any) -> None:
         self._backward += 1
+        is_marked = self._marks_all or self._backward <= _NUM_ALL_MARKED or not self._backward % _MARK_EVERY
+        if not (is_marked or self._marked):
+            return
         given = (tensors,) if isinstance(tensors, torch.Tensor) else [one for _, one in tensors_in(tensors)]
-        losses = [one for one in given if one.grad_fn is not None]
         if self._marked:
-            self._find_reduced(losses)
-        for loss in losses[:2]:
-            _mark(loss.grad_fn, self._backward)
+            self._find_reduced([one for one in given if one.grad_fn is not None])
+        num_marked = 0
+        for loss in given:
+            if num_marked < 2 and (node := loss.grad_fn) is not None:
+                num_marked += 1
+                _mark(node, self._backward)
 
     def _find_reduced(self, losses: list[torch.Tensor]) -> None:
         for reference, facts in self._marked:
@@ -97,6 +141,13 @@ class ReductionEyes:
         self._marked.clear()
 
 
+def _number_of(value: Any) -> float | None:
+    """The one number that `value` is; None where it is something else, or would have to be waited for."""
+    if isinstance(value, torch.Tensor):
+        return float(value) if value.numel() == 1 and value.device.type == "cpu" and not value.is_complex() else None
+    return float(value) if type(value) is not bool and isinstance(value, Real) else None  # numpy's are Real, too
+
+
 def _name_of(reduce_op: Any) -> str:
     """``sum`` where none was given, as torch has it."""
     text = "sum" if reduce_op is None else str(reduce_op)
@@ -105,15 +156,19 @@ def _name_of(reduce_op: Any) -> str:
 
 def _mark(node: Any, number: int) -> None:
     """Write into the graph which backward it belonged to, also where a loss was divided before."""
-    for _ in range(3):
-        if node is None:
-            return
+    for depth in range(_MAX_DEPTH):
         node.metadata[_MARK] = number
-        if _makes_loss(node.name()):
+        if depth == _MAX_DEPTH - 1 or _makes_loss(type(node).__name__):
             return  # what it was made of is no loss, and each look at the graph costs every step
-        node = next((one for one, _ in node.next_functions if one is not None), None)
+        for before, _ in node.next_functions:
+            if before is not None:
+                node = before
+                break
+        else:
+            return
 
 
+@lru_cache(maxsize=512)
 def _makes_loss(name: str) -> bool:
     """Whether a node of the graph called `name` is one of torch's loss functions, such as ``NllLossBackward0``."""
     return "Loss" in name or "CrossEntropy" in name

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset, SubsetRandomSampler
 
+_MAX_DIGESTED = 256
 _SIZES = ("num_replicas", "world_size", "num_processes")
 _RANKS = ("rank", "process_index")
 
@@ -21,6 +23,7 @@ def describe_loader(loader: DataLoader[Any]) -> dict[str, Any]:
     """Facts for the journal; what cannot be known without changing anything is None."""
     is_stream = isinstance(loader.dataset, IterableDataset)
     sampler = None if is_stream else _describe_sampler(loader)
+    part, whole = (None, None) if is_stream else _find_part(loader)
     sizes = (loader.batch_size, getattr(loader.batch_sampler, "batch_size", None))
     return {
         # To ask a stream for its length makes torch warn when it is longer.
@@ -30,6 +33,8 @@ def describe_loader(loader: DataLoader[Any]) -> dict[str, Any]:
         "size": next((size for size in sizes if isinstance(size, int)), None),
         "workers": loader.num_workers,
         "sampler": sampler,
+        "part": None if part is None else _digest(part),
+        "share": None if part is None or whole is None else [len(part), whole],
     }
 
 
@@ -40,6 +45,26 @@ def may_repeat(loader: DataLoader[Any]) -> bool:
         if getattr(sampler, "replacement", False) or num_asked is not None or hasattr(sampler, "weights"):
             return True
     return False
+
+
+def _find_part(loader: Any) -> tuple[Any, int | None]:
+    """The numbers that a `Subset` or a sampler of one takes, and how many there are to take from; None without such."""
+    indices: Any
+    if type(loader.dataset) is Subset:
+        indices, whole = loader.dataset.indices, loader.dataset.dataset
+    else:
+        sampler = next((one for one in _samplers_of(loader) if type(one) is SubsetRandomSampler), None)
+        indices, whole = getattr(sampler, "indices", None), loader.dataset
+    # Arrays are what most splits of other libraries give. Those on a GPU would have to be waited for.
+    is_array = getattr(indices, "ndim", None) == 1 and not getattr(indices, "is_cuda", False)
+    is_known = (is_array or isinstance(indices, list | tuple | range)) and len(indices) > 0
+    return (indices, length_of(whole)) if is_known else (None, None)
+
+
+def _digest(indices: Any) -> int:
+    """A checksum of a few of them."""
+    stride = max(1, len(indices) // _MAX_DIGESTED)
+    return zlib.crc32(str([int(one) for one in indices[::stride]]).encode())
 
 
 def length_of(thing: Any) -> int | None:

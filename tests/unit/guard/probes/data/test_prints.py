@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     Subset,
+    SubsetRandomSampler,
     TensorDataset,
 )
 
@@ -208,6 +209,27 @@ def test_loaders_are_described_by_who_divides_them() -> None:
     assert "replicas" not in plain
     stream = describe_loader(DataLoader(Stream(), 2))
     assert (stream["length"], stream["samples"], stream["sampler"]) == (None, None, None)
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.array, torch.tensor])
+def test_parts_of_a_dataset_are_told_whatever_their_numbers_are_in(kind: Callable[[list[int]], Any]) -> None:
+    """Of a Subset and of a sampler: the same checksum for the same numbers, and how many there are to take from."""
+    data = TensorDataset(torch.zeros(10, 1))
+    numbers = kind([7, 1, 4])
+    loaders = [DataLoader(Subset(data, numbers), 2), DataLoader(data, 2, sampler=SubsetRandomSampler(numbers))]
+    described = [describe_loader(loader) for loader in loaders]
+    assert [facts["share"] for facts in described] == [[3, 10], [3, 10]]
+    known = describe_loader(DataLoader(Subset(data, [7, 1, 4]), 2))["part"]
+    assert [facts["part"] for facts in described] == [known, known]
+
+
+@pytest.mark.parametrize("numbers", [(), np.zeros((2, 2), dtype=int), {1, 2}])
+def test_parts_without_an_order_of_numbers_are_not_told(numbers: Any) -> None:
+    """Nor a dataset as a whole."""
+    data = TensorDataset(torch.zeros(10, 1))
+    for loader in (DataLoader(Subset(data, numbers), 2), DataLoader(data, 2)):
+        facts = describe_loader(loader)
+        assert (facts["part"], facts["share"]) == (None, None)
 
 
 def test_orders_that_each_rank_draws_for_itself_are_known() -> None:

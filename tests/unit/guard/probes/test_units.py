@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When a step is checked: by what led to it, and by how long steps and checks take."""
+
+from __future__ import annotations
+
+import pytest
+
+from ddpilot.guard.probes.units import Unit
+
+
+def checked_steps(monkeypatch: pytest.MonkeyPatch, num_steps: int, step_s: float, cost_s: float) -> list[int]:
+    """Those of `num_steps` steps of parameters without DDP that are checked."""
+    now_s = 1000.0
+    monkeypatch.setattr("ddpilot.guard.probes.units.time.monotonic", lambda: now_s)
+    unit = Unit(number=1, key=[], model=None)
+    checked = []
+    for _ in range(num_steps):
+        now_s += step_s
+        count, _, is_due = unit.advance()
+        if is_due:
+            now_s += cost_s
+            unit.checked(count, cost_s)
+            checked.append(count)
+    return checked
+
+
+@pytest.mark.parametrize(
+    ("step_s", "cost_s", "stride"),
+    [(0.001, 0.0005, 25), (0.02, 0.001, 25), (0.04, 0.001, 5), (0.2, 0.001, 1), (0.2, 0.02, 5), (0.2, 0.5, 25)],
+)
+def test_steps_are_checked_by_how_long_they_take(
+    monkeypatch: pytest.MonkeyPatch, step_s: float, cost_s: float, stride: int
+) -> None:
+    """At most 0.75 s apart where that takes no more than a fiftieth of the time; ranks that differ in it meet."""
+    steps = checked_steps(monkeypatch, 200, step_s, cost_s)
+    assert steps[:5] == [1, 2, 3, 4, 5]
+    assert 16 in steps
+    assert [step for step in steps if step > 16] == [step for step in range(17, 201) if step % stride == 0]
+
+
+def test_a_pause_between_steps_has_the_next_one_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an evaluation, say; from then on it goes on as before."""
+    now_s = 1000.0
+    monkeypatch.setattr("ddpilot.guard.probes.units.time.monotonic", lambda: now_s)
+    unit = Unit(number=1, key=[], model=None)
+    checked = []
+    for number in range(1, 101):
+        now_s += 60.0 if number == 50 else 0.02
+        count, _, is_due = unit.advance()
+        if is_due:
+            unit.checked(count, 0.001)
+            checked.append(count)
+    assert checked == [1, 2, 3, 4, 5, 16, 25, 50, 51, 75, 100]
