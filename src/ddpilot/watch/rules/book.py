@@ -22,6 +22,7 @@ from ddpilot.watch.rules.set_epoch import SetEpochForgotten
 from ddpilot.watch.rules.shards import ShardsOverlap
 from ddpilot.watch.rules.small_norm import SmallBatchNorm
 from ddpilot.watch.rules.streams import SameRandomStreams
+from ddpilot.watch.rules.undivided import Undivided
 from ddpilot.watch.rules.unequal import UnequalBatches
 from ddpilot.watch.rules.workers import WorkersReadAlike
 
@@ -41,6 +42,7 @@ RULES: tuple[Callable[[RuleContext], Rule], ...] = (
     AllRanksSave,
     Divergence,
     NoSyncInVain,
+    Undivided,
     DataParallel,
     NeedlessFindUnused,
     GradientsMissing,
@@ -53,6 +55,7 @@ RULES_OF_ONE_RANK: tuple[Callable[[RuleContext], Rule], ...] = (
     OnGraph,
     SeveralDevices,
     NoSyncInVain,
+    Undivided,
     DataParallel,
     NeedlessFindUnused,
     GradientsMissing,

@@ -96,7 +96,16 @@ NEVER_WRAPPED = Cause(
     "never-wrapped",
     "no DDP model has these parameters, and no collective was large enough to average them: each rank trains a model "
     "of its own, on its own data",
-    "Wrap the model, `model = DistributedDataParallel(model)`, and call it through the wrapper",
+    "Wrap the model, `model = DistributedDataParallel(model)`, and call it through the wrapper; where each rank is "
+    "meant to train a model of its own, as in cross-validation, begin with another seed on each, and nothing is said",
+)
+LEFT_OUT = Cause(
+    UNKNOWN.code,
+    UNKNOWN.name,
+    "the program averages gradients by itself, without DDP, and leaves these out: each rank trains them on its own "
+    "data alone",
+    "Average the gradient of every parameter that an optimizer steps, of all modules and to the last; or wrap the "
+    "modules in DDP",
 )
 LOCAL = {
     "no_sync": NO_SYNC,

@@ -3,19 +3,21 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from ddpilot.findings.finding import Finding
 from ddpilot.record.journal import Entry
 from ddpilot.record.log import RankLog
 from ddpilot.watch.rules import causes
+from ddpilot.watch.rules.by_hand import Averaged, find_averaging, tell_left_out
 from ddpilot.watch.rules.causes import Cause
 from ddpilot.watch.rules.fingerprints import compare
 from ddpilot.watch.rules.moment import Moment, When
-from ddpilot.watch.rules.other_reductions import may_be_reduced, num_exchanged
+from ddpilot.watch.rules.other_reductions import MIN_EXCHANGED, may_be_reduced, num_exchanged
 from ddpilot.watch.rules.rule import RuleContext
+from ddpilot.watch.rules.steps_taken import MAX_STEPS, Skipped, StepsTaken
 from ddpilot.watch.rules.telling import tell_divergence
 
 NUM_LOCAL_STEPS = 16
@@ -31,19 +33,21 @@ NUM_SINGLE_STEPS = 5
 WAIT_NS = 300_000_000
 """How long a rank that has not noted a moment yet is waited for before the others are compared."""
 
-MIN_EXCHANGED = 32
-"""Elements of a collective, or of a point-to-point operation, that is no metric: parts of one model in every other step
-talk like this."""
-
-_MAX_MOMENTS = 128
 _MAX_REDUCED = 3
+"""Found so often to be averaged otherwise, it is meant, and not asked again."""
+
+_MAX_ASKED = 8
+"""Logs that are searched for averaging by hand, which takes milliseconds each."""
 
 
 class Comparison:
-    """All that is known of the ranks' units with the same `key`."""
+    """All that is known of the ranks' units with the same `key`. `all_of_job` gives those of every key."""
 
-    def __init__(self, key: tuple[Any, ...], context: RuleContext) -> None:
+    def __init__(
+        self, key: tuple[Any, ...], context: RuleContext, all_of_job: Callable[[], Iterable[Comparison]] = tuple
+    ) -> None:
         self.key = key
+        self._all_of_job = all_of_job
         self.units: dict[int, dict[str, Any]] = {}
         self.loads: dict[int, Entry] = {}
         self.is_over = False
@@ -51,16 +55,15 @@ class Comparison:
         self._context = context
         self._moments: OrderedDict[When, Moment] = OrderedDict()
         self._waiting: dict[When, Moment] = {}
-        self._last: dict[int, When] = {}
-        self._order: dict[int, deque[When]] = {}
+        self._taken = StepsTaken()
         self._first_bad: Moment | None = None
         self._began_alike: bool | None = None
         self._is_apart = False
-        self._first_ns: dict[int, int] = {}
         self._num_steps = 0
         self._num_local = 0
         self._num_reduced = 0
-        self._newest = 0
+        self._num_asked = 0
+        self._weighed: Moment | None = None
         self.alike_at = 0
         """The newest step at which parameters were the same on all ranks; 0 where they never were."""
 
@@ -84,18 +87,12 @@ class Comparison:
         if entry.values.get("silent"):
             self.end()
             return
-        number = entry.values["s"]
-        self._newest = max(self._newest, int(entry.values["n"]))
-        last = self._last.get(rank, (-1, 0))
-        when = (number, last[1] + 1 if last[0] == number else 0)
-        self._last[rank] = when
-        self._order.setdefault(rank, deque(maxlen=_MAX_MOMENTS)).append(when)
-        self._first_ns.setdefault(rank, entry.time_ns)
+        when = self._taken.add(rank, entry)
         moment = self._moments.setdefault(when, Moment())
         moment.steps[rank] = entry
         if "f" in entry.values and not moment.is_compared:
             self._waiting[when] = moment
-        if len(self._moments) > _MAX_MOMENTS:
+        if len(self._moments) > MAX_STEPS:
             self._waiting.pop(self._moments.popitem(last=False)[0], None)
 
     def judge(self, now_ns: int | None) -> Iterator[Finding]:
@@ -120,16 +117,21 @@ class Comparison:
         cause = self._cause(moment)
         num_needed = 2 if self.is_free else 1
         is_known = cause.code != causes.UNKNOWN.code
-        if is_known and self._num_steps >= num_needed and not self._is_reduced_otherwise():
+        if self._num_steps >= num_needed and (finding := self._left_out(at_end=True)):
             self.end()
-            yield self._tell(cause, moment, moment)
+            yield finding
+            return
+        if is_known and self._num_steps >= num_needed and not self._is_reduced_otherwise():
+            finding = self._tell(cause, moment, moment)
+            self.end()
+            yield finding
 
     def end(self) -> None:
         """Say nothing more."""
         self.is_over = True
         self._moments.clear()
         self._waiting.clear()
-        self._order.clear()
+        self._taken.clear()
 
     def _ready(self, now_ns: int | None) -> list[Moment]:
         """Moments of which enough ranks have a fingerprint, oldest first."""
@@ -152,6 +154,7 @@ class Comparison:
         fingerprints = {rank: step.values["f"] for rank, step in moment.steps.items() if "f" in step.values}
         names = {rank: self.units[rank]["names"] for rank in fingerprints}
         moment.difference = difference = compare(names, fingerprints)
+        self._weighed = moment
         self._num_steps += 1
         if self._began_alike is None:
             self._began_alike = not difference.parameters
@@ -168,6 +171,8 @@ class Comparison:
         self._is_apart = True
         self._first_bad = self._first_bad or moment
         self._num_local = max(0, self._count(moment) - self._count(self._first_bad)) + 1
+        if finding := self._left_out():
+            return finding
         if self._is_proven(moment):
             cause = self._cause(self._first_bad)
             may_be_meant = cause is causes.NO_SYNC and not moment.is_reduced
@@ -191,10 +196,37 @@ class Comparison:
         needed = NUM_FREE_STEPS if is_asked_for else NUM_LOCAL_STEPS
         return self._num_local >= needed and not self._is_reduced_otherwise()
 
+    def _is_one_model(self, moment: Moment) -> bool:
+        """Whether no DDP model has these parameters, which began alike and got gradients that are not."""
+        return self.is_free and bool(self._began_alike and moment.difference.gradients and not moment.rates)
+
+    def averaged(self) -> Averaged | None:
+        """What was alike at the newest moment of which there are fingerprints; None where there is none."""
+        return Averaged(self.units, self._weighed) if self.is_free and self._weighed else None
+
+    def _left_out(self, *, at_end: bool = False) -> Finding | None:
+        """What is said where the program averages gradients by itself, and forgets some; asked a few times only."""
+        first, last = self._first_bad, self._weighed
+        own = self.averaged()
+        if own is None or first is None or last is None or not self._is_one_model(first):
+            return None
+        needed = NUM_LOCAL_STEPS if own.least else NUM_FREE_STEPS
+        if not last.difference.parameters or (self._num_local < needed and not at_end):
+            return None
+        others = [] if own.least else [each.averaged() for each in self._all_of_job() if each is not self]
+        averaged = [each for each in (own, *others) if each is not None and each.least]
+        for rank, step in last.steps.items() if averaged and self._num_asked < _MAX_ASKED else ():
+            earlier = [moment.steps[rank].time_ns for moment in self._moments.values() if rank in moment.steps]
+            since_ns = max((at_ns for at_ns in earlier if at_ns < step.time_ns), default=None)
+            if since_ns is not None and (log := self._context.log(rank)) is not None:
+                self._num_asked += 1
+                line = find_averaging(log, since_ns, step.time_ns, averaged)
+                return None if line is None else tell_left_out(self.units, first, last, line)
+        return None
+
     def _cause(self, moment: Moment) -> Cause:
         if self.is_free:
-            is_one_model = self._began_alike and bool(moment.difference.gradients)
-            return causes.NEVER_WRAPPED if is_one_model and not moment.rates else causes.UNKNOWN
+            return causes.NEVER_WRAPPED if self._is_one_model(moment) else causes.UNKNOWN
         differing = {*moment.difference.gradients} or {*moment.difference.parameters}
         moved = {name.partition(":")[0] for unit in self.units.values() for name in unit["moved"]}
         late = {unit["names"][place] for unit in self.units.values() for place in unit["late"]}
@@ -203,7 +235,7 @@ class Comparison:
         if differing <= late:
             return causes.LATE
         if not moment.difference.gradients:
-            if self._skipped():
+            if self._taken.find_skipped():
                 return causes.STEP
             if moment.rates:
                 return causes.RATES
@@ -211,44 +243,30 @@ class Comparison:
         whys = [moment.value(rank, "why") for rank in moment.steps]
         return next((causes.LOCAL[why] for why in whys if why), causes.UNKNOWN)
 
-    def _skipped(self) -> dict[int, When]:
-        """Ranks that took no step where another did and both went on; with the first such moment."""
-        found: dict[int, When] = {}
-        begun = max((order[0] for order in self._order.values()), default=(0, 0))
-        ended = min((order[-1] for order in self._order.values()), default=(0, 0))
-        taken = {rank: set(order) for rank, order in self._order.items()}
-        for when in sorted(set().union(*taken.values())):
-            if begun <= when <= ended:
-                for rank in taken:
-                    if when not in taken[rank]:
-                        found.setdefault(rank, when)
-        return found
-
     def _step_of_some(self, now_ns: int) -> Finding | None:
         """Ranks that never took a step with an optimizer that others have taken several with."""
-        if self.is_free or not self._order:
+        if self.is_free or not self._taken.ranks:
             return None
         group = range(self._context.world_size) if self.key[1] == "world" else _ranks(self.key[1])
         steps = [moment for moment in self._moments.values() if moment.is_reduced]
-        if len(self._order) >= len(group) or len(steps) < NUM_SINGLE_STEPS:
+        if len(self._taken.ranks) >= len(group) or len(steps) < NUM_SINGLE_STEPS:
             return None
         # The others have taken part in the reductions before all steps but the last; their notes may come late.
         if now_ns - steps[0].begun_ns < WAIT_NS or self._is_reduced_otherwise():
             return None
-        self._skippers = tuple(rank for rank in group if rank not in self._order)
-        return self._tell(causes.STEP, steps[0], steps[-1])
-
-    _skippers: tuple[int, ...] = ()
+        absent = tuple(rank for rank in group if rank not in self._taken.ranks)
+        skipped = Skipped(steps[0].number, tuple(steps[0].steps), absent)
+        return tell_divergence(causes.STEP, self, steps[0], steps[-1], skipped=skipped)
 
     def _is_reduced_otherwise(self) -> bool:
         """Whether other collectives may have averaged what DDP did not; also where that is not known."""
         largest = max(unit["largest"] for unit in self.units.values())
         since = self._first_bad.steps if self._first_bad else {}
-        logs = {rank: log for rank in self._order if (log := self._context.log(rank)) is not None}
-        if not logs or (self._context.has_all_logs and len(logs) < len(self._order)):
+        logs = {rank: log for rank in self._taken.ranks if (log := self._context.log(rank)) is not None}
+        if not logs or (self._context.has_all_logs and len(logs) < len(self._taken.ranks)):
             return self.is_free or not self._context.has_all_logs
         for rank, log in logs.items():
-            since_ns = since[rank].time_ns if rank in since else self._first_ns[rank]
+            since_ns = since[rank].time_ns if rank in since else self._taken.first_ns[rank]
             if may_be_reduced(log, since_ns, largest) or self._talks(log, since_ns):
                 self._num_reduced += 1
                 if self._num_reduced >= _MAX_REDUCED:
@@ -260,12 +278,12 @@ class Comparison:
         """Whether these are parts of one model: in every other step or more the program exchanges what they compute."""
         if not self.is_free:
             return False
-        num_steps = self._newest - (self._count(self._first_bad) if self._first_bad else 0)
+        num_steps = self._taken.newest - (self._count(self._first_bad) if self._first_bad else 0)
         return 2 * num_exchanged(log, since_ns, MIN_EXCHANGED) >= max(2, num_steps)
 
     def _tell(self, cause: Cause, first: Moment, proof: Moment, *, may_be_meant: bool = False) -> Finding:
-        skipped: Sequence[int] = self._skippers or (tuple(self._skipped()) if cause is causes.STEP else ())
-        return tell_divergence(cause, self, first, proof, skipped=tuple(skipped), may_be_meant=may_be_meant)
+        skipped = self._taken.find_skipped() if cause is causes.STEP else None
+        return tell_divergence(cause, self, first, proof, skipped=skipped, may_be_meant=may_be_meant)
 
 
 def _ranks(group: str) -> list[int]:

@@ -9,19 +9,20 @@ from typing import NamedTuple
 from ddpilot.findings.finding import Finding
 from ddpilot.record.journal import Entry
 from ddpilot.watch.rules.gathering import some
-from ddpilot.watch.rules.rule import RuleContext, place_of
+from ddpilot.watch.rules.rule import PromptRule, RuleContext, place_of
 
 NUM_IN_VAIN = 2
 """Backwards in `no_sync` that were reduced all the same, before that is said."""
 
 
-class NoSyncInVain:
+class NoSyncInVain(PromptRule):
     """`no_sync` around a backward whose forward ran outside of it."""
 
     codes = ("DDP328",)
     kinds = ("step",)
 
-    def __init__(self, _: RuleContext) -> None:
+    def __init__(self, context: RuleContext) -> None:
+        super().__init__(context)
         self._num: dict[int, int] = {}
 
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
@@ -44,21 +45,12 @@ class NoSyncInVain:
                 source="ddpilot explain DDP328",
             )
 
-    def look(self, _: int) -> Iterable[Finding]:
-        """Nothing."""
-        return ()
 
-    finish = look
-
-
-class DataParallel:
+class DataParallel(PromptRule):
     """`nn.DataParallel` trains in a job of several ranks."""
 
     codes = ("DDP330",)
     kinds = ("data_parallel",)
-
-    def __init__(self, context: RuleContext) -> None:
-        self._num_ranks = context.world_size
 
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
         """As `Rule.feed`."""
@@ -66,7 +58,7 @@ class DataParallel:
             code="DDP330",
             name="data-parallel",
             severity="warning",
-            summary=f"nn.DataParallel trains a model in a job of {self._num_ranks} ranks",
+            summary=f"nn.DataParallel trains a model in a job of {self._context.world_size} ranks",
             ranks=(rank,),
             place=place_of(entry.values["site"]),
             why="DataParallel spreads a batch over the devices of one process; ranks learn nothing of each other by it",
@@ -74,21 +66,15 @@ class DataParallel:
             source="ddpilot explain DDP330",
         )
 
-    def look(self, _: int) -> Iterable[Finding]:
-        """Nothing."""
-        return ()
 
-    finish = look
-
-
-class NeedlessFindUnused:
+class NeedlessFindUnused(PromptRule):
     """`find_unused_parameters=True` for a model that uses all of them."""
 
     codes = ("DDP502",)
     kinds = ("unused",)
 
     def __init__(self, context: RuleContext) -> None:
-        self._num_ranks = context.world_size
+        super().__init__(context)
         self._needless: dict[tuple[str, str], set[int]] = {}
 
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
@@ -98,7 +84,7 @@ class NeedlessFindUnused:
         if not values["num_bytes"]:
             ranks.add(rank)
         group = values["group"]
-        if len(ranks) == (self._num_ranks if group == "world" else len(group.split(","))):
+        if len(ranks) == (self._context.world_size if group == "world" else len(group.split(","))):
             yield Finding(
                 code="DDP502",
                 name="needless-find-unused",
@@ -110,12 +96,6 @@ class NeedlessFindUnused:
                 fix="Leave it out, unless a branch that is taken later leaves parameters unused",
                 source="ddpilot explain DDP502",
             )
-
-    def look(self, _: int) -> Iterable[Finding]:
-        """Nothing."""
-        return ()
-
-    finish = look
 
 
 class _Failure(NamedTuple):
@@ -149,14 +129,11 @@ _FAILURES = {
 """By kind of entry."""
 
 
-class GradientsMissing:
+class GradientsMissing(PromptRule):
     """DDP failed because it waits for gradients that do not come: of which parameters, frozen ones or others."""
 
     codes = tuple(failure.code for failure in _FAILURES.values())
     kinds = tuple(_FAILURES)
-
-    def __init__(self, _: RuleContext) -> None:
-        pass
 
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
         """As `Rule.feed`."""
@@ -175,9 +152,3 @@ class GradientsMissing:
             fix=failure.fix,
             source=f"ddpilot explain {failure.code}",
         )
-
-    def look(self, _: int) -> Iterable[Finding]:
-        """Nothing."""
-        return ()
-
-    finish = look

@@ -10,6 +10,7 @@ from ddpilot.findings.finding import Finding
 from ddpilot.record.journal import Entry
 from ddpilot.watch.rules.causes import LOCAL, NEVER_WRAPPED
 from ddpilot.watch.rules.comparison import Comparison
+from ddpilot.watch.rules.own_parts import OwnParts
 from ddpilot.watch.rules.rule import RuleContext
 from ddpilot.watch.rules.telling import tell_order
 
@@ -23,10 +24,11 @@ class Divergence:
         *dict.fromkeys(cause.code for cause in LOCAL.values()),
         *("DDP320", NEVER_WRAPPED.code, "DDP325", "DDP326", "DDP327", "DDP331", "DDP332"),
     )
-    kinds = ("ddp", "unit", "step", "load")
+    kinds = ("ddp", "unit", "step", "load", *OwnParts.kinds)
 
     def __init__(self, context: RuleContext) -> None:
         self._context = context
+        self._parts = OwnParts(context.world_size)
         self._comparisons: dict[tuple[Any, ...], Comparison] = {}
         self._of_unit: dict[tuple[int, int], Comparison] = {}
         self._orders: dict[tuple[str, str], tuple[int, list[Any]]] = {}
@@ -41,7 +43,9 @@ class Divergence:
             self._add_unit(rank, entry.values)
         elif entry.kind == "step" and (comparison := self._of_unit.get((rank, entry.values["u"]))):
             comparison.step(rank, entry)
-            return comparison.judge(None)
+            return self._open(comparison).judge(None)
+        elif entry.kind in OwnParts.kinds:
+            self._parts.feed(rank, entry)
         elif entry.kind == "load":
             key = ("ddp", entry.values["group"], entry.values["ordinal"])
             if len(self._loads) >= _MAX_UNITS and key not in self._loads:
@@ -75,11 +79,17 @@ class Divergence:
         """As `Rule.finish`."""
         yield from self._judge(now_ns + 10**12)
         for comparison in self._comparisons.values():
-            yield from comparison.finish()
+            yield from self._open(comparison).finish()
 
     def _judge(self, now_ns: int) -> Iterator[Finding]:
         for comparison in self._comparisons.values():
-            yield from comparison.judge(now_ns)
+            yield from self._open(comparison).judge(now_ns)
+
+    def _open(self, comparison: Comparison) -> Comparison:
+        """The same; over where no DDP model has these parameters, and each rank trains on a fold of its own."""
+        if comparison.is_free and self._parts.overlap:
+            comparison.end()
+        return comparison
 
     def _add_unit(self, rank: int, values: dict[str, Any]) -> None:
         key = tuple(values["key"])
@@ -90,7 +100,7 @@ class Divergence:
             if len(self._comparisons) >= _MAX_UNITS:
                 oldest = self._comparisons.pop(next(iter(self._comparisons)))
                 self._of_unit = {unit: each for unit, each in self._of_unit.items() if each is not oldest}
-            self._comparisons[key] = Comparison(key, self._context)
+            self._comparisons[key] = Comparison(key, self._context, self._comparisons.values)
             for loader, entry in self._loads.get(key[:3], {}).items():
                 self._comparisons[key].loaded(loader, entry)
             if is_short_lived:

@@ -12,16 +12,17 @@ from ddpilot.findings.finding import Finding
 from ddpilot.findings.words import render_ranks
 from ddpilot.record.journal import Entry
 from ddpilot.record.log import RankLog
-from ddpilot.watch.rules.gathering import NS_PER_S, PATIENCE_NS, Waiting
-from ddpilot.watch.rules.rule import RuleContext, place_of
+from ddpilot.watch.rules.gathering import NS_PER_S
+from ddpilot.watch.rules.newest import Newest
+from ddpilot.watch.rules.rule import RuleContext, line_of, place_of
+from ddpilot.watch.rules.waiting import WaitingRule
 
-_EVALUATION_PATIENCE_NS = NS_PER_S
 _MAX_PASSES = 4096
 _MAX_SAMPLES = 5000
 """Beyond, float32 no longer tells which quotients have this denominator."""
 
 
-class PaddedEvaluation:
+class PaddedEvaluation(WaitingRule):
     """A DistributedSampler that repeats samples for equal parts, gone over without gradients.
 
     Nothing is said of a loader that has trained a model; nor where the ranks gather something as long as a batch after
@@ -30,12 +31,13 @@ class PaddedEvaluation:
 
     codes: tuple[str, ...] = ("DDP405",)
     kinds: tuple[str, ...] = ("loader_pass", "trains", "pass_end")
+    patience_ns = NS_PER_S
+    waits_for_more = True
 
     def __init__(self, context: RuleContext) -> None:
-        self._context = context
-        self._passes: dict[tuple[int, int, int], dict[str, Any]] = {}
-        self._training: dict[tuple[int, int], None] = {}
-        self._waiting: Waiting[tuple[str, int], dict[str, Any]] = Waiting(context.world_size)
+        super().__init__(context)
+        self._passes: Newest[tuple[int, int, int], dict[str, Any]] = Newest(_MAX_PASSES)
+        self._training: Newest[tuple[int, int], None] = Newest(_MAX_PASSES)
 
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
         """What `rank` noted."""
@@ -44,28 +46,13 @@ class PaddedEvaluation:
         if entry.kind == "loader_pass":
             if _num_repeated(values):
                 self._passes[key] = {**values, "begun_ns": entry.time_ns}
-                if len(self._passes) > _MAX_PASSES:
-                    self._passes.pop(next(iter(self._passes)))
         elif entry.kind == "trains":
             self._training[key[:2]] = None
-            if len(self._training) > _MAX_PASSES:
-                self._training.pop(next(iter(self._training)))
         elif key[:2] in self._training:
             self._passes.pop(key, None)  # what it trains on may be gone over for statistics of BatchNorm
         elif values["evaluates"] and (facts := self._passes.pop(key, None)):
-            site = facts.get("site") or {}
-            self._waiting.put((site.get("file", ""), site.get("line", 0)), rank, facts, entry.time_ns)
+            self._waiting.put(line_of(facts.get("site")), rank, facts, entry.time_ns)
         return ()
-
-    def look(self, now_ns: int) -> Iterable[Finding]:
-        """What can be said now, a second after the evaluation."""
-        for _, by_rank in self._waiting.settled(now_ns, _EVALUATION_PATIENCE_NS):
-            if not self._gather_samples(by_rank):
-                yield self._finding(by_rank)
-
-    def finish(self, now_ns: int) -> Iterable[Finding]:
-        """What waits is said now."""
-        return self.look(now_ns + _EVALUATION_PATIENCE_NS)
 
     def _gather_samples(self, by_rank: Mapping[int, Mapping[str, Any]]) -> bool:
         """Whether two of the ranks, of which it can be seen, have gathered something as long as a batch since then."""
@@ -75,7 +62,9 @@ class PaddedEvaluation:
             return not self._context.has_all_logs
         return any(_gathers_samples(log, facts) for log, facts in seen)
 
-    def _finding(self, by_rank: Mapping[int, Mapping[str, Any]]) -> Finding:
+    def _finding(self, by_rank: dict[int, Any]) -> Finding | None:
+        if self._gather_samples(by_rank):
+            return None
         facts = next(iter(by_rank.values()))
         sampler, samples, repeated = facts["sampler"], facts["samples"], _num_repeated(facts)
         replicas = sampler["replicas"]
@@ -118,42 +107,33 @@ def _num_elements(tensors: Iterable[Any]) -> int:
     return max((math.prod(tensor.shape) for tensor in tensors), default=0)
 
 
-class MeanOfMeans:
+class MeanOfMeans(WaitingRule):
     """Numbers that the ranks bring together after an evaluation in which they had unequal numbers of samples.
 
     Told are averages of one number, and sums or gathers of one quotient whose denominator is the rank's own count.
+    Objects that are gathered may be shown one by one: of these it is told where the program takes their mean.
     """
 
     codes: tuple[str, ...] = ("DDP406",)
     kinds: tuple[str, ...] = ("collected",)
+    waits_for_more = True  # until they all had the time to collect the counts
 
     def __init__(self, context: RuleContext) -> None:
-        self._waiting: Waiting[tuple[int, int], list[Any]] = Waiting(context.world_size)
-        self._world_size = context.world_size
-        self._collected: dict[tuple[int, int, int], list[Any]] = {}
+        super().__init__(context)
+        self._collected: Newest[tuple[int, int, int], list[Any]] = Newest(_MAX_PASSES)
 
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
         """What `rank` noted."""
         values = entry.values
         key = (values["loader"], values["pass"])
         mine = self._collected.setdefault((rank, *key), [])
-        if len(self._collected) > 4096:
-            self._collected.pop(next(iter(self._collected)))
         if len(mine) < 16:
             mine.append(values)
-        # Said when they all had the time to collect the counts, too.
         self._waiting.put(key, rank, mine, entry.time_ns)
         return ()
 
-    def look(self, now_ns: int) -> Iterable[Finding]:
-        """What can be said now."""
-        for _, by_rank in self._waiting.settled(now_ns):
-            if len(by_rank) == self._world_size and (found := _find_mean_of_means(by_rank)):
-                yield found
-
-    def finish(self, now_ns: int) -> Iterable[Finding]:
-        """What waits is said now."""
-        return self.look(now_ns + PATIENCE_NS)
+    def _finding(self, by_rank: dict[int, Any]) -> Finding | None:
+        return _find_mean_of_means(by_rank) if len(by_rank) == self._context.world_size else None
 
 
 def _find_mean_of_means(by_rank: Mapping[int, list[Any]]) -> Finding | None:
@@ -166,6 +146,8 @@ def _find_mean_of_means(by_rank: Mapping[int, list[Any]]) -> Finding | None:
         found = {rank: values[number] for rank, values in by_rank.items()}
         first = next(iter(found.values()))
         if any((one["op"], one["reduce"], one["numel"]) != (first["op"], first["reduce"], 1) for one in found.values()):
+            continue
+        if not all(one["averages"] for one in found.values()):
             continue
         if _is_average(found) or _are_quotients(found, samples):
             return _say_mean_of_means(found, samples)

@@ -13,6 +13,12 @@ TOLERANCES = {"p": 1e-5, "w": 1e-3, "g": 1e-4}
 """Relative: of norms of parameters, of weighted sums (which may nearly cancel), of norms of gradients. On machines
 alike the same numbers have the same fingerprint; these leave room for different ones."""
 
+ALL_SEEN = 64
+"""Of so many parameters and fewer every gradient is looked at."""
+
+NOT_SEEN = -1.0
+"""The norm of a gradient that is not there, or was not looked at."""
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -47,6 +53,12 @@ def compare(names: Mapping[int, Sequence[str]], fingerprints: Mapping[int, Mappi
     return Difference(found["g"], found["p"], _odd_ones(looks))
 
 
+def seen_gradients(fingerprint: Mapping[str, str]) -> list[float | None]:
+    """The norm of each parameter's gradient, 0 where it has none; None where it was not looked at."""
+    norms = _unpack(fingerprint["g"])
+    return [(0.0 if len(norms) <= ALL_SEEN else None) if norm == NOT_SEEN else norm for norm in norms]
+
+
 def _are_alike(values: Sequence[float], tolerance: float) -> bool:
     finite = [value for value in values if math.isfinite(value)]
     if len(finite) != len(values):
@@ -56,7 +68,8 @@ def _are_alike(values: Sequence[float], tolerance: float) -> bool:
 
 def _say(ranks: Sequence[int], values: Sequence[float]) -> str:
     said = [
-        f"rank {rank} {'none' if value == -1.0 else f'{value:.6g}'}" for rank, value in zip(ranks, values, strict=True)
+        f"rank {rank} {'none' if value == NOT_SEEN else f'{value:.6g}'}"
+        for rank, value in zip(ranks, values, strict=True)
     ]
     return ", ".join(said if len(said) <= 8 else [*said[:7], f"... {said[-1]}"])
 

@@ -31,6 +31,11 @@ class Moment:
         return min(step.time_ns for step in self.steps.values())
 
     @property
+    def number(self) -> int:
+        """Of the step."""
+        return min(int(step.values["n"]) for step in self.steps.values())
+
+    @property
     def rates(self) -> dict[int, list[float]]:
         """The ranks' learning rates, where they differ; else empty."""
         rates = {rank: step.values["lr"] for rank, step in sorted(self.steps.items()) if step.values.get("lr")}

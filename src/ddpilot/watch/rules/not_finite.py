@@ -9,11 +9,12 @@ from typing import Any
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.words import render_ranks
 from ddpilot.record.journal import Entry
-from ddpilot.watch.rules.gathering import PATIENCE_NS, Waiting, some
+from ddpilot.watch.rules.gathering import some
 from ddpilot.watch.rules.rule import RuleContext, place_of
+from ddpilot.watch.rules.waiting import WaitingRule
 
 
-class NotFinite:
+class NotFinite(WaitingRule):
     """Says who was first, when an optimizer step has written what is not finite into weights that were.
 
     A loss or a gradient alone is no fault: a scaler, or the program, may leave that step out.
@@ -23,8 +24,8 @@ class NotFinite:
     kinds: tuple[str, ...] = ("not_finite", "spoiled")
 
     def __init__(self, context: RuleContext) -> None:
+        super().__init__(context)
         self._seen: dict[int, dict[int, Any]] = {}
-        self._waiting: Waiting[int, Any] = Waiting(context.world_size)
 
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
         """What `rank` noted."""
@@ -36,15 +37,6 @@ class NotFinite:
         else:
             self._waiting.put(entry.values["time"], rank, entry.values, entry.time_ns)
         return ()
-
-    def look(self, now_ns: int) -> Iterable[Finding]:
-        """What can be said now."""
-        for _, spoiled in self._waiting.ready(now_ns):
-            yield self._finding(spoiled)
-
-    def finish(self, now_ns: int) -> Iterable[Finding]:
-        """What waits is said now."""
-        return self.look(now_ns + PATIENCE_NS)
 
     def _finding(self, spoiled: dict[int, Any]) -> Finding:
         # A rank whose own loss was finite notices only in its next backward.

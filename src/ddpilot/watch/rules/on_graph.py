@@ -8,11 +8,11 @@ from typing import Any
 
 from ddpilot.findings.finding import Finding
 from ddpilot.record.journal import Entry
-from ddpilot.watch.rules.gathering import PATIENCE_NS, Waiting
-from ddpilot.watch.rules.rule import RuleContext, place_of
+from ddpilot.watch.rules.rule import line_of, place_of
+from ddpilot.watch.rules.waiting import WaitingRule
 
 
-class OnGraph:
+class OnGraph(WaitingRule):
     """Says what a probe noted: a backward through a collective, or a sum of losses of several steps with their graphs.
 
     What is reduced after its backward is nobody's loss any more; nothing is said of it.
@@ -21,28 +21,15 @@ class OnGraph:
     codes: tuple[str, ...] = ("DDP410",)
     kinds: tuple[str, ...] = ("on_graph",)
 
-    def __init__(self, context: RuleContext) -> None:
-        self._waiting: Waiting[tuple[str, str, int], Any] = Waiting(context.world_size)
-
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
         """What `rank` noted."""
         values = entry.values
-        site = values.get("site") or {}
-        key = (values["case"], site.get("file", ""), site.get("line", 0))
-        self._waiting.put(key, rank, values, entry.time_ns)
+        self._waiting.put((values["case"], line_of(values.get("site"))), rank, values, entry.time_ns)
         return ()
 
-    def look(self, now_ns: int) -> Iterable[Finding]:
-        """What can be said now."""
-        for (case, _, _), by_rank in self._waiting.ready(now_ns):
-            yield self._finding(case, tuple(by_rank), next(iter(by_rank.values())))
-
-    def finish(self, now_ns: int) -> Iterable[Finding]:
-        """What waits is said now."""
-        return self.look(now_ns + PATIENCE_NS)
-
-    def _finding(self, case: str, ranks: tuple[int, ...], values: Any) -> Finding:
-        through = case == "backward"
+    def _finding(self, by_rank: dict[int, Any]) -> Finding:
+        values = next(iter(by_rank.values()))
+        through = values["case"] == "backward"
         op = values["op"]
         return Finding(
             code=self.codes[0],
@@ -50,8 +37,8 @@ class OnGraph:
             severity="warning",
             summary=f"the backward goes through {op}, which has no gradient"
             if through
-            else f"what {op} reduces holds the graphs of {values['losses']} steps",
-            ranks=ranks,
+            else f"what {op} reduces holds the graphs of at least {values['losses']} steps",
+            ranks=tuple(by_rank),
             place=place_of(values.get("site")),
             evidence=(
                 f"{op} changed a tensor of {values['numel']} element{'s' * (values['numel'] != 1)} that has a grad_fn"

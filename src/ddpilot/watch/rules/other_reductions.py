@@ -7,6 +7,10 @@ import math
 
 from ddpilot.record.log import Collective, RankLog
 
+MIN_EXCHANGED = 32
+"""Elements of a collective, or of a point-to-point operation, that is no metric: parts of one model in every other step
+talk like this."""
+
 
 def may_be_reduced(log: RankLog, since_ns: int, num_elements: int) -> bool:
     """Whether a collective of no DDP model since `since_ns` moved `num_elements` or more, or may have: it is forgotten.

@@ -9,17 +9,19 @@ from typing import Any
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.words import render_ranks
 from ddpilot.record.journal import Entry
-from ddpilot.watch.rules.gathering import PATIENCE_NS, Gathering, Members, Waiting, some
-from ddpilot.watch.rules.rule import RuleContext, place_of
+from ddpilot.watch.rules.gathering import Gathering, Members, some
+from ddpilot.watch.rules.rule import PromptRule, RuleContext, line_of, place_of
+from ddpilot.watch.rules.waiting import WaitingRule
 
 
-class OneDevice:
+class OneDevice(PromptRule):
     """Several ranks' parts of one DDP model on the same accelerator of the same machine."""
 
     codes: tuple[str, ...] = ("DDP118",)
     kinds: tuple[str, ...] = ("ddp_model",)
 
     def __init__(self, context: RuleContext) -> None:
+        super().__init__(context)
         self._members = Members(context.world_size)
         self._models: Gathering[int, dict[str, Any]] = Gathering(64)
         self._judged: set[int] = set()
@@ -39,14 +41,6 @@ class OneDevice:
         shared = {device: ranks for device, ranks in by_device.items() if len(ranks) > 1}
         if shared:
             yield self._finding(found, shared)
-
-    def look(self, now_ns: int) -> Iterable[Finding]:  # noqa: ARG002 - as every rule
-        """Nothing waits."""
-        return ()
-
-    def finish(self, now_ns: int) -> Iterable[Finding]:  # noqa: ARG002 - as every rule
-        """Nothing waits."""
-        return ()
 
     def _finding(self, found: Mapping[int, Any], shared: Mapping[tuple[str, str], list[int]]) -> Finding:
         ranks = sorted(rank for together in shared.values() for rank in together)
@@ -72,42 +66,32 @@ class OneDevice:
         )
 
 
-class SeveralDevices:
+class SeveralDevices(WaitingRule):
     """Says which tensors were on which device, by name, when an operation refused them."""
 
     codes: tuple[str, ...] = ("DDP412",)
     kinds: tuple[str, ...] = ("devices",)
 
-    def __init__(self, context: RuleContext) -> None:
-        self._waiting: Waiting[tuple[str, int], Any] = Waiting(context.world_size)
-
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
         """What `rank` noted."""
-        site = entry.values.get("site") or {}
-        self._waiting.put((site.get("file", ""), site.get("line", 0)), rank, entry.values, entry.time_ns)
+        self._waiting.put(line_of(entry.values.get("site")), rank, entry.values, entry.time_ns)
         return ()
 
-    def look(self, now_ns: int) -> Iterable[Finding]:
-        """What can be said now."""
-        for _, by_rank in self._waiting.ready(now_ns):
-            values = next(iter(by_rank.values()))
-            yield Finding(
-                code=self.codes[0],
-                name="several-devices",
-                severity="error",
-                summary=f"tensors on {some(sorted(values['by_device']))} met in one operation",
-                ranks=tuple(by_rank),
-                place=place_of(values.get("site")),
-                evidence=(
-                    *(f"on {device}: {some(names, 8)}" for device, names in sorted(values["by_device"].items())),
-                    values["message"],
-                ),
-                why="An operation takes tensors of one device, and never moves them by itself.",
-                fix="Move what is on the wrong one: model.to(device) before DDP wraps it, and batch, target and what "
-                "the loss holds (weights of classes) with .to(device).",
-                source="ddpilot explain DDP412",
-            )
-
-    def finish(self, now_ns: int) -> Iterable[Finding]:
-        """What waits is said now."""
-        return self.look(now_ns + PATIENCE_NS)
+    def _finding(self, by_rank: dict[int, Any]) -> Finding:
+        values = next(iter(by_rank.values()))
+        return Finding(
+            code=self.codes[0],
+            name="several-devices",
+            severity="error",
+            summary=f"tensors on {some(sorted(values['by_device']))} met in one operation",
+            ranks=tuple(by_rank),
+            place=place_of(values.get("site")),
+            evidence=(
+                *(f"on {device}: {some(names, 8)}" for device, names in sorted(values["by_device"].items())),
+                values["message"],
+            ),
+            why="An operation takes tensors of one device, and never moves them by itself.",
+            fix="Move what is on the wrong one: model.to(device) before DDP wraps it, and batch, target and what "
+            "the loss holds (weights of classes) with .to(device).",
+            source="ddpilot explain DDP412",
+        )

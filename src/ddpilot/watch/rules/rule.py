@@ -51,6 +51,27 @@ class Rule(Protocol):
         """What can be said now that no entry will come any more. A rule that has nothing to add returns ``()``."""
 
 
+class PromptRule:
+    """A rule that says all it has to say when it is fed, so that nothing waits."""
+
+    def __init__(self, context: RuleContext) -> None:
+        self._context = context
+
+    def look(self, now_ns: int, /) -> Iterable[Finding]:  # noqa: ARG002 - as every rule
+        """Nothing waits."""
+        return ()
+
+    def finish(self, now_ns: int, /) -> Iterable[Finding]:  # noqa: ARG002 - as every rule
+        """Nothing waits."""
+        return ()
+
+
+def line_of(site: Mapping[str, Any] | None) -> tuple[str, int]:
+    """The file and the line of what a probe noted with `Notes.site`: what ranks note there is one thing."""
+    site = site or {}
+    return site.get("file", ""), site.get("line", 0)
+
+
 def place_of(site: Mapping[str, Any] | None) -> Place | None:
     """The line that a probe noted with `Notes.site`; None where it found none."""
     if not site or "file" not in site:

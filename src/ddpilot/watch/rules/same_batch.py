@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,7 +10,8 @@ from ddpilot.findings.finding import Finding
 from ddpilot.findings.words import render_ranks
 from ddpilot.record.journal import Entry
 from ddpilot.watch.rules.gathering import Gathering, Members
-from ddpilot.watch.rules.rule import RuleContext, place_of
+from ddpilot.watch.rules.newest import Newest
+from ddpilot.watch.rules.rule import PromptRule, RuleContext, place_of
 
 MIN_DIFFERENT = 3
 """So many batches that differ from each other have to be the same on the ranks, and none may be another."""
@@ -24,7 +24,7 @@ _SAME = "The gradients of these ranks are the same, so that their mean is that o
 _NEARLY_SAME = "The gradients of these ranks differ by what they draw at random only: the others add next to nothing."
 
 
-class SameBatch:
+class SameBatch(PromptRule):
     """Compares fingerprints of what goes into a DDP model while it trains, and of what its loader gave.
 
     What goes into the model decides: a program may load the same on every rank and take its part of it afterwards. A
@@ -35,10 +35,11 @@ class SameBatch:
     kinds: tuple[str, ...] = ("ddp_model", "loader_pass", "batch", "input", "random")
 
     def __init__(self, context: RuleContext) -> None:
+        super().__init__(context)
         self._members = Members(context.world_size)
         self._inputs: dict[int, Gathering[int, int]] = {}
         self._outputs: Gathering[tuple[int, int], tuple[Any, bool]] = Gathering(256)
-        self._numbers: dict[int, OrderedDict[int, None]] = {}
+        self._numbers: dict[int, Newest[int, None]] = {}
         self._loaded: Gathering[tuple[int, int, int], int] = Gathering(1024)
         self._passes: Gathering[tuple[int, int], dict[str, Any]] = Gathering(64)
         self._judged: set[int] = set()
@@ -59,14 +60,6 @@ class SameBatch:
             return self._compare(rank, values)
         return ()
 
-    def look(self, now_ns: int) -> Iterable[Finding]:  # noqa: ARG002 - as every rule
-        """Nothing waits."""
-        return ()
-
-    def finish(self, now_ns: int) -> Iterable[Finding]:  # noqa: ARG002 - as every rule
-        """Nothing waits."""
-        return ()
-
     def _compare(self, rank: int, values: Any) -> Iterable[Finding]:
         model = values["model"]
         members = self._members.of(model)
@@ -74,10 +67,8 @@ class SameBatch:
             return
         inputs = self._inputs.setdefault(model, Gathering(_MAX_FORWARDS))
         inputs.put(values["forward"], rank, values["print"])
-        numbers = self._numbers.setdefault(model, OrderedDict())
+        numbers = self._numbers.setdefault(model, Newest(_MAX_FORWARDS))
         numbers[values["forward"]] = None
-        if len(numbers) > _MAX_FORWARDS:
-            numbers.popitem(last=False)
         complete = [n for n in numbers if len(inputs.get(n)) == len(members)]
         whole = [inputs.get(n) for n in complete]
         if len(whole) < MIN_DIFFERENT:

@@ -3,73 +3,64 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
 
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.words import render_ranks
 from ddpilot.record.journal import Entry
-from ddpilot.watch.rules.gathering import NS_PER_S, Waiting
-from ddpilot.watch.rules.rule import RuleContext, place_of
+from ddpilot.watch.rules.gathering import NS_PER_S
+from ddpilot.watch.rules.newest import Newest
+from ddpilot.watch.rules.rule import RuleContext, line_of, place_of
+from ddpilot.watch.rules.waiting import WaitingRule
 
 WITHIN_NS = 5 * NS_PER_S
 """From the end of one rank's writing to the beginning of the next one's."""
 _MAX_PATHS = 1024
 
 
-class AllRanksSave:
+class AllRanksSave(WaitingRule):
     """Compares where and when ranks of one machine write with torch.save or safetensors."""
 
     codes: tuple[str, ...] = ("DDP603",)
     kinds: tuple[str, ...] = ("save",)
 
     def __init__(self, context: RuleContext) -> None:
-        self._saves: OrderedDict[tuple[str, str], dict[int, Any]] = OrderedDict()
-        self._waiting: Waiting[tuple[str, int], Any] = Waiting(context.world_size)
+        super().__init__(context)
+        self._saves: Newest[tuple[str, str], dict[int, Any]] = Newest(_MAX_PATHS)
 
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
         """What `rank` noted."""
         values = entry.values
         saves = self._saves.setdefault((values["host"], values["path"]), {})
-        while len(self._saves) > _MAX_PATHS:
-            self._saves.popitem(last=False)
         saves[rank] = values
         close = {other: one for other, one in saves.items() if other != rank and _are_close(one, values)}
         if close:
-            site = values.get("site") or {}
-            key = (site.get("file", ""), site.get("line", 0))
             for other, one in {**close, rank: values}.items():
-                self._waiting.put(key, other, one, entry.time_ns)
+                self._waiting.put(line_of(values.get("site")), other, one, entry.time_ns)
         return ()
 
-    def look(self, now_ns: int) -> Iterable[Finding]:
-        """What can be said now."""
-        for _, by_rank in self._waiting.ready(now_ns):
-            first = next(iter(by_rank.values()))
-            begun = min(one["start_ns"] for one in by_rank.values())
-            times = [
-                f"rank {rank}: {(one['start_ns'] - begun) / 1e6:.0f} to {(one['end_ns'] - begun) / 1e6:.0f} ms"
-                for rank, one in list(by_rank.items())[:8]
-            ]
-            yield Finding(
-                code=self.codes[0],
-                name="all-ranks-save",
-                severity="warning",
-                summary=f"{render_ranks(by_rank)} write {first['path']}",
-                ranks=tuple(by_rank),
-                place=place_of(first.get("site")),
-                evidence=tuple(times),
-                why="Ranks that write one file at the same time can leave it torn, and one that reads it meanwhile "
-                "finds a part of it.",
-                fix="Save on rank 0 alone, to another name in the same folder, and rename it with os.replace; let the "
-                "others wait at a barrier before they read.",
-                source="ddpilot explain DDP603",
-            )
-
-    def finish(self, now_ns: int) -> Iterable[Finding]:
-        """What waits is said now."""
-        return self.look(now_ns + WITHIN_NS)
+    def _finding(self, by_rank: dict[int, Any]) -> Finding:
+        first = next(iter(by_rank.values()))
+        begun = min(one["start_ns"] for one in by_rank.values())
+        times = [
+            f"rank {rank}: {(one['start_ns'] - begun) / 1e6:.0f} to {(one['end_ns'] - begun) / 1e6:.0f} ms"
+            for rank, one in list(by_rank.items())[:8]
+        ]
+        return Finding(
+            code=self.codes[0],
+            name="all-ranks-save",
+            severity="warning",
+            summary=f"{render_ranks(by_rank)} write {first['path']}",
+            ranks=tuple(by_rank),
+            place=place_of(first.get("site")),
+            evidence=tuple(times),
+            why="Ranks that write one file at the same time can leave it torn, and one that reads it meanwhile "
+            "finds a part of it.",
+            fix="Save on rank 0 alone, to another name in the same folder, and rename it with os.replace; let the "
+            "others wait at a barrier before they read.",
+            source="ddpilot explain DDP603",
+        )
 
 
 def _are_close(one: Any, other: Any) -> bool:

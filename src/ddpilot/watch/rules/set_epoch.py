@@ -3,15 +3,15 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from ddpilot.findings.finding import Finding
 from ddpilot.record.journal import Entry
-from ddpilot.watch.rules.gathering import PATIENCE_NS, Waiting
-from ddpilot.watch.rules.rule import RuleContext, place_of
+from ddpilot.watch.rules.newest import Newest
+from ddpilot.watch.rules.rule import RuleContext, line_of, place_of
+from ddpilot.watch.rules.waiting import WaitingRule
 
 _Pass = tuple[int, int, int]  # rank, loader, number of the pass
 _MAX_PASSES = 4096
@@ -26,24 +26,22 @@ class _Seen:
     model: int | None = None
 
 
-class SetEpochForgotten:
+class SetEpochForgotten(WaitingRule):
     """Two passes in a row that trained the same model, with the same epoch in the sampler, in the same order."""
 
     codes: tuple[str, ...] = ("DDP402",)
     kinds: tuple[str, ...] = ("loader_pass", "order", "batch", "trains")
 
     def __init__(self, context: RuleContext) -> None:
-        self._passes: OrderedDict[_Pass, _Seen] = OrderedDict()
+        super().__init__(context)
+        self._passes: Newest[_Pass, _Seen] = Newest(_MAX_PASSES)
         self._last: dict[tuple[int, int], _Pass] = {}
-        self._waiting: Waiting[tuple[str, int], Any] = Waiting(context.world_size)
 
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
         """What `rank` noted."""
         values = entry.values
         if entry.kind == "loader_pass" and (values.get("sampler") or {}).get("shuffle"):
             self._passes[rank, values["loader"], values["pass"]] = _Seen(dict(values))
-            while len(self._passes) > _MAX_PASSES:
-                self._passes.popitem(last=False)
             return ()
         if entry.kind not in ("order", "batch", "trains"):
             return ()
@@ -61,15 +59,6 @@ class SetEpochForgotten:
             self._judge(rank, seen.model, key, entry.time_ns)
         return ()
 
-    def look(self, now_ns: int) -> Iterable[Finding]:
-        """What can be said now."""
-        for _, by_rank in self._waiting.ready(now_ns):
-            yield self._finding(by_rank)
-
-    def finish(self, now_ns: int) -> Iterable[Finding]:
-        """What waits is said now."""
-        return self.look(now_ns + PATIENCE_NS)
-
     def _judge(self, rank: int, model: int, key: _Pass, now_ns: int) -> None:
         last, seen = self._passes.get(self._last.get((rank, model), (-1, -1, -1))), self._passes[key]
         if self._last.get((rank, model)) == key or len(self._last) > _MAX_PASSES:
@@ -83,8 +72,7 @@ class SetEpochForgotten:
         if seen.order == last.order and all(mine.get(name) == theirs.get(name) for name in names):
             if not (mine.get("has_set_epoch") and seen.facts["samples"] == last.facts["samples"]):
                 return
-            site = seen.facts.get("site") or {}
-            self._waiting.put((site.get("file", ""), site.get("line", 0)), rank, seen.facts, now_ns)
+            self._waiting.put(line_of(seen.facts.get("site")), rank, seen.facts, now_ns)
 
     def _finding(self, by_rank: dict[int, Any]) -> Finding:
         facts = next(iter(by_rank.values()))

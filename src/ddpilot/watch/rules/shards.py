@@ -125,7 +125,7 @@ class ShardsOverlap:
             why="The parts of the ranks are no division of the dataset: in an epoch some samples come several times, "
             "or never.",
             fix="Use DistributedSampler(dataset) with its own num_replicas, rank and seed on every rank, and call "
-            "set_epoch with the same number everywhere.",
+            "set_epoch with the same number everywhere; cut subsets with a seed that all ranks share.",
             source="ddpilot explain DDP403",
         )
 
@@ -148,6 +148,9 @@ def _find_wrong(samplers: Mapping[int, Any], passes: Mapping[int, Any], world_si
         number = min(replicas - {world_size})
         seen = f"num_replicas={number} with {world_size} ranks"
         return ranks, f"the samplers divide the dataset in {number} parts for {world_size} ranks", seen
+    if len({facts.get("part") for facts in passes.values()}) > 1 and len(replicas) == 1:
+        seen = "the subsets that they divide take other samples of the dataset, as random_split does with another seed"
+        return ranks, f"{render_ranks(ranks)} divide different subsets of the dataset", seen
     for name in ("seed", "epoch"):
         found = {rank: samplers[rank].get(name) for rank in ranks}
         if len(set(found.values())) > 1 and any(sampler.get("shuffle") for sampler in samplers.values()):

@@ -10,15 +10,19 @@ from ddpilot.findings.finding import Finding, Severity
 from ddpilot.findings.words import render_ranks
 from ddpilot.record.journal import Entry
 from ddpilot.watch.rules.gathering import Gathering, Members
-from ddpilot.watch.rules.rule import RuleContext, place_of
+from ddpilot.watch.rules.newest import Newest
+from ddpilot.watch.rules.rule import PromptRule, RuleContext, place_of
 
 MIN_STEPS = 3
 """In so many forwards, or fetched batches, all ranks have to begin with the same state and draw from it."""
 
+MIN_WORDS = 8
+"""So many numbers for one batch are no single choice, such as an image size that all ranks have to share."""
+
 _LIBRARIES = {"torch": "torch", "numpy": "numpy.random", "python": "random", "cuda": "torch.cuda"}
 
 
-class SameRandomStreams:
+class SameRandomStreams(PromptRule):
     """Compares generators' states before and after what draws from them: a DDP model's forward, a loader's fetch.
 
     The same state is no fault: ranks seed alike to make the same model. Drawing from it for different samples is.
@@ -28,11 +32,14 @@ class SameRandomStreams:
     kinds: tuple[str, ...] = ("ddp_model", "random", "draws", "trains")
 
     def __init__(self, context: RuleContext) -> None:
+        super().__init__(context)
         self._members = Members(context.world_size)
         self._forwards: Gathering[tuple[int, int], dict[str, Any]] = Gathering(128)
         self._alike: dict[int, int] = {}
+        self._between: dict[int, int] = {}
+        self._told_fetches = False
         self._fetches: Gathering[tuple[Any, ...], int] = Gathering(512)
-        self._fetched: dict[tuple[int, int, str], int] = {}
+        self._fetched: Newest[tuple[int, int, str], int] = Newest(256)
         self._training: Gathering[tuple[int, int], dict[str, Any]] = Gathering(64)
         self._judged: set[tuple[Any, ...]] = set()
 
@@ -49,14 +56,6 @@ class SameRandomStreams:
             return self._compare_fetches(rank, values)
         return ()
 
-    def look(self, now_ns: int) -> Iterable[Finding]:  # noqa: ARG002 - as every rule
-        """Nothing waits."""
-        return ()
-
-    def finish(self, now_ns: int) -> Iterable[Finding]:  # noqa: ARG002 - as every rule
-        """Nothing waits."""
-        return ()
-
     def _compare_forwards(self, rank: int, values: Any) -> Iterable[Finding]:
         model, number = values["model"], values["forward"]
         members = self._members.of(model)
@@ -68,6 +67,9 @@ class SameRandomStreams:
         if len({one["before"] for one in found.values()}) > 1:
             self._judged.add(("forward", model))
             return
+        yield from self._compare_between(model, members, found)
+        if ("forward", model) in self._judged:
+            return
         self._alike[model] = self._alike.get(model, 0) + all(one["before"] != one["after"] for one in found.values())
         if self._alike[model] >= MIN_STEPS:
             self._judged.add(("forward", model))
@@ -78,6 +80,28 @@ class SameRandomStreams:
                 members,
                 values,
                 (evidence + "the same on all of them, and each drew from it",),
+            )
+
+    def _compare_between(
+        self, model: int, members: tuple[int, ...], found: Mapping[int, Mapping[str, Any]]
+    ) -> Iterable[Finding]:
+        """What was drawn for a batch outside the model, as by noise that is added to it; few words may be meant."""
+        if self._told_fetches or any(one["library"] != "torch" for one in found.values()):
+            return
+        drawn = min(one["drawn"] for one in found.values())
+        self._between[model] = self._between.get(model, 0) + (drawn >= MIN_WORDS)
+        if self._between[model] >= MIN_STEPS:
+            self._judged.add(("forward", model))
+            evidence = (
+                f"before {self._between[model]} forwards, each of a new batch, the state of torch was the same on all "
+                f"of them, and each had drawn {drawn} numbers or more since the forward before"
+            )
+            yield _make_finding(
+                "info",
+                f"{render_ranks(members)} draw the same random numbers for their batches, outside of the model",
+                members,
+                next(iter(found.values())),
+                (evidence,),
             )
 
     def _compare_fetches(self, rank: int, values: Any) -> Iterable[Finding]:
@@ -97,10 +121,9 @@ class SameRandomStreams:
             return
         count_key = (loader, values["pass"], library)
         self._fetched[count_key] = self._fetched.get(count_key, 0) + 1
-        if len(self._fetched) > 256:
-            self._fetched.pop(next(iter(self._fetched)))
         if self._fetched[count_key] >= MIN_STEPS:
             self._judged.add((loader, library))
+            self._told_fetches = True
             where = "in the workers of the loader" if worker >= 0 else "while samples are read"
             evidence = f"before {self._fetched[count_key]} batches the state of {_LIBRARIES[library]} was the same on "
             summary = f"{render_ranks(members)} draw the same random numbers {where}"

@@ -15,6 +15,7 @@ from ddpilot.watch.rules.rule import place_of
 if TYPE_CHECKING:
     from ddpilot.watch.rules.comparison import Comparison
     from ddpilot.watch.rules.moment import Moment
+    from ddpilot.watch.rules.steps_taken import Skipped
 
 _EVENTS = {"F": "forward", "f": "forward in no_sync", "B": "backward", "b": "backward in no_sync", "R": "backward"}
 _MAX_NAMED = 3
@@ -26,19 +27,23 @@ def tell_divergence(
     first: Moment,
     proof: Moment,
     *,
-    skipped: tuple[int, ...] = (),
+    skipped: Skipped | None = None,
     may_be_meant: bool = False,
 ) -> Finding:
-    """What is said of `cause`: gradients or steps that first differed at `first`, parameters that do at `proof`."""
+    """What is said of `cause`: gradients or steps that first differed at `first`, parameters that do at `proof`.
+
+    `skipped`: the step that some ranks did not take, where that is the cause.
+    """
     loaded = tuple(sorted(comparison.loads)) if cause is causes.PARAMETERS else ()
     if len(loaded) == len(first.steps):
         loaded = ()
-    ranks = skipped or loaded or proof.difference.ranks or first.difference.ranks or tuple(sorted(first.steps))
+    left_out = skipped.ranks if skipped is not None else ()
+    ranks = left_out or loaded or proof.difference.ranks or first.difference.ranks or tuple(sorted(first.steps))
     return Finding(
         code=cause.code,
         name=cause.name,
         severity="warning" if cause is causes.NEVER_WRAPPED or may_be_meant else "error",
-        summary=_summary(cause, first, proof, skipped),
+        summary=_summary(first, proof, skipped),
         ranks=tuple(ranks),
         place=place_of(_site(cause, comparison, first)),
         evidence=tuple(_evidence(cause, comparison, first, proof)),
@@ -68,16 +73,15 @@ def tell_order(first: int, names: list[Any], second: int, values: Mapping[str, A
     )
 
 
-def _summary(cause: Cause, first: Moment, proof: Moment, skipped: tuple[int, ...]) -> str:
-    number = _number(first)
-    if cause is causes.STEP:
-        others = render_ranks(rank for rank in first.steps if rank not in skipped)
-        return f"step {number}: {others} called optimizer.step(), {render_ranks(skipped)} did not"
+def _summary(first: Moment, proof: Moment, skipped: Skipped | None) -> str:
+    if skipped is not None:
+        others, ranks = render_ranks(skipped.taken_by), render_ranks(skipped.ranks)
+        return f"step {skipped.number}: {others} called optimizer.step(), {ranks} did not"
     if first.difference.gradients:
-        return f"gradients differ between ranks at step {number}" + (
-            f", parameters at step {_number(proof)}" if proof.difference.parameters else ""
+        return f"gradients differ between ranks at step {first.number}" + (
+            f", parameters at step {proof.number}" if proof.difference.parameters else ""
         )
-    return f"parameters differ between ranks before step {_number(proof)}, gradients do not"
+    return f"parameters differ between ranks before step {proof.number}, gradients do not"
 
 
 def _evidence(cause: Cause, comparison: Comparison, first: Moment, proof: Moment) -> list[str]:
@@ -99,7 +103,8 @@ def _evidence(cause: Cause, comparison: Comparison, first: Moment, proof: Moment
         lines.append(f"wrapped in DDP at {place_of(unit['made'])}")
     for rank, entry in sorted(comparison.loads.items()):
         if cause is causes.PARAMETERS:
-            lines.append(f"rank {rank} loaded a state dict at {place_of(entry.values['site'])}")
+            what = "changed parameters by apply" if entry.values.get("by") == "apply" else "loaded a state dict"
+            lines.append(f"rank {rank} {what} at {place_of(entry.values['site'])}")
     if cause is causes.RATES:
         shown = list(first.rates.items())[:8]
         lines += [f"rank {rank}: lr {', '.join(f'{rate:g}' for rate in rates)}" for rank, rates in shown]
@@ -110,7 +115,7 @@ def _evidence(cause: Cause, comparison: Comparison, first: Moment, proof: Moment
 
 
 def _name_some(what: str, lines: Mapping[str, str], moment: Moment) -> list[str]:
-    named = [f"step {_number(moment)}: {what} {name}: {line}" for name, line in list(lines.items())[:_MAX_NAMED]]
+    named = [f"step {moment.number}: {what} {name}: {line}" for name, line in list(lines.items())[:_MAX_NAMED]]
     rest = len(lines) - _MAX_NAMED
     return [*named, f"and {rest} more"] if rest > 0 else named
 
@@ -136,7 +141,3 @@ def _site(cause: Cause, comparison: Comparison, first: Moment) -> Any:
     if cause in (causes.LATE, causes.MOVED):
         return unit["made"] or unit["site"]
     return unit["site"]
-
-
-def _number(moment: Moment) -> int:
-    return min(int(step.values["n"]) for step in moment.steps.values())

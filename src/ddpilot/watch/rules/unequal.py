@@ -11,14 +11,15 @@ from ddpilot.findings.words import render_ranks
 from ddpilot.record.journal import Entry
 from ddpilot.watch.control import may_start_over
 from ddpilot.watch.rules.gathering import Gathering, Members
-from ddpilot.watch.rules.rule import RuleContext, place_of
+from ddpilot.watch.rules.newest import Newest
+from ddpilot.watch.rules.rule import PromptRule, RuleContext, place_of
 from ddpilot.watch.source import Sources
 from ddpilot.watch.view import Frame
 
 _Key = tuple[int, int]
 
 
-class UnequalBatches:
+class UnequalBatches(PromptRule):
     """Compares the lengths of loaders that train a DDP model, when the shortest is within two batches of its end.
 
     A loop that begins its loader anew, as one that takes a number of steps does, does not end with it. And where the
@@ -30,12 +31,12 @@ class UnequalBatches:
     kinds: tuple[str, ...] = ("ddp_model", "loader_pass", "trains", "near_end")
 
     def __init__(self, context: RuleContext) -> None:
-        self._context = context
+        super().__init__(context)
         self._members = Members(context.world_size)
         self._passes: Gathering[_Key, dict[str, Any]] = Gathering(64)
         self._training: Gathering[_Key, dict[str, Any]] = Gathering(64)
         self._ending: Gathering[_Key, int] = Gathering(64)
-        self._had_no_words: dict[_Key, bool] = {}
+        self._had_no_words: Newest[_Key, bool] = Newest(64)
         self._judged: set[int] = set()
 
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
@@ -53,14 +54,6 @@ class UnequalBatches:
             self._ending.put(key, rank, values["batch"])
         return self._compare(key)
 
-    def look(self, now_ns: int) -> Iterable[Finding]:  # noqa: ARG002 - as every rule
-        """Nothing waits."""
-        return ()
-
-    def finish(self, now_ns: int) -> Iterable[Finding]:  # noqa: ARG002 - as every rule
-        """Nothing waits."""
-        return ()
-
     def _compare(self, key: _Key) -> Iterable[Finding]:
         if key[0] in self._judged:
             return
@@ -77,8 +70,6 @@ class UnequalBatches:
         short = [rank for rank in members if lengths[rank] == shortest]
         if key not in self._had_no_words:
             self._had_no_words[key] = self._say_nothing_else(members, is_whole=True)
-            if len(self._had_no_words) > 64:
-                self._had_no_words.pop(next(iter(self._had_no_words)))
         if not self._had_no_words[key]:
             self._judged.add(key[0])
         elif any(rank in self._ending.get(key) for rank in short):

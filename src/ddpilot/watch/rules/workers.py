@@ -3,29 +3,29 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
 
 from ddpilot.findings.finding import Finding
 from ddpilot.record.journal import Entry
-from ddpilot.watch.rules.gathering import PATIENCE_NS, Waiting
-from ddpilot.watch.rules.rule import RuleContext, place_of
+from ddpilot.watch.rules.newest import Newest
+from ddpilot.watch.rules.rule import RuleContext, line_of, place_of
+from ddpilot.watch.rules.waiting import WaitingRule
 
 MIN_REPEATED = 3
 """So many batches have to be the same as one that another worker gave in the same round, of two rounds that differ."""
 _MAX_PASSES = 256
 
 
-class WorkersReadAlike:
+class WorkersReadAlike(WaitingRule):
     """Compares the fingerprints of batches that workers gave in turn. A stream is each worker's own copy."""
 
     codes: tuple[str, ...] = ("DDP403",)
     kinds: tuple[str, ...] = ("loader_pass", "batch")
 
     def __init__(self, context: RuleContext) -> None:
-        self._passes: OrderedDict[tuple[int, int, int], tuple[dict[str, Any], dict[int, int]]] = OrderedDict()
-        self._waiting: Waiting[tuple[str, int], dict[str, Any]] = Waiting(context.world_size)
+        super().__init__(context)
+        self._passes: Newest[tuple[int, int, int], tuple[dict[str, Any], dict[int, int]]] = Newest(_MAX_PASSES)
 
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
         """What `rank` noted."""
@@ -34,41 +34,32 @@ class WorkersReadAlike:
         if entry.kind == "loader_pass":
             if values["workers"] > 1 and values["sampler"] is None:
                 self._passes[key] = dict(values), {}
-                if len(self._passes) > _MAX_PASSES:
-                    self._passes.popitem(last=False)
         elif (found := self._passes.get(key)) is not None and values["print"] is not None:
             facts, prints = found
             prints[values["batch"]] = values["print"]
             if _come_in_rounds(prints, facts["workers"]):
                 del self._passes[key]
-                site = facts.get("site") or {}
-                self._waiting.put((site.get("file", ""), site.get("line", 0)), rank, facts, entry.time_ns)
+                self._waiting.put(line_of(facts.get("site")), rank, facts, entry.time_ns)
         return ()
 
-    def look(self, now_ns: int) -> Iterable[Finding]:
-        """What can be said now."""
-        for _, by_rank in self._waiting.ready(now_ns):
-            facts = next(iter(by_rank.values()))
-            yield Finding(
-                code=self.codes[0],
-                name="shards-overlap",
-                severity="warning",
-                summary=f"each batch comes {facts['workers']} times: the workers of the loader read the same stream",
-                ranks=tuple(by_rank),
-                place=place_of(facts.get("site")),
-                evidence=(
-                    f"{facts['dataset']} is an IterableDataset, of which each of {facts['workers']} workers has a copy",
-                    "batches that they gave one after the other were the same, in round after round",
-                ),
-                why="A stream is not divided among workers by itself: each reads all of it.",
-                fix="Let `__iter__` yield a part only, by torch.utils.data.get_worker_info() and the rank: as "
-                "islice(stream, rank * num_workers + id, None, world_size * num_workers).",
-                source="ddpilot explain DDP403",
-            )
-
-    def finish(self, now_ns: int) -> Iterable[Finding]:
-        """What waits is said now."""
-        return self.look(now_ns + PATIENCE_NS)
+    def _finding(self, by_rank: dict[int, Any]) -> Finding:
+        facts = next(iter(by_rank.values()))
+        return Finding(
+            code=self.codes[0],
+            name="shards-overlap",
+            severity="warning",
+            summary=f"each batch comes {facts['workers']} times: the workers of the loader read the same stream",
+            ranks=tuple(by_rank),
+            place=place_of(facts.get("site")),
+            evidence=(
+                f"{facts['dataset']} is an IterableDataset, of which each of {facts['workers']} workers has a copy",
+                "batches that they gave one after the other were the same, in round after round",
+            ),
+            why="A stream is not divided among workers by itself: each reads all of it.",
+            fix="Let `__iter__` yield a part only, by torch.utils.data.get_worker_info() and the rank: as "
+            "islice(stream, rank * num_workers + id, None, world_size * num_workers).",
+            source="ddpilot explain DDP403",
+        )
 
 
 def _come_in_rounds(prints: dict[int, int], num_workers: int) -> bool:

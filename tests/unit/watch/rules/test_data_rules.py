@@ -151,6 +151,16 @@ def test_parts_that_do_not_fit_are_told_from_the_samplers(
     assert said in finding.summary
 
 
+def test_parts_of_several_subsets_are_told() -> None:
+    """As after random_split with a seed of each rank's own."""
+    notes = samplers({}, {})
+    for number, (_, kind, values) in enumerate(notes):
+        if kind == "loader_pass":
+            values["part"] = number
+    (finding,) = judge(ShardsOverlap, notes)
+    assert "different subsets" in finding.summary
+
+
 def test_parts_are_right_where_samplers_agree_or_do_not_shuffle() -> None:
     """An epoch that differs makes no difference to an order that is none."""
     assert judge(ShardsOverlap, samplers({}, {})) == []
@@ -265,9 +275,10 @@ def test_padding_by_full_batches_is_told() -> None:
     assert judge(PaddedEvaluation, evaluation(7, **even), log=lambda rank: gathered) == []
 
 
-def collected(rank: int, samples: int, *values: float, reduce: str = "sum") -> list[Note]:
+def collected(rank: int, samples: int, *values: float, reduce: str = "sum", averages: bool = True) -> list[Note]:
     """Numbers that `rank` gives after an evaluation of `samples`."""
     facts = {"loader": 1, "pass": 1, "op": "all_reduce", "reduce": reduce, "numel": 1, "site": SITE}
+    facts["averages"] = averages
     return [(rank, "collected", {**facts, "value": value, "samples": samples}) for value in values]
 
 
@@ -288,8 +299,9 @@ def test_a_mean_of_means_is_told_by_its_denominators() -> None:
         collected(0, 3, 2.0, 3.0) + collected(1, 7, 3.0, 7.0),
         collected(0, 3, 2 / 3, 3.0) + collected(1, 7, 3 / 7, 7.0),
         collected(0, 3, 1.234) + collected(1, 7, 2.345),
+        collected(0, 3, 2 / 3, averages=False) + collected(1, 7, 3 / 7, averages=False),
     ],
-    ids=["equal parts", "of the count of all", "sums and counts", "with counts", "sums of losses"],
+    ids=["equal parts", "of the count of all", "sums and counts", "with counts", "sums of losses", "shown one by one"],
 )
 def test_a_mean_of_means_is_not_told_where_it_may_be_none(notes: list[Note]) -> None:
     """Nothing is said."""

@@ -87,6 +87,7 @@ class Job:
     def unit(self, rank: int, names: Sequence[str] = ("a", "b"), **values: Any) -> None:
         """Its parameters."""
         values = {"late": [], "moved": [], "largest": 64, "site": SITE, "made": SITE | {"line": 3}} | values
+        values = {"sizes": [64] * len(names), "called": list(names)} | values
         self.note(rank, "unit", key=list(self.key), names=list(names), **{"u": 1, **values})
 
     def step(
@@ -254,6 +255,41 @@ def test_divergence_does_not_wait_for_a_rank_for_ever() -> None:
     assert [finding.code for finding in job.said] == ["DDP325"]
 
 
+def test_divergence_names_the_rank_that_skipped_a_step_also_at_the_end() -> None:
+    """Nothing was reduced that would prove it before: what is left to say at the end is about rank 1 alone."""
+    job = Job(2)
+    for rank in range(2):
+        job.unit(rank)
+        job.step(rank, 1, e="", s=1)
+    job.step(0, 2, e="", s=2)
+    job.step(0, 3, e="", s=3, p=2.0)
+    job.step(1, 2, e="", s=3)
+    assert job.said == []
+    assert job.finish() == ["DDP326"]
+    (finding,) = job.said
+    assert finding.ranks == (1,)
+    assert finding.summary == "step 2: rank 0 called optimizer.step(), rank 1 did not"
+
+
+def test_divergence_names_the_step_that_was_skipped_where_it_is_seen_at_a_later_check() -> None:
+    """Steps between two checks have no fingerprints; one of them is missing."""
+    job = Job(3)
+    for rank in range(3):
+        job.unit(rank)
+        job.step(rank, 1)
+    for number in range(2, 9):
+        for rank in range(3):
+            if (rank, number) != (1, 4):
+                values = {"n": number - (rank == 1 and number > 4), "s": number, "e": "FB"}
+                job.note(rank, "step", u=1, **values)
+    for rank in range(3):
+        job.step(rank, 9 - (rank == 1), s=9, p=2.0 + (rank == 1))
+    (finding,) = job.said
+    assert finding.code == "DDP326"
+    assert finding.ranks == (1,)
+    assert finding.summary == "step 4: ranks 0,2 called optimizer.step(), rank 1 did not"
+
+
 def test_divergence_names_ranks_that_take_no_steps() -> None:
     """Rank 1 takes part in reductions, and its optimizer is never heard of."""
     job = Job(2)
@@ -279,6 +315,7 @@ def test_divergence_of_a_model_that_was_never_wrapped_needs_one_start_and_no_oth
     assert run(Job(2, key=free), 5).finish() == ["DDP324"]
     (finding,) = run(Job(2, key=free), NUM_FREE_STEPS + 1).said
     assert finding.severity == "warning"
+    assert "begin with another seed on each" in finding.fix
     assert run(Job(2, key=free, reduced=64), NUM_FREE_STEPS + 40).finish() == []
     apart = Job(2, key=free)
     for rank in range(2):
@@ -324,6 +361,41 @@ def test_divergence_takes_a_search_over_learning_rates_for_what_it_is() -> None:
         for rank in range(2):
             job.step(rank, number, p=number + rank * (number > 1), g=rank, lr=[0.1 + rank])
     assert job.finish() == []
+
+
+def fold(
+    job: Job, parts: Sequence[int], sizes: Sequence[int], *, whole: int = 60, number: int = 1, **sampler: Any
+) -> None:
+    """Each rank begins to train on a part of a dataset."""
+    for rank, (part, size) in enumerate(zip(parts, sizes, strict=True)):
+        key = {"loader": 1, "pass": number}
+        job.note(rank, "loader_pass", **key, part=part, share=[size, whole], sampler=sampler)
+        job.note(rank, "batch", **key, batch=1, print=rank, rows=4)
+
+
+@pytest.mark.parametrize(
+    ("parts", "sizes", "codes"),
+    [((1, 2), (40, 40), []), ((1, 2), (33, 33), []), ((1, 2), (30, 32), ["DDP324"]), ((1, 1), (40, 40), ["DDP324"])],
+)
+def test_divergence_takes_cross_validation_for_what_it_is(
+    parts: Sequence[int], sizes: Sequence[int], codes: list[str]
+) -> None:
+    """Different parts that have more samples together than there are; shards, and one part of all ranks, are none."""
+    job = Job(2, key=("free", "shapes", "train.py:7", 0))
+    fold(job, parts, sizes)
+    assert run(job, NUM_FREE_STEPS + 1).finish() == codes
+
+
+def test_divergence_goes_by_the_pass_that_is_read() -> None:
+    """Folds of before are no reason, nor parts that a sampler divides."""
+    free = ("free", "shapes", "train.py:7", 0)
+    job = Job(2, key=free)
+    fold(job, (1, 2), (40, 40))
+    fold(job, (3, 3), (60, 60), number=2)
+    assert run(job, 5).finish() == ["DDP324"]
+    divided = Job(2, key=free)
+    fold(divided, (1, 2), (40, 40), replicas=2)
+    assert run(divided, 5).finish() == ["DDP324"]
 
 
 def test_divergence_says_which_learning_rates_differ() -> None:

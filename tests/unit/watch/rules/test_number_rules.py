@@ -19,9 +19,9 @@ from ddpilot.watch.rules.streams import SameRandomStreams
 from tests.unit.watch.rules.feeding import SITE, Note, judge, model
 
 
-def forwards(rank: int, states: list[tuple[int, int]]) -> list[Note]:
-    """States of the generator before and after forwards of `rank`."""
-    facts = {"model": 1, "library": "torch", "site": SITE}
+def forwards(rank: int, states: list[tuple[int, int]], *, drawn: int = 0, library: str = "torch") -> list[Note]:
+    """States of the generator before and after forwards of `rank`; `drawn` numbers for each batch."""
+    facts = {"model": 1, "library": library, "drawn": drawn, "site": SITE}
     return [(rank, "random", {**facts, "forward": n, "before": a, "after": b}) for n, (a, b) in enumerate(states, 1)]
 
 
@@ -32,6 +32,16 @@ def test_streams_are_told_where_all_ranks_draw_from_the_same_state() -> None:
     (finding,) = judge(SameRandomStreams, models + forwards(0, states) + forwards(1, states))
     assert finding.severity == "info"
     assert finding.ranks == (0, 1)
+
+
+@pytest.mark.parametrize(("drawn", "library", "num_found"), [(8, "torch", 1), (7, "torch", 0), (8, "torch.cuda", 0)])
+def test_draws_for_a_batch_are_told_where_they_are_many(drawn: int, library: str, num_found: int) -> None:
+    """One number may be what all ranks have to share, and the model's generator may be another than the batch's."""
+    notes: list[Note] = [(rank, "ddp_model", model()) for rank in (0, 1)]
+    for rank in (0, 1):
+        notes += forwards(rank, [(1, 1), (2, 2), (3, 3)], drawn=drawn, library=library)
+    found = judge(SameRandomStreams, notes)
+    assert ["outside of the model" in finding.summary for finding in found] == [True] * num_found
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A program that averages gradients by itself, without DDP, and leaves some of them out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+from ddpilot.findings.finding import Finding, Place
+from ddpilot.record.log import Collective, Line, RankLog
+from ddpilot.watch.rules.causes import LEFT_OUT
+from ddpilot.watch.rules.fingerprints import seen_gradients
+from ddpilot.watch.rules.gathering import some
+from ddpilot.watch.rules.other_reductions import MIN_EXCHANGED
+from ddpilot.watch.rules.rule import place_of
+
+if TYPE_CHECKING:
+    from ddpilot.watch.rules.moment import Moment
+
+Units = Mapping[int, Mapping[str, Any]]
+"""What each rank noted of the same optimizer's parameters."""
+
+_AVERAGING = ("reduce", "gather", "broadcast")
+_MAX_LINES = 3
+
+
+class Averaged:
+    """Parameters of one optimizer whose gradients and values are alike on all ranks, in the optimizer's order."""
+
+    def __init__(self, units: Units, moment: Moment) -> None:
+        rank = min(rank for rank, step in moment.steps.items() if "f" in step.values)
+        unit = units[rank]
+        apart = moment.difference.gradients.keys() | moment.difference.parameters.keys()
+        gradients = seen_gradients(moment.steps[rank].values["f"])
+        members = [
+            (size, gradient)
+            for name, size, gradient in zip(unit["names"], unit["sizes"], gradients, strict=True)
+            if name not in apart and gradient != 0
+        ]
+        self.least = sum(size for size, gradient in members if gradient)
+        """Elements of those that have a gradient for sure."""
+        self._ends = {0, *accumulate(size for size, _ in members)}
+
+    def covers(self, num_elements: int) -> bool:
+        """Whether so many elements are one of the gradients, or several in a row as one tensor."""
+        return any(end + num_elements in self._ends for end in self._ends)
+
+
+def find_averaging(log: RankLog, since_ns: int, until_ns: int, averaged: Sequence[Averaged]) -> Line | None:
+    """Where the program averages these gradients, all of them, in a step that lasted from `since_ns` to `until_ns`.
+
+    None where it exchanges something else too that is no metric: then it may be parts of one model that talk.
+    """
+    known: dict[int, bool] = {}
+    num_averaged, line = 0, None
+    for collective in _between(log, since_ns, until_ns):
+        is_averaging = any(word in collective.op for word in _AVERAGING)
+        for tensor in collective.inputs or collective.outputs:
+            size = math.prod(tensor.shape)
+            if size not in known:
+                known[size] = any(each.covers(size) for each in averaged)
+            if is_averaging and size and known[size]:
+                num_averaged += size
+                line = collective.line or line
+            elif size >= MIN_EXCHANGED:
+                return None
+    least = min((each.least for each in averaged if each.least), default=0)
+    return line if least and num_averaged >= least else None
+
+
+def _between(log: RankLog, since_ns: int, until_ns: int) -> Iterator[Collective]:
+    for collective in reversed(log.collectives):
+        if collective.start_ns < since_ns:
+            return
+        if collective.ddp is None and collective.start_ns < until_ns:
+            yield collective
+
+
+def tell_left_out(units: Units, first: Moment, proof: Moment, line: Line) -> Finding:
+    """Parameters that the program leaves out when it averages gradients at `line`: they differ at `proof`."""
+    rank = min(proof.steps)
+    unit = units[rank]
+    called = dict(zip(unit["names"], unit["called"], strict=True))
+    apart = first.difference.gradients.keys() | proof.difference.gradients.keys() | proof.difference.parameters.keys()
+    names = [called[name] for name in unit["names"] if name in apart]
+    shown = [(first, "gradient of", first.difference.gradients), (proof, "parameter", proof.difference.parameters)]
+    return Finding(
+        code=LEFT_OUT.code,
+        name=LEFT_OUT.name,
+        severity="warning",
+        summary=f"gradients of {len(names)} of the optimizer's {len(called)} parameters are not averaged over the "
+        f"ranks: {some(names)}",
+        ranks=tuple(sorted(proof.steps)),
+        place=Place(file=line.file, line=line.line, function=line.function, text=line.text),
+        evidence=(
+            *(
+                f"step {moment.number}: {what} {called[name]}: {values}"
+                for moment, what, by_name in shown
+                for name, values in list(by_name.items())[:_MAX_LINES]
+            ),
+            f"gradients are averaged at {line.place}",
+            f"optimizer steps at {place_of(unit['site'])}",
+        ),
+        why=LEFT_OUT.why,
+        fix=LEFT_OUT.fix,
+        source=f"ddpilot explain {LEFT_OUT.code}",
+    )

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which optimizer steps each rank took, in order."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Set
+from dataclasses import dataclass
+
+from ddpilot.record.journal import Entry
+from ddpilot.watch.rules.moment import When
+
+MAX_STEPS = 128
+"""Of each rank the newest steps are known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A step that some ranks took and others did not."""
+
+    number: int
+    """Of the step."""
+    taken_by: tuple[int, ...]
+    ranks: tuple[int, ...]
+    """Those that did not take it."""
+
+
+class StepsTaken:
+    """The newest steps of every rank with one unit, each named by when it was."""
+
+    def __init__(self) -> None:
+        self.first_ns: dict[int, int] = {}
+        """When each rank took its first."""
+        self.newest = 0
+        """The highest number of a step."""
+        self._last: dict[int, When] = {}
+        self._order: dict[int, deque[tuple[When, int]]] = {}
+
+    @property
+    def ranks(self) -> Set[int]:
+        """Those that took any."""
+        return self._order.keys()
+
+    def add(self, rank: int, entry: Entry) -> When:
+        """`rank` is about to take this step."""
+        number = entry.values["s"]
+        last = self._last.get(rank, (-1, 0))
+        when = (number, last[1] + 1 if last[0] == number else 0)
+        self._last[rank] = when
+        count = int(entry.values["n"])
+        self._order.setdefault(rank, deque(maxlen=MAX_STEPS)).append((when, count))
+        self.first_ns.setdefault(rank, entry.time_ns)
+        self.newest = max(self.newest, count)
+        return when
+
+    def find_skipped(self) -> Skipped | None:
+        """The first step that one rank took and another did not, where both went on."""
+        begun = max((order[0] for order in self._order.values()), default=((0, 0), 0))[0]
+        ended = min((order[-1] for order in self._order.values()), default=((0, 0), 0))[0]
+        taken = {rank: dict(order) for rank, order in self._order.items()}
+        for when in sorted(set().union(*taken.values())):
+            ranks = tuple(rank for rank in taken if when not in taken[rank])
+            if ranks and begun <= when <= ended:
+                counts = {rank: steps[when] for rank, steps in taken.items() if when in steps}
+                return Skipped(min(counts.values()), tuple(counts), ranks)
+        return None
+
+    def clear(self) -> None:
+        """Forget the order: nothing more is asked."""
+        self._order.clear()
