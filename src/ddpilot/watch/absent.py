@@ -14,6 +14,8 @@ from ddpilot.watch.words import say_place, say_s
 Moves = Literal["moves", "stands", "unknown"]
 
 _NO_PYTHON_NS = 1_000_000_000
+"""Without Python for longer, a rank of which nothing else is known is in C code that holds its lock."""
+
 _COMPILES = (  # its functions: a module of it may only be imported
     *("/convert_frame.py:_compile", "/compile_fx.py:compile_fx", "/async_compile.py:wait"),
     "/triton/compiler/compiler.py:compile",

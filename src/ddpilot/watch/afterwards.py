@@ -16,7 +16,7 @@ from ddpilot.watch.folders import JobAbout, jobs_root, list_jobs, read_about
 from ddpilot.watch.gathering import Gatherer
 from ddpilot.watch.report import Report, read_report
 from ddpilot.watch.rules.book import RuleBook, rules_for
-from ddpilot.watch.stall import Analysis, analyze
+from ddpilot.watch.stall import Analysis, analyze, say_end
 from ddpilot.watch.told import newest
 from ddpilot.watch.view import JobView
 
@@ -55,21 +55,22 @@ def _pids(folder: Path) -> Mapping[int, int]:
     return {rank: view.process.pid for rank, view in logs.items()}
 
 
-def explain_job(folder: Path, about: JobAbout, *, ask: bool = True) -> Report:
-    """What can be said of the job now, with what its observer found while it ran. `ask` live ranks for their stacks."""
+def explain_job(folder: Path, about: JobAbout) -> Report:
+    """What can be said of the job now, and what its observer found while it ran. Asks live ranks for their stacks."""
     saved = read_report(folder)
     gatherer = Gatherer(folder, about.world_size, about.ranks, about.name)
     rules = RuleBook(about.world_size, log=gatherer.full_log, rules=rules_for(about.world_size, about.ranks))
-    earlier = gatherer.gather({}) if ask and about.is_running else None
+    earlier = gatherer.gather({}) if about.is_running else None
     if earlier is not None:
         time.sleep(_BETWEEN_S)
     view = gatherer.add_last_stacks(gatherer.gather({}))
-    analysis = _analyze(gatherer, view, earlier, ask=ask)
+    analysis = _analyze(gatherer, view, earlier)
     findings = [*(saved.findings if saved else ()), *rules.feed(gatherer.read_entries(), view.now_ns)]
     findings += [
         *(() if about.is_running else rules.finish(view.now_ns)),
         *_without_told_ends(analysis.findings, saved),
     ]
+    end = say_end(analysis, findings)
     unseen = tuple(r for r in range(about.world_size) if r not in view.ranks or view.ranks[r].log is None)
     return Report(
         job=about.id,
@@ -78,19 +79,25 @@ def explain_job(folder: Path, about: JobAbout, *, ask: bool = True) -> Report:
         findings=Findings(newest(findings)),
         status=analysis.status,
         unseen=unseen,
-        notes=(_describe_state(about, view), *(saved.notes if saved else ())),
+        notes=(_describe_state(about, view), *dict.fromkeys((*(saved.notes if saved else ()), *end))),
     )
 
 
 def _without_told_ends(findings: Iterable[Finding], saved: Report | None) -> list[Finding]:
-    """Without the ends of ranks that the observer has told: it knew how they ended, their rings say only whether."""
-    told = {rank for finding in (saved.findings if saved else ()) if finding.code in OF_ENDS for rank in finding.ranks}
+    """Without the ends of ranks that the observer has told, or has caused because of an error that it told.
+
+    It knew how they ended, their rings say only whether.
+    """
+    known = saved.findings if saved else ()
+    if any(each.severity == "error" and each.code not in OF_ENDS for each in known):
+        return [each for each in findings if each.code not in OF_ENDS]
+    told = {rank for finding in known if finding.code in OF_ENDS for rank in finding.ranks}
     return [each for each in findings if each.code not in OF_ENDS or told.isdisjoint(each.ranks)]
 
 
-def _analyze(gatherer: Gatherer, view: JobView, earlier: JobView | None, *, ask: bool) -> Analysis:
+def _analyze(gatherer: Gatherer, view: JobView, earlier: JobView | None) -> Analysis:
     analysis = analyze(view, earlier)
-    if ask and analysis.needs_stacks:
+    if analysis.needs_stacks:
         analysis = analyze(gatherer.add_stacks(view, analysis.needs_stacks), earlier)
     return analysis
 

@@ -14,6 +14,8 @@ from ddpilot.findings.finding import Finding
 from ddpilot.record.journal import Entry
 
 _MIN_SHARED_CHARS = 64
+"""What is shorter is not worth a number of its own."""
+
 _SHARED = "@"
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ddpilot.findings.words import render_ranks
-from ddpilot.record.log import Collective
+from ddpilot.record.log import Collective, DdpPart
 from ddpilot.watch.control import Spot
 from ddpilot.watch.parting import Parting, Side, find_parting
 from ddpilot.watch.source import Sources
@@ -90,6 +90,8 @@ class Cause:
     at: Frame | None = None
     is_branch: bool = False
     """Only some ranks come there, and what the others do is no other branch of the same condition."""
+    fix: str = ""
+    """What to do, where that is not what is always to be done with this code."""
 
 
 def find_cause(one: Party, other: Party, sources: Sources) -> Cause | None:
@@ -102,6 +104,10 @@ def find_cause(one: Party, other: Party, sources: Sources) -> Cause | None:
     if parting is None:
         return None
     here, gone = (one, other) if other.ranks == parting.ranks else (other, one)
+    if parting.handler is not None:
+        return _handled(parting, here, gone)
+    if parting.left is not None:
+        return _left_function(parting, here, gone)
     if parting.loop is not None and _was_there(gone, here):
         return _left_loop(parting, here, gone)
     if parting.guard is not None:
@@ -111,29 +117,26 @@ def find_cause(one: Party, other: Party, sources: Sources) -> Cause | None:
 
 def _unused(here: Party, there: Party) -> Cause | None:
     """`here` is in a gradient bucket that `there` has left out of the same backward pass."""
-    part = here.entry.ddp if here.entry is not None else None
-    if here.entry is None or part is None or part.what != "bucket":
+    part = _bucket_of(here.entry)
+    if here.entry is None or part is None or _bucket_of(there.entry) is not None:
         return None
-    is_in_next = there.entry is not None and there.entry.ddp is not None and there.entry.ddp.what == "bucket"
-    before = there.before
-    has_begun = before is not None and before.ddp is not None and before.ddp.what == "bucket"
+    before, last = there.before, _bucket_of(there.before)
     stopped_short = (
-        has_begun
-        and before is not None
-        and before.ddp is not None
-        and (
-            before.ddp.model == part.model
-            and before.ddp.index == (part.index or 0) - 1
-            and before.line == here.entry.line
-        )
+        before is not None
+        and last is not None
+        and (last.model, last.index, before.line) == (part.model, (part.index or 0) - 1, here.entry.line)
     )
-    complains = "Expected to have finished reduction" in there.error
-    if is_in_next or not (stopped_short or complains):
+    if not (stopped_short or "Expected to have finished reduction" in there.error):
         return None
     names = ", ".join(part.names[:6]) + (f" and {part.num_parameters - 6} more" if part.num_parameters > 6 else "")
     who = render_ranks(there.ranks)
     why = f"the backward pass of {who} left out gradient bucket {part.index} ({names}): some of these parameters took "
     return Cause(code="DDP212", ranks=there.ranks, why=f"{why}no part in the loss of {who}", at=_at(here))
+
+
+def _bucket_of(entry: Collective | None) -> DdpPart | None:
+    part = entry.ddp if entry is not None else None
+    return part if part is not None and part.what == "bucket" else None
 
 
 def _lone_forward(here: Party, there: Party, parting: Parting | None) -> Cause | None:
@@ -193,6 +196,23 @@ def _left_loop(parting: Parting, here: Party, gone: Party) -> Cause | None:
         f"{loop} ended earlier on {who}: it had fewer rounds, as with fewer batches, than on {render_ranks(here.ranks)}"
     )
     return Cause(code="DDP207", ranks=gone.ranks, why=why, at=_at(here))
+
+
+def _handled(parting: Parting, here: Party, gone: Party) -> Cause:
+    assert parting.handler is not None
+    who, others = render_ranks(gone.ranks), render_ranks(here.ranks)
+    reason = "an error" if parting.handler.text.startswith("except") else "an error or an early exit"
+    spot = ("the end of " if "with " in parting.handler.text else "") + _say(parting, parting.handler)
+    why = f"{who} came to {spot} by {reason} that {others} had not: what it calls there the others call later"
+    return Cause(code="DDP210", ranks=gone.ranks, why=why, at=_at(gone))
+
+
+def _left_function(parting: Parting, here: Party, gone: Party) -> Cause:
+    assert parting.left is not None
+    what = describe_shortly(here.entry) if here.entry is not None else "what the others do"
+    spot = _say(parting, parting.left)
+    why = f"{render_ranks(gone.ranks)} did not come to the {what} at {say_spot(_at(here))}: {spot} may have left before"
+    return Cause(code="DDP201" if gone.entry is not None else "DDP220", ranks=gone.ranks, why=why, at=_at(here))
 
 
 def _guarded(parting: Parting, one: Party, other: Party) -> Cause:

@@ -3,17 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-
 from ddpilot.findings.catalog import find_entry
 from ddpilot.findings.finding import Finding
-from ddpilot.findings.words import render_ranks
-from ddpilot.record.agreement import SILENT, Clash, find_clash, terms_of
+from ddpilot.record.agreement import SILENT, find_clash, terms_of
 from ddpilot.record.exchange import EXCHANGES
 from ddpilot.record.log import Collective
 from ddpilot.watch.causes import FIXES, NAMES, Cause, Party, find_cause
-from ddpilot.watch.meetings import Progress
+from ddpilot.watch.joined import find_joined
+from ddpilot.watch.meetings import Meet, Progress
+from ddpilot.watch.reasons import Reason, find_reason, special_fix
 from ddpilot.watch.source import Sources
 from ddpilot.watch.stacks import chain_of
 from ddpilot.watch.view import Frame, JobView, RankView
@@ -45,46 +43,35 @@ _WORDS = {
     "root": "in its root",
     "shape": "in shape",
 }
-_THREAD_FIX = "give the thread a group of its own (`dist.new_group()` on all ranks), or call from one thread only"
-_SHAPE_FIX = "give tensors of one shape on all ranks: `transpose` or `permute` where they are turned"
-_EXCHANGE_FIX = "let each rank expect what the others give: exchange the split sizes first, with an even all_to_all"
 _NUM_SAME = 32
 """After so many collectives from the same lines on all ranks, nothing is a consequence of what was before."""
-
-
-@dataclass(frozen=True, slots=True)
-class Meet:
-    """A collective about which ranks do not agree."""
-
-    progress: Progress
-    seq: int
-    clash: Clash
-    by_rank: Mapping[int, Collective]
-
-    @property
-    def newest_ns(self) -> int:
-        """When the last of them began it."""
-        return max(entry.start_ns for entry in self.by_rank.values())
 
 
 def find_firsts(progress: Progress) -> list[Meet]:
     """The first collectives of a group about which its ranks do not agree: one that goes on silently, and another."""
     terms: dict[tuple[int, int, str], object] = {}
+    same: dict[object, object] = {}  # equal terms as one object: ranks are compared at the cost of an identity
     first = progress.first_common
     by_seq: dict[int, dict[int, Collective]] = {}
+    said: dict[int, tuple[object, int | None, str | None]] = {}
     odd: set[int] = set()
     for rank, entries in progress.by_rank.items():
         for entry in entries:
-            if entry.seq is None or entry.seq < first:
+            seq = entry.seq
+            if seq is None or seq < first:
                 continue
-            here = by_seq.setdefault(entry.seq, {})
             key = (id(entry.inputs), id(entry.outputs), entry.op)
-            said = terms.get(key) or terms.setdefault(key, terms_of(entry))
-            if here and entry.seq not in odd:
-                other = next(iter(here.values()))
-                known = terms[id(other.inputs), id(other.outputs), other.op]
-                if said != known or _may_clash(entry, other):
-                    odd.add(entry.seq)
+            mine = terms.get(key)
+            if mine is None:
+                mine = terms_of(entry)
+                mine = terms[key] = same.setdefault(mine, mine)
+            here = by_seq.get(seq)
+            if here is None:
+                by_seq[seq] = {rank: entry}
+                said[seq] = mine, entry.root, entry.reduce_op
+                continue
+            if said[seq] != (mine, entry.root, entry.reduce_op):
+                odd.add(seq)
             here[rank] = entry
     # What is exchanged pair by pair is looked at where ranks are now: all of it would take too long.
     newest = max(map(progress.position, progress.by_rank))
@@ -99,22 +86,15 @@ def find_firsts(progress: Progress) -> list[Meet]:
     return list(found.values())
 
 
-def _may_clash(entry: Collective, other: Collective) -> bool:
-    return entry.root != other.root or entry.reduce_op != other.reduce_op
-
-
 def explain_clash(view: JobView, meet: Meet, sources: Sources) -> Finding:
     """What is wrong, with the cause where the source and the logs say it."""
     sides = [ranks for _, ranks in meet.clash.said]
     rest, odd = _party(view, meet, sides[0]), _party(view, meet, sides[1])
-    cause = None
-    if meet.clash.aspect == "op" or rest.chain[-1:] != odd.chain[-1:]:
-        origin = find_origin(view, meet.progress, rest.ranks[0], odd.ranks[0], meet.seq, sources)
-        cause = (find_cause(*origin, sources) if origin is not None else None) or find_cause(rest, odd, sources)
-    code = _choose_code(meet, cause)
+    cause = find_joined(meet.progress, meet.seq) or _find_cause(view, meet, rest, odd, sources)
+    reason = find_reason(view, meet, rest.chain, odd.chain, sources) if cause is None else Reason()
+    code = "DDP201" if reason.are_other_calls else _choose_code(meet, cause)
     known = None if code in FIXES else find_entry(code)
-    thread = _say_thread(view, meet) if cause is None else ""
-    special = _THREAD_FIX if thread else _special_fix(meet)
+    special = reason.fix if cause is None else cause.fix or special_fix(meet)
     smallest = min(sides, key=lambda ranks: (len(ranks), -ranks[0]))
     at = cause.at if cause is not None else _frame_of(meet.by_rank[smallest[0]])
     return Finding(
@@ -126,32 +106,17 @@ def explain_clash(view: JobView, meet: Meet, sources: Sources) -> Finding:
         or (smallest if len(sides) == 2 else tuple(sorted(meet.by_rank))),
         place=place_of(at),
         evidence=(*_show_sides(view, meet), *show_common(meet.progress, meet.seq)),
-        why=cause.why if cause is not None else thread or _why(meet),
+        why=cause.why if cause is not None else reason.why or _why(meet),
         fix=special or (known.first_fix if known is not None else FIXES[code]),
         source=f"ddpilot explain {code}",
     )
 
 
-def _special_fix(meet: Meet) -> str:
-    if meet.clash.aspect == "shape":
-        return _SHAPE_FIX
-    is_exchange = any(entry.op in EXCHANGES for entry in meet.by_rank.values())
-    return _EXCHANGE_FIX if is_exchange and meet.clash.aspect == "size" else ""
-
-
-def _say_thread(view: JobView, meet: Meet) -> str:
-    """That one of them comes from a thread beside the program's main one; empty where none does."""
-    for rank, entry in sorted(meet.by_rank.items()):
-        seen = view.ranks.get(rank)
-        main = seen.log.pid if seen is not None and seen.log is not None else 0  # a main thread has its process's id
-        if entry.ddp is None and main not in (0, entry.thread) and _is_shared(meet.progress.by_rank[rank], main):
-            spot = say_spot(entry.line)
-            return f"{render_ranks([rank])} calls the one at {spot} from another thread: threads come in any order"
-    return ""
-
-
-def _is_shared(entries: Sequence[Collective], thread: int) -> bool:
-    return any(entry.thread == thread for entry in entries)
+def _find_cause(view: JobView, meet: Meet, rest: Party, odd: Party, sources: Sources) -> Cause | None:
+    if meet.clash.aspect != "op" and rest.chain[-1:] == odd.chain[-1:]:
+        return None
+    origin = find_origin(view, meet.progress, rest.ranks[0], odd.ranks[0], meet.seq, sources)
+    return (find_cause(*origin, sources) if origin is not None else None) or find_cause(rest, odd, sources)
 
 
 def _choose_code(meet: Meet, cause: Cause | None) -> str:

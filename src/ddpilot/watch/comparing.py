@@ -22,6 +22,8 @@ _SLICE_NS = 100_000_000
 """Entries of all ranks are fed in turns of this length."""
 
 _LAST_S = 1.25
+"""So long the end of a job waits for what the other nodes send last."""
+
 _PAUSE_S = 0.05
 
 ByRank = Mapping[int, Sequence[Entry]]
@@ -103,7 +105,7 @@ class Comparing:
         return all(sender.has_ended for sender in self._senders.values())
 
     def _await_others(self) -> None:
-        """Take the last that the other nodes send, where they send at all; at most 1.25 s."""
+        """Take the last that the other nodes send, where they send at all; at most `_LAST_S`."""
         deadline_s = time.monotonic() + _LAST_S
         while (
             not self._have_ended()

@@ -11,6 +11,7 @@ from ddpilot.watch.source import Block, Source
 
 _ENDS = ("exit", "_exit", "quit", "abort")
 _SUPPRESSES = ("suppress",)
+_PARTS_OF_MODELS = frozenset({"parameters", "named_parameters", "modules", "named_modules", "buffers", "named_buffers"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,16 +108,59 @@ def has_same_rounds(source: Source, loop: ast.AST) -> bool:
     return all(source.is_the_same_everywhere(value) for value in call.args)
 
 
+def goes_over_model(loop: ast.AST) -> bool:
+    """Whether it is a `for` over parameters, buffers or modules, of which all ranks have as many."""
+    if not isinstance(loop, ast.For):
+        return False
+    calls = {_call_name(node) for node in ast.walk(loop.iter) if isinstance(node, ast.Call)}
+    return bool(calls & _PARTS_OF_MODELS) or _mentions(loop.iter, "param_groups")
+
+
+def early_returns(source: Source, line: int) -> list[Spot]:
+    """Conditions that leave the function before `line` and may not be the same on all ranks, the nearest first."""
+    return [
+        Spot(statement.lineno, _with_condition(source, statement.body[-1], [statement.test]))
+        for statement in source.before(line)
+        if isinstance(statement, ast.If) and _leaves(statement.body) and _may_differ(source, [statement.test])
+    ]
+
+
+def handler_of(source: Source, blocks: Sequence[Block], line: int) -> Spot | None:
+    """The handler or `finally` among `blocks` to which only an error leads while others are at `line`."""
+    for block in blocks:
+        if not isinstance(block.node, ast.Try) or block.part not in ("handlers", "finalbody"):
+            continue
+        if not (block.node.body[0].lineno <= line <= (block.node.body[-1].end_lineno or 0)):
+            continue
+        if block.part == "finalbody":
+            return Spot(block.node.lineno, "finally:")
+        inner = next((each.node for each in blocks if isinstance(each.node, ast.ExceptHandler)), None)
+        return Spot(inner.lineno, source.text(inner.lineno)) if inner is not None else None
+    return None
+
+
+def is_behind_yield(source: Source, line: int, function: str) -> bool:
+    """Whether `line` is in an `__exit__`, or in a generator behind its `yield`: what a `with` calls when it is left."""
+    name = function.rpartition(".")[2]
+    if name in ("__exit__", "__aexit__"):
+        return True
+    bodies = [one for one in source.functions_called(name) if one.lineno <= line <= (one.end_lineno or 0)]
+    yields = [each.lineno for one in bodies for each in ast.walk(one) if isinstance(each, ast.Yield)]
+    return bool(yields) and max(yields) < line
+
+
 def exits_in_calls(source: Source, loop: ast.AST) -> list[Spot]:
     """Where the loop calls a function of the same file that may end the program."""
-    found = []
-    for node, tests in _walk(loop, [], nested=False):
-        if isinstance(node, ast.Call) and _may_differ(source, tests) and tests:
-            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            if any(_is_exit(each) for one in source.functions_called(name) for each in ast.walk(one)):
-                depends = any(map(source.depends_on_rank, tests))
-                found.append(Spot(node.lineno, _with_condition(source, node, tests), depends))
-    return found
+    return [
+        Spot(node.lineno, _with_condition(source, node, tests), any(map(source.depends_on_rank, tests)))
+        for node, tests in _walk(loop, [], nested=False)
+        if isinstance(node, ast.Call) and tests and _may_differ(source, tests) and _may_exit(source, node)
+    ]
+
+
+def _may_exit(source: Source, call: ast.Call) -> bool:
+    functions = source.functions_called(_call_name(call))
+    return any(_is_exit(node) for function in functions for node in ast.walk(function))
 
 
 def unsynced(source: Source, blocks: Sequence[Block]) -> list[Spot]:
@@ -184,6 +228,17 @@ def swallowers(source: Source, blocks: Sequence[Block]) -> list[Spot]:
         if isinstance(block.node, ast.With) and any(_is_suppress(item.context_expr) for item in block.node.items):
             found.append(Spot(block.node.lineno, source.text(block.node.lineno)))
     return found
+
+
+def skipping_handlers(source: Source, loop: ast.AST, line: int) -> list[Spot]:
+    """Handlers before `line` in the loop that go on with its next round after an error."""
+    return [
+        Spot(handler.lineno, source.text(handler.lineno))
+        for node, _ in _walk(loop, [], nested=False)
+        if isinstance(node, ast.Try) and (node.end_lineno or line) < line
+        for handler in node.handlers
+        if any(isinstance(each, ast.Continue) for each, _ in _walk(handler, [], nested=False))
+    ]
 
 
 def _walk(node: ast.AST, tests: list[ast.expr], *, nested: bool) -> Iterator[tuple[ast.AST, list[ast.expr]]]:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ddpilot.findings.finding import Finding
 from ddpilot.watch.causes import NAMES
@@ -14,12 +14,22 @@ from ddpilot.watch.words import describe_shortly, place_of, say_place, who_does
 OF_ENDS = frozenset({"DDP208", "DDP209"})
 """Codes of what is said of a rank's end, by whether it is known how it came."""
 
+_NEEDS_OTHERS = "DDP2"
+_GOES_ON = "DDP204"
+"""Different reduce-ops: nothing stops because of that."""
+
 _FIXES = {
     "SIGKILL": "look whether memory was out (`dmesg | tail`): fewer DataLoader workers, smaller batches",
     "SIGBUS": "look whether shared memory was full (`df /dev/shm`); see ddpilot explain DDP601",
     "SIGSEGV": "look at native code that it used last; the stack that Python's fault handler printed says where it was",
     "SIGABRT": "look at what it printed last: gloo and NCCL abort the process with a message",
 }
+
+
+def find_cause_of_end(findings: Iterable[Finding]) -> Finding | None:
+    """Of what was found, what ends ranks that wait for others; None where nothing does."""
+    ends = (each for each in findings if each.code.startswith(_NEEDS_OTHERS) and each.code != _GOES_ON)
+    return next((each for each in ends if each.severity == "error"), None)
 
 
 def explain_death(view: JobView, ranks: Sequence[int], words: str) -> Finding:

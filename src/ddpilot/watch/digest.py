@@ -55,9 +55,7 @@ class Digest:
 
 
 def encode_digest(digest: Digest, max_chars: int = MAX_CHARS) -> str:
-    """The digest as text of at most `max_chars` characters: with fewer records, and at last with fewer ranks, if
-    need be.
-    """
+    """The digest as text of at most `max_chars` characters: if need be with fewer records, at last with fewer ranks."""
     num_entries, ranks = _NUM_ENTRIES, dict(digest.ranks)
     while True:
         text = _encode(replace(digest, ranks=ranks), num_entries)

@@ -81,9 +81,9 @@ def _enable(options: WatchOptions, topology: Topology, name: str) -> Path:
     hooks = (HOOK, GUARD_HOOK) if options.guard else (HOOK,)
 
     def begin(_torch: ModuleType) -> None:
-        from ddpilot.group.destroying import let_works_end_on_destroy
+        from ddpilot.group.works_end import let_works_end
 
-        let_works_end_on_destroy()
+        let_works_end()
         for hook in hooks:
             module, _, function = hook.partition(":")
             getattr(importlib.import_module(module), function)(start)

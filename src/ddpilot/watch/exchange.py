@@ -22,9 +22,14 @@ _LATE = 1.5
 """Times the longest pause between collectives: a rank that begins none for so long is late."""
 
 _AGAIN_NS = 750_000_000
+"""Between two questions to the other nodes."""
+
 _SELDOM_AFTER_NS = 60_000_000_000
 _SELDOM_NS = 5_000_000_000
+"""The same from `_SELDOM_AFTER_NS` on: what has waited for a minute may wait for hours."""
+
 _ANSWER_AGAIN_NS = 200_000_000
+"""Between two answers: several nodes that ask at once get one."""
 
 _PATIENCE_NS = 2_500_000_000
 """Between the first question and the moment at which what is known without an answer is said."""
@@ -37,9 +42,12 @@ _OLD_NS = 10_000_000_000
 
 _APART_NS = 5_000_000_000
 """So long are other nodes asked because their marks differ from those here."""
+
 _APART_AGAIN_NS = 60_000_000_000
+"""Between two times of that for one group, whose marks stay different once they are."""
 
 _NUM_LOOKED_AT = 64
+"""Of a rank's newest collectives: their pauses tell how long the next one may take to come."""
 
 
 class Exchange:

@@ -19,6 +19,10 @@ _MAX_CHARS = 100
 _STOPPING = ("SIGKILL", "SIGTERM", "SIGINT")
 _ERROR_NS = 1_500_000_000
 """A rank may have left because of an error, as in a `finally`: so long later that is known."""
+_CUT_OFF_NS = 200_000_000
+"""So long after it has left, one that was on its way to an error of its own has come to it."""
+_BEAT_NS = 60_000_000
+"""A little more than the time between two signs of life in a ring."""
 _LEAVES = "/ddpilot/group/leaving.py:wait_for_peers"
 _PATIENT_CALLS = ("send", "recv", "send_object_list", "recv_object_list")
 
@@ -62,7 +66,7 @@ def _fate_of_process(rank: RankView) -> Fate:
         return Fate("died", f"exited with status {process.exitcode}")
     if process.exitcode == 0 or (rank.log is not None and rank.log.closed_ns is not None):
         return Fate("finished", "has exited")
-    return Fate("died", "ended without closing its recording, as by a signal or os._exit")
+    return Fate("died", "ended without closing the recording, as by a signal or os._exit")
 
 
 def _shorten(message: str) -> str:
@@ -83,17 +87,31 @@ def _earliest(view: JobView, ranks: Iterable[int]) -> list[int]:
     ends = {rank: view.ranks[rank].process.ended_ns for rank in ranks}
     known = [end for end in ends.values() if end is not None]
     if not known:
-        return list(ends)
+        return _first_silent(view, list(ends))
     return [rank for rank, end in ends.items() if end is not None and end <= min(known) + 100_000_000]
 
 
-def as_left(rank: RankView | None, fate: Fate, last: Collective | None, now_ns: int) -> Fate:
-    """`fate`, or of a rank that lives and has left the group in which `last` was its newest, that it has."""
+def _first_silent(view: JobView, ranks: list[int]) -> list[int]:
+    """Of ranks whose end nobody has seen, those whose rings were written last before those of the others."""
+    beats = {rank: log.heartbeat_ns for rank in ranks if (log := view.ranks[rank].log) is not None and log.heartbeat_ns}
+    if len(beats) < len(ranks):
+        return ranks
+    return [rank for rank, beat in beats.items() if beat <= min(beats.values()) + _BEAT_NS]
+
+
+def as_left(
+    rank: RankView | None, fate: Fate, last: Collective | None, now_ns: int, *, is_cut_off: bool = False
+) -> Fate:
+    """`fate`, or of a rank that lives and has left the group in which `last` was its newest, that it has.
+
+    `is_cut_off`: others have lost their connection to it, so that it does not matter why it left.
+    """
     if rank is None or fate.state != "alive" or rank.log is None:
         return fate
     left_ns = rank.log.left_ns
-    if left_ns is not None and last is not None and last.start_ns < left_ns and now_ns - left_ns > _ERROR_NS:
-        has_ended = rank.log.closed_ns is not None
+    has_ended = rank.log.closed_ns is not None
+    patience_ns = _CUT_OFF_NS if is_cut_off and not has_ended else _ERROR_NS
+    if left_ns is not None and last is not None and last.start_ns < left_ns and now_ns - left_ns > patience_ns:
         return Fate("finished", "has come to its end" if has_ended else "has destroyed its process groups")
     return Fate("finished", "leaves its group") if passes(rank.stack, _LEAVES) is not None else fate
 

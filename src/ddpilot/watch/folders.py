@@ -26,6 +26,8 @@ JOBS_VARIABLE = "DDPILOT_JOBS_DIR"
 """Names the folder that jobs have theirs in; default: one of the user's own in the temporary directory."""
 
 NUM_KEPT = 20
+"""Jobs whose folders stay, for `ddpilot watch`."""
+
 _ABOUT = "job.json"
 
 

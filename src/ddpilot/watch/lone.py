@@ -27,6 +27,9 @@ from ddpilot.watch.words import (
     who_does,
 )
 
+_BRANCH_FIX = (
+    "call it on all ranks of its group: move it out of the branch; and use groups in the same order on all ranks"
+)
 _DEATH_FIX = "look at how it ended; the others wait for it, and end with errors of their own"
 
 
@@ -151,7 +154,7 @@ def explain_circle(view: JobView, circle: Sequence[Wait], sources: Sources) -> F
     held = {rank: entry for wait in circle for rank, entry in wait.held.items()}
     rows = [(rank, _describe_in(wait), say_place(entry.line)) for wait in circle for rank, entry in wait.held.items()]
     parties = [_party(view, wait, tuple(sorted(wait.held))) for wait in circle[:2]]
-    cause = find_cause(parties[0], parties[1], sources) if len(parties) == 2 else None
+    cause = find_cause(parties[0], parties[1], sources) if len(parties) == 2 and not _say_tags(circle) else None
     first = min(held)
     return Finding(
         code=code,
@@ -162,7 +165,7 @@ def explain_circle(view: JobView, circle: Sequence[Wait], sources: Sources) -> F
         place=place_of(parties[0].chain[-1]) if parties[0].chain else place_of(held[first].line),
         evidence=lay_out(merge_rows(rows)),
         why=_why_circle(circle) + (f"; {cause.why}" if cause is not None else ""),
-        fix=FIXES[code],
+        fix=_BRANCH_FIX if code == "DDP206" and cause is not None and cause.is_branch else FIXES[code],
         source=f"ddpilot explain {code}",
     )
 
@@ -195,4 +198,15 @@ def _wait_for(ranks: Collection[int]) -> str:
 
 def _why_circle(circle: Sequence[Wait]) -> str:
     parts = [f"{_wait_for(wait.held)} {render_ranks(wait.missing, max_chars=40)}" for wait in circle[:4]]
-    return ", ".join(parts) + ": nobody can be the first"
+    return ", ".join(parts) + (_say_tags(circle) or ": nobody can be the first")
+
+
+def _say_tags(circle: Sequence[Wait]) -> str:
+    """That one sends to the other what that one receives under another tag; empty where it is not so."""
+    if len(circle) != 2 or any(wait.meeting is not None for wait in circle):
+        return ""
+    one, other = (next(iter(wait.held.values())) for wait in circle)
+    if {one.op, other.op} != {"send", "recv"} or one.tag == other.tag:
+        return ""
+    sent, received = (one, other) if one.op == "send" else (other, one)
+    return f": what is sent with tag {sent.tag} is received with tag {received.tag}, and tags have to be the same"

@@ -17,11 +17,15 @@ from ddpilot.record.log import Collective, RankLog
 from ddpilot.watch.rings import Key, key_of
 
 _SETTLED_NS = 1_000_000_000
+"""After so long what a collective reduces by has been written."""
+
 _NUM_LEVELS = 11
 _WINDOW = 1 << (_NUM_LEVELS - 1)
 """Collectives after which a checksum begins anew: one that could not be read spoils it up to there."""
+
 _MAX_GROUPS = 64
 _MAX_SAID = 4
+"""Groups that the other nodes are told of: they are sent with every pulse."""
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from ddpilot.record.agreement import Clash
 from ddpilot.record.log import Collective, GroupOfRanks, RankLog
 from ddpilot.watch.view import JobView
 
@@ -63,6 +64,21 @@ class Meeting:
     def newest_ns(self) -> int:
         """When the last of them began it."""
         return max(entry.start_ns for entry in self.arrived.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Meet:
+    """A collective about which ranks do not agree."""
+
+    progress: Progress
+    seq: int
+    clash: Clash
+    by_rank: Mapping[int, Collective]
+
+    @property
+    def newest_ns(self) -> int:
+        """When the last of them began it."""
+        return max(entry.start_ns for entry in self.by_rank.values())
 
 
 def _seq_of(entry: Collective) -> int:

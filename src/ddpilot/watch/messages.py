@@ -26,6 +26,35 @@ class Message:
     received: Collective
 
 
+def find_lone_messages(view: JobView) -> dict[tuple[int, int], bool]:
+    """Whether what was sent or received has no other side, by rank and index of the entry.
+
+    What goes one way arrives in its order, so that it is told by counting; nothing is told of ranks whose logs have
+    forgotten some, and of receives from anybody.
+    """
+    ways: dict[_Channel, tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {}
+    known = {rank for rank, seen in view.ranks.items() if _counts(seen)}
+    for rank in known:
+        for entry in _messages(view.ranks[rank]):
+            peer = peer_of(entry)
+            if peer in known and peer is not None:
+                is_sent = entry.op == "send"
+                way = (rank, peer) if is_sent else (peer, rank)
+                sides = ways.setdefault((*way, entry.tag, _group(entry)), ([], []))
+                sides[0 if is_sent else 1].append((rank, entry.index))
+    found: dict[tuple[int, int], bool] = {}
+    for sent, received in ways.values():
+        for mine, theirs in ((sent, received), (received, sent)):
+            found |= {key: number >= len(theirs) for number, key in enumerate(mine)}
+    return found
+
+
+def _counts(rank: RankView) -> bool:
+    entries = rank.log.collectives if rank.log is not None else ()
+    is_whole = not entries or entries[-1].index == len(entries)
+    return is_whole and not any(entry.is_p2p and entry.peer is None for entry in entries)
+
+
 def find_unequal_messages(view: JobView) -> Iterator[Message]:
     """The first message of each way on which the sides differ; none of ranks whose logs have forgotten some."""
     sent: dict[_Channel, list[Collective]] = {}

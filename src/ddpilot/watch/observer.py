@@ -19,16 +19,26 @@ from ddpilot.watch.gathering import Gatherer, RankFacts
 from ddpilot.watch.options import WatchOptions
 from ddpilot.watch.report import Report
 from ddpilot.watch.rules.book import RULES_OF_SEVERAL_RANKS, RuleBook, rules_for
-from ddpilot.watch.stall import Analysis, analyze
+from ddpilot.watch.stall import Analysis, analyze, say_end
 from ddpilot.watch.told import Told, newest
 from ddpilot.watch.view import JobView, StackView
 
 INTERVAL_S = 0.25
+"""Between two looks."""
+
 _NUM_SOURCES = 200
+"""The newest texts of cells are kept for their lines."""
+
 _EARLIER_NS = 1_000_000_000
+"""A look or a stack this old shows whether a rank has moved since."""
+
 _ANSWER_S = 1.25
+"""Other nodes look every 0.25 s, and what they tell goes through a store; a failed launch waits no longer for it."""
+
 _PAUSE_S = 0.05
+
 _MAX_STACKS = 64
+"""Stacks taken for one look: each is a signal to a rank and a file to read."""
 
 
 class Observer:
@@ -141,13 +151,16 @@ class Observer:
             self._save(report)
         return report
 
-    def finish(self) -> None:
-        """Look once more now that the ranks are gone, and tell what is new. To be called after `stop`."""
+    def finish(self, *, is_caused: bool = False) -> None:
+        """Look once more now that the ranks are gone, and tell what is new. To be called after `stop`.
+
+        `is_caused`: they were ended because of what was told, so that their ends are no finding.
+        """
         if self._has_given_up:
             return
         try:
             with self._lock:
-                self._step(is_last=True)
+                self._step(is_last=True, is_caused=is_caused)
         except Exception as error:  # noqa: BLE001 - said, and never in the way of the job
             self._give_up(error)
 
@@ -176,21 +189,34 @@ class Observer:
         text = f"watching has ended by an error of its own, and the job goes on: {type(error).__name__}: {error}"
         self._tell(replace(self._empty, notes=(text,)))
 
-    def _step(self, *, is_last: bool = False) -> None:
+    def _step(self, *, is_last: bool = False, is_caused: bool = False) -> None:
         view, analysis = self._look()
+        if is_caused:
+            analysis = Analysis(findings=Findings())
         may_know_more = self._exchange is not None and self._exchange.is_waiting(view.now_ns)
-        # A rank that died may have died of what ranks of other nodes did.
-        known = [each for each in analysis.findings if not (may_know_more and each.code == "DDP209")]
+        # A rank that died may have died of what ranks of other nodes did, or have been ended with the whole job.
+        is_unsure = may_know_more or (not is_last and self._has_just_ended(view))
+        known = [each for each in analysis.findings if not (is_unsure and each.code == "DDP209")]
         found = [*self._read_journals(view, is_last=is_last), *known]
         found += self._named(self._rules.finish(view.now_ns)) if is_last else ()
         news = self._told.new_findings(found)
         status = () if may_know_more else self._told.new_status(analysis, time.monotonic())
         if not (news or status):
+            if self._told.once(analysis.end):
+                self._save(self._compose(view, analysis, self._findings))
             return
         self._findings += news
         report = self._compose(view, analysis, news)
         self._save(replace(report, findings=Findings(self._findings), status=analysis.status))
         self._tell(replace(report, status=status))
+
+    def _has_just_ended(self, view: JobView) -> bool:
+        """Whether a rank has ended since the look before this one: of those that end with it some may still run."""
+        before = self._views[-2].ranks if len(self._views) > 1 else {}
+        return any(
+            each.process.state == "ended" and rank in before and before[rank].process.state == "running"
+            for rank, each in view.ranks.items()
+        )
 
     def _read_journals(self, view: JobView, *, is_last: bool = False) -> list[Finding]:
         entries = self._gatherer.read_entries()
@@ -249,7 +275,7 @@ class Observer:
             findings=Findings(newest(findings)),
             status=analysis.status,
             unseen=tuple(rank for rank in range(view.world_size) if rank not in seen),
-            notes=tuple(self._others()),
+            notes=(*self._others(), *say_end(analysis, [*self._findings, *findings])),
             made_s=time.time(),
         )
 

@@ -27,8 +27,12 @@ from ddpilot.watch.report import Report
 from ddpilot.watch.view import ErrorView
 
 _PAUSE_S = 0.1
+
 _GATHER_S = 10.0
+"""A rank that does not call `enable` so long after the first one did is not waited for."""
+
 _TERM_GRACE_S = 3.0
+"""Between SIGTERM and SIGKILL to ranks that are ended."""
 
 
 class Observing:
@@ -40,7 +44,7 @@ class Observing:
         self._pids: dict[int, psutil.Process] = {}
         self._first = psutil.Process(said["rank_pid"])
         self._options = WatchOptions(on_finding=said["on_finding"], stall_warn_s=said["stall_warn_s"])
-        self._is_stopping = self._has_errors = False
+        self._is_stopping = self._has_errors = self._has_ended_ranks = False
 
     def run(self) -> None:
         """Observe until no rank is left."""
@@ -61,9 +65,10 @@ class Observing:
         while any(map(_is_running, self._pids.values())):
             time.sleep(_PAUSE_S)
             if self._is_stopping:
+                observer.stop()
                 self._end_ranks()
         observer.stop()
-        observer.finish()
+        observer.finish(is_caused=self._has_ended_ranks)
         if way is not None:
             observer.say_farewell()
             way.close()
@@ -73,7 +78,7 @@ class Observing:
         remove_old(self._folder.parent)
 
     def _await_ranks(self) -> None:
-        """Until all ranks of this node record; or, where some do not, ten seconds after the first does."""
+        """Until all ranks of this node record; or, where some do not, `_GATHER_S` after the first does."""
         since_s = None
         while len(self._pids) < self._said["local_world_size"] and _is_running(self._first):
             for rank in find_rings(self._folder):
@@ -150,6 +155,7 @@ class Observing:
     def _end_ranks(self) -> None:
         live = [process for process in self._pids.values() if _is_running(process)]
         if live:
+            self._has_ended_ranks = True
             _say(f"the ranks of this node are ended because of it; `ddpilot watch {self._folder.name}` shows it again")
         _signal(live, signal.SIGTERM)
         deadline_s = time.monotonic() + _TERM_GRACE_S

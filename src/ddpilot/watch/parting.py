@@ -6,13 +6,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ddpilot.watch.callers import complete
 from ddpilot.watch.control import (
     Spot,
     early_exits,
+    early_returns,
     exits_in_calls,
+    goes_over_model,
     guards,
+    handler_of,
     has_same_rounds,
+    is_behind_yield,
     own_ends,
+    skipping_handlers,
     skips,
     swallowers,
     unsynced,
@@ -20,8 +26,6 @@ from ddpilot.watch.control import (
 from ddpilot.watch.source import Block, Source, Sources
 from ddpilot.watch.stacks import Chain
 from ddpilot.watch.view import Frame
-
-_MAX_CALLERS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,10 @@ class Parting:
     """Where a round of that loop may be cut short."""
     exit: Spot | None = None
     """Where that loop may be left early; the loop itself, where its condition may end it."""
+    handler: Spot | None = None
+    """Where only an error, or leaving early, leads: `ranks` are in it, the others in what it is the end of."""
+    left: Spot | None = None
+    """Where `ranks` may have left a function while the others are in it."""
     unsynced: Spot | None = None
     """In that loop, where DDP exchanges nothing in some rounds."""
     same_rounds: bool = False
@@ -66,11 +74,15 @@ def find_parting(first: Side, second: Side, sources: Sources) -> Parting | None:
     """Why two sets of ranks are at different lines; None where the source does not say."""
     if not first.chain or not second.chain:
         return find_end_parting(first, second, sources) if first.chain else find_end_parting(second, first, sources)
-    first, second = (replace(side, chain=_complete(side.chain, sources)) for side in (first, second))
+    ways = (complete(first.chain, sources, second.chain), complete(second.chain, sources, first.chain))
+    first, second = (replace(side, chain=way) for side, way in zip((first, second), ways, strict=True))
     pair = _part(first.chain, second.chain)
     source = sources.find(pair[0]) if pair is not None else None
     if pair is None or source is None:
         return None
+    handled = _find_handler(source, (first, pair[0]), (second, pair[1]), sources)
+    if handled is not None:
+        return handled
     found = _compare(source, (first, pair[0]), (second, pair[1]))
     if found is not None and found.guard is not None and found.guard.depends_on_rank:
         return found
@@ -82,6 +94,29 @@ def find_parting(first: Side, second: Side, sources: Sources) -> Parting | None:
         return found
     behind, ahead = (first, second) if pair[0].line < pair[1].line else (second, first)
     return _look_deeper(behind, ahead, min(pair, key=lambda frame: frame.line), sources) or found
+
+
+def _find_handler(
+    source: Source, one: tuple[Side, Frame], other: tuple[Side, Frame], sources: Sources
+) -> Parting | None:
+    """Of two lines, one that is in a handler, a `finally` or the end of a `with` around the other one."""
+    for (side, frame), (_, there) in ((one, other), (other, one)):
+        spot = handler_of(source, source.blocks(frame.line), there.line) or _with_left(
+            source, side, frame, there, sources
+        )
+        if spot is not None:
+            return Parting(ranks=side.ranks, file=frame.file, handler=spot, at=frame)
+    return None
+
+
+def _with_left(source: Source, side: Side, frame: Frame, there: Frame, sources: Sources) -> Spot | None:
+    """The `with` at `frame`, where its end is what is called from there while others are at the line `there` in it."""
+    below = _below(side.chain, frame)
+    deeper = sources.find(below[0]) if below else None
+    is_around = any(block.node.lineno == frame.line and block.part == "body" for block in source.blocks(there.line))
+    if deeper is None or not is_around or not is_behind_yield(deeper, below[0].line, below[0].function):
+        return None
+    return Spot(frame.line, source.text(frame.line))
 
 
 def _find_deep_guard(side: Side, at: Frame, sources: Sources) -> Parting | None:
@@ -110,14 +145,24 @@ def _look_deeper(behind: Side, ahead: Side, at: Frame, sources: Sources) -> Part
 def find_end_parting(here: Side, gone: Side, sources: Sources) -> Parting | None:
     """Why the ranks `gone` have come to the end while others are `here`: from the innermost call outwards."""
     best: Parting | None = None
-    for frame in reversed(_complete(here.chain, sources)):
+    for frame in reversed(complete(here.chain, sources)):
         source = sources.find(frame)
         found = _parting_from_end(source, frame, here, gone) if source is not None else None
         if found is not None and found.guard is not None and found.guard.depends_on_rank:
             return found
         if found is not None and (best is None or (best.loop is None and found.loop is not None)):
             best = found
-    return best
+    return best or _find_left(here, gone, sources)
+
+
+def _find_left(here: Side, gone: Side, sources: Sources) -> Parting | None:
+    """Where nothing else says it: a function that the ranks `gone` may have left before the line of the others."""
+    for frame in reversed(here.chain):
+        source = sources.find(frame)
+        spots = early_returns(source, frame.line) if source is not None else []
+        if spots:
+            return Parting(ranks=gone.ranks, file=frame.file, left=spots[0], at=frame)
+    return None
 
 
 def _part(one: Chain, other: Chain) -> tuple[Frame, Frame] | None:
@@ -133,22 +178,6 @@ def _part(one: Chain, other: Chain) -> tuple[Frame, Frame] | None:
                 at = number + 1
                 break
     return None
-
-
-def _complete(chain: Chain, sources: Sources) -> Chain:
-    """`chain`, and where it is a single line also the callers that can only be, as the source has it."""
-    if len(chain) != 1:
-        return chain
-    found = list(chain)
-    source = sources.find(chain[0])
-    while source is not None and found[0].function not in ("", "<module>") and len(found) < _MAX_CALLERS:
-        wrappers = source.wrappers_of(found[0].function.rpartition(".")[2])
-        callers = {caller.line: caller for caller in source.calls_of(found[0].function.rpartition(".")[2])}
-        if len(callers) != 1:
-            break
-        outer = [*callers.values(), *wrappers]
-        found[:0] = [Frame(chain[0].file, each.line, each.function, each.text) for each in outer]
-    return tuple(found)
 
 
 def _parting_from_end(source: Source, frame: Frame, here: Side, gone: Side) -> Parting | None:
@@ -194,11 +223,12 @@ def _behind(side: Side, frame: Frame, guard: Spot, siblings: bool) -> Parting:
 
 def _same_loop(source: Source, file: str, common: Sequence[Block], line: int) -> Parting:
     loop = [block for block in common if block.is_loop][-1]
+    handlers = [*swallowers(source, source.blocks(line)), *skipping_handlers(source, loop.node, line)]
     return Parting(
         ranks=(),
         file=file,
         same_loop=True,
-        swallower=next(iter(swallowers(source, source.blocks(line))), None),
+        swallower=next(iter(handlers), None),
         skip=next(iter(skips(source, loop.node, line)), None),
     )
 
@@ -215,7 +245,11 @@ def _choose(spots: Sequence[Spot]) -> Spot | None:
 
 
 def _outermost_loop(blocks: Sequence[Block]) -> Block | None:
-    return next((block for block in blocks if block.is_loop), None)
+    return next((block for block in blocks if _counts_rounds(block)), None)
+
+
+def _counts_rounds(block: Block) -> bool:
+    return block.is_loop and not goes_over_model(block.node)
 
 
 def _count_common(one: Sequence[Block], other: Sequence[Block]) -> int:
@@ -224,19 +258,23 @@ def _count_common(one: Sequence[Block], other: Sequence[Block]) -> int:
 
 
 def _left_loop(source: Source, loop: Block, blocks: Sequence[Block], frame: Frame, gone: Sequence[int]) -> Parting:
-    loops = [block for block in blocks if block.is_loop]
+    loops = [block for block in blocks if _counts_rounds(block)]
     inside = list(blocks)[list(blocks).index(loop) :]
     exits = [spot for each in loops for spot in (*early_exits(source, each.node), *own_ends(source, each.node))]
     same_rounds = all(has_same_rounds(source, each.node) for each in loops)
     if same_rounds and not exits:
         exits = [spot for each in loops for spot in exits_in_calls(source, each.node)]
+    handlers = [
+        *swallowers(source, inside),
+        *(spot for each in loops for spot in skipping_handlers(source, each.node, frame.line)),
+    ]
     rounds = [spot for each in loops for spot in skips(source, each.node, frame.line)]
     return Parting(
         ranks=tuple(gone),
         file=frame.file,
         loop=Spot(loops[-1].node.lineno, source.text(loops[-1].node.lineno)),
         at=frame,
-        swallower=next(iter(swallowers(source, inside)), None),
+        swallower=handlers[0] if handlers else None,
         skip=rounds[0] if rounds else None,
         exit=next((spot for spot in exits if spot.depends_on_rank), exits[0] if exits else None),
         unsynced=next(iter(unsynced(source, inside)), None) if same_rounds else None,

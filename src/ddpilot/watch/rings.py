@@ -10,13 +10,15 @@ from pathlib import Path
 
 from ddpilot.errors import RecordError
 from ddpilot.record.agreement import REDUCING
-from ddpilot.record.log import Collective, RankLog
+from ddpilot.record.log import Collective, GroupOfRanks, RankLog
 from ddpilot.record.reading import read_ring
 
 NUM_HELD = 2048
 """Collectives of a rank that are held at most: what its reduce-ops and ends are still to come for is far less."""
 
 _NUM_REREAD = 512
+"""An older one that never ends is not read again, or each look would read all since."""
+
 _LATE_NS = 300_000_000
 """So long after its start what a collective reduces has been written."""
 
@@ -72,14 +74,23 @@ def passed_by_all(logs: Iterable[RankLog]) -> dict[Key, int]:
     """By group: the number up to which every one of its ranks that `logs` are of has begun its collectives."""
     reached: dict[Key, dict[int, int]] = {}
     for log in logs:
+        by_group: dict[int, tuple[GroupOfRanks | None, int]] = {}  # its key is hashed once: ranks may be thousands
         for entry in log.collectives:
             if entry.seq is not None:
-                by_rank = reached.setdefault(key_of(entry), {})
-                by_rank[log.rank] = max(by_rank.get(log.rank, -1), entry.seq)
+                number = id(entry.group)
+                known = by_group.get(number)
+                if known is None or known[1] < entry.seq:
+                    by_group[number] = entry.group, entry.seq
+        for group, seq in by_group.values():
+            by_rank = reached.setdefault(_key_of_group(group), {})
+            by_rank[log.rank] = max(by_rank.get(log.rank, -1), seq)
     return {key: min(by_rank.values()) for key, by_rank in reached.items()}
 
 
 def key_of(entry: Collective) -> Key:
     """The group of `entry`."""
-    group = entry.group
+    return _key_of_group(entry.group)
+
+
+def _key_of_group(group: GroupOfRanks | None) -> Key:
     return ("", 0, 0, ()) if group is None else (group.name, group.attempt, group.incarnation, group.ranks)

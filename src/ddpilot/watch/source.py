@@ -144,6 +144,11 @@ class Source:
             values += [each.value for each in ast.walk(function) if isinstance(each, ast.Return) and each.value]
         return any(self._mentions_rank(value, depth) for value in values)
 
+    def values_of(self, name: ast.Name | ast.Attribute) -> list[ast.expr]:
+        """What this file assigns to what is called so, wherever it does."""
+        wanted = (_name_of(name), isinstance(name, ast.Attribute))
+        return [value for target, of, value in self._assignments() if (target, of) == wanted]
+
     def _assignments(self) -> Iterator[tuple[str, bool, ast.expr]]:
         """Name, whether it is an attribute's, and value."""
         for node in ast.walk(self._tree):
@@ -158,9 +163,16 @@ class Source:
         for node in ast.walk(test):
             if isinstance(node, ast.Call):
                 return False
-            if isinstance(node, ast.Name) and not (node.id in counters or node.id.isupper() or node.id in _SETTINGS):
+            if isinstance(node, ast.Name) and not (node.id in counters or self._is_setting(node.id)):
                 return False
         return True
+
+    def _is_setting(self, name: str) -> bool:
+        """Whether it is named as what stays as it is, and no entries are written into it."""
+        if not name.isupper():
+            return name in _SETTINGS
+        stores = (node for node in ast.walk(self._tree) if isinstance(node, ast.Subscript))
+        return not any(isinstance(node.ctx, ast.Store) and _name_of(node.value) == name for node in stores)
 
     def _counters(self) -> Iterator[str]:
         for node in ast.walk(self._tree):

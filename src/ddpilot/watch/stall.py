@@ -4,25 +4,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.sequence import Findings
 from ddpilot.record.agreement import SILENT
 from ddpilot.record.log import Collective
-from ddpilot.watch.clashes import Meet, explain_clash, find_firsts, involved
+from ddpilot.watch.clashes import explain_clash, find_firsts, involved
+from ddpilot.watch.common_end import COMMON_END, before_common_end
 from ddpilot.watch.deaths import explain_death
 from ddpilot.watch.fates import Fate, as_left, fate_of, first_deaths
 from ddpilot.watch.lone import explain_circle, explain_gone
-from ddpilot.watch.meetings import Progress, find_meetings, find_progress
+from ddpilot.watch.meetings import Meet, Progress, find_meetings, find_progress
 from ddpilot.watch.messages import explain_message, find_unequal_messages
+from ddpilot.watch.outlasted import explain_outlasted
+from ddpilot.watch.rendezvous import find_rendezvous
 from ddpilot.watch.source import Sources
-from ddpilot.watch.unproven import Open, explain_open, find_rendezvous, say_open
+from ddpilot.watch.unproven import Open, explain_open, say_open
 from ddpilot.watch.view import JobView, RankView
 from ddpilot.watch.waits import Wait, find_circles, find_waits
 
 _STACK_AGE_NS = 1_000_000_000
+"""An older stack may not be where the rank is now."""
+
 _MAX_STACKS = 64
+"""Of ranks that are waited for: more would say the same."""
+
 _ORDER = ("error", "warning", "info")
 
 
@@ -38,6 +45,12 @@ class Analysis:
     """Some rank has waited for others for longer than `stall_s`, or a rank that others wait for is gone."""
     needs_stacks: tuple[int, ...] = ()
     """Ranks whose stacks should be taken before the next look: findings are complete, with their cause, after that."""
+    end: str = ""
+    """That all ranks were ended at once from outside, where they were: the rest is as it was just before."""
+
+
+def _is_interrupt(rank: RankView) -> bool:
+    return rank.error is not None and rank.error.type_name == "KeyboardInterrupt"
 
 
 @dataclass(slots=True)
@@ -59,6 +72,11 @@ class _Look:
     """Of the findings those that no rank dies of or waits for."""
     is_stalled: bool = False
 
+    @property
+    def is_interrupted(self) -> bool:
+        """Somebody has pressed Ctrl-C, as all ranks of a terminal get to know."""
+        return any(map(_is_interrupt, self.view.ranks.values()))
+
 
 def analyze(
     view: JobView, earlier: JobView | None = None, *, stall_s: float = 2.0, stall_warn_s: float = 30.0
@@ -71,6 +89,9 @@ def analyze(
     gone, ranks in different collectives and ranks that wait in each other's groups are proven and said at once. Pure.
     """
     fates = {rank: fate_of(view.ranks.get(rank)) for rank in _all_ranks(view)}
+    before = before_common_end(view, fates)
+    if before is not None:
+        return _after_end(analyze(before, earlier, stall_s=stall_s, stall_warn_s=stall_warn_s))
     look = _Look(view, earlier, fates, Sources(view.sources), int(stall_s * 1e9), int(stall_warn_s * 1e9))
     progress = find_progress(rank.log for rank in view.ranks.values() if rank.log is not None)
     clashes = [meet for each in progress for meet in find_firsts(each)]
@@ -86,6 +107,21 @@ def analyze(
         is_stalled=look.is_stalled,
         needs_stacks=tuple(sorted(rank for rank in look.needs if _can_answer(look, rank))),
     )
+
+
+def _after_end(analysis: Analysis) -> Analysis:
+    """`analysis` of how it was before all ranks were ended at once, which may have been because of an error in it."""
+    analysis = replace(analysis, needs_stacks=())
+    return replace(analysis, status=()) if _has_errors(analysis.findings) else replace(analysis, end=COMMON_END)
+
+
+def _has_errors(findings: Iterable[Finding]) -> bool:
+    return any(finding.severity == "error" for finding in findings)
+
+
+def say_end(analysis: Analysis, findings: Iterable[Finding]) -> tuple[str, ...]:
+    """That the whole job was ended from outside, unless it may have been because of an error among `findings`."""
+    return (analysis.end,) if analysis.end and not _has_errors(findings) else ()
 
 
 def _all_ranks(view: JobView) -> Iterable[int]:
@@ -147,8 +183,16 @@ def _has_waited(look: _Look, rank: int) -> bool:
 
 def _say_wait(look: _Look, wait: Wait, held: set[int]) -> None:
     fates = {**look.fates, **{rank: _fate_in(look, wait, rank) for rank in wait.missing if rank not in held}}
+    outlasted = explain_outlasted(look.view, look.earlier, wait, fates)
+    if outlasted is not None:
+        look.is_stalled = True
+        look.findings.append(outlasted)
+        look.explained.update(wait.held.keys() | set(wait.missing))
+        return
     gone = [rank for rank in wait.missing if fates[rank].is_gone]
     is_over = any(entry.state == "failed" for entry in wait.held.values()) or look.fates[next(iter(wait.held))].is_gone
+    if gone and look.is_interrupted:
+        return  # that they have ended is what somebody wanted
     if gone:
         look.is_stalled = True
         look.needs.update(list(wait.held)[:1])
@@ -180,7 +224,8 @@ def _fate_in(look: _Look, wait: Wait, rank: int) -> Fate:
     else:
         groups = {_group_key(entry) for entry in wait.held.values()}
         last = next((entry for entry in reversed(seen.log.collectives) if _group_key(entry) in groups), None)
-    return as_left(seen, fate, last, look.view.now_ns)
+    is_cut_off = any(look.fates[each].state == "victim" for each in wait.held)
+    return as_left(seen, fate, last, look.view.now_ns, is_cut_off=is_cut_off)
 
 
 def _group_key(entry: Collective) -> tuple[object, ...] | None:
@@ -208,6 +253,8 @@ def _say_rendezvous(look: _Look) -> None:
 
 
 def _say_deaths(look: _Look) -> None:
+    if look.is_interrupted:
+        return
     firsts = [rank for rank in first_deaths(look.view, look.fates) if rank not in look.explained]
     if not firsts or any(finding.severity == "error" and finding not in look.silent for finding in look.findings):
         return  # who else died has died of that

@@ -8,6 +8,9 @@ from collections.abc import Iterable
 from ddpilot.findings.finding import Finding
 from ddpilot.watch.stall import Analysis
 
+_QUIET_S = 1.5
+"""For less it is the same wait: one that begins anew is told after longer than that."""
+
 
 class Told:
     """Remembers for one observer. `again_s`: seconds after which a wait that lasts is told once more."""
@@ -17,6 +20,7 @@ class Told:
         self._keys: set[object] = set()
         self._due_s: float | None = None
         self._wait_s = again_s
+        self._stalled_s: float | None = None
 
     def new_findings(self, findings: Iterable[Finding]) -> list[Finding]:
         """Those that say something else than any before."""
@@ -30,8 +34,10 @@ class Told:
     def new_status(self, analysis: Analysis, now_s: float) -> tuple[str, ...]:
         """The status, where ranks have just begun to wait, and ever more seldom while they do."""
         if not analysis.is_stalled or not analysis.status:
-            self._due_s = None
+            if self._stalled_s is None or now_s - self._stalled_s >= _QUIET_S:
+                self._due_s = None
             return ()
+        self._stalled_s = now_s
         if self._due_s is not None and now_s < self._due_s:
             return ()
         self._wait_s = self._again_s if self._due_s is None else 2 * self._wait_s

@@ -25,8 +25,6 @@ class ProcessView:
     """Such as ``SIGKILL``, where a signal ended it."""
     ended_ns: int | None = None
     """When its end was seen, on CLOCK_MONOTONIC."""
-    cpu_s: float | None = None
-    """Processor time that it has used so far, of all of its threads."""
     os_state: str = ""
     """Such as ``R``, ``S`` or ``D``, as the operating system says it; ``T``: stopped."""
 

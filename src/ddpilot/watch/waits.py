@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from ddpilot.record.log import Collective
 from ddpilot.watch.fates import Fate, holds_up
 from ddpilot.watch.meetings import Meeting
+from ddpilot.watch.messages import find_lone_messages
 from ddpilot.watch.view import JobView
 from ddpilot.watch.words import peer_of
 
@@ -61,7 +62,8 @@ def _is_held(view: JobView, fate: Fate, rank: int, entry: Collective, found: Wai
 
 
 def _find_p2p(view: JobView, fates: Mapping[int, Fate], found: Waits) -> Iterator[Wait]:
-    pending = {rank: list(_pending_p2p(view, rank, fates[rank])) for rank in view.ranks}
+    is_lone = find_lone_messages(view)
+    pending = {rank: list(_pending_p2p(view, rank, fates[rank], is_lone)) for rank in view.ranks}
     offered = {
         (rank, peer_of(entry), entry.op == "send", entry.tag, _group(entry))
         for rank, entries in pending.items()
@@ -78,12 +80,17 @@ def _find_p2p(view: JobView, fates: Mapping[int, Fate], found: Waits) -> Iterato
                 break
 
 
-def _pending_p2p(view: JobView, rank: int, fate: Fate) -> Iterator[Collective]:
+def _pending_p2p(view: JobView, rank: int, fate: Fate, is_lone: Mapping[tuple[int, int], bool]) -> Iterator[Collective]:
     log = view.ranks[rank].log
     for entry in log.collectives if log is not None else ():
-        # One that failed once started looks done: what ended the rank was its newest.
-        is_last = log is not None and fate.state == "victim" and entry is log.collectives[-1]
-        if entry.is_p2p and (entry.state in ("begun", "failed") or is_last):
+        if not entry.is_p2p:
+            continue
+        lone = is_lone.get((rank, entry.index))
+        # One that failed once started looks done: what ended the rank was its newest, or one without another side.
+        is_end = fate.state == "victim" and (
+            lone or (lone is None and log is not None and entry is log.collectives[-1])
+        )
+        if is_end or (entry.state in ("begun", "failed") and lone is not False):
             yield entry
 
 

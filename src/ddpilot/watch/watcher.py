@@ -5,19 +5,21 @@ from __future__ import annotations
 
 import os
 import queue
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
-from ddpilot.errors import RankError, WatchError
+from ddpilot.errors import LaunchTimeoutError, RankError, WatchError
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.sequence import Findings
 from ddpilot.launching.companion import Carrier, RankState
 from ddpilot.record.hook import HOOK, RING_DIR_VARIABLE
 from ddpilot.watch import folders
-from ddpilot.watch.deaths import OF_ENDS
+from ddpilot.watch.calling import Caller
+from ddpilot.watch.deaths import OF_ENDS, find_cause_of_end
 from ddpilot.watch.enabling import GUARD_HOOK
 from ddpilot.watch.exchange import Exchange
 from ddpilot.watch.gathering import RankFacts
@@ -28,6 +30,8 @@ from ddpilot.watch.report import Report
 from ddpilot.watch.view import ErrorView, ProcessView
 
 NOTHING: Mapping[str, str] = MappingProxyType({})
+_CALL_LIMIT_S = 5.0
+"""How long a job that has ended well waits for the user's `on_finding`."""
 
 
 class Watcher:
@@ -53,8 +57,12 @@ class Watcher:
         self._ranks: Sequence[RankState] = ()
         self._lines: queue.SimpleQueue[tuple[str, bool]] = queue.SimpleQueue()
         self._error: WatchError | None = None
+        self._num_resumed = 0
+        self._caller = self._make_caller()
         self._since_ns = 0
         self._observer: Observer | None = None
+        self._waking = threading.Lock()
+        self._is_over = False
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         os.set_blocking(self._reader, False)
@@ -89,8 +97,17 @@ class Watcher:
         self._ranks = ranks
         if self._folder is None:
             return
-        self._observer = Observer(
-            self._folder,
+        try:
+            self._observer = self._make_observer(self._folder)
+        except Exception as error:  # noqa: BLE001 - said once, and the job runs
+            self._say(f"this job is not watched: {type(error).__name__}: {error}")
+            return
+        self._observer.add_sources(sources)
+        self._observer.start(is_paused=is_paused)
+
+    def _make_observer(self, folder: Path) -> Observer:
+        return Observer(
+            folder,
             self._about.world_size,
             facts=self._facts,
             tell=self._hear,
@@ -100,14 +117,14 @@ class Watcher:
             others=self._others,
             exchange=self._exchange,
         )
-        self._observer.add_sources(sources)
-        self._observer.start(is_paused=is_paused)
 
     def resume(self, name: str, since_ns: int, sources: Mapping[str, str] = NOTHING) -> None:
         """Look again, at what is newer than `since_ns` and has this name; what was said before may be said again."""
 
         def begin() -> None:
             self._name, self._since_ns, self._error = name, since_ns, None
+            self._num_resumed += 1
+            self._caller = self._make_caller()
             # What the last look at an earlier cell has found comes too late to be of use.
             for text, is_of_cell in [self._lines.get_nowait() for _ in range(self._lines.qsize())]:
                 if not is_of_cell:
@@ -130,31 +147,40 @@ class Watcher:
             note(self._lines.get_nowait()[0])
         return self._error
 
-    def explain(self, error: RankError) -> None:
+    def explain(self, error: RankError | LaunchTimeoutError) -> None:
         """Add to `error` what was found; where the rank ended by itself, only what came before that."""
         if self._observer is None:
+            return
+        if isinstance(error, LaunchTimeoutError):
+            error.findings = self._find_all()
             return
         failed = next((each for each in self._ranks if each.rank == error.rank), None)
         is_own = failed is not None and _ended_by_itself(failed)
         if not is_own:
             self._observer.await_others()
-        try:
-            report = self._observer.report()
-        except Exception as fault:  # noqa: BLE001 - the error matters more
-            self._say(f"what was recorded could not be read: {type(fault).__name__}: {fault}")
-            return
-        findings = [each for each in report.findings if not (is_own and _is_of_end(each))]
+        found = self._find_all()
+        # A rank that has raised says by itself where it was.
+        adds_place = failed is not None and failed.raised is None
+        findings = [
+            each for each in found if not (is_own and _is_of_end(each)) or (adds_place and each.place is not None)
+        ]
         view = facts_of(failed).error if failed is not None else None
         known = find_known_error(failed.rank, view, error.last_lines) if failed is not None else None
         if known is not None and not is_explained(known, findings):
             findings.insert(0, known)
         error.findings = Findings(findings)
+        cause = find_cause_of_end(found)
+        if cause is not None and failed is not None and failed.raised is not None and failed.raised.is_victim:
+            # It lost its connection to others: why is what to read first, and what to do about that.
+            error.found, error.fix = f"{cause.summary} ({cause.code}). So {error.found}", ""
 
     def finish(self, note: Callable[[str], None]) -> WatchError | None:
         """The ranks have ended well: look once more, and `note` what there is; an error where that is one."""
         if self._observer is not None:
             self._observer.stop()
             self._observer.finish()
+        if self._caller is not None:
+            self._caller.wait(_CALL_LIMIT_S)
         return self.take(note)
 
     def end(self, is_clean: bool) -> None:
@@ -163,8 +189,10 @@ class Watcher:
             self._observer.stop()
         if self._folder is not None:
             folders.close_job(self._folder, self._about, is_clean=is_clean)
-        os.close(self._reader)
-        os.close(self._writer)
+        with self._waking:
+            self._is_over = True
+            os.close(self._reader)
+            os.close(self._writer)
 
     def _facts(self) -> dict[int, RankFacts]:
         known = [each for each in self._ranks if each.pid is not None or each.exited is not None]
@@ -182,35 +210,49 @@ class Watcher:
         self._wake()
 
     def _act(self, report: Report) -> None:
-        action = self._options.action()
-        if action == "stop" and any(finding.severity == "error" for finding in report.findings):
+        if self._options.action() == "stop" and any(finding.severity == "error" for finding in report.findings):
             self._error = self._error or make_error(self._name, report)
             return
         # Where a rank has failed, the error that comes of it holds the findings.
         shown = [each for each in report.findings if each.severity != "error" or not self._has_failed()]
         if shown:
             self._say(str(Findings(shown)), is_of_cell=True)
-        if not isinstance(action, str) and "stop" in [self._call_back(action, each) for each in report.findings]:
-            self._error = self._error or make_error(self._name, report)
+        if self._caller is not None:
+            self._caller.call(report)
+
+    def _make_caller(self) -> Caller | None:
+        action = self._options.action()
+        number = self._num_resumed
+
+        def stop(report: Report) -> None:
+            if number == self._num_resumed:  # else what it was called about is over
+                self._error = self._error or make_error(self._name, report)
+                self._wake()
+
+        return None if isinstance(action, str) else Caller(action, stop=stop, say=self._say)
+
+    def _find_all(self) -> Sequence[Finding]:
+        """All findings that can be made now; none where what was recorded cannot be read, which is said."""
+        assert self._observer is not None
+        try:
+            return self._observer.report().findings
+        except Exception as fault:  # noqa: BLE001 - the error that ends the job matters more
+            self._say(f"what was recorded could not be read: {type(fault).__name__}: {fault}")
+            return ()
 
     def _has_failed(self) -> bool:
         facts = self._facts().values()
         return any(each.error is not None or (each.process.state == "ended" and not each.returned) for each in facts)
-
-    def _call_back(self, action: Callable[[Finding], object], finding: Finding) -> object:
-        try:
-            return action(finding)
-        except Exception as error:  # noqa: BLE001 - the user's own function: said, and the job goes on
-            self._say(f"`on_finding` raised {type(error).__name__}: {error}")
-            return None
 
     def _say(self, text: str, *, is_of_cell: bool = False) -> None:
         self._lines.put((text, is_of_cell))
         self._wake()
 
     def _wake(self) -> None:
-        with suppress(BlockingIOError):
-            os.write(self._writer, b"w")
+        # The user's function may return when all is over.
+        with self._waking, suppress(BlockingIOError):
+            if not self._is_over:
+                os.write(self._writer, b"w")
 
 
 def facts_of(rank: RankState, since_ns: int = 0) -> RankFacts:

@@ -137,7 +137,7 @@ def say_spot(line: Line | Frame | None) -> str:
     return f"{show_file(line.file)}:{line.line}" if line is not None and line.file else ""
 
 
-_PLURALS = {"is": "are", "has": "have", "waits": "wait", "compiles": "compile", "leaves": "leave"}
+_PLURALS = {"is": "are", "has": "have", "waits": "wait", "compiles": "compile", "leaves": "leave", "asks": "ask"}
 
 
 def who_does(ranks: Collection[int], words: str, max_chars: int = 60) -> str:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from ddpilot import Finding, Launcher, RankError, WatchError
 from ddpilot.cli.watch_verb import watch_job
+from ddpilot.errors import LaunchTimeoutError
 from ddpilot.watch import observer
 from ddpilot.watch.afterwards import explain_job
 from ddpilot.watch.folders import JOBS_VARIABLE, JobAbout, list_jobs
@@ -33,9 +34,9 @@ def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "jobs"
 
 
-def run(function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+def run(function: Callable[..., Any], *args: Any, timeout_s: float = 60, **options: Any) -> list[Any]:
     """What 2 ranks return."""
-    return list(Launcher(nproc_per_node=2, timeout_s=60, **options).run(function, *args))
+    return list(Launcher(nproc_per_node=2, timeout_s=timeout_s, **options).run(function, *args))
 
 
 def enter() -> int:
@@ -188,6 +189,27 @@ def test_launch_goes_on_when_the_observer_breaks(
     lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("ddpilot: ")]
     assert len(lines) == 1, lines
     assert "ended by an error of its own, and the job goes on: ZeroDivisionError: injected" in lines[0]
+
+
+def test_launch_goes_on_when_no_observer_can_be_made(
+    jobs: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """An error of the watch's own before it has begun to look."""
+
+    def fail(*args: object, **options: object) -> None:
+        raise ZeroDivisionError("injected")
+
+    monkeypatch.setattr(observer, "RuleBook", fail)
+    assert run(step_together) == ["came through"] * 2
+    (line,) = (line for line in capfd.readouterr().err.splitlines() if line.startswith("ddpilot: "))
+    assert line == "ddpilot: this job is not watched: ZeroDivisionError: injected"
+
+
+def test_launch_that_takes_too_long_has_what_was_found(jobs: Path, tmp_path: Path) -> None:
+    """Where findings end no job, a stall runs into the limit."""
+    with pytest.raises(LaunchTimeoutError, match="DDP201") as caught:
+        run(differ, tmp_path / "note", on_finding="report", timeout_s=8)
+    assert "DDP201" in [finding.code for finding in caught.value.findings]
 
 
 def test_launch_goes_on_when_on_finding_raises(jobs: Path, capfd: pytest.CaptureFixture[str]) -> None:

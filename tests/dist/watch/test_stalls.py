@@ -62,6 +62,14 @@ with Join([model]):
         model(torch.ones(3, 4)).sum().backward()
 dist.barrier()
 """,
+    "own_in_join": """\
+from torch.distributed.algorithms.join import Join
+model = DDP(torch.nn.Linear(4, 2))
+with Join([model]):
+    for step in range(4 + 3 * rank):
+        model(torch.ones(3, 4)).sum().backward()
+        dist.all_reduce(torch.ones(1))
+""",
 }
 
 
@@ -125,6 +133,12 @@ def one(analysis: Analysis) -> tuple[str, str, tuple[int, ...]]:
 def test_joins_own_collectives_meet_the_others(said: dict[str, Analysis]) -> None:
     """At none of the looks until its end is there a finding."""
     assert not said["join"].findings
+
+
+def test_a_collective_of_ones_own_within_join_is_the_cause(said: dict[str, Analysis]) -> None:
+    """It met one of Join's, and gloo aborts some collectives later."""
+    assert one(said["own_in_join"]) == ("DDP207", "error", (1,))
+    assert "one of Join's" in said["own_in_join"].findings[0].why
 
 
 def test_what_nobody_waits_for_may_stay(said: dict[str, Analysis]) -> None:

@@ -49,7 +49,7 @@ class Writer:
         index = len(self._entries) + 1
         known: dict[str, Any] = {
             "inputs": () if op == "barrier" else FLOATS,
-            "line": Line(file=self._file, line=line, function=more.pop("function", "<module>"), text=self._text(line)),
+            "line": more.pop("at", None) or Line(file=self._file, line=line, text=self._text(line), **_of_line(more)),
             "start_ns": 100 * S + index * S // 100,
             "state": "done",
             "is_async": more.get("ddp") is not None,
@@ -76,6 +76,10 @@ class Writer:
 
     def _text(self, line: int) -> str:
         return self._texts.get(line, "")
+
+
+def _of_line(more: dict[str, Any]) -> dict[str, str]:
+    return {"function": more.pop("function", "<module>"), "via": more.pop("via", "")}
 
 
 def alive(writer: Writer, *stack: Frame, **more: Any) -> RankView:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from ddpilot.findings.finding import Finding
-from ddpilot.record.log import Tensor
+from ddpilot.record.log import Line, Tensor
 from ddpilot.watch.stall import analyze
-from ddpilot.watch.view import ProcessView, RankView
+from ddpilot.watch.view import Frame, ProcessView, RankView
 from tests.unit.watch.logs import FILE, Writer, alive, bucket, group_of, job, part, returned, texts_of
 
 BRANCH = """\
@@ -206,6 +206,59 @@ def test_a_loop_that_has_ended_on_one_rank_is_uneven_data() -> None:
     finding = find(UNEVEN, zero.wait("barrier", 5), one.wait("all_reduce", 3, ddp=bucket(), function="train"))
     assert (finding.code, finding.ranks) == ("DDP207", (0,))
     assert "`for x in batches:` (train.py:2) ended earlier on rank 0" in finding.why
+
+
+HELPERS = "def reduce_mean(value):\n    dist.all_reduce(value)\n"
+LOOP = """\
+def train(batches):
+    for x in batches:
+        model(x).backward()
+def main():
+    for epoch in range(3):
+        train(loader)
+"""
+
+
+def with_helper(call: str) -> Finding:
+    """Rank 0 is in a helper of another file, of which only the line is known; rank 1 is in the loop, with its stack."""
+    source = f"{LOOP}{call}main()\n"
+    zero, one = writers(source)
+    for rank in (zero, one):
+        rank.call("all_reduce", 3, ddp=bucket(), function="train")
+    helper = Line(file="helpers.py", line=2, text="dist.all_reduce(value)", function="reduce_mean")
+    zero.wait("all_reduce", 2, at=helper, inputs=(tensor(1),))
+    one.wait("all_reduce", 3, ddp=bucket(), function="train")
+    outer = (Frame(FILE, 3, "train", "model(x).backward()"), Frame(FILE, 6, "main", "train(loader)"))
+    sources = {FILE: source, "helpers.py": HELPERS}
+    (finding,) = analyze(job([alive(zero), alive(one, *outer)], sources=sources)).findings
+    return finding
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "        reduce_mean(loss)\n",
+        "        utils.reduce_mean(loss)\n        utils.reduce_mean(accuracy)\n",
+    ],
+)
+def test_a_loop_that_has_ended_is_named_where_the_other_rank_is_in_a_helper_of_another_file(call: str) -> None:
+    """What calls the helper is a function that the rank in the loop is in."""
+    finding = with_helper(call)
+    assert (finding.code, finding.ranks) == ("DDP207", (0,))
+    assert "`for x in batches:` (train.py:2) ended earlier on rank 0" in finding.why
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "        if rank == 0:\n            reduce_mean(loss)\n",
+        "        if loss > best:\n            reduce_mean(loss)\n        if x:\n            reduce_mean(loss)\n",
+        "def other():\n    reduce_mean(loss)\n",
+    ],
+)
+def test_a_helper_behind_a_branch_or_called_from_elsewhere_is_no_uneven_data(call: str) -> None:
+    """A condition on the rank is the reason; where the call is not known, nothing is said of the loop."""
+    assert with_helper(call).code == "DDP201"
 
 
 def test_a_break_that_each_rank_decides_is_an_early_exit() -> None:
@@ -479,8 +532,8 @@ def test_a_collective_of_another_thread_is_said_to_be_one() -> None:
     zero.wait("all_reduce", 2, function="log", thread=7)
     one.wait("all_reduce", 4, ddp=bucket(), thread=4001, inputs=(tensor(9),))
     finding = find(source, zero, one)
-    assert "rank 0 calls the one at train.py:2 from another thread" in finding.why
-    assert "new_group" in finding.fix
+    assert "rank 0 calls the one at train.py:2 from another thread, as rank 1 never did" in finding.why
+    assert "let the thread run on all ranks and give it a group of its own" in finding.fix
 
 
 DECORATED = """\
@@ -603,3 +656,163 @@ def test_a_group_that_was_made_anew_is_compared_alone() -> None:
     for rank, op in ((zero, "barrier"), (one, "all_reduce")):
         rank.wait(op, 1).call("barrier", 1, group=again)
     assert not analyze(job([alive(zero), alive(one)])).findings
+
+
+OWN_AVERAGE = """\
+def average(model):
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+def train(batches):
+    for b in batches:
+        try:
+            model(b).backward()
+        except MemoryError:
+            continue
+        average(model)
+train(batches)
+dist.barrier()
+"""
+
+
+@pytest.mark.parametrize(("handler", "code"), [("MemoryError", "DDP210"), (None, "DDP207")])
+def test_a_loop_over_parameters_is_not_what_ended_early(handler: str | None, code: str) -> None:
+    """All ranks have as many of them: it is the loop around the call that had fewer rounds, and what skips one."""
+    source = OWN_AVERAGE if handler else OWN_AVERAGE.replace("            continue", "            raise")
+    zero, one = writers(source)
+    for rank in (zero, one):
+        rank.call("all_reduce", 3, function="average")
+    zero.wait("all_reduce", 3, function="average")
+    finding = find(source, zero, one.wait("barrier", 12))
+    assert (finding.code, finding.ranks) == (code, (1,))
+    assert "`for b in batches:` (train.py:5)" in finding.why
+    assert ("`except MemoryError:` (train.py:8)" in finding.why) is (handler is not None)
+
+
+@pytest.mark.parametrize(
+    ("source", "behind", "told"),
+    [
+        (
+            "try:\n    dist.all_reduce(t)\nexcept ValueError as e:\n    dist.all_gather(x, t)\n",
+            4,
+            "rank 1 came to `except ValueError as e:` (train.py:3) by an error that rank 0 had not",
+        ),
+        ("try:\n    dist.all_reduce(t)\nfinally:\n    dist.all_gather(x, t)\n", 4, "rank 1 came to `finally:`"),
+    ],
+)
+def test_a_collective_in_a_handler_is_told_by_the_error_that_led_there(source: str, behind: int, told: str) -> None:
+    """The others are in what the handler or `finally` is the end of."""
+    zero, one = writers(source)
+    finding = find(source, zero.wait("all_reduce", 2), one.wait("all_gather", behind))
+    assert (finding.code, finding.ranks) == ("DDP210", (1,))
+    assert told in finding.why
+
+
+WITH = """\
+@contextmanager
+def distributed():
+    try:
+        yield
+    finally:
+        dist.barrier()
+with distributed():
+    dist.all_reduce(t)
+"""
+
+
+def test_the_end_of_a_with_is_told_where_others_are_inside_it() -> None:
+    """What its generator does behind the `yield` is reached by an error that nobody has seen yet."""
+    zero, one = writers(WITH)
+    zero.wait("all_reduce", 8)
+    stack = (Frame(FILE, 6, "distributed", "dist.barrier()"), Frame(FILE, 7, "<module>", "with distributed():"))
+    one.wait("barrier", 6, function="distributed")
+    finding = analyze(job([alive(zero), alive(one, *stack)], sources={FILE: WITH})).findings[0]
+    assert (finding.code, finding.ranks) == ("DDP210", (1,))
+    assert "rank 1 came to the end of `with distributed():` (train.py:7)" in finding.why
+
+
+CACHED = """\
+def load():
+    if "vocab" in CACHE:
+        return CACHE["vocab"]
+    dist.broadcast_object_list(obj, src=0)
+    CACHE["vocab"] = obj[0]
+load()
+dist.barrier()
+"""
+
+
+def test_a_return_before_a_collective_is_told_where_nothing_else_says_it() -> None:
+    """A cache that is filled on one rank only; what is written to is no setting, whatever its name."""
+    zero, one = writers(CACHED)
+    finding = find(CACHED, zero.wait("broadcast", 4, function="load"), one.wait("barrier", 7))
+    assert (finding.code, finding.ranks) == ("DDP201", (1,))
+    assert '`if "vocab" in CACHE: return CACHE["vocab"]` (train.py:2) may have left before' in finding.why
+
+
+JOINED = """\
+with Join([model]):
+    for batch in batches:
+        loss = model(batch)
+        loss.backward()
+        dist.all_reduce(total)
+dist.barrier()
+"""
+
+
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_a_collective_of_ones_own_within_join_is_named(is_turned: bool) -> None:
+    """It met one of Join's, sooner than anybody could see; the rank that has no more batches is the uneven one."""
+    ranks = writers(JOINED)
+    for rank in reversed(ranks) if is_turned else ranks:
+        rank.call("all_reduce", 3, ddp=part("join"), via="DistributedDataParallel.forward")
+        rank.call("all_reduce", 4, ddp=bucket()).call("all_reduce", 5, via="all_reduce")
+    for what, line, shape in (("join", 3, (1,)), ("bucket", 4, (6,)), (None, 5, (1,)), ("join", 3, (1,))):
+        ddp = bucket() if what == "bucket" else part("join") if what else None
+        via = "all_reduce" if what is None else "DistributedDataParallel.forward"
+        ranks[1].wait("all_reduce", line, ddp=ddp, via=via, inputs=(tensor(*shape),))
+    for shape in ((1,), (6,), (1,), (6,)):
+        ranks[0].wait("all_reduce", 1, ddp=part("join"), via="Join.__exit__", inputs=(tensor(*shape),))
+    finding = find(JOINED, *ranks)
+    assert (finding.code, finding.ranks) == ("DDP207", (1,))
+    assert finding.place is not None
+    assert finding.place.line == 5
+    assert "the all_reduce of rank 1 at train.py:5 (#5) met one of Join's" in finding.why
+    assert "within Join" in finding.fix
+
+
+def test_ranks_that_differ_within_join_while_all_have_batches_are_told_as_ever() -> None:
+    """Join answers for nobody yet."""
+    ranks = writers(JOINED)
+    for rank, shape in zip(ranks, ((1,), (2,)), strict=True):
+        rank.call("all_reduce", 3, ddp=part("join"), via="DistributedDataParallel.forward")
+        rank.wait("all_reduce", 5, inputs=(tensor(*shape),), via="all_reduce")
+    assert find(JOINED, *ranks).code == "DDP202"
+
+
+@pytest.mark.parametrize(
+    ("given", "is_told"),
+    [
+        ("set(metrics)", True),
+        ('{"loss", "accuracy"}', True),
+        ("enumerate(list(NAMES))", True),
+        ("TABLE.items()", True),
+        ("metrics.keys() & wanted.keys()", True),
+        ("NAMES | more", True),
+        ("sorted(NAMES)", False),
+        ("metrics.items()", False),
+        ("LIST", False),
+    ],
+)
+def test_a_loop_over_a_set_is_named_where_ranks_are_at_different_entries(given: str, is_told: bool) -> None:
+    """However it comes to the loop; what is sorted, and a dict as it was filled, has the same order everywhere."""
+    source = (
+        'NAMES = {"loss", "accuracy"}\nTABLE = {name: 0 for name in NAMES}\nLIST = [1, 2]\n'
+        f"for key in {given}:\n    dist.all_reduce(metrics[key])\n"
+    )
+    ranks = writers(source)
+    for rank, shape in zip(ranks, (3, 14), strict=True):
+        rank.wait("all_reduce", 5, inputs=(tensor(shape),))
+    finding = find(source, *ranks)
+    assert finding.code == "DDP202"
+    assert ("goes over a set, which has another order in each process" in finding.why) == is_told
+    assert ("`sorted(...)`" in finding.fix) == is_told

@@ -7,19 +7,9 @@ import json
 
 from ddpilot.environments.detect import detect_topology
 from ddpilot.watch.reaching import describe_way
+from tests.unit.environments.torchrun_variables import COMPLETE
 
-ONE_OF_FOUR = {
-    "RANK": "3",
-    "WORLD_SIZE": "4",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "2",
-    "GROUP_RANK": "1",
-    "GROUP_WORLD_SIZE": "2",
-    "MASTER_ADDR": "10.0.0.1",
-    "MASTER_PORT": "29500",
-    "TORCHELASTIC_RESTART_COUNT": "2",
-    "TORCHELASTIC_RUN_ID": "night",
-}
+ONE_OF_FOUR = {**COMPLETE, "TORCHELASTIC_RESTART_COUNT": "2"}
 
 
 def test_describe_way_names_the_store_of_the_ranks_and_this_node() -> None:
@@ -27,8 +17,8 @@ def test_describe_way_names_the_store_of_the_ranks_and_this_node() -> None:
     way = describe_way(detect_topology(ONE_OF_FOUR), "train.py", ONE_OF_FOUR)
     assert way == json.loads(json.dumps(way))
     assert way is not None
-    assert (way["node_rank"], way["nnodes"], way["addr"], way["port"]) == (1, 2, "10.0.0.1", 29500)
-    assert (way["attempt"], way["run_id"]) == (2, "night")
+    assert (way["node_rank"], way["nnodes"], way["addr"], way["port"]) == (1, 2, "n1", 29501)
+    assert (way["attempt"], way["run_id"]) == (2, "17")
 
 
 def test_describe_way_is_none_where_there_is_one_node() -> None:

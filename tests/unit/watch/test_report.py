@@ -61,8 +61,16 @@ def test_told_says_a_wait_ever_more_seldom_while_it_lasts() -> None:
     told = Told(30.0)
     said = [at for at in range(200) if told.new_status(WAITING, float(at))]
     assert said == [0, 30, 90]
-    assert told.new_status(Analysis(findings=Findings()), 200.0) == ()
-    assert told.new_status(WAITING, 201.0) == WAITING.status
+    assert told.new_status(Analysis(findings=Findings()), 201.0) == ()
+    assert told.new_status(WAITING, 203.0) == WAITING.status
+
+
+def test_told_takes_a_short_break_for_the_same_wait() -> None:
+    """Ranks that others wait for may themselves wait for a moment, of which each look sees another."""
+    told = Told(30.0)
+    assert told.new_status(WAITING, 0.0) == WAITING.status
+    assert told.new_status(Analysis(findings=Findings()), 0.25) == ()
+    assert told.new_status(WAITING, 0.5) == ()
 
 
 def test_parse_stack_reads_frames_innermost_first() -> None:

@@ -121,10 +121,10 @@ def test_a_busy_processor_proves_nothing() -> None:
     zero, one = pair()
     zero.wait("barrier", 9)
     looks = []
-    for cpu_s in (1.0, 3.0):
-        process = ProcessView(pid=1, state="running", cpu_s=cpu_s, os_state="R")
-        stack = at(20, "f()", taken_s=136 + cpu_s)
-        looks.append(job([alive(zero), alive(one, stack=stack, process=process)], after_s=36 + cpu_s))
+    for later_s in (1.0, 3.0):
+        process = ProcessView(pid=1, state="running", os_state="R")
+        stack = at(20, "f()", taken_s=136 + later_s)
+        looks.append(job([alive(zero), alive(one, stack=stack, process=process)], after_s=36 + later_s))
     assert codes(analyze(looks[1], looks[0])) == [("DDP218", "warning")]
 
 
@@ -370,12 +370,26 @@ def test_a_group_that_others_do_not_make_is_proven() -> None:
     assert (finding.code, finding.severity, finding.ranks) == ("DDP215", "error", (0,))
 
 
+def test_a_group_that_others_do_not_make_is_proven_also_where_they_wait_in_a_part_of_the_world() -> None:
+    """All ranks have to call new_group, members or not."""
+    world, some = group_of(0, 1, 2), group_of(0, 1, name="1")
+    zero, one, two = (Writer(rank, world).call("all_reduce", 1) for rank in range(3))
+    inner = Frame(f"{TORCH}/distributed/distributed_c10d.py", 6056, "new_group")
+    making = alive(one, stack=at(4, "g = dist.new_group([1, 2])", inner))
+    view = job([alive(zero.wait("all_reduce", 9, group=some)), making, alive(two, stack=at(7, "work()"))])
+    (finding,) = analyze(view).findings
+    assert (finding.code, finding.severity, finding.ranks) == ("DDP215", "error", (1,))
+
+
 def test_a_rank_that_leaves_its_group_is_proven_to_be_missed() -> None:
     """It has called destroy_process_group while others are in a collective."""
     zero, one = pair()
     inner = Frame(f"{TORCH}/distributed/distributed_c10d.py", 2000, "destroy_process_group")
     view = job([alive(zero, stack=at(4, "dist.destroy_process_group()", inner)), alive(one.wait("barrier", 9))])
     assert codes(analyze(view)) == [("DDP216", "error")]
+    before = alive(zero, stack=replace(at(3, "dist.all_reduce(x, group=pair)"), taken_ns=107 * S))
+    earlier = replace(view, ranks={**view.ranks, 0: before}, now_ns=108 * S)
+    assert not analyze(view, earlier).findings  # it has come there since: by the barrier, for all that is known
 
 
 BARRIER = """\
@@ -412,6 +426,22 @@ def test_a_rank_that_has_left_the_group_is_proof_while_its_process_lives(closed_
 def test_a_rank_that_has_just_left_may_have_an_error_to_tell() -> None:
     """As in a `finally` that destroys the group; what ended it is known soon."""
     assert not gone(109.0).findings
+
+
+@pytest.mark.parametrize(
+    ("left_s", "closed_s", "codes"), [(109.6, None, ["DDP220"]), (109.9, None, []), (109.6, 109.6, [])]
+)
+def test_a_rank_that_has_left_is_named_sooner_when_others_have_lost_it(
+    left_s: float, closed_s: float | None, codes: list[str]
+) -> None:
+    """Their error says that its connections are closed; only where it may still end by an error that is waited for."""
+    zero, one = (Writer(rank, group_of(0, 1), texts=texts_of(BARRIER)).call("all_reduce", 2) for rank in range(2))
+    error = ErrorView(type_name="RuntimeError", message="gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+    process = ProcessView(pid=4000, state="ended", exitcode=1, ended_ns=int(109.7 * S))
+    cut_off = alive(zero.wait("barrier", 6, state="failed"), process=process, error=error)
+    closed_ns = None if closed_s is None else int(closed_s * S)
+    gone = alive(one, log=one.log(left_ns=int(left_s * S), closed_ns=closed_ns))
+    assert [each.code for each in analyze(job([cut_off, gone], sources={FILE: BARRIER})).findings] == codes
 
 
 def test_a_rank_that_has_made_its_groups_anew_has_left_none_that_it_has_not_used() -> None:
@@ -454,6 +484,57 @@ def test_a_group_that_all_make_and_that_does_not_come_is_said(left_s: float | No
     assert codes(late) == expected
 
 
+def vacant(*asked: tuple[int, int], after_s: float = 3, is_closed: bool = True, stop: bool = False) -> Analysis:
+    """Each rank is in init_process_group, and asks for that world size and that rank; with `stop` no more."""
+    inner = Frame(f"{TORCH}/distributed/distributed_c10d.py", 9, "init_process_group")
+    stack = replace(at(2, "dist.init_process_group()", inner), taken_ns=int((100 + after_s) * S))
+    ranks = []
+    for rank, (world_size, number) in enumerate(asked):
+        asks: dict[str, Any] = {"entering_ns": 100 * S, "asked_world_size": world_size, "asked_rank": number}
+        writer = Writer(rank, WORLD)
+        here = alive(writer, stack=stack, log=writer.log(is_closed=is_closed, **asks))
+        ranks.append(replace(here, process=died(writer, "SIGTERM", -15).process) if stop else here)
+    return analyze(job(ranks, after_s=after_s))
+
+
+@pytest.mark.parametrize(
+    ("asked", "missing", "why"),
+    [
+        (((3, 0), (3, 1)), "rank 2", "the group is to have 3 ranks, and 2 were started"),
+        (((2, 0), (2, 0)), "rank 1", "several ask for the same one"),
+    ],
+)
+@pytest.mark.parametrize("stop", [False, True])
+def test_a_group_that_the_ranks_cannot_fill_is_proven(
+    asked: tuple[tuple[int, int], ...], missing: str, why: str, stop: bool
+) -> None:
+    """Too large a world size, or a number twice; also when the ranks were ended because of it."""
+    analysis = vacant(*asked, stop=stop)
+    (finding,) = analysis.findings
+    assert (finding.code, finding.severity, finding.ranks) == ("DDP105", "error", (0, 1))
+    assert finding.summary == f"ranks 0,1 wait in init_process_group, and nobody asks to be {missing}"
+    assert why in finding.why
+    assert finding.place is not None
+    assert finding.place.line == 2
+    assert [f"nobody asks to be {missing}; ranks 0,1 wait" in line for line in analysis.status] == [True] * (not stop)
+
+
+def test_a_group_that_others_may_fill_is_a_status_and_then_a_warning() -> None:
+    """Such as a process that a rank has started."""
+    early = vacant((3, 0), (3, 1), is_closed=False)
+    assert "nobody asks to be rank 2" in early.status[0]
+    assert not early.findings
+    late = vacant((3, 0), (3, 1), is_closed=False, after_s=40)
+    assert codes(late) == [("DDP105", "warning")]
+
+
+def test_a_group_that_is_about_to_be_complete_says_nothing() -> None:
+    """All numbers are somebody's; or the last rank has just come."""
+    for analysis in (vacant((2, 1), (2, 0)), vacant((3, 0), (3, 1), after_s=1)):
+        assert not analysis.findings
+        assert not analysis.status
+
+
 def test_buffers_that_only_one_rank_broadcasts_are_named_when_the_other_returned() -> None:
     """From the traceback of an error, where no stack is left."""
     source = "def validate():\n    model(x)\nif rank == 0:\n    validate()\n"
@@ -478,3 +559,46 @@ def test_thousands_of_ranks_fit_one_screen() -> None:
     text = render_text(analyze(view_of(logs)).findings, 120)
     assert len(text.splitlines()) <= 24
     assert "and 121 more lines like these" in text
+
+
+def test_an_exchange_whose_last_send_was_forgotten_names_the_receive() -> None:
+    """By counting: what rank 1 sent was received, though nobody has waited for that, and its last receive was not."""
+    zero, one = pair()
+    for rank in (zero, one):
+        for _ in range(2):
+            rank.call("recv", 4, peer=1 - rank.rank, tag=0).call("send", 5, peer=1 - rank.rank, tag=0)
+    zero.call("recv", 4, peer=1, tag=0)
+    one.call("recv", 4, peer=0, tag=0).wait("send", 5, peer=0, tag=0)
+    error = ErrorView(type_name="RuntimeError", message="[/gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+    (finding,) = analyze(job([returned(zero), replace(alive(one), error=error)])).findings
+    assert (finding.code, finding.ranks) == ("DDP219", (0,))
+    assert "rank 1 waits for it in recv" in finding.summary
+
+
+def test_tags_that_differ_are_the_reason_of_a_circle() -> None:
+    """And not who is first."""
+    zero, one = pair()
+    ranks = [zero.wait("recv", 5, peer=1, tag=1), one.wait("send", 6, peer=0, tag=2)]
+    (finding,) = analyze(job([alive(each, *IN_BARRIER) for each in ranks])).findings
+    assert finding.code == "DDP219"
+    assert "what is sent with tag 2 is received with tag 1" in finding.why
+
+
+def test_ranks_that_somebody_interrupted_are_no_finding() -> None:
+    """Ctrl-C under a launcher of somebody else's: it reaches all of them, in any order."""
+    zero, one = pair()
+    error = ErrorView(type_name="KeyboardInterrupt", message="")
+    assert not analyze(job([returned(zero), replace(alive(one.wait("barrier", 9)), error=error)])).findings
+    assert not analyze(job([alive(zero), replace(alive(one), error=error)])).findings
+
+
+def test_of_ranks_whose_end_nobody_saw_the_one_that_was_silent_first_is_named() -> None:
+    """The other one was stopped because of it, by a launcher that says nothing to who looks from outside."""
+    zero, one = pair()
+    ended = ProcessView(pid=1, state="ended")
+    views = [
+        alive(rank, log=rank.log(heartbeat_ns=beat_ns), process=ended)
+        for rank, beat_ns in ((zero, 104_200 * S // 1000), (one, 104 * S))
+    ]
+    (finding,) = analyze(job(views)).findings
+    assert (finding.code, finding.ranks) == ("DDP209", (1,))

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether ranks that give other sizes to one collective are in another call of the same series, told by their logs."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from itertools import pairwise
+
+from ddpilot.findings.words import render_ranks
+from ddpilot.record.agreement import Clash, terms_of
+from ddpilot.record.log import Collective
+from ddpilot.watch.meetings import Progress
+from ddpilot.watch.words import describe, say_spot
+
+ORDER_FIX = (
+    "let all ranks make these calls in the same order: sort what they are made for (a set has no order), and give "
+    "zeros where a rank has nothing to give"
+)
+_MIN_TIMES = 2
+"""What has come after the same call so often, and nothing else, is an order."""
+
+
+def are_other_buckets(clash: Clash, first: Collective, second: Collective) -> bool:
+    """Whether these are gradients of other parameters: for the same ones DDP has compared sizes when it wrapped."""
+    parts = [entry.ddp for entry in (first, second)]
+    return clash.aspect == "size" and all(part is not None and part.what == "bucket" for part in parts)
+
+
+def say_other_calls(progress: Progress, seq: int, one: tuple[int, ...], other: tuple[int, ...]) -> str:
+    """That both sides call at `seq` what both have called before, from different lines; empty where it is not so."""
+    mine, theirs = progress.at(one[0], seq), progress.at(other[0], seq)
+    if mine is None or theirs is None or _site(mine) == _site(theirs):
+        return ""
+    if not (_has_called(progress, one[0], seq, theirs) and _has_called(progress, other[0], seq, mine)):
+        return ""
+    spots = f"{render_ranks(one)} at {say_spot(mine.line)}, {render_ranks(other)} at {say_spot(theirs.line)}"
+    return f"these are different calls, of which all ranks make both: {spots}; some are ahead, or make one more"
+
+
+def say_left_order(progress: Progress, seq: int, one: tuple[int, ...], other: tuple[int, ...]) -> str:
+    """That one side calls at `seq` what has always come there, and the other what comes elsewhere; else empty."""
+    for keeps, leaves in ((one, other), (other, one)):
+        before, mine, theirs = progress.at(keeps[0], seq - 1), progress.at(keeps[0], seq), progress.at(leaves[0], seq)
+        if before is None or mine is None or theirs is None:
+            continue
+        entries = [each for each in progress.by_rank[keeps[0]] if each.seq is not None and each.seq < seq]
+        after = [_key(later) for each, later in pairwise(entries) if _key(each) == _key(before)]
+        if len(after) >= _MIN_TIMES and set(after) == {_key(mine)} and _key(theirs) in map(_key, entries):
+            return (
+                f"so far {describe(mine)} has always come here, as on {render_ranks(keeps)}, and what "
+                f"{render_ranks(leaves)} {'gives' if len(leaves) == 1 else 'give'} has come elsewhere: "
+                "a call was left out there, or they come in another order"
+            )
+    return ""
+
+
+def _has_called(progress: Progress, rank: int, seq: int, like: Collective) -> bool:
+    return any(
+        _site(entry) == _site(like)
+        for entry in progress.by_rank.get(rank, ())
+        if entry.seq is not None and entry.seq < seq
+    )
+
+
+def _site(entry: Collective) -> Hashable:
+    line = entry.line
+    return (line.file, line.line) if line is not None else None
+
+
+def _key(entry: Collective) -> Hashable:
+    return terms_of(entry), _site(entry)

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Waits that ended with an error of those who waited, while the ranks that they waited for ran on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ddpilot.findings.finding import Finding
+from ddpilot.findings.words import render_ranks
+from ddpilot.watch.causes import FIXES, NAMES
+from ddpilot.watch.fates import Fate
+from ddpilot.watch.unproven import Open, explain_open
+from ddpilot.watch.view import JobView, ProcessView, RankView
+from ddpilot.watch.waits import Wait
+from ddpilot.watch.words import describe, describe_shortly, lay_out, merge_rows, place_of, say_place, say_spot, who_does
+
+_TIME_IS_UP = re.compile(r"timed ?out|timeout|failed to pass monitoredBarrier", re.IGNORECASE)
+_LONGER = "what is meant to take long needs a longer `timeout=` of init_process_group"
+_ENDING_NS = 1_500_000_000
+"""So long after its connections are closed a rank that ends has ended."""
+_BY_LAUNCHER = ("SIGTERM", "SIGINT")
+
+
+def explain_outlasted(view: JobView, earlier: JobView | None, wait: Wait, fates: Mapping[int, Fate]) -> Finding | None:
+    """Who had not come when the time of those who waited was up, or who closed their connection; None where neither.
+
+    Whoever started the ranks stops the others when one has failed: that is no end of their own.
+    """
+    ended_ns = [view.ranks[rank].process.ended_ns for rank in wait.held if fates[rank].is_gone]
+    first_ns = min((each for each in ended_ns if each is not None), default=None)
+    late = tuple(rank for rank in wait.missing if _ran_on(view.ranks.get(rank), fates[rank], first_ns))
+    if wait.meeting is None or not late or len(late) != len(wait.missing) or not all(_is_over(wait, fates)):
+        return None
+    errors = [view.ranks[rank].error for rank in wait.held]
+    if any(error is not None and _TIME_IS_UP.search(error.message) for error in errors):
+        return _explain_late(view, earlier, wait, late)
+    others = [fate for rank, fate in fates.items() if rank not in wait.held and rank not in late]
+    is_first = all(fate.state in ("alive", "victim") for fate in others)
+    have_stayed = all(_has_stayed(view, view.ranks[rank], first_ns) for rank in late)
+    is_closed = is_first and have_stayed and all(fates[rank].state == "victim" for rank in wait.held)
+    return _explain_closed(wait, late) if is_closed else None
+
+
+def _explain_late(view: JobView, earlier: JobView | None, wait: Wait, late: tuple[int, ...]) -> Finding | None:
+    then = replace(view, ranks={**view.ranks, **{rank: _running(view.ranks[rank]) for rank in late}})
+    finding = explain_open(Open(then, earlier, wait, late), has_lasted=True)
+    if finding is None:
+        return None
+    why = f"the group's `timeout` was over before {render_ranks(late)} came: {finding.why}"
+    return replace(finding, severity="error", evidence=finding.evidence[:-1], why=why, fix=f"{finding.fix}; {_LONGER}")
+
+
+def _is_over(wait: Wait, fates: Mapping[int, Fate]) -> list[bool]:
+    return [fates[rank].state in ("victim", "died") for rank in wait.held]
+
+
+def _ran_on(rank: RankView | None, fate: Fate, first_ns: int | None) -> bool:
+    """Whether it was alive when the first of those who waited ended."""
+    if rank is None or rank.error is not None or rank.returned:
+        return False
+    ended_ns = rank.process.ended_ns
+    is_stopped = rank.process.signal_name in _BY_LAUNCHER and None not in (ended_ns, first_ns)
+    return fate.state == "alive" or (is_stopped and (ended_ns or 0) > (first_ns or 0))
+
+
+def _has_stayed(view: JobView, rank: RankView, first_ns: int | None) -> bool:
+    """Whether its connection cannot be closed because it was about to end: its recording would be closed before."""
+    if rank.log is None or rank.log.closed_ns is not None:
+        return False
+    is_long_ago = first_ns is not None and view.now_ns - first_ns > _ENDING_NS
+    return rank.process.state == "ended" or is_long_ago
+
+
+def _running(rank: RankView) -> RankView:
+    return replace(rank, process=ProcessView(pid=rank.process.pid, host=rank.process.host, state="unknown"))
+
+
+def _explain_closed(wait: Wait, late: tuple[int, ...]) -> Finding:
+    assert wait.meeting is not None
+    entry = wait.held[min(wait.held)]
+    rows = [(rank, describe(each), say_place(each.line)) for rank, each in sorted(wait.held.items())]
+    for rank in late:
+        last = wait.meeting.progress.last(rank)
+        where = f"its last was #{last.seq}: {describe_shortly(last)}, {say_spot(last.line)}" if last is not None else ""
+        rows.append((rank, "closed its connections, and ran on", where))
+    words = (
+        "closed its connections while others were" if len(late) == 1 else "closed their connections while others were"
+    )
+    return Finding(
+        code="DDP216",
+        name=NAMES["DDP216"],
+        severity="error",
+        summary=f"{who_does(late, words)} in {describe_shortly(entry)} (#{wait.meeting.seq})",
+        ranks=late,
+        place=place_of(entry.line),
+        evidence=lay_out(merge_rows(rows)),
+        why=f"{render_ranks(late)} did not end by itself and its connections did: it destroyed its process group, or "
+        "closed it after an error of its own, without calling this",
+        fix=FIXES["DDP216"],
+        source="ddpilot explain DDP216",
+    )

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that wait until a group is made: who is missing, and whether anybody can come."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ddpilot.findings.finding import Finding
+from ddpilot.findings.words import render_ranks
+from ddpilot.watch.absent import describe_absence, say_where
+from ddpilot.watch.causes import NAMES
+from ddpilot.watch.fates import Fate
+from ddpilot.watch.stacks import innermost, passes
+from ddpilot.watch.vacant import Vacancy, explain_vacancy, find_vacancy, say_vacancy
+from ddpilot.watch.view import Frame, JobView, RankView
+from ddpilot.watch.words import lay_out, merge_rows, place_of, say_place, who_does
+
+_STACK_AGE_NS = 5_000_000_000
+_ALL_INSIDE_NS = 10_000_000_000
+"""So long after the start, or after a group was left, it is odd that all ranks make a group and have none."""
+_MAX_STACKS = 64
+
+
+@dataclass(slots=True)
+class Rendezvous:
+    """Ranks that wait until a group is made."""
+
+    status: list[str] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    needs_stacks: list[int] = field(default_factory=list)
+
+
+def find_rendezvous(
+    view: JobView, earlier: JobView | None, fates: Mapping[int, Fate], stall_ns: int, warn_ns: int
+) -> Rendezvous:
+    """Ranks in no group, as without any collective yet, that are in init_process_group, and those that are not."""
+    found = Rendezvous()
+    logs = {rank: seen.log for rank, seen in view.ranks.items() if seen.log is not None}
+    fresh = [rank for rank, log in logs.items() if not log.num_begun or log.left_ns is not None]
+    alive = [rank for rank in fresh if not fates[rank].is_gone and _age_ns(view, rank) > stall_ns]
+    found.needs_stacks = [rank for rank in alive if _is_old(view, rank)][:_MAX_STACKS]
+    vacancy = find_vacancy(view)
+    if vacancy is not None:
+        _say_vacancy(found, vacancy, fates, stall_ns, warn_ns)
+        return found
+    inside = [rank for rank in alive if _is_inside(view.ranks[rank])]
+    if not inside:
+        return found
+    if len(inside) == view.world_size:
+        _say_all_inside(found, view, earlier, inside, warn_ns)
+        return found
+    absent = [rank for rank in range(view.world_size) if rank not in inside]
+    gone = [rank for rank in absent if fates[rank].is_gone]
+    rows = [(rank, "waits in init_process_group", say_place(_line(view, rank))) for rank in inside]
+    rows += [(rank, *_say_elsewhere(view, earlier, fates, rank)) for rank in absent]
+    merged = merge_rows(rows)
+    said = "; ".join(f"{ranks} {what}" + (f": {where}" if where else "") for ranks, what, where in merged[:4])
+    found.status.append(f"the group is not complete: {said}")
+    if gone or max(_age_ns(view, rank) for rank in inside) > warn_ns:
+        found.findings.append(_explain_rendezvous(view, inside, gone or absent, lay_out(merged), bool(gone)))
+    return found
+
+
+def _say_vacancy(found: Rendezvous, vacancy: Vacancy, fates: Mapping[int, Fate], stall_ns: int, warn_ns: int) -> None:
+    if vacancy.waited_ns < stall_ns:
+        return
+    if not any(fates[rank].is_gone for rank in vacancy.asking):
+        found.status.append(say_vacancy(vacancy))
+    if vacancy.is_proven or vacancy.waited_ns > warn_ns:
+        found.findings.append(explain_vacancy(vacancy))
+
+
+def _is_inside(rank: RankView | None) -> bool:
+    stack = rank.stack if rank is not None else None
+    return passes(stack, ":init_process_group", "/rendezvous.py:") is not None
+
+
+def _say_all_inside(found: Rendezvous, view: JobView, earlier: JobView | None, inside: list[int], warn_ns: int) -> None:
+    waited_ns = min(_age_ns(view, rank) for rank in inside)
+    if waited_ns < _ALL_INSIDE_NS or earlier is None or not all(_is_inside(earlier.ranks.get(rank)) for rank in inside):
+        return
+    line = _line(view, inside[0])
+    found.status.append(f"all ranks are in init_process_group at {say_place(line)}, and it does not end")
+    logs = [view.ranks[rank].log for rank in inside]
+    if waited_ns < warn_ns or not all(log is not None and log.left_ns for log in logs):
+        return  # before the first group it is not known for how long they have been there
+    found.findings.append(
+        Finding(
+            code="DDP215",
+            name=NAMES["DDP215"],
+            severity="warning",
+            summary="all ranks are in init_process_group, after they have destroyed a group, and it does not end",
+            ranks=tuple(inside),
+            place=place_of(line),
+            why="a rank that was faster has read the addresses that others left in the store for the old group, or has "
+            "ended the store with it",
+            fix="call dist.barrier() before destroy_process_group and give the new group a store or a port of its own; "
+            "or keep the group; ddpilot.init_group() can be entered again",
+            source="ddpilot explain DDP215",
+        )
+    )
+
+
+def _explain_rendezvous(
+    view: JobView, inside: list[int], missing: list[int], evidence: tuple[str, ...], is_proven: bool
+) -> Finding:
+    return Finding(
+        code="DDP215",
+        name=NAMES["DDP215"],
+        severity="error" if is_proven else "warning",
+        summary=f"{who_does(inside, 'waits in init_process_group')} for {render_ranks(missing)}",
+        ranks=tuple(missing),
+        place=place_of(_line(view, inside[0])),
+        evidence=evidence,
+        why="a group is complete when all ranks have called init_process_group: these have not",
+        fix="look at why they did not come: an error before, another WORLD_SIZE or address, a branch on the rank",
+        source="ddpilot explain DDP215",
+    )
+
+
+def _age_ns(view: JobView, rank: int) -> int:
+    log = view.ranks[rank].log
+    return view.now_ns - (log.left_ns or log.started_ns) if log is not None else 0
+
+
+def _is_old(view: JobView, rank: int) -> bool:
+    stack = view.ranks[rank].stack
+    return stack is None or view.now_ns - stack.taken_ns > _STACK_AGE_NS
+
+
+def _line(view: JobView, rank: int) -> Frame | None:
+    return innermost(view.ranks[rank].stack)
+
+
+def _say_elsewhere(view: JobView, earlier: JobView | None, fates: Mapping[int, Fate], rank: int) -> tuple[str, str]:
+    seen = view.ranks.get(rank)
+    if seen is None or fates[rank].state == "unknown":
+        return "is not seen here", ""
+    if fates[rank].is_gone:
+        return fates[rank].words, ""
+    absence = describe_absence(seen, earlier.ranks.get(rank) if earlier is not None else None, view.now_ns)
+    return absence.words, say_where(absence)

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that all make a group in which a number is nobody's: too large a WORLD_SIZE, or the same RANK twice."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ddpilot.findings.catalog import find_entry
+from ddpilot.findings.finding import Finding
+from ddpilot.findings.words import render_ranks
+from ddpilot.record.log import RankLog
+from ddpilot.watch.stacks import innermost
+from ddpilot.watch.view import Frame, JobView
+from ddpilot.watch.words import lay_out, merge_rows, place_of, say_place, who_does
+
+_MAX_WORLD_SIZE = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Vacancy:
+    """All ranks of `view` are in init_process_group, or were when they ended, and ask to be none of `numbers`."""
+
+    view: JobView
+    asking: Mapping[int, RankLog]
+    numbers: tuple[int, ...]
+
+    @property
+    def waited_ns(self) -> int:
+        """Since the last of them came."""
+        return self.view.now_ns - max(log.entering_ns or 0 for log in self.asking.values())
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether nobody else can come."""
+        return all(log.is_closed for log in self.asking.values())
+
+    @property
+    def line(self) -> Frame | None:
+        """Where they are."""
+        return next(
+            (line for rank in self.asking if (line := innermost(self.view.ranks[rank].stack)) is not None), None
+        )
+
+
+def find_vacancy(view: JobView) -> Vacancy | None:
+    """The numbers that nobody has asked for where all ranks have asked; None where there are none."""
+    asking = {
+        rank: seen.log for rank, seen in view.ranks.items() if seen.log is not None and seen.log.entering_ns is not None
+    }
+    if not asking or len(asking) < view.world_size:
+        return None
+    world_size = min(max(log.asked_world_size for log in asking.values()), _MAX_WORLD_SIZE)
+    numbers = sorted(set(range(world_size)) - {log.asked_rank for log in asking.values()})
+    return Vacancy(view, asking, tuple(numbers)) if numbers else None
+
+
+def say_vacancy(vacancy: Vacancy) -> str:
+    """One line: who is missing."""
+    missing = f"nobody asks to be {render_ranks(vacancy.numbers)}"
+    return f"the group is not complete: {missing}; {_say_waiting(vacancy)}: {say_place(vacancy.line)}"
+
+
+def _say_waiting(vacancy: Vacancy) -> str:
+    return who_does(vacancy.asking, "waits in init_process_group")
+
+
+def explain_vacancy(vacancy: Vacancy) -> Finding:
+    """An error where it is proven, else a warning."""
+    entry, num_started, num_asked = find_entry("DDP105"), vacancy.view.world_size, max(vacancy.numbers) + 1
+    where = say_place(vacancy.line)
+    rows = [
+        (rank, f"asks to be rank {log.asked_rank} of {log.asked_world_size}", where)
+        for rank, log in vacancy.asking.items()
+    ]
+    if num_asked > num_started:
+        why = f"the group is to have {num_asked} ranks, and {num_started} were started"
+    else:
+        why = "each rank of a group has a number of its own, and several ask for the same one"
+    if not vacancy.is_proven:
+        why += "; somebody else may still come, such as a process that a rank has started"
+    return Finding(
+        code=entry.code,
+        name=entry.name,
+        severity="error" if vacancy.is_proven else "warning",
+        summary=f"{_say_waiting(vacancy)}, and nobody asks to be {render_ranks(vacancy.numbers)}",
+        ranks=tuple(vacancy.asking),
+        place=place_of(vacancy.line),
+        evidence=lay_out(merge_rows(rows)),
+        why=why,
+        fix="leave `world_size=` and `rank=` out, so that they are those of the launcher, or start as many ranks",
+        source=f"ddpilot explain {entry.code}",
+    )

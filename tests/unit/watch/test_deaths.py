@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Of several findings, the one that ends ranks which wait for others."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pytest
+
+from ddpilot.findings.finding import Finding
+from ddpilot.watch.deaths import find_cause_of_end
+
+
+def finding(code: str, severity: Literal["error", "warning"] = "error") -> Finding:
+    """One with this code."""
+    return Finding(code=code, name="name", severity=severity, summary="", ranks=(0,), why="", fix="", source="")
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        ([], None),
+        ([finding("DDP404"), finding("DDP208"), finding("DDP209")], "DDP208"),
+        ([finding("DDP204")], None),
+        ([finding("DDP218", "warning")], None),
+    ],
+)
+def test_the_cause_of_an_end_is_an_error_that_keeps_ranks_from_going_on(
+    found: list[Finding], expected: str | None
+) -> None:
+    """Neither what guard says, nor another reduce-op, nor what may still end well."""
+    cause = find_cause_of_end(found)
+    assert (cause.code if cause is not None else None) == expected
