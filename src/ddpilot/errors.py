@@ -99,7 +99,16 @@ class ShipError(LaunchError, TypeError):
 
 
 class LaunchTimeoutError(LaunchError, TimeoutError):
-    """A launch took longer than its `timeout_s`. The ranks' Python stacks were printed before they were ended."""
+    """A launch took longer than its `timeout_s`. The ranks' Python stacks were printed before they were ended.
+
+    `findings`: what was seen from outside until then; empty where the job was not watched.
+    """
+
+    findings: Sequence[Any] = ()
+
+    def render(self) -> str:
+        """The sentence, then the findings as text."""
+        return "\n\n".join([super().render(), *([str(self.findings)] if self.findings else [])])
 
 
 class WatchError(LaunchError):

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from ddpilot.errors import RankError, WatchError
+from ddpilot.errors import LaunchTimeoutError, RankError, WatchError
 from ddpilot.launching.local.report import Exited, Raised
 
 
@@ -112,7 +112,7 @@ class Companion(Protocol):
     def take(self, note: Callable[[str], None]) -> WatchError | None:
         """Show by `note` what there is to say; the error that the launch is to end with, else None."""
 
-    def explain(self, error: RankError) -> None:
+    def explain(self, error: RankError | LaunchTimeoutError) -> None:
         """Add to `error`, by which the launch ends, what was seen from outside."""
 
     def finish(self, note: Callable[[str], None]) -> WatchError | None:

@@ -46,33 +46,12 @@ def run_assembled(
     `endpoint`: where nodes meet, None for a rendezvous of torch's; `folder`: for the ranks' reports; `variables`: for
     the ranks' environment, on top of torch's; `accompany`: makes who goes along with an attempt.
     """
-    meeting = None
-    handler: RendezvousHandler
-    if endpoint is None:
-        handler = _torchs_rendezvous(options, run_id, screen.note)
-    else:
-        handler = meeting = Meeting(
-            endpoint,
-            me,
-            run_id=run_id,
-            timeout_s=options.rdzv_timeout_s,
-            node_timeout_s=options.node_timeout_s,
-            say=screen.note,
-        )
-    entrypoint, args = _command(options)
-    spec = WorkerSpec(
-        role=options.role,
-        local_world_size=me.nproc_per_node,
-        rdzv_handler=handler,
-        entrypoint=entrypoint,
-        args=args,
-        max_restarts=options.max_restarts,
-        monitor_interval=options.monitor_interval_s,
-        local_addr=options.local_addr,
-    )
+    meeting = None if endpoint is None else _meeting(endpoint, options, me, run_id, screen.note)
+    handler = meeting or _torchs_rendezvous(options, run_id, screen.note)
     more = () if meeting is None else (meeting.open_post,)
     escort = Escort(accompany, options.name, screen.note, *more)
-    agent = Agent(spec, PipedLogs(options, screen, folder, variables, escort), options, screen, meeting)
+    logs = PipedLogs(options, screen, folder, variables, escort)
+    agent = Agent(_worker_spec(options, me, handler), logs, options, screen, meeting)
     is_clean = False
     try:
         _run(agent, me, options)
@@ -88,6 +67,33 @@ def run_assembled(
         escort.end(is_clean=is_clean)
         with contextlib.suppress(StopSignal, SignalException):  # an impatient second signal: leave without goodbyes
             handler.shutdown()
+
+
+def _meeting(
+    endpoint: Endpoint, options: RunOptions, me: NodeState, run_id: str, say: Callable[[str], None]
+) -> Meeting:
+    return Meeting(
+        endpoint,
+        me,
+        run_id=run_id,
+        timeout_s=options.rdzv_timeout_s,
+        node_timeout_s=options.node_timeout_s,
+        say=say,
+    )
+
+
+def _worker_spec(options: RunOptions, me: NodeState, handler: RendezvousHandler) -> WorkerSpec:
+    entrypoint, args = _command(options)
+    return WorkerSpec(
+        role=options.role,
+        local_world_size=me.nproc_per_node,
+        rdzv_handler=handler,
+        entrypoint=entrypoint,
+        args=args,
+        max_restarts=options.max_restarts,
+        monitor_interval=options.monitor_interval_s,
+        local_addr=options.local_addr,
+    )
 
 
 def _run(agent: Agent, me: NodeState, options: RunOptions) -> None:

@@ -73,9 +73,9 @@ def _wait_for_torch(hooks: str) -> None:
     def call_hooks(_torch: types.ModuleType) -> None:
         import importlib
 
-        from ddpilot.group.destroying import let_works_end_on_destroy
+        from ddpilot.group.works_end import let_works_end
 
-        let_works_end_on_destroy()
+        let_works_end()
         start = types.SimpleNamespace(rank=int(os.environ["RANK"]), environ=dict(os.environ))
         for hook in filter(None, hooks.split(",")):
             module, _, name = hook.partition(":")

@@ -67,4 +67,6 @@ def write_to(out_fd: int, err_fd: int) -> None:
     libc.setvbuf.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
     libc.setvbuf(stdout, None, _LINE_BUFFERED, 0)
     faulthandler.enable(file=2, all_threads=False)
+    # What is left when Python takes its handlers back as it ends: the default would end a rank that is asked then.
+    signal.signal(STACKS_SIGNAL, signal.SIG_IGN)
     faulthandler.register(STACKS_SIGNAL, file=2, all_threads=False)

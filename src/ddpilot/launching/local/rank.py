@@ -90,10 +90,10 @@ def _become(start: RankStart, parcel: list[int]) -> None:
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
 
-    from ddpilot.group.destroying import let_works_end_on_destroy
     from ddpilot.group.rendezvous import number_env_rendezvous
+    from ddpilot.group.works_end import let_works_end
 
-    let_works_end_on_destroy()
+    let_works_end()
     number_env_rendezvous(start.environ["MASTER_ADDR"], int(start.environ["MASTER_PORT"]))
     for hook in start.hooks:
         module, _, name = hook.partition(":")

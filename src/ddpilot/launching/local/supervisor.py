@@ -251,7 +251,9 @@ class Supervisor:
                 self._companion.explain(self._ending)
             self._ladder.start_failed(now)
         elif now >= self._timeout_at_s:
-            self._ending = endings.timed_out(self._function_name, self._handles, self._options.timeout_s)
+            self._ending = late = endings.timed_out(self._function_name, self._handles, self._options.timeout_s)
+            if self._companion is not None:
+                self._companion.explain(late)
             self._ladder.start_timed_out(now)
 
     def _hear_companion(self, now: float) -> None:
