@@ -102,7 +102,7 @@ class Ladder:
 
     def _is_group_untouched(self) -> bool:
         reports = [part.report for part in self._outcome.parts.values()]
-        return not self._ranks.dead and all(
+        return not self._ranks.standing.dead and all(
             report is not None and report.num_collectives == 0 and not report.in_backward for report in reports
         )
 
@@ -145,7 +145,7 @@ class Ladder:
             self._ranks.view.note(
                 f"killing {render_ranks(ranks)}, which nothing else stops; the variables there are lost"
             )
-            self._ranks.note_kill(ranks)
+            self._ranks.standing.note_kill(ranks)
             self._signal(ranks, signal.SIGKILL)
 
     def _signal(self, ranks: Sequence[int], number: int) -> None:

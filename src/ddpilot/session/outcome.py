@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddpilot.errors import RankError, WatchError
+from ddpilot.errors import LaunchInterrupted, RankError, WatchError
 from ddpilot.session.events import Ended
 from ddpilot.session.report import Report
 
@@ -72,3 +72,18 @@ class Outcome:
         """By rank: what a request answers with a small value; those that answer with none are left out."""
         reports = {rank: part.report for rank, part in self.parts.items()}
         return {rank: report.value for rank, report in reports.items() if report is not None and report.value}
+
+    def raise_failure(self, name: str) -> None:
+        """Raise what `name` ended with: RankError or WatchError, or LaunchInterrupted after the stop button."""
+        if self.error is not None:
+            raise self.error
+        if self.was_stopped:
+            ends = []
+            for rank, part in sorted(self.parts.items()):
+                if part.ended is not None:
+                    ends.append(f"rank {rank} had to be killed")
+                elif part.report is not None and part.report.status == "ok":
+                    ends.append(f"rank {rank} finished")
+                elif part.report is not None:
+                    ends.append(f"rank {rank} ended at {part.report.type_name}")
+            raise LaunchInterrupted(f"{name} was stopped: {'; '.join(ends)}")

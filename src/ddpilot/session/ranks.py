@@ -8,7 +8,6 @@ import functools
 import os
 import queue
 import signal
-import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -22,35 +21,31 @@ from ddpilot.group.devices_count import count_accelerators
 from ddpilot.launching.local import wire
 from ddpilot.launching.local.jobs import STORE
 from ddpilot.launching.local.process import STACKS_SIGNAL
-from ddpilot.launching.local.report import Exited, Raised
 from ddpilot.launching.options import LaunchOptions
 from ddpilot.record.hook import HOOK, RING_DIR_VARIABLE
 from ddpilot.session.apps import find_app, present_modules
 from ddpilot.session.arguments import check_gpus
 from ddpilot.session.attention import Attention
 from ddpilot.session.channels import Connection
-from ddpilot.session.deaths import BEGIN_ANEW, describe_death
-from ddpilot.session.endings import describe_end
+from ddpilot.session.deaths import BEGIN_ANEW
 from ddpilot.session.events import Ended, Event, Interrupted, Said, Wrote
 from ddpilot.session.folder import make_folder, remove_folder
 from ddpilot.session.hosts import RankHost
 from ddpilot.session.hub import Hub
 from ddpilot.session.local import LocalRanks
 from ddpilot.session.options import SessionOptions
+from ddpilot.session.outside import OutsideCells
 from ddpilot.session.rank.start import KernelStart
 from ddpilot.session.readiness import await_ready
+from ddpilot.session.standing import Standing
 from ddpilot.session.stops import Stops
-from ddpilot.session.view import RankMessage, View
+from ddpilot.session.view import View
 from ddpilot.session.watching import SeenRank
 from ddpilot.session.written import Written
 from ddpilot.watch.watcher import Watcher
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _END_LIMIT_S = 30.0
-_STOP_GRACE_S = 2.0
-_SHOWN_IDLE = frozenset(
-    {"stream", "display_data", "update_display_data", "clear_output", "comm_open", "comm_msg", "comm_close"}
-)
 
 
 class Ranks:
@@ -59,26 +54,10 @@ class Ranks:
     def __init__(self, options: SessionOptions, view: View) -> None:
         self.options = options
         self.view = view
-        self.dead: dict[int, str] = {}
-        """By rank: of what it died; empty while all ranks live."""
-        self.busy: dict[int, tuple[int | None, float]] = {}
-        """By rank: the number of the cell that runs there (None: a request) and since when."""
         self.generation = 0
         """How often the group was rebuilt."""
         self.is_closed = False
-        self.is_ending = False
-        """Whether the ranks were asked to end, so that their ends are no news."""
-        self._killed: set[int] = set()
-        self.since_s: dict[int, float] = {}
-        """By rank: since when it is idle, or dead."""
         self._owner_pid = os.getpid()
-        self._attention = Attention(self.show_idle, self._release)
-        self._written = Written(self._attention)
-        self.tails = self._written.tails
-        self.raised: dict[int, Raised] = {}
-        """By rank: what the cell that runs, or ran last, raised there."""
-        self.exited: dict[int, Exited] = {}
-        """By rank: how its process ended; empty while all ranks live."""
         self._pids: dict[int, int] = {}
         self.watcher: Watcher | None = None
         """Who looks at the ranks from outside; None where nobody is to."""
@@ -88,6 +67,11 @@ class Ranks:
             self.host: RankHost = host
             self._incarnations = [0] * host.world_size
             self._watch(host)
+            self.standing = Standing(host.world_size)
+            self.outside = OutsideCells(view, host, self.standing, respawns=options.respawn)
+            self._attention = Attention(self.outside.show, self.standing.set_all_idle)
+            self._written = Written(self._attention)
+            self.tails = self._written.tails
             self.hub = Hub(self._deliver, self._tick, self._on_broken, self._written.sending)
         except BaseException:
             self._remove_folders()
@@ -99,21 +83,13 @@ class Ranks:
         """Number of ranks, dead ones included."""
         return self.host.world_size
 
-    @property
-    def live(self) -> tuple[int, ...]:
-        """The ranks that live."""
-        return tuple(rank for rank in range(self.world_size) if rank not in self.dead)
-
     def _launch_options(self) -> LaunchOptions:
         given = self.options.launch_options()
         # `gpus` takes the place of what the environment says.
         num_gpus = count_accelerators({name: text for name, text in os.environ.items() if name != _VISIBLE})
         check_gpus(self.options.gpus, num_gpus)
         preload = tuple(name for app in self.options.apps for name in present_modules(find_app(app)))
-        return replace(
-            given,
-            preload=(*given.preload, *preload),
-        )
+        return replace(given, preload=(*given.preload, *preload))
 
     def _watch(self, host: LocalRanks) -> None:
         """Rings are there in any case: by them a failure that has not touched the group leaves it as it is."""
@@ -160,7 +136,8 @@ class Ranks:
             with self.turn("starting the session") as (events, _):
                 self.start_processes(range(self.world_size), events)
             if self.watcher is not None:
-                self.watcher.begin([SeenRank(rank, self) for rank in range(self.world_size)], is_paused=True)
+                seen = [SeenRank(rank, self.standing, self.pid) for rank in range(self.world_size)]
+                self.watcher.begin(seen, is_paused=True)
         except BaseException:
             with Stops(queue.SimpleQueue()):  # who presses stop twice must not cut short what the first press began
                 self.close()
@@ -187,21 +164,19 @@ class Ranks:
     def _start_one(self, rank: int, connection: Connection) -> None:
         self.hub.connect(rank, connection)
         self.host.start(rank, self.generation)
-        self.dead.pop(rank, None)
-        self.exited.pop(rank, None)
-        self.since_s[rank] = time.monotonic()
+        self.standing.note_start(rank)
 
     def _say_end(self, ended: Ended) -> str:
         """How a rank ended that was only just started."""
         lines = "\n".join(self.tails.last_lines(ended.rank)[-20:])
-        return self.dead.get(ended.rank, ended.reason) + (f"; it wrote:\n{lines}" if lines else "")
+        return self.standing.dead.get(ended.rank, ended.reason) + (f"; it wrote:\n{lines}" if lines else "")
 
     def end_process(self, rank: int, events: queue.SimpleQueue[Event]) -> None:
         """Kill the process of `rank`, if it lives, and prepare for another."""
         stops: list[Event] = []
-        if rank not in self.dead:
+        if rank not in self.standing.dead:
             self.hub.post(lambda: self.host.signal((rank,), signal.SIGKILL))
-            while rank not in self.dead:
+            while rank not in self.standing.dead:
                 event = events.get(timeout=_END_LIMIT_S)
                 stops += [event] if isinstance(event, Interrupted) else []
         self._incarnations[rank] += 1
@@ -212,7 +187,7 @@ class Ranks:
         """End every rank and give everything back; a second call, or one in a fork of this process, does nothing."""
         if self.is_closed or os.getpid() != self._owner_pid:
             return
-        self.is_closed = self.is_ending = True
+        self.is_closed = self.outside.is_ending = True
         atexit.unregister(self.close)
         try:
             self.hub.call(self.host.close)
@@ -220,21 +195,6 @@ class Ranks:
             self.host.close()
         self.hub.stop()
         self._remove_folders()
-
-    def await_ends(self, ranks: Sequence[int]) -> None:
-        """Give `ranks`, which were asked to end, two seconds for their exit handlers."""
-        limit_s = time.monotonic() + _STOP_GRACE_S
-        while any(rank not in self.dead for rank in ranks) and time.monotonic() < limit_s:
-            time.sleep(0.005)
-
-    def note_kill(self, ranks: Sequence[int]) -> None:
-        """Remember that these are about to be killed by ddpilot itself."""
-        self._killed.update(ranks)
-
-    def set_idle(self, rank: int) -> None:
-        """The rank's part of what runs is over."""
-        if self.busy.pop(rank, None) is not None:
-            self.since_s[rank] = time.monotonic()
 
     # who listens
 
@@ -244,14 +204,10 @@ class Ranks:
             raise LaunchError(did, found="the session was stopped", fix="Start a new one")
         return self._attention.turn(did)
 
-    def _release(self) -> None:
-        self.since_s.update(dict.fromkeys(self.busy, time.monotonic()))
-        self.busy.clear()
-
     def interrupt(self) -> bool:
         """Stop what runs, as the stop button does; False where nothing runs. For another thread than the cell's."""
         with self._attention.switch:
-            if not self._attention.is_taken or not self.busy:
+            if not self._attention.is_taken or not self.standing.busy:
                 return False
             self._attention.put(Interrupted())
             return True
@@ -278,30 +234,7 @@ class Ranks:
             return
         self._written.process_ended(ended.rank)
         self.hub.disconnect(ended.rank)
-        self.dead[ended.rank] = describe_end(ended, ended.rank in self._killed, self.tails.last_lines(ended.rank))
-        self._killed.discard(ended.rank)
-        self.since_s[ended.rank] = time.monotonic()
-        if ended.exited is not None:
-            self.exited[ended.rank] = ended.exited
-
-    def show_idle(self, event: Event) -> None:
-        """Show what came outside a cell."""
-        now = time.monotonic()
-        if isinstance(event, Wrote):
-            self.view.raw(event.rank, event.stream, event.data, now)
-        elif isinstance(event, Ended) and not self.is_ending:
-            self._note_death(event)
-        elif isinstance(event, Said) and event.channel == "iopub" and event.kind in _SHOWN_IDLE:
-            message = RankMessage(event.rank, event.kind, event.content, event.metadata, event.buffers)
-            self.view.message(message, now)
-
-    def _note_death(self, ended: Ended) -> None:
-        if ended.rank == STORE:
-            self.view.note(f"{ended.reason}: ranks cannot form a group any more; {BEGIN_ANEW}")
-        elif self.host.can_start:
-            self.view.note(describe_death(ended.rank, self.dead[ended.rank], self.options.respawn))
-        elif not self.live:  # they end one after the other, of the same cause
-            self.view.note(f"the rank server has died, and all ranks and their variables with it; {BEGIN_ANEW}")
+        self.standing.note_end(ended, self.tails.last_lines(ended.rank))
 
     def note(self, text: str) -> None:
         """Say something of ddpilot's own outside a cell; while one runs, of another thread, it is left out."""
@@ -323,5 +256,5 @@ class Ranks:
         self, rank: int, kind: str, content: dict[str, Any], metadata: dict[str, Any], buffers: list[bytes]
     ) -> None:
         """Hand a message of the notebook's widgets to a rank."""
-        if rank not in self.dead and not self.is_closed:
+        if rank not in self.standing.dead and not self.is_closed:
             self.hub.send(rank, "shell", kind, content, metadata, buffers=buffers)

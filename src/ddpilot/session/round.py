@@ -117,7 +117,7 @@ class Round:
             if said.kind == "status" and part is not None:
                 part.is_idle = part.is_idle or said.content["execution_state"] == "idle"
                 if part.is_over:
-                    self._ranks.set_idle(part.rank)
+                    self._ranks.standing.set_idle(part.rank)
             elif said.kind == BEGUN:
                 self._on_begun(part)
             elif said.kind not in _INTERNAL_KINDS and not self._quiet:
@@ -127,7 +127,7 @@ class Round:
             part.report = Report.from_content(said.content) or Report(status="ok", time_s=now)
             self._note_failure(part, part.report, now)
             if part.is_over:
-                self._ranks.set_idle(part.rank)
+                self._ranks.standing.set_idle(part.rank)
         elif said.channel == "control":
             self._ladder.take_answer(said.parent_id, Report.from_content(said.content))
         elif said.channel == "stdin" and said.kind == "input_request":
@@ -165,7 +165,7 @@ class Round:
             interrupted=report.interrupted,
             exitcode=report.exitcode,
         )
-        self._ranks.raised[part.rank] = raised
+        self._ranks.standing.raised[part.rank] = raised
         self._failures.append(Failure(rank=part.rank, raised=raised, exited=None, error=None, since_s=now))
 
     def _on_ended(self, ended: Ended, now: float) -> None:
@@ -227,8 +227,8 @@ class Round:
             victims=others,
             returned=done,
         )
-        if chosen.is_victim and self._ranks.dead:
-            gone = "; ".join(f"rank {rank} {reason}" for rank, reason in sorted(self._ranks.dead.items()))
+        if chosen.is_victim and self._ranks.standing.dead:
+            gone = "; ".join(f"rank {rank} {reason}" for rank, reason in sorted(self._ranks.standing.dead.items()))
             error.others = f"It needed a rank that is dead: {gone}. `restart` brings it back. {error.others}".rstrip()
         if self._lookout is not None:
             self._lookout.explain(error)

@@ -9,16 +9,18 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ddpilot.errors import LaunchError, LaunchInterrupted, RankError
+from ddpilot.errors import LaunchInterrupted, RankError
+from ddpilot.launching.local import wire
 from ddpilot.launching.local.host import check_function
 from ddpilot.launching.results import RankResults
 from ddpilot.launching.shipping.blame import ship
 from ddpilot.launching.shipping.pickling import map_parcel, open_parcel
 from ddpilot.launching.shipping.sources import collect_sources
 from ddpilot.session import arguments
-from ddpilot.session.deaths import describe_absent, make_dead_error
+from ddpilot.session.choosing import choose, choose_one
+from ddpilot.session.deaths import describe_absent
 from ddpilot.session.local import check_installed
 from ddpilot.session.options import SessionOptions
 from ddpilot.session.refusals import make_refusal_error
@@ -29,6 +31,9 @@ from ddpilot.session.stopped import describe_push, saying
 from ddpilot.session.stops import Stops
 from ddpilot.session.view import View
 from ddpilot.watch.options import OnFinding
+
+if TYPE_CHECKING:
+    from ddpilot.session.ranks import Ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,21 +98,10 @@ class Session:
             stall_warn_s=stall_warn_s,
         )
         check_installed()
-        # These need the packages that `check_installed` looks for.
-        from ddpilot.session.ranks import Ranks
-        from ddpilot.session.work import Work
+        from ddpilot.session.work import Work  # needs the packages that `check_installed` looks for
 
-        if view is None:
-            from ddpilot.session.shown.terminal import TextView
-
-            view = TextView(output, output_limit_bytes)
-        self._view = view
-        try:
-            self._ranks = Ranks(self.options, self._view)
-            self._view.bind(self._ranks.send_comm)
-            self._ranks.start()
-        except KeyboardInterrupt:
-            raise LaunchInterrupted("starting the ranks was stopped: none of them runs") from None
+        self._view = _default_view(self.options) if view is None else view
+        self._ranks = _start_ranks(self.options, self._view)
         self._work = Work(self._ranks)
         self._num_cells = 0
         self._finalizer = weakref.finalize(self, self._ranks.close)
@@ -138,7 +132,7 @@ class Session:
 
     def pids(self) -> dict[int, int]:
         """The process id of every rank that lives, by rank."""
-        found = ((rank, self._ranks.host.pid(rank)) for rank in self._ranks.live)
+        found = ((rank, self._ranks.host.pid(rank)) for rank in self._ranks.standing.live)
         return {rank: pid for rank, pid in found if pid is not None} if self.is_running else {}
 
     def execute(
@@ -157,17 +151,15 @@ class Session:
         watch found is to stop the cell, after all ranks have come back and the group was rebuilt; LaunchInterrupted, a
         KeyboardInterrupt, after the stop button.
         """
-        from ddpilot.session.work import raise_outcome
-
         arguments.check_code(code)
-        chosen = self._choose(ranks, "running a cell")
+        chosen = choose(self._ranks, ranks, "running a cell")
         if ranks is None and len(chosen) < self.world_size:
-            self._ranks.note(describe_absent(self._ranks.dead, chosen))
+            self._ranks.note(describe_absent(self._ranks.standing.dead, chosen))
         self._num_cells = cell if cell is not None else self._num_cells + 1
         began_s = time.monotonic()
         keeps = self.options.keep_cache if keep_cache is None else keep_cache
         outcome = self._work.cell(code, chosen, number=self._num_cells, quiet=quiet, keep_cache=keeps)
-        raise_outcome(outcome, f"Cell In[{self._num_cells}]")
+        outcome.raise_failure(f"Cell In[{self._num_cells}]")
         return CellResult(ranks=chosen, duration_s=time.monotonic() - began_s)
 
     def run(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> RankResults:
@@ -176,10 +168,8 @@ class Session:
         Function and arguments travel by value, as with `launch`: it sees the globals that it has here, not the ranks'
         variables. Raises ShipError before anything runs; RankError and LaunchInterrupted as `execute` does.
         """
-        from ddpilot.session.work import raise_outcome
-
         name = check_function(fn)
-        chosen = self._choose(None, f"running `{name}`", all_live=True)
+        chosen = choose(self._ranks, None, f"running `{name}`", all_live=True)
         parts = {"fn": fn, "args": args, "kwargs": kwargs}
         call = (call_with_sources, (collect_sources(), fn, *args), kwargs)
         with saying(f"`{name}` was stopped before any rank ran it"):
@@ -189,7 +179,7 @@ class Session:
         if isinstance(error, RankError) and answers.get(error.rank):
             error.__cause__, _ = open_parcel(map_parcel(answers[error.rank]), known)
         try:
-            raise_outcome(outcome, f"`{name}`")
+            outcome.raise_failure(f"`{name}`")
             return RankResults([answers[rank] for rank in chosen], known)
         finally:
             _close(answers)
@@ -199,17 +189,15 @@ class Session:
 
         Raises ShipError, which names what cannot be pickled, before anything is set.
         """
-        from ddpilot.session.work import raise_outcome
-
         arguments.check_values(values)
-        chosen = self._choose(ranks, "pushing")
+        chosen = choose(self._ranks, ranks, "pushing")
         did = f"pushing {', '.join(values)}"
         with saying(f"{did} was stopped: nothing was set on any rank"):
             parcel, _ = ship("ddpilot-push", values, dict(values), did=did, known=None)
         outcome, _ = self._with_parcel("push", {}, chosen, parcel, "push")
         if outcome.was_stopped:
             raise LaunchInterrupted(describe_push(values, outcome))
-        raise_outcome(outcome, "push")
+        outcome.raise_failure("push")
 
     def pull(self, expression: str, *, rank: int | None = None) -> Any:
         """The value of a variable (or any expression) of `rank`, or with None a list of every rank's, by rank.
@@ -217,14 +205,12 @@ class Session:
         Tensors come as copies on the CPU, through a memory file. Raises LaunchError where a rank has no such variable
         or where it is a DDP model, ShipError where it cannot be pickled, RankError where the expression raises.
         """
-        from ddpilot.session.work import raise_outcome
-
         expression = arguments.check_expression(expression)
         did = f"pulling `{expression}`"
-        chosen = self._choose_one(rank, did)
+        chosen = choose_one(self._ranks, rank, did)
         outcome, answers = self._with_parcel("pull", {"expression": expression}, chosen, [], f"pull {expression}")
         try:
-            raise_outcome(outcome, "pull")
+            outcome.raise_failure("pull")
             if outcome.values:
                 raise make_refusal_error(did, outcome.values)
             values = RankResults([answers[each] for each in chosen], [])
@@ -251,7 +237,7 @@ class Session:
 
         The user's part of the main thread's stack, by rank; "idle" where no cell runs. Takes up to a second.
         """
-        chosen = self._choose(ranks, "reading stacks")
+        chosen = choose(self._ranks, ranks, "reading stacks")
         return {rank: trim_stack(text) for rank, text in self._ranks.read_stacks(chosen).items()}
 
     def complete(
@@ -261,7 +247,7 @@ class Session:
 
         `cursor`: where the person is, in characters. No matches where the rank is busy, dead or slow.
         """
-        if rank in self._ranks.dead or not self.is_running:
+        if rank in self._ranks.standing.dead or not self.is_running:
             return (), cursor, cursor
         return self._work.complete(code, cursor, rank, limit_s)
 
@@ -280,23 +266,6 @@ class Session:
                     with Stops(queue.SimpleQueue()):
                         self._finalizer()
 
-    def _choose_one(self, rank: int | None, did: str) -> tuple[int, ...]:
-        if rank is None:
-            return self._choose(None, did, all_live=True)
-        return self._choose(
-            [arguments.check_rank(rank, self.world_size, did, "Give the number of one rank, or None")], did
-        )
-
-    def _choose(self, ranks: Iterable[int] | None, did: str, *, all_live: bool = False) -> tuple[int, ...]:
-        if not self.is_running:
-            raise LaunchError(did, found="the session was stopped", fix="Start a new one")
-        dead = self._ranks.dead
-        asked = tuple(range(self.world_size)) if ranks is None else arguments.check_ranks(ranks, self.world_size, did)
-        missing = [rank for rank in asked if rank in dead]
-        if self.options.respawn or not missing or (ranks is None and not all_live and len(missing) < self.world_size):
-            return asked if self.options.respawn else tuple(rank for rank in asked if rank not in dead)
-        raise make_dead_error(did, missing, dead, can_restart=self.can_restart)
-
     def _with_parcel(
         self, verb: str, arguments: dict[str, Any], ranks: Sequence[int], parcel: list[int], name: str
     ) -> Any:
@@ -314,12 +283,28 @@ class Session:
         self.stop()
 
     def __repr__(self) -> str:
-        state = f"{len(self._ranks.live)} of {self.world_size} ranks live" if self.is_running else "stopped"
+        state = f"{len(self._ranks.standing.live)} of {self.world_size} ranks live" if self.is_running else "stopped"
         return f"Session({state})"
 
 
-def _close(parcels: Mapping[int, list[int]]) -> None:
-    from ddpilot.launching.local import wire
+def _default_view(options: SessionOptions) -> View:
+    from ddpilot.session.shown.terminal import TextView
 
+    return TextView(options.output, options.output_limit_bytes)
+
+
+def _start_ranks(options: SessionOptions, view: View) -> Ranks:
+    from ddpilot.session.ranks import Ranks
+
+    try:
+        ranks = Ranks(options, view)
+        view.bind(ranks.send_comm)
+        ranks.start()
+    except KeyboardInterrupt:
+        raise LaunchInterrupted("starting the ranks was stopped: none of them runs") from None
+    return ranks
+
+
+def _close(parcels: Mapping[int, list[int]]) -> None:
     for fds in parcels.values():
         wire.close_all(fds)

@@ -15,14 +15,14 @@ from ddpilot.session.status import CollectiveStatus, RankStatus, State
 
 def read_statuses(ranks: Ranks) -> tuple[RankStatus, ...]:
     """One status per rank, by rank. Takes a tenth of a second, over which the use of the cores is measured."""
-    pids = {rank: pid for rank in ranks.live if (pid := ranks.host.pid(rank)) is not None}
+    pids = {rank: pid for rank in ranks.standing.live if (pid := ranks.host.pid(rank)) is not None}
     usage = collect_usage(pids.values())
     return tuple(_status(ranks, rank, pids.get(rank), usage) for rank in range(ranks.world_size))
 
 
 def _status(ranks: Ranks, rank: int, pid: int | None, usage: dict[int, Usage]) -> RankStatus:
-    reason, running = ranks.dead.get(rank), ranks.busy.get(rank)
-    idle_since_s = ranks.since_s.get(rank, time.monotonic())
+    reason, running = ranks.standing.dead.get(rank), ranks.standing.busy.get(rank)
+    idle_since_s = ranks.standing.since_s.get(rank, time.monotonic())
     state: State = "dead" if reason is not None else "busy" if running is not None else "idle"
     uses = None if pid is None else usage.get(pid)
     return RankStatus(

@@ -4,50 +4,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from itertools import dropwhile
 
 from ddpilot.errors import RankError, WatchError
 from ddpilot.launching.local.report import Exited, Raised
+from ddpilot.session.standing import Standing
 from ddpilot.watch.watcher import Watcher
 
 
-class Seen(Protocol):
-    """What a session knows of its ranks."""
-
-    raised: dict[int, Raised]
-    exited: dict[int, Exited]
-    busy: dict[int, tuple[int | None, float]]
-
-    def pid(self, rank: int) -> int | None:
-        """Of the rank's process, also where it has ended."""
-
-
 class SeenRank:
-    """One rank of a session: its program is the cell."""
+    """One rank of a session: its program is the cell. `pid`: of the rank's process, also where it has ended."""
 
-    def __init__(self, rank: int, seen: Seen) -> None:
+    def __init__(self, rank: int, standing: Standing, pid: Callable[[int], int | None]) -> None:
         self.rank = rank
-        self._seen = seen
+        self._standing = standing
+        self._pid = pid
 
     @property
     def pid(self) -> int | None:
         """Of its process."""
-        return self._seen.pid(self.rank)
+        return self._pid(self.rank)
 
     @property
     def exited(self) -> Exited | None:
         """How its process ended."""
-        return self._seen.exited.get(self.rank)
+        return self._standing.exited.get(self.rank)
 
     @property
     def raised(self) -> Raised | None:
         """What the cell raised there."""
-        return self._seen.raised.get(self.rank)
+        return self._standing.raised.get(self.rank)
 
     @property
     def has_returned(self) -> bool:
         """Whether the cell is over there, and went well."""
-        return self.exited is None and self.raised is None and self.rank not in self._seen.busy
+        return self.exited is None and self.raised is None and self.rank not in self._standing.busy
 
 
 class CellLookout:
@@ -61,7 +52,7 @@ class CellLookout:
     ) -> None:
         self._watcher = watcher
         self._note = note
-        watcher.resume(name, int(since_s * 1e9), sources)
+        watcher.resume(name, int(since_s * 1e9), {file: as_counted(text) for file, text in sources.items()})
 
     def look(self, busy: Sequence[int], now_s: float) -> WatchError | None:  # noqa: ARG002 - for other lookouts
         """Show what is new; what the cell is to end with, where it is to end."""
@@ -74,3 +65,8 @@ class CellLookout:
     def close(self) -> None:
         """The cell is over."""
         self._watcher.pause()
+
+
+def as_counted(code: str) -> str:
+    """A cell from the first line on that is not empty, from which IPython counts."""
+    return "".join(dropwhile(lambda line: not line.strip(), code.splitlines(keepends=True)))

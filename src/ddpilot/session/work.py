@@ -102,18 +102,18 @@ class Work:
                     if isinstance(event, Said) and event.parent_id == sent and event.kind == "complete_reply":
                         content = event.content
                         return tuple(content["matches"]), content["cursor_start"], content["cursor_end"]
-                    self._ranks.show_idle(event)
+                    self._ranks.outside.show(event)
         except (LaunchError, queue.Empty):
             pass
         return (), cursor, cursor
 
     def finish(self) -> None:
         """Ask the ranks to end, for the sake of apps and exit handlers; one that is busy does not hear it in time."""
-        live = self._ranks.live
-        self._ranks.is_ending = True
+        live = self._ranks.standing.live
+        self._ranks.outside.is_ending = True
         for rank in live:
             self._ask(rank, "finish", {}, live)
-        self._ranks.await_ends(live)
+        self._ranks.standing.await_ends(live)
 
     def _subset(self, ranks: Sequence[int]) -> list[int]:
         return [] if len(ranks) == self._ranks.world_size else list(ranks)
@@ -136,11 +136,10 @@ class Work:
     ) -> Outcome:
         ranks = self._ranks
         now = time.monotonic()
-        ranks.raised.clear()
-        ranks.busy.update(dict.fromkeys(ids, (number, now)))
+        ranks.standing.note_work(ids, number, now)
         ranks.view.begin(tuple(ids))
         # One that died before this turn is known here, one that dies later is an event.
-        gone = {rank: Ended(rank, None, reason) for rank, reason in dict(ranks.dead).items()}
+        gone = {rank: Ended(rank, None, reason) for rank, reason in dict(ranks.standing.dead).items()}
         parts = [Part(rank, message_id, ended=gone.get(rank)) for rank, message_id in ids.items()]
         try:
             return Round(
@@ -157,7 +156,7 @@ class Work:
 
     def _make_lookout(self, ids: Sequence[int], name: str, now: float, sources: Mapping[str, str]) -> Lookout | None:
         ranks = self._ranks
-        others = {*ranks.live} - {*ids}
+        others = {*ranks.standing.live} - {*ids}
         if others:
             return Bystanders(ids, others, folder=ranks.ring_folder, name=name, note=ranks.view.note)
         return None if ranks.watcher is None else CellLookout(ranks.watcher, name, now, sources, ranks.view.note)
@@ -166,13 +165,13 @@ class Work:
 
     def _mend(self, events: queue.SimpleQueue[Event], stops: Stops) -> None:
         """Before new work: bring back ranks that died while nothing ran, where that was asked for."""
-        if self._ranks.options.respawn and self._ranks.dead:
+        if self._ranks.options.respawn and self._ranks.standing.dead:
             self._respawn(events, stops)
         elif self._is_broken:
             self._regroup(events, stops)
 
     def _respawn(self, events: queue.SimpleQueue[Event], stops: Stops) -> None:
-        dead = sorted(self._ranks.dead)
+        dead = sorted(self._ranks.standing.dead)
         self._restart(dead, events, stops)
         self._ranks.view.note(f"{render_ranks(dead)} started anew (`respawn`), with no variables")
 
@@ -193,10 +192,10 @@ class Work:
         """A rank that was started by half would be in no group with the others: end them all."""
         for rank in ranks:
             self._ranks.end_process(rank, events)
-            self._ranks.dead[rank] = "was to be started anew, and that was stopped"
+            self._ranks.standing.dead[rank] = "was to be started anew, and that was stopped"
         self._regroup(events, stops)
         verb, what = ("is", "it") if len(ranks) == 1 else ("are", "them")
-        kept = "; the others have kept their variables" if self._ranks.live else ""
+        kept = "; the others have kept their variables" if self._ranks.standing.live else ""
         raise LaunchInterrupted(
             f"restarting {render_ranks(ranks)} was stopped: {render_ranks(ranks)} {verb} not running, "
             f"`%ddp restart {' '.join(map(str, ranks))}` starts {what}{kept}"
@@ -210,19 +209,19 @@ class Work:
         freed = outcome.freed.values()
         self._wants_group = self._wants_group or any(report.has_group for report in (*reports, *freed))
         self._backend = next((report.value["backend"] for report in freed if report.has_group), self._backend)
-        if self._ranks.dead and self._ranks.options.respawn:
+        if self._ranks.standing.dead and self._ranks.options.respawn:
             self._respawn(events, stops)
         else:
             self._regroup(events, stops)
 
     def _regroup(self, events: queue.SimpleQueue[Event], stops: Stops) -> None:
         """Free the ranks of whatever group they were in; where all live and one was in use, make a new one."""
-        dead = sorted(self._ranks.dead)
+        dead = sorted(self._ranks.standing.dead)
         self._ranks.generation += 1
         enter = self._wants_group and not dead
         began_s = time.monotonic()
         arguments = {"generation": self._ranks.generation, "enter": enter, "backend": self._backend}
-        live = self._ranks.live
+        live = self._ranks.standing.live
         ids = {rank: self._ask(rank, "rebuild", arguments, live) for rank in live}
         outcome = self._watch(ids, "making the group anew", events, stops, patient=True)
         self._is_broken = enter and not outcome.is_ok
@@ -231,7 +230,7 @@ class Work:
 
     def _blocked(self) -> str:
         """Why no rank can enter a group now; empty where all live."""
-        dead = sorted(self._ranks.dead)
+        dead = sorted(self._ranks.standing.dead)
         if not dead:
             return ""
         verb, what = ("is", "it") if len(dead) == 1 else ("are", "them")
@@ -246,21 +245,7 @@ class Work:
         if not outcome.is_ok or not values:
             note("the process group could not be made anew; variables are kept, and the next cell tries again")
             return
-        for text in describe_rebuilt(values, duration_s, any(rank not in self._fresh for rank in self._ranks.live)):
+        for text in describe_rebuilt(
+            values, duration_s, any(rank not in self._fresh for rank in self._ranks.standing.live)
+        ):
             note(text)
-
-
-def raise_outcome(outcome: Outcome, name: str) -> None:
-    """Raise what a round ended with: RankError, or LaunchInterrupted after the stop button."""
-    if outcome.error is not None:
-        raise outcome.error
-    if outcome.was_stopped:
-        ends = []
-        for rank, part in sorted(outcome.parts.items()):
-            if part.ended is not None:
-                ends.append(f"rank {rank} had to be killed")
-            elif part.report is not None and part.report.status == "ok":
-                ends.append(f"rank {rank} finished")
-            elif part.report is not None:
-                ends.append(f"rank {rank} ended at {part.report.type_name}")
-        raise LaunchInterrupted(f"{name} was stopped: {'; '.join(ends)}")

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What comes of ranks while nothing runs, shown as it comes."""
+
+from __future__ import annotations
+
+import time
+
+from ddpilot.launching.local.jobs import STORE
+from ddpilot.session.deaths import BEGIN_ANEW, describe_death
+from ddpilot.session.events import Ended, Event, Said, Wrote
+from ddpilot.session.hosts import RankHost
+from ddpilot.session.standing import Standing
+from ddpilot.session.view import RankMessage, View
+
+_SHOWN = frozenset(
+    {"stream", "display_data", "update_display_data", "clear_output", "comm_open", "comm_msg", "comm_close"}
+)
+
+
+class OutsideCells:
+    """Shows in `view` what ranks of `host` say, write and die of while no cell runs. `respawns`: as the session."""
+
+    def __init__(self, view: View, host: RankHost, standing: Standing, *, respawns: bool) -> None:
+        self._view = view
+        self._host = host
+        self._standing = standing
+        self._respawns = respawns
+        self.is_ending = False
+        """Whether the ranks were asked to end, so that their ends are no news."""
+
+    def show(self, event: Event) -> None:
+        """Show what is to be seen of it."""
+        now = time.monotonic()
+        if isinstance(event, Wrote):
+            self._view.raw(event.rank, event.stream, event.data, now)
+        elif isinstance(event, Ended) and not self.is_ending:
+            self._show_end(event)
+        elif isinstance(event, Said) and event.channel == "iopub" and event.kind in _SHOWN:
+            message = RankMessage(event.rank, event.kind, event.content, event.metadata, event.buffers)
+            self._view.message(message, now)
+
+    def _show_end(self, ended: Ended) -> None:
+        if ended.rank == STORE:
+            self._view.note(f"{ended.reason}: ranks cannot form a group any more; {BEGIN_ANEW}")
+        elif self._host.can_start:
+            self._view.note(describe_death(ended.rank, self._standing.dead[ended.rank], self._respawns))
+        elif not self._standing.live:  # they end one after the other, of the same cause
+            self._view.note(f"the rank server has died, and all ranks and their variables with it; {BEGIN_ANEW}")
