@@ -25,6 +25,7 @@ from ddpilot.training.loop import Loop
 if TYPE_CHECKING:
     from ddpilot.trainer.fitting import Fit
     from ddpilot.trainer.trainer import Trainer
+    from ddpilot.trainer.trainer_state import TrainerState
 
 _MAKING = "making a Trainer"
 _FITTING = "starting a fit"
@@ -62,7 +63,7 @@ def check_model(model: object) -> None:
         raise LoopError(_MAKING, found=found, fix="Call the model with one batch first, which gives them theirs.")
 
 
-def check_trainer(trainer: Trainer) -> None:
+def check_trainer(trainer: TrainerState) -> None:
     """Raise LoopError for arguments that would train or measure something else than what they say."""
     loss_fn: object = trainer.loss_fn
     if loss_fn is not None and not callable(loss_fn):

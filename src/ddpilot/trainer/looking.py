@@ -22,11 +22,11 @@ from ddpilot.training.precision import Precision
 from ddpilot.training.predicting import predict
 
 if TYPE_CHECKING:
-    from ddpilot.trainer.trainer import Trainer
+    from ddpilot.trainer.trainer_state import TrainerState
 
 
 def evaluate_here(
-    trainer: Trainer, dataset: Any, metrics: Mapping[str, Any], forward: Forward, options: Mapping[str, Any]
+    trainer: TrainerState, dataset: Any, metrics: Mapping[str, Any], forward: Forward, options: Mapping[str, Any]
 ) -> dict[str, Any]:
     """See `Trainer.evaluate`. Collective on ranks."""
     group = group_here()
@@ -36,7 +36,7 @@ def evaluate_here(
 
 
 def predict_here(
-    trainer: Trainer,
+    trainer: TrainerState,
     dataset: Any,
     to: str | os.PathLike[str] | None,
     forward: Callable[[nn.Module, Any], Any],
@@ -49,7 +49,7 @@ def predict_here(
         return predict(model, loader, group, to=to, forward=forward)
 
 
-def call_here(trainer: Trainer, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], ranks: str) -> Any:
+def call_here(trainer: TrainerState, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], ranks: str) -> Any:
     """See `Trainer.call`. Not collective."""
     group = group_here()
     if ranks == "zero" and not group.is_rank_zero:
@@ -59,7 +59,9 @@ def call_here(trainer: Trainer, method: str, args: tuple[Any, ...], kwargs: Mapp
         return call_model(model, method, *args, device=group.device, **kwargs)
 
 
-def _place(trainer: Trainer, dataset: Any, options: Mapping[str, Any], group: GroupLike) -> tuple[nn.Module, Loader]:
+def _place(
+    trainer: TrainerState, dataset: Any, options: Mapping[str, Any], group: GroupLike
+) -> tuple[nn.Module, Loader]:
     """The model on the device, and the loader of this rank's part."""
     model = ensure_on_device(find_inner(trainer.ema or trainer.model), group.device)
     if not trainer.position.num_updates:

@@ -8,11 +8,12 @@ import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 from torch import nn
 
+from ddpilot.errors import RankError
 from ddpilot.findings.finding import Finding
 from ddpilot.group.protocol import GroupLike
 from ddpilot.launching.failures import Failure, build_error
@@ -54,8 +55,8 @@ def collect(trainer: Trainer, group: GroupLike, late: Exception | None) -> Outco
     return _gather(trainer, optimizers, late) if group.is_rank_zero else None
 
 
-def raise_late(late: tuple[Raised, bytes], num_ranks: int) -> NoReturn:
-    """Raise in the notebook what a callback raised on rank 0 once training was over: RankError, the original chained.
+def explain_late(late: tuple[Raised, bytes], num_ranks: int) -> RankError:
+    """The error, in the notebook, of what a callback raised on rank 0 once training was over; the original chained.
 
     `num_ranks`: of the fit.
     """
@@ -69,7 +70,8 @@ def raise_late(late: tuple[Raised, bytes], num_ranks: int) -> NoReturn:
         failure, function_name="Trainer.fit", num_ranks=num_ranks, last_lines=(), victims=(), returned=()
     )
     said.fix = "Training was over by then: what it learnt is here"
-    raise said from error
+    said.__cause__ = error
+    return said
 
 
 def _pack(error: Exception) -> tuple[Raised, bytes]:

@@ -105,14 +105,7 @@ def find_batch_size(
     with preserved(trying.model, trying.optimizer, loop.device):
         largest = largest_that(trying.fits, limit, first)
     if not largest:
-        size = "two samples" if first > 1 else "one sample"
-        ranks = ", ".join(map(str, trying.trials[0].failed_ranks))
-        raise _refuse(
-            loop.rank,
-            f"a batch of {size} does not fit into the memory of rank {ranks} ({loop.device} here)",
-            "Use precision='bf16', gradient checkpointing, shard='optimizer' or a smaller model; look whether other "
-            "processes use the device.",
-        )
+        raise _refuse_model(loop, trying.trials[0])
     per_rank = max(first, int(largest * (1 - headroom)))
     found = BatchSizeSearch(
         per_rank=per_rank,
@@ -143,6 +136,8 @@ def largest_that(fits: Callable[[int], bool], limit: int, first: int = 1) -> int
         if size == limit:
             return low
         size = min(2 * size, limit)
+    if not low:
+        return 0
     high = size
     while high - low > max(1, low // 16):
         size = (low + high) // 2
@@ -236,6 +231,17 @@ def _outcome(trial: BatchSizeTrial) -> str:
         return f"too much for rank {', '.join(map(str, trial.failed_ranks))}"
     peak = f", {trial.peak_bytes / 2**30:.2f} GiB at the most" if trial.peak_bytes else ""
     return f"fits, {trial.seconds:.3g} s for a step{peak}"
+
+
+def _refuse_model(loop: Loop, first: BatchSizeTrial) -> LoopError:
+    size = "two samples" if first.per_rank > 1 else "one sample"
+    ranks = ", ".join(map(str, first.failed_ranks))
+    return _refuse(
+        loop.rank,
+        f"a batch of {size} does not fit into the memory of rank {ranks} ({loop.device} here)",
+        "Use precision='bf16', gradient checkpointing, shard='optimizer' or a smaller model; look whether other "
+        "processes use the device.",
+    )
 
 
 def _refuse(rank: int | None, found: str, fix: str) -> LoopError:

@@ -12,7 +12,7 @@ from ddpilot.group.process_group import Group
 from ddpilot.group.protocol import GroupLike
 from ddpilot.group.waiting import came
 from ddpilot.training.grouping import CurrentBatch
-from ddpilot.training.notices import Line
+from ddpilot.training.notices import Line, say_dropped
 
 _PATIENCE_S = 3.0
 """How long a rank that left waits for the others to leave there too, before it says so."""
@@ -31,9 +31,15 @@ class Leaving:
     def __init__(self, group: GroupLike) -> None:
         self._group = group
         self._left: tuple[CurrentBatch, Line] | None = None
+        self._dropped_at: Line | None = None
 
-    def note(self, batch: CurrentBatch | None, line: Line) -> None:
-        """This rank left at `batch`, at `line` of the user's program. Not collective."""
+    def note(self, batch: CurrentBatch | None, line: Line, *, drops: bool) -> None:
+        """This rank left at `batch`, at `line` of the user's program. Not collective.
+
+        `drops`: in the middle of an accumulation group, whose gradients are gone by it.
+        """
+        if drops:
+            self._dropped_at = line
         if batch is not None and isinstance(self._group, Group) and self._group.world_size > 1:
             batch.data = None
             self._left = batch, line
@@ -62,6 +68,14 @@ class Leaving:
         except RuntimeError:  # the store is gone, with the rank that had it: the next collective says so
             return
         raise error
+
+    def settle(self) -> None:
+        """Before training goes on: `meet`, and say on rank 0 which gradients were dropped."""
+        self.meet()
+        # Not when the loop is left: that looks the same where an error or another rank's end is the reason.
+        if self._dropped_at is not None:
+            say_dropped(self._dropped_at, self._group)
+            self._dropped_at = None
 
     def _alone(self, batch: CurrentBatch, line: Line, missing: list[int]) -> LoopError:
         return LoopError(

@@ -5,35 +5,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import DataLoader, IterableDataset
 
 from ddpilot.data.devices import to_device
-from ddpilot.data.loader import ShardedLoader, StreamLoader, make_loader, make_stream_loader
 from ddpilot.data.options import naming_rank
-from ddpilot.data.shard import shard_loader
 from ddpilot.errors import LoopError
 from ddpilot.training.accumulating import Accumulation
 from ddpilot.training.batch_norm import check_batch_norms
-from ddpilot.training.ddp_options import DdpOptions
-from ddpilot.training.explanation import Explanation
 from ddpilot.training.grouping import Loader, check_loader, is_at_end, iterate_groups
 from ddpilot.training.keeping.place import describe_data
-from ddpilot.training.keeping.things import has_state
 from ddpilot.training.loop_keeping import KeepingLoop
 from ddpilot.training.loop_looking import LookingLoop
+from ddpilot.training.loop_preparing import PreparingLoop
 from ddpilot.training.memory import explain_out_of_memory, is_out_of_memory
-from ddpilot.training.notices import never_had_a_sample, say_dropped, say_findings, user_line
+from ddpilot.training.notices import never_had_a_sample, say_findings, user_line
 from ddpilot.training.updating import clear_gradients
-from ddpilot.training.wrapping import prepare_optimizer, wrap
 
 
-class Loop(KeepingLoop, LookingLoop):
+class Loop(PreparingLoop, KeepingLoop, LookingLoop):
     """Primitives for a training loop of one's own, the same at 1 rank and at many. Making one is collective.
 
     `seed`: of weights made after this line (the same on every rank), of the data's order, and, with the rank, of
@@ -58,120 +51,6 @@ class Loop(KeepingLoop, LookingLoop):
     the directory cannot be written.
     """
 
-    def prepare(
-        self,
-        *things: Any,
-        comm: Literal["bf16", "fp16"] | None = None,
-        shard: Literal["optimizer"] | None = None,
-        find_unused_parameters: bool | None = None,
-        static_graph: bool = False,
-        bucket_cap_mb: float | None = None,
-        gradient_as_bucket_view: bool = True,
-        forward_sync_buffers: bool = False,
-        sync_batch_norm: bool = False,
-        **more: Any,
-    ) -> Any:
-        """Put models on the device and, with several ranks, into DDP; return all in the order given. Collective.
-
-        `things`: models, optimizers, and what else is to be saved with them: schedulers, an `AveragedModel`, anything
-        with `state_dict` and `load_state_dict`; one comes back by itself, several as a tuple. Weights and buffers
-        become those of rank 0. A model that comes back has the methods of the one that went in, which run as forward
-        passes of DDP. `explain` says what was chosen, and why.
-
-        `comm`: gradients cross, and are summed, in 16 bits. `shard="optimizer"`: each rank keeps the state of its share
-        of the parameters only; use the optimizer that is returned. `find_unused_parameters`: updates may leave
-        parameters out; None: as the variable DDP_FIND_UNUSED_PARAMETERS says, else False. `static_graph`: all updates
-        of the training use the same parameters alike. `bucket_cap_mb`: MiB; None: DDP's 25. `gradient_as_bucket_view`:
-        no second copy of gradients. `forward_sync_buffers`: rank 0's buffers go out in forward passes too, and every
-        rank has to run as many. `sync_batch_norm`: BatchNorm over all ranks, on GPUs only. `more`: further arguments
-        of DistributedDataParallel.
-
-        Raises LoopError for anything else, for a DDP model, for options that DDP does not have or that do not go with
-        a model or an optimizer, and for `sync_batch_norm` on the CPU.
-        """
-        returned = []
-        with naming_rank(self.rank):
-            options = DdpOptions(
-                find_unused_parameters=find_unused_parameters,
-                static_graph=static_graph,
-                bucket_cap_mb=bucket_cap_mb,
-                gradient_as_bucket_view=gradient_as_bucket_view,
-                forward_sync_buffers=forward_sync_buffers,
-                comm=comm,
-                sync_batch_norm=sync_batch_norm,
-                more=more,
-            )
-            for thing in things:
-                returned.append(self._prepare_thing(thing, options, shard))
-                self._things.add(returned[-1])
-        return returned[0] if len(returned) == 1 else tuple(returned)
-
-    def _prepare_thing(self, thing: Any, options: DdpOptions, shard: Literal["optimizer"] | None) -> Any:
-        if isinstance(thing, AveragedModel):
-            return thing.to(self.device)
-        if isinstance(thing, nn.Module):
-            return self._prepare_model(thing, options)
-        if isinstance(thing, Optimizer):
-            optimizer = prepare_optimizer(thing, self.group, shard)
-            self._optimizers.append(optimizer)
-            self._prepared.add_optimizer(optimizer)
-            return optimizer
-        if has_state(thing):
-            return thing
-        raise LoopError(
-            "preparing",
-            found=f"a {type(thing).__name__}",
-            fix="Pass models, optimizers, and what else has a state_dict; datasets go to loop.loader().",
-            rank=self.rank,
-        )
-
-    def _prepare_model(self, given: nn.Module, options: DdpOptions) -> nn.Module:
-        model, choices = wrap(given, self.group, options)
-        self._updates.add(model)
-        self._trained.remember(self._updates.models)
-        self._unprepared.add(model)
-        self._prepared.add_model(model, choices)
-        return model
-
-    def explain(self) -> Explanation:
-        """What `prepare` chose for each model and optimizer, why, what it costs, and what would be better. Collective.
-
-        By what DDP has recorded of itself so far on all ranks: after some ten updates there are times, and proposals
-        for `find_unused_parameters`, `static_graph` and the exchange. Nothing is switched on by itself: a branch may
-        be taken later, or on one rank only. Every rank calls it and gets the same; `loop.print(loop.explain())`.
-        """
-        return self._prepared.explain(self._accumulate, self._things.name_of)
-
-    def loader(self, dataset: Any, **options: Any) -> ShardedLoader | StreamLoader:
-        """A loader of this rank's samples of `dataset`, map-style or iterable; not collective.
-
-        `options`: `global_batch_size` (samples of all ranks together) or `batch_size_per_rank`, `shuffle`, `drop_last`,
-        `shares`, `weights`, `num_workers` and others: docs/data.md has a table of them. Raises DataError, also for a
-        name that is none of them.
-        """
-        if isinstance(dataset, DataLoader):
-            raise LoopError(
-                "making a loader",
-                found="a DataLoader instead of a dataset",
-                fix="Write loop.shard(loader), which divides it among the ranks.",
-                rank=self.rank,
-            )
-        job = {"rank": self.rank, "world_size": self.world_size, "seed": self.seed}
-        make: Any = make_stream_loader if isinstance(dataset, IterableDataset) else make_loader
-        with naming_rank(self.rank):
-            return make(dataset, **{**job, **options})  # type: ignore[no-any-return]
-
-    def shard(self, loader: DataLoader[Any], **options: Any) -> ShardedLoader | StreamLoader:
-        """The loader of this rank that does what an existing DataLoader does in one process; not collective.
-
-        Its `batch_size` is that of all ranks together, which is said once; `batch_size_per_rank=True` is the other
-        reading. `options`: also `shares`, `cache`, `seed`, `divides_itself` and `seed_samples`, see docs/data.md.
-        Raises DataError.
-        """
-        job = {"rank": self.rank, "world_size": self.world_size, "seed": self.seed, "say": self._say_once}
-        with naming_rank(self.rank):
-            return shard_loader(loader, **{**job, **options})
-
     def epochs(self, num: int) -> Iterator[int]:
         """The numbers of the epochs up to `num` - 1, from `epoch` on, until all ranks decide to stop. Collective.
 
@@ -186,7 +65,7 @@ class Loop(KeepingLoop, LookingLoop):
         with self._signals, self._keeper:
             self._keeper.say_if_finished(num)
             while self.epoch < num:
-                self._say_dropped()
+                self._leaving.settle()
                 self._updates.settle_outside()
                 if self.should_stop:
                     self._keeper.leave()
@@ -196,7 +75,7 @@ class Loop(KeepingLoop, LookingLoop):
                 if self.next_batch:  # left in the middle, and saved there: a later run goes on
                     return
                 self._keeper.end_epoch()
-            self._say_dropped()
+            self._leaving.settle()
             self._keeper.wait()
 
     def batches(self, loader: Loader) -> Iterator[Any]:
@@ -227,9 +106,7 @@ class Loop(KeepingLoop, LookingLoop):
                     yield to_device(batch.data, self.device)
                 except GeneratorExit:
                     self._place.end_pass()
-                    self._leaving.note(batch, line := user_line())
-                    if self._updates.drop_unfinished():
-                        self._left_at = line
+                    self._leaving.note(batch, user_line(), drops=self._updates.drop_unfinished())
                     raise
                 self.progress.advance()
                 if batch.is_last:
@@ -256,7 +133,7 @@ class Loop(KeepingLoop, LookingLoop):
                 return False
             if is_next:
                 self._place.begin_epoch_outside()
-        self._say_dropped()
+        self._leaving.settle()
         self._trained.begin()
         self._known = ()
         with naming_rank(self.rank):
@@ -268,13 +145,6 @@ class Loop(KeepingLoop, LookingLoop):
             self._decider.start()
             self._keeper.say_resumed()
         return is_open
-
-    def _say_dropped(self) -> None:
-        self._leaving.meet()
-        # Not when the loop is left: that looks the same where an error or another rank's end is the reason.
-        if self._left_at is not None:
-            say_dropped(self._left_at, self.group)
-            self._left_at = None
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
         """Forward and backward of one batch: gradients cross between ranks only with the last batch of a group.

@@ -25,7 +25,6 @@ from ddpilot.training.keeping.things import Things
 from ddpilot.training.leaving import Leaving
 from ddpilot.training.memory import find_sharing
 from ddpilot.training.nonfinite import FiniteWatch
-from ddpilot.training.notices import Line
 from ddpilot.training.parameters import TrainedWatch
 from ddpilot.training.precision import Kind, Precision
 from ddpilot.training.printing import SayOnce, rank_zero_first
@@ -79,7 +78,6 @@ class LoopState:
         self._trained = TrainedWatch()
         self._unprepared = PreparedWatch(self.group.rank)
         self._known: tuple[nn.Module, ...] = ()  # what `accumulate` has looked at in this pass
-        self._left_at: Line | None = None
         self._leaving = Leaving(self.group)
         self._waiting = WaitClock()
         self._things = Things()

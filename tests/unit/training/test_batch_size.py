@@ -45,6 +45,18 @@ def test_largest_that_keeps_to_the_limit() -> None:
     assert largest_that(lambda size: False, 100) == 0
 
 
+def test_largest_that_tries_nothing_below_the_first() -> None:
+    """One sample, which BatchNorm does not take, is not tried where two do not fit."""
+    sizes: list[int] = []
+
+    def fits(size: int) -> bool:
+        sizes.append(size)
+        return size < 2
+
+    assert largest_that(fits, 100, 2) == 0
+    assert sizes == [2]
+
+
 def run_out(model: Any, batch: Any, above: int) -> torch.Tensor:
     """A loss; the allocator refuses batches of more than `above` samples, half of the way."""
     loss: torch.Tensor = model(batch[0]).square().mean() + torch.rand(()) * random.random()

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The verbs of a `Trainer` that use its model and train nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from torch import nn
+
+from ddpilot.trainer.batches import Forward, predict_batch
+from ddpilot.trainer.checking import check_choice, check_loader_options, check_whole
+from ddpilot.trainer.looking import call_here, evaluate_here, predict_here
+from ddpilot.trainer.places import is_on_ranks, run_on_ranks
+from ddpilot.trainer.trainer_state import TrainerState
+
+
+class LookingTrainer(TrainerState):
+    """Metrics, outputs and other methods of the model, here or on ranks."""
+
+    def evaluate(
+        self,
+        dataset: Any,
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        forward: Forward | None = None,
+        nproc_per_node: int | str = 0,
+        **options: Any,
+    ) -> dict[str, Any]:
+        """The loss and the value of each metric over all samples of `dataset`, each counted once.
+
+        In this process, where the model then moves to the device; with `nproc_per_node` on ranks that are started for
+        it; on a rank right there, which is collective. `metrics`, `forward`: instead of the trainer's. `options`: those
+        of `Loop.loader`, such as `global_batch_size` (default: that of the last fit, or 64) and `num_workers`.
+        """
+        wanted = self.all_metrics if metrics is None else dict(metrics)
+        check_loader_options("evaluating", "`evaluate`", options)
+        check_whole("evaluating", "`dataset`", dataset)
+        if is_on_ranks() or nproc_per_node == 0:
+            return self._evaluate_here(dataset, wanted, forward, options)
+        said = run_on_ranks(self.launcher, nproc_per_node, "evaluate", self, dataset, wanted, forward, options)
+        found: dict[str, Any] = said[0]
+        return found
+
+    def _evaluate_here(
+        self, dataset: Any, metrics: dict[str, Any], forward: Forward | None, options: dict[str, Any]
+    ) -> dict[str, Any]:
+        return evaluate_here(self, dataset, metrics, forward or self.forward, options)
+
+    def predict(
+        self,
+        dataset: Any,
+        *,
+        to: str | os.PathLike[str] | None = None,
+        forward: Callable[[nn.Module, Any], Any] | None = None,
+        nproc_per_node: int | str = 0,
+        **options: Any,
+    ) -> Any:
+        """The model's outputs for all samples of `dataset`, in its order, on the CPU; see `Loop.predict`.
+
+        Where it runs, and `options`, are as for `evaluate`. `to`: a folder to write them into, batch by batch, which
+        must not exist yet. `forward(model, batch)` returns what is kept of the output, with a row for each sample:
+        `lambda model, batch: model(**batch)["logits"]`. On a rank they are returned on rank 0 alone; None where
+        there are no samples.
+        """
+        check_loader_options("predicting", "`predict`", options)
+        check_whole("predicting", "`dataset`", dataset)
+        if is_on_ranks() or nproc_per_node == 0:
+            return self._predict_here(dataset, to, forward, options)
+        return run_on_ranks(self.launcher, nproc_per_node, "predict", self, dataset, to, forward, options)[0]
+
+    def _predict_here(
+        self,
+        dataset: Any,
+        to: str | os.PathLike[str] | None,
+        forward: Callable[[nn.Module, Any], Any] | None,
+        options: dict[str, Any],
+    ) -> Any:
+        return predict_here(self, dataset, to, forward or self.output_of, options)
+
+    def output_of(self, model: nn.Module, batch: Any) -> Any:
+        """What is predicted for a batch; it needs no target, unless `forward` does."""
+        return self.forward(model, batch)[0] if self._has_own_forward else predict_batch(model, batch)
+
+    def call(
+        self,
+        method: str,
+        *args: Any,
+        ranks: Literal["zero", "all"] = "zero",
+        nproc_per_node: int | str = 0,
+        **kwargs: Any,
+    ) -> Any:
+        """What the model's `method` returns, such as "sample", on the CPU: unwrapped, in eval mode, without gradients.
+
+        In this process; with `nproc_per_node` on ranks that are started for it: what rank 0 returned, or with `ranks`
+        "all" every rank's, in a list; on a rank right there, None where it is not one of `ranks`. Not collective.
+        """
+        check_choice(f"calling `{method}` of the model", "ranks", ranks, ("zero", "all"))
+        if is_on_ranks() or nproc_per_node == 0:
+            return self._call_here(method, args, kwargs, ranks)
+        said = run_on_ranks(self.launcher, nproc_per_node, "call", self, method, args, kwargs, ranks)
+        return list(said) if ranks == "all" else said[0]
+
+    def _call_here(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], ranks: str) -> Any:
+        return call_here(self, method, args, kwargs, ranks)
