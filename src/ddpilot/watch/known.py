@@ -10,11 +10,9 @@ from collections.abc import Sequence
 
 from ddpilot.findings.catalog import find_known
 from ddpilot.findings.finding import Finding, Place
+from ddpilot.launching.crash import find_raised_line
 from ddpilot.watch.view import ErrorView
 
-_FRAME = re.compile(
-    r'^  File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)(?:\n    (?P<text>\S.*))?$', re.M
-)
 _FAULT_FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)$')
 _PATHS = sysconfig.get_paths()
 _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -67,13 +65,8 @@ def is_explained(known: Finding, recorded: Sequence[Finding]) -> bool:
 
 def _find_place(traceback: str) -> Place | None:
     """The innermost line outside of installed libraries; of a chain of exceptions, of the last one."""
-    frames = [frame for frame in _FRAME.finditer(traceback) if not _is_library(frame["file"])]
-    if not frames:
-        return None
-    last = frames[-1]
-    return Place(
-        file=last["file"], line=int(last["line"]), function=last["function"], text=(last["text"] or "").strip()
-    )
+    raised = find_raised_line(traceback)
+    return None if raised is None else Place(**raised._asdict())
 
 
 def _find_crash_place(lines: Sequence[str]) -> Place | None:

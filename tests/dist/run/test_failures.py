@@ -97,8 +97,45 @@ def test_run_restarts_all_ranks_and_says_why(tmp_path: Path) -> None:
     write(tmp_path, "train.py", ONCE)
     done = run(tmp_path, "-n", 2, "--max_restarts=2", "train.py")
     assert done.status == 0
-    assert done.notes() == ["ddpilot: restart 1 of 2: rank 1 raised RuntimeError: only the first time"]
+    said = "rank 1 raised RuntimeError: only the first time"
+    ahead = [note for note in done.notes() if note.endswith("the report follows when the ranks have ended")]
+    assert all(note.startswith(f"ddpilot: {said}, at {tmp_path / 'train.py'}:8  raise ") for note in ahead)
+    assert [note for note in done.notes() if note not in ahead] == [f"ddpilot: restart 1 of 2: {said}"]
     assert done.out.count("attempt 1 of 2") + done.out.count("[ranks 0,1] attempt 1 of 2") == 2
+
+
+@pytest.mark.timeout(120)
+def test_run_says_what_a_rank_raised_while_that_takes_its_time_to_end(tmp_path: Path) -> None:
+    """What it does at exit is done, after the line; the whole report and the exit status are what they were."""
+    write(
+        tmp_path,
+        "train.py",
+        "import atexit, os, sys, time\ndef leave():\n    time.sleep(3)\n    print('said at exit', file=sys.stderr)\n"
+        "if os.environ['RANK'] == '1':\n    atexit.register(leave)\n    raise ValueError('bad sample')\n"
+        "time.sleep(60)",
+    )
+    done = run(tmp_path, "-n", 2, "train.py")
+    assert done.status == 1
+    ahead, report = done.notes()
+    assert ahead == (
+        f"ddpilot: rank 1 raised ValueError: bad sample, at {tmp_path / 'train.py'}:7  raise ValueError('bad sample'); "
+        "the report follows when the ranks have ended"
+    )
+    assert report.startswith("ddpilot: rank 1 raised ValueError: bad sample (running `train.py` on 2 ranks on ")
+    assert done.err.index(ahead) < done.err.index("said at exit") < done.err.index(report)
+
+
+@pytest.mark.timeout(120)
+def test_run_says_why_while_the_other_ranks_take_their_time(tmp_path: Path) -> None:
+    """Rank 1 is gone at once; rank 0 holds out against SIGTERM, until it is killed."""
+    hold = (
+        "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nopen(f'{os.environ[\"RANK\"]}', 'w').close()\n"
+    )
+    until = "while not os.path.exists('0'):\n    time.sleep(0.01)\n"
+    write(tmp_path, "train.py", "import os, time\n" + hold + until + WAIT.format("os._exit(4)", "True"))
+    done = run(tmp_path, "-n", 2, "train.py")
+    assert done.notes()[0] == "ddpilot: rank 1 exited with code 4; the report follows when the ranks have ended"
+    assert done.notes()[1].startswith("ddpilot: rank 1 exited with code 4 (running `train.py` on 2 ranks on ")
 
 
 @pytest.mark.timeout(120)

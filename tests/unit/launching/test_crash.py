@@ -41,3 +41,16 @@ def test_tidy_lines_drops_the_launcher_and_the_list_of_modules() -> None:
 def test_tidy_lines_keeps_the_last_twenty() -> None:
     """A long output is cut at its beginning."""
     assert crash.tidy_lines(map(str, range(50))) == tuple(map(str, range(30, 50)))
+
+
+def test_find_raised_line_gives_the_innermost_line_of_the_users() -> None:
+    """Not that of torch, in which the error was raised, nor that of an error which led to this one."""
+    library = os.path.join(os.path.dirname(os.__file__), "json", "decoder.py")
+    traceback = (
+        'Traceback (most recent call last):\n  File "/project/net.py", line 3, in load\n    open(path)\n'
+        "FileNotFoundError: weights\n\nDuring handling of the above exception, another exception occurred:\n\n"
+        'Traceback (most recent call last):\n  File "/project/train.py", line 40, in <module>\n    run(parse(text))\n'
+        f'  File "{library}", line 51, in parse\n    raise ValueError\nValueError: bad\n'
+    )
+    assert crash.find_raised_line(traceback) == ("/project/train.py", 40, "<module>", "run(parse(text))")
+    assert crash.find_raised_line("") is None

@@ -7,6 +7,7 @@ import platform
 import signal
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,8 +15,9 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException, SubprocessContext
 
-from ddpilot.errors import DdpilotError, LaunchError, RendezvousError
+from ddpilot.errors import DdpilotError, LaunchError, RankError, RendezvousError
 from ddpilot.findings.words import render_ranks
+from ddpilot.launching.elastic.forerunner import Forerunner
 from ddpilot.launching.elastic.local_ranks import FAILED_GRACE_S, LocalRank, LocalRanks
 from ddpilot.launching.elastic.logs import PipedLogs
 from ddpilot.launching.elastic.meeting import Meeting
@@ -47,6 +49,7 @@ class Agent(LocalElasticAgent):
         self._screen = screen
         self._meeting = meeting
         self._ranks = LocalRanks([], screen.note)
+        self._forerunner = Forerunner(screen.note)
         self._has_passed_on = False
         self.report: Path | None = None
         """What the rank that failed first wrote down, where it is one of this node and raised."""
@@ -60,6 +63,7 @@ class Agent(LocalElasticAgent):
         assert isinstance(self._pcontext, SubprocessContext)
         handlers = self._pcontext.subprocess_handlers
         self.error = None
+        self._forerunner = Forerunner(self._screen.note)
         ranks = [
             LocalRank(worker.global_rank, handlers[worker.local_rank].proc, self._logs.reports[worker.local_rank])
             for worker in worker_group.workers
@@ -80,7 +84,9 @@ class Agent(LocalElasticAgent):
         if self._meeting is not None and (failures or self._ranks.live):
             self._check_nodes(self._meeting)
         chosen = self._choose(failures)
-        if chosen is not None and not self._ranks.is_leaving(chosen.rank):
+        if chosen is not None and self._ranks.is_leaving(chosen.rank):
+            self._foretell(chosen, worker_group)
+        elif chosen is not None:
             self._end_by(chosen, worker_group)
         seen = self._escort.take()
         if seen is not None and not failures and self.error is None:
@@ -141,14 +147,27 @@ class Agent(LocalElasticAgent):
     def _end_with(self, error: DdpilotError) -> None:
         """End the ranks because of what was seen from outside, and let the other nodes know."""
         self.error = error
-        self._ranks.end(signal.SIGTERM, FAILED_GRACE_S)
+        self._ranks.end(signal.SIGTERM, FAILED_GRACE_S, partial(self._forerunner.tell, error))
         if self._meeting is not None:
             self._meeting.tell_failure(error)
 
+    def _foretell(self, chosen: Failure, worker_group: WorkerGroup) -> None:
+        """Say why the ranks are about to be ended where the one that failed takes its time to end."""
+        if self._forerunner.is_due(time.monotonic() - chosen.since_s):
+            self._forerunner.tell(self._explain(chosen, worker_group))
+
     def _end_by(self, chosen: Failure, worker_group: WorkerGroup) -> None:
         """End the other ranks because of one, and let the other nodes know."""
+        self.error = error = self._explain(chosen, worker_group)
+        self._ranks.end(signal.SIGTERM, FAILED_GRACE_S, partial(self._forerunner.tell, error))
+        self.report = self._ranks.report(chosen.rank)
+        if self._meeting is not None:
+            self._meeting.tell_failure(self.error)
+
+    def _explain(self, chosen: Failure, worker_group: WorkerGroup) -> RankError:
+        """What is known now of the failure of one rank."""
         victims = [each.rank for each in self._ranks.failures() if each.rank != chosen.rank and each.is_victim]
-        self.error = error = build_error(
+        error = build_error(
             chosen,
             function_name=self._options.name,
             num_ranks=worker_group.workers[0].world_size,
@@ -158,10 +177,7 @@ class Agent(LocalElasticAgent):
             is_script=True,
         )
         self._escort.explain(error)
-        self._ranks.end(signal.SIGTERM, FAILED_GRACE_S)
-        self.report = self._ranks.report(chosen.rank)
-        if self._meeting is not None:
-            self._meeting.tell_failure(self.error)
+        return error
 
     def _saw_failure_elsewhere(self) -> bool:
         if self._meeting is None:

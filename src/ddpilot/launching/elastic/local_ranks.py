@@ -24,6 +24,7 @@ FAILED_GRACE_S = 1.0
 STUCK_EXIT_S = 5.0
 """Seconds that a rank whose script raised may take to end, for its threads and exit handlers."""
 
+_PATIENCE_S = 0.3
 _GONE_LIMIT_S = 5.0
 _PAUSE_S = 0.01
 
@@ -146,14 +147,18 @@ class LocalRanks:
             found.append(Failure(rank=each.rank, raised=each.raised, exited=exited, error=None, since_s=since_s))
         return found
 
-    def end(self, number: signal.Signals, grace_s: float) -> None:
+    def end(self, number: signal.Signals, grace_s: float, while_waiting: Callable[[], None] | None = None) -> None:
         """Send `number` to every rank's process group, SIGKILL `grace_s` seconds later to what is left; wait for it.
 
-        Groups of ranks that ended by themselves get them too: workers of theirs may be left.
+        Groups of ranks that ended by themselves get them too: workers of theirs may be left. `while_waiting` is called
+        once where that takes longer than 0.3 s.
         """
-        deadline_s = time.monotonic() + grace_s
+        since_s = time.monotonic()
         self._signal(self._ranks, number)
-        while self._are_there() and time.monotonic() < deadline_s:
+        while self._are_there() and (waited_s := time.monotonic() - since_s) < grace_s:
+            if while_waiting is not None and waited_s > _PATIENCE_S:
+                while_waiting()
+                while_waiting = None
             time.sleep(_PAUSE_S)
         self.kill()
 

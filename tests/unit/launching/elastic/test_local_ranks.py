@@ -73,6 +73,17 @@ def test_local_ranks_end_what_is_left_of_every_group(start: Start) -> None:
     assert not running_in(one.process.pid)
 
 
+def test_local_ranks_call_back_once_while_ranks_take_their_time_to_end(start: Start, tmp_path: Path) -> None:
+    """Not where they end at once."""
+    called: list[str] = []
+    LocalRanks([start(0, "exit 3")], print).end(signal.SIGTERM, 5.0, lambda: called.append("quick"))
+    stubborn = start(1, f"trap '' TERM; echo > '{tmp_path}/up'; while :; do sleep 0.01; done")
+    while not (tmp_path / "up").exists():
+        time.sleep(0.01)
+    LocalRanks([stubborn], print).end(signal.SIGTERM, 0.5, lambda: called.append("slow"))
+    assert called == ["slow"]
+
+
 def test_local_ranks_kill_what_ignores_the_signal(start: Start) -> None:
     """After the grace."""
     stubborn = start(0, "trap '' TERM; echo up; while :; do sleep 0.01; done")

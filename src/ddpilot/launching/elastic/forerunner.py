@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A line that says why ranks are being ended, ahead of the report: that comes when all of them have ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ddpilot.errors import DdpilotError, RankError
+from ddpilot.launching.crash import find_raised_line
+
+_PATIENCE_S = 0.3
+"""A rank that has raised and ends within that needs no line: the report is there then."""
+
+
+class Forerunner:
+    """Of one attempt: `say` shows its line, once. A rank that imported torch takes a second or more to end."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._has_told = False
+
+    def is_due(self, waited_s: float) -> bool:
+        """Whether the failure of a rank that is still there, known for `waited_s` seconds, is worth its line now."""
+        return not self._has_told and waited_s > _PATIENCE_S
+
+    def tell(self, error: DdpilotError) -> None:
+        """Say what `error` is about, the first time."""
+        if not self._has_told:
+            self._has_told = True
+            self._say(f"{foretell(error)}; the report follows when the ranks have ended")
+
+
+def foretell(error: DdpilotError) -> str:
+    """What happened, the line, and the codes of what was seen from outside, in one line."""
+    parts = [error.found.partition("\n")[0]]
+    if isinstance(error, RankError) and (raised := find_raised_line(error.rank_traceback)) is not None:
+        parts.append(f"at {raised.file}:{raised.line}" + (f"  {raised.text}" if raised.text else ""))
+    findings: Sequence[Any] = getattr(error, "findings", ())
+    parts += [_describe(each) for each in findings if each.code not in error.found]
+    return ", ".join(parts)
+
+
+def _describe(finding: Any) -> str:
+    where = "" if finding.place is None else f", {finding.place.file}:{finding.place.line}"
+    return f"{finding.code} {finding.name}: {finding.summary}{where}"
