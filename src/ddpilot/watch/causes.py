@@ -192,9 +192,13 @@ def _left_loop(parting: Parting, here: Party, gone: Party) -> Cause | None:
     if parting.same_rounds:
         why = f"{who} left {loop} before its end: it has as many rounds on all ranks"
         return Cause(code="DDP208", ranks=gone.ranks, why=why, at=_at(here))
-    why = (
-        f"{loop} ended earlier on {who}: it had fewer rounds, as with fewer batches, than on {render_ranks(here.ranks)}"
-    )
+    others = render_ranks(here.ranks)
+    if parting.is_endless and parting.data_end is None:
+        why = f"{who} left {loop}, which has no end of its own, earlier than {others}: what is called"
+        return Cause(code="DDP208", ranks=gone.ranks, why=f"{why} in it, or an error, led out of it", at=_at(here))
+    why = f"{loop} ended earlier on {who}: it had fewer rounds, as with fewer batches, than on {others}"
+    if parting.data_end is not None and parting.data_end.line != parting.loop.line:
+        why += f"; it ends with its data at {_say(parting, parting.data_end)}"
     return Cause(code="DDP207", ranks=gone.ranks, why=why, at=_at(here))
 
 

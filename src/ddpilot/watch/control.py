@@ -31,7 +31,7 @@ def guards(source: Source, blocks: Sequence[Block], line: int) -> list[Spot]:
     """The conditions that decide whether `line` is reached: around it, and those that leave before it; outermost first.
 
     `blocks`: those around the line that matter. Of conditions that return before it only those on the rank are told,
-    and those in a loop are told by `early_exits`.
+    and those in a loop are told by `find_exits`.
     """
     found = [spot for block in blocks if (spot := _condition(source, block)) is not None]
     found += _inline_conditions(source, line)
@@ -84,22 +84,6 @@ def _leaves(body: Sequence[ast.stmt]) -> bool:
     return isinstance(body[-1], ast.Return)
 
 
-def early_exits(source: Source, loop: ast.AST) -> list[Spot]:
-    """Where the loop may be left before its end, for a reason that is not the same on all ranks."""
-    return [
-        Spot(_line_of(node), _with_condition(source, node, tests), any(map(source.depends_on_rank, tests)))
-        for node, tests in _walk(loop, [], nested=False)
-        if (isinstance(node, (ast.Break, ast.Return)) or _is_exit(node)) and _may_differ(source, tests)
-    ]
-
-
-def own_ends(source: Source, loop: ast.AST) -> list[Spot]:
-    """The loop's own condition, where it may end a `while` at another round on each rank."""
-    if not isinstance(loop, ast.While) or source.is_the_same_everywhere(loop.test):
-        return []
-    return [Spot(loop.lineno, source.text(loop.lineno), source.depends_on_rank(loop.test))]
-
-
 def has_same_rounds(source: Source, loop: ast.AST) -> bool:
     """Whether it is a `for` over a range that is the same on all ranks."""
     call = loop.iter if isinstance(loop, ast.For) else None
@@ -112,16 +96,16 @@ def goes_over_model(loop: ast.AST) -> bool:
     """Whether it is a `for` over parameters, buffers or modules, of which all ranks have as many."""
     if not isinstance(loop, ast.For):
         return False
-    calls = {_call_name(node) for node in ast.walk(loop.iter) if isinstance(node, ast.Call)}
+    calls = {call_name(node) for node in ast.walk(loop.iter) if isinstance(node, ast.Call)}
     return bool(calls & _PARTS_OF_MODELS) or _mentions(loop.iter, "param_groups")
 
 
 def early_returns(source: Source, line: int) -> list[Spot]:
     """Conditions that leave the function before `line` and may not be the same on all ranks, the nearest first."""
     return [
-        Spot(statement.lineno, _with_condition(source, statement.body[-1], [statement.test]))
+        Spot(statement.lineno, with_condition(source, statement.body[-1], [statement.test]))
         for statement in source.before(line)
-        if isinstance(statement, ast.If) and _leaves(statement.body) and _may_differ(source, [statement.test])
+        if isinstance(statement, ast.If) and _leaves(statement.body) and may_differ(source, [statement.test])
     ]
 
 
@@ -149,20 +133,6 @@ def is_behind_yield(source: Source, line: int, function: str) -> bool:
     return bool(yields) and max(yields) < line
 
 
-def exits_in_calls(source: Source, loop: ast.AST) -> list[Spot]:
-    """Where the loop calls a function of the same file that may end the program."""
-    return [
-        Spot(node.lineno, _with_condition(source, node, tests), any(map(source.depends_on_rank, tests)))
-        for node, tests in _walk(loop, [], nested=False)
-        if isinstance(node, ast.Call) and tests and _may_differ(source, tests) and _may_exit(source, node)
-    ]
-
-
-def _may_exit(source: Source, call: ast.Call) -> bool:
-    functions = source.functions_called(_call_name(call))
-    return any(_is_exit(node) for function in functions for node in ast.walk(function))
-
-
 def unsynced(source: Source, blocks: Sequence[Block]) -> list[Spot]:
     """Blocks around a line in which DDP exchanges nothing, in rounds that are not the same on all ranks."""
     return [
@@ -181,9 +151,9 @@ def _mentions(node: ast.AST, name: str) -> bool:
 def skips(source: Source, loop: ast.AST, line: int) -> list[Spot]:
     """Where a round of the loop may be cut short before `line`, for a reason that is not the same on all ranks."""
     return [
-        Spot(node.lineno, _with_condition(source, node, tests), any(map(source.depends_on_rank, tests)))
-        for node, tests in _walk(loop, [], nested=False)
-        if isinstance(node, ast.Continue) and tests and node.lineno < line and _may_differ(source, tests)
+        Spot(node.lineno, with_condition(source, node, tests), any(map(source.depends_on_rank, tests)))
+        for node, tests in walk(loop, [], nested=False)
+        if isinstance(node, ast.Continue) and tests and node.lineno < line and may_differ(source, tests)
     ]
 
 
@@ -197,51 +167,76 @@ def may_start_over(source: Source, line: int) -> bool:
     if statement is None:
         return False
     head = statement.iter if isinstance(statement, (ast.For, ast.AsyncFor)) else statement
-    calls = {_call_name(node) for node in ast.walk(head) if isinstance(node, ast.Call)}
+    calls = {call_name(node) for node in ast.walk(head) if isinstance(node, ast.Call)}
     if "cycle" in calls or ("iter" in calls and head is statement):
         return True
     if not any(block.is_loop and _counts_nothing(block.node) for block in source.blocks(line)):
         return False
     leaves = (ast.Break, ast.Return, ast.Yield, ast.YieldFrom)
-    inner = [statement, *(node for node, _ in _walk(statement, [], nested=False))]
-    return any(isinstance(node, leaves) or _is_exit(node) for node in inner)
+    inner = [statement, *(node for node, _ in walk(statement, [], nested=False))]
+    return any(isinstance(node, leaves) or is_exit(node) for node in inner)
 
 
 def _counts_nothing(loop: ast.AST) -> bool:
     if isinstance(loop, ast.While):
         return True
     calls = [node for node in ast.walk(getattr(loop, "iter", loop)) if isinstance(node, ast.Call)]
-    return isinstance(loop, ast.For) and any(_call_name(call) in ("count", "repeat") for call in calls)
+    return isinstance(loop, ast.For) and any(call_name(call) in ("count", "repeat") for call in calls)
 
 
-def _call_name(call: ast.Call) -> str:
+def call_name(call: ast.Call) -> str:
+    """The last part of the name of what is called."""
     return call.func.attr if isinstance(call.func, ast.Attribute) else str(getattr(call.func, "id", ""))
 
 
-def swallowers(source: Source, blocks: Sequence[Block]) -> list[Spot]:
-    """Handlers around a line that go on after an error, innermost first."""
+def swallowers(source: Source, blocks: Sequence[Block], *, leaving: ast.AST | None = None) -> list[Spot]:
+    """Handlers around a line that go on after an error, innermost first.
+
+    `leaving`: an endless loop; of the handlers in it only those count that leave it.
+    """
     found = []
     for block in reversed(blocks):
         if isinstance(block.node, ast.Try) and block.part == "body":
-            swallowing = (handler for handler in block.node.handlers if not _raises(handler))
+            swallowing = [each for each in block.node.handlers if not (_raises(each) or is_end_of_data(each))]
+            if leaving is not None and _holds(leaving, block.node):
+                swallowing = [handler for handler in swallowing if _has_way_out(handler)]
             found += [Spot(handler.lineno, source.text(handler.lineno)) for handler in swallowing]
-        if isinstance(block.node, ast.With) and any(_is_suppress(item.context_expr) for item in block.node.items):
+        is_inside = leaving is not None and _holds(leaving, block.node)
+        if (
+            isinstance(block.node, ast.With)
+            and not is_inside
+            and any(_is_suppress(item.context_expr) for item in block.node.items)
+        ):
             found.append(Spot(block.node.lineno, source.text(block.node.lineno)))
     return found
+
+
+def is_end_of_data(handler: ast.ExceptHandler) -> bool:
+    """Whether it is `except StopIteration`: an iterator has come to its end, which is no error."""
+    return isinstance(handler.type, ast.Name) and handler.type.id in ("StopIteration", "StopAsyncIteration")
+
+
+def _holds(outer: ast.AST, inner: ast.AST) -> bool:
+    return line_of(outer) < line_of(inner) <= (getattr(outer, "end_lineno", 0) or 0)
+
+
+def _has_way_out(handler: ast.ExceptHandler) -> bool:
+    return any(isinstance(node, (ast.Break, ast.Return)) for node, _ in walk(handler, [], nested=False))
 
 
 def skipping_handlers(source: Source, loop: ast.AST, line: int) -> list[Spot]:
     """Handlers before `line` in the loop that go on with its next round after an error."""
     return [
         Spot(handler.lineno, source.text(handler.lineno))
-        for node, _ in _walk(loop, [], nested=False)
+        for node, _ in walk(loop, [], nested=False)
         if isinstance(node, ast.Try) and (node.end_lineno or line) < line
         for handler in node.handlers
-        if any(isinstance(each, ast.Continue) for each, _ in _walk(handler, [], nested=False))
+        if not is_end_of_data(handler)
+        if any(isinstance(each, ast.Continue) for each, _ in walk(handler, [], nested=False))
     ]
 
 
-def _walk(node: ast.AST, tests: list[ast.expr], *, nested: bool) -> Iterator[tuple[ast.AST, list[ast.expr]]]:
+def walk(node: ast.AST, tests: list[ast.expr], *, nested: bool) -> Iterator[tuple[ast.AST, list[ast.expr]]]:
     """What is inside a loop, with the conditions around it; what leaves or goes on in an inner loop is left out."""
     for name, value in ast.iter_fields(node):
         for child in value if isinstance(value, list) else [value]:
@@ -251,19 +246,22 @@ def _walk(node: ast.AST, tests: list[ast.expr], *, nested: bool) -> Iterator[tup
             around = [*tests, node.test] if isinstance(node, ast.If) and name in ("body", "orelse") else tests
             if not (nested and isinstance(child, (ast.Break, ast.Continue))):
                 yield child, around
-            yield from _walk(child, around, nested=inner)
+            yield from walk(child, around, nested=inner)
 
 
-def _may_differ(source: Source, tests: Sequence[ast.expr]) -> bool:
+def may_differ(source: Source, tests: Sequence[ast.expr]) -> bool:
+    """Whether what is behind `tests` may not be the same on all ranks."""
     return not tests or any(not source.is_the_same_everywhere(test) for test in tests)
 
 
-def _line_of(node: ast.AST) -> int:
+def line_of(node: ast.AST) -> int:
+    """Its number."""
     return int(getattr(node, "lineno", 0))
 
 
-def _with_condition(source: Source, node: ast.AST, tests: Sequence[ast.expr]) -> str:
-    text = source.text(_line_of(node))
+def with_condition(source: Source, node: ast.AST, tests: Sequence[ast.expr]) -> str:
+    """The text of its line, after that of the nearest condition around it."""
+    text = source.text(line_of(node))
     condition = source.text(tests[-1].lineno) if tests else ""
     return condition if condition.startswith(("if", "elif")) and text in condition else f"{condition} {text}".strip()
 
@@ -271,15 +269,19 @@ def _with_condition(source: Source, node: ast.AST, tests: Sequence[ast.expr]) ->
 def _raises(handler: ast.ExceptHandler) -> bool:
     """Whether it always ends by an error of its own, or by the end of the program."""
     goes_on = any(isinstance(node, (ast.Continue, ast.Break, ast.Return)) for node in ast.walk(handler))
-    return not goes_on and (isinstance(handler.body[-1], ast.Raise) or _is_exit(handler.body[-1]))
+    return not goes_on and (isinstance(handler.body[-1], ast.Raise) or is_exit(handler.body[-1]))
 
 
-def _is_exit(node: ast.AST) -> bool:
+def is_exit(node: ast.AST) -> bool:
+    """Whether it ends the program: `sys.exit()`, `raise SystemExit`."""
+    if isinstance(node, ast.Raise):
+        raised = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
+        return isinstance(raised, ast.Name) and raised.id == "SystemExit"
     call = node.value if isinstance(node, ast.Expr) else node
     if not isinstance(call, ast.Call):
         return False
-    return _call_name(call) in _ENDS
+    return call_name(call) in _ENDS
 
 
 def _is_suppress(call: ast.expr) -> bool:
-    return isinstance(call, ast.Call) and _call_name(call) in _SUPPRESSES
+    return isinstance(call, ast.Call) and call_name(call) in _SUPPRESSES

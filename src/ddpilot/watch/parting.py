@@ -9,20 +9,18 @@ from dataclasses import dataclass, replace
 from ddpilot.watch.callers import complete
 from ddpilot.watch.control import (
     Spot,
-    early_exits,
     early_returns,
-    exits_in_calls,
     goes_over_model,
     guards,
     handler_of,
     has_same_rounds,
     is_behind_yield,
-    own_ends,
     skipping_handlers,
     skips,
     swallowers,
     unsynced,
 )
+from ddpilot.watch.exits import find_exits, is_endless
 from ddpilot.watch.source import Block, Source, Sources
 from ddpilot.watch.stacks import Chain
 from ddpilot.watch.view import Frame
@@ -56,6 +54,8 @@ class Parting:
     """Where a round of that loop may be cut short."""
     exit: Spot | None = None
     """Where that loop may be left early; the loop itself, where its condition may end it."""
+    data_end: Spot | None = None
+    """Where that loop is left when there is no more data."""
     handler: Spot | None = None
     """Where only an error, or leaving early, leads: `ranks` are in it, the others in what it is the end of."""
     left: Spot | None = None
@@ -64,6 +64,8 @@ class Parting:
     """In that loop, where DDP exchanges nothing in some rounds."""
     same_rounds: bool = False
     """That loop has as many rounds on all ranks, if it is not left."""
+    is_endless: bool = False
+    """That loop has no end of its own."""
     are_siblings: bool = False
     """The others are in the other branch of the guard."""
     same_loop: bool = False
@@ -187,7 +189,7 @@ def _parting_from_end(source: Source, frame: Frame, here: Side, gone: Side) -> P
         return Parting(ranks=here.ranks, file=frame.file, guard=guard, at=frame)
     loop = _outermost_loop(blocks)
     if loop is not None:
-        return _left_loop(source, loop, blocks, frame, gone.ranks)
+        return _left_loop(source, loop, blocks, frame, gone)
     return Parting(ranks=here.ranks, file=frame.file, guard=guard, at=frame) if guard is not None else None
 
 
@@ -205,7 +207,7 @@ def _compare(source: Source, one: tuple[Side, Frame], other: tuple[Side, Frame])
     for i, (_, frame) in enumerate(sides):
         loop = _outermost_loop(own[i])
         if loop is not None and sides[1 - i][1].line > (loop.node.end_lineno or 0):
-            return _left_loop(source, loop, own[i], frame, sides[1 - i][0].ranks)
+            return _left_loop(source, loop, own[i], frame, sides[1 - i][0])
     in_loop = any(block.is_loop for block in around[0][:common])
     smaller = sorted((0, 1), key=lambda i: len(sides[i][0].ranks))
     for i in smaller:
@@ -257,26 +259,32 @@ def _count_common(one: Sequence[Block], other: Sequence[Block]) -> int:
     return same.index(False) if False in same else len(same)
 
 
-def _left_loop(source: Source, loop: Block, blocks: Sequence[Block], frame: Frame, gone: Sequence[int]) -> Parting:
+def _left_loop(source: Source, loop: Block, blocks: Sequence[Block], frame: Frame, gone: Side) -> Parting:
     loops = [block for block in blocks if _counts_rounds(block)]
     inside = list(blocks)[list(blocks).index(loop) :]
-    exits = [spot for each in loops for spot in (*early_exits(source, each.node), *own_ends(source, each.node))]
+    exits = find_exits(source, [each.node for each in loops], has_ended=not gone.chain)
+    never_ends = is_endless(source, loop.node)
+    left = loop.node if never_ends else loops[-1].node
     same_rounds = all(has_same_rounds(source, each.node) for each in loops)
-    if same_rounds and not exits:
-        exits = [spot for each in loops for spot in exits_in_calls(source, each.node)]
-    handlers = [
-        *swallowers(source, inside),
-        *(spot for each in loops for spot in skipping_handlers(source, each.node, frame.line)),
-    ]
-    rounds = [spot for each in loops for spot in skips(source, each.node, frame.line)]
+    if never_ends:  # what only goes on with its next round does not end it
+        handlers = swallowers(source, inside if exits.decided else blocks, leaving=loop.node)
+        rounds = []
+    else:
+        handlers = [
+            *swallowers(source, inside),
+            *(spot for each in loops for spot in skipping_handlers(source, each.node, frame.line)),
+        ]
+        rounds = [spot for each in loops for spot in skips(source, each.node, frame.line)]
     return Parting(
-        ranks=tuple(gone),
+        ranks=gone.ranks,
         file=frame.file,
-        loop=Spot(loops[-1].node.lineno, source.text(loops[-1].node.lineno)),
+        loop=Spot(left.lineno, source.text(left.lineno)),
         at=frame,
         swallower=handlers[0] if handlers else None,
         skip=rounds[0] if rounds else None,
-        exit=next((spot for spot in exits if spot.depends_on_rank), exits[0] if exits else None),
+        exit=next((spot for spot in exits.decided if spot.depends_on_rank), next(iter(exits.decided), None)),
+        data_end=next(iter(exits.of_data), None),
         unsynced=next(iter(unsynced(source, inside)), None) if same_rounds else None,
         same_rounds=same_rounds,
+        is_endless=never_ends,
     )

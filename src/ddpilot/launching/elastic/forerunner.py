@@ -12,6 +12,8 @@ from ddpilot.launching.crash import find_raised_line
 _PATIENCE_S = 0.3
 """A rank that has raised and ends within that needs no line: the report is there then."""
 
+_MAX_CHARS = 500
+
 
 class Forerunner:
     """Of one attempt: `say` shows its line, once. A rank that imported torch takes a second or more to end."""
@@ -33,14 +35,21 @@ class Forerunner:
 
 def foretell(error: DdpilotError) -> str:
     """What happened, the line, and the codes of what was seen from outside, in one line."""
-    parts = [error.found.partition("\n")[0]]
+    findings: Sequence[Any] = getattr(error, "findings", ())
+    cause = next((each for each in findings if error.found.startswith(each.summary)), None)
+    if cause is not None:
+        return _shorten(f"{cause.summary} ({cause.code}); {cause.why}".removesuffix("; "))
+    parts = [_shorten(error.found.partition("\n")[0])]
     if isinstance(error, RankError) and (raised := find_raised_line(error.rank_traceback)) is not None:
         parts.append(f"at {raised.file}:{raised.line}" + (f"  {raised.text}" if raised.text else ""))
-    findings: Sequence[Any] = getattr(error, "findings", ())
     parts += [_describe(each) for each in findings if each.code not in error.found]
     return ", ".join(parts)
 
 
 def _describe(finding: Any) -> str:
     where = "" if finding.place is None else f", {finding.place.file}:{finding.place.line}"
-    return f"{finding.code} {finding.name}: {finding.summary}{where}"
+    return _shorten(f"{finding.code} {finding.name}: {finding.summary}") + where
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= _MAX_CHARS else f"{text[: _MAX_CHARS - 3]}..."

@@ -26,12 +26,14 @@ def test_foretell_says_what_where_and_what_was_found() -> None:
     """In one line, with the codes to look up; one that is said already is not said again."""
     error = make_error()
     place = Place(file="/project/train.py", line=38)
-    finding = Finding(code="DDP202", name="shape", severity="error", summary="rank 1 has 3 rows", place=place)
+    finding = Finding(
+        code="DDP202", name="shape", severity="error", summary="rank 1 has 3 rows", place=place, why="x is cut"
+    )
     error.findings = Findings([finding])
     said = "rank 1 raised RuntimeError: sizes differ, at /project/train.py:40  loss.backward()"
     assert foretell(error) == f"{said}, DDP202 shape: rank 1 has 3 rows, /project/train.py:38"
     error.found = f"rank 1 has 3 rows (DDP202). So {error.found}"
-    assert foretell(error).count("DDP202") == 1
+    assert foretell(error) == "rank 1 has 3 rows (DDP202); x is cut"
     assert foretell(RendezvousError("watching node 1", found="no sign of it")) == "no sign of it"
 
 

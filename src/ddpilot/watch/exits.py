@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a loop can come to its end: by itself, with its data, or because a rank leaves it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ddpilot.watch.control import (
+    Spot,
+    call_name,
+    has_same_rounds,
+    is_end_of_data,
+    is_exit,
+    line_of,
+    may_differ,
+    walk,
+    with_condition,
+)
+from ddpilot.watch.source import Source
+
+_PASS_ON = ("enumerate", "tqdm", "trange", "iter", "map")
+_MAX_DEPTH = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Exits:
+    """Where loops may be left before their end. Either part may be empty."""
+
+    decided: tuple[Spot, ...] = ()
+    """For a reason that need not be the same on all ranks."""
+    of_data: tuple[Spot, ...] = ()
+    """Because there is no more data."""
+
+
+def find_exits(source: Source, loops: Sequence[ast.AST], *, has_ended: bool) -> Exits:
+    """Where `loops`, outermost first, may be left; `has_ended`: that may have been the end of the program.
+
+    Of an endless one also by what looks the same on all ranks: nothing else can have ended it.
+    """
+    never_ends = is_endless(source, loops[0])
+    found = [
+        each
+        for loop in loops[: 1 if never_ends else None]
+        for each in (*_early_exits(source, loop, has_ended=has_ended), *_own_ends(source, loop))
+    ]
+    of_data = tuple(spot for spot, is_of_data in found if is_of_data)
+    decided = [spot for spot, is_of_data in found if not is_of_data]
+    in_calls = [spot for loop in loops for spot in _exits_in_calls(source, loop)] if has_ended and not decided else []
+    if never_ends or all(has_same_rounds(source, loop) for loop in loops):
+        decided = decided or in_calls
+    decided = decided or [spot for spot in in_calls if spot.depends_on_rank]
+    if never_ends and not (decided or of_data):
+        decided = [spot for spot, _ in _early_exits(source, loops[0], has_ended=has_ended, also_same=True)]
+    return Exits(tuple(decided), of_data)
+
+
+def is_endless(source: Source, loop: ast.AST) -> bool:
+    """Whether nothing but leaving it ends it: `while True`, `for i in count()`, a generator that never returns."""
+    if isinstance(loop, ast.While):
+        return isinstance(loop.test, ast.Constant) and bool(loop.test.value)
+    return isinstance(loop, (ast.For, ast.AsyncFor)) and _never_ends(source, loop.iter)
+
+
+def _never_ends(source: Source, value: ast.expr) -> bool:
+    if not isinstance(value, ast.Call):
+        return False
+    name = call_name(value)
+    if name in _PASS_ON:
+        return bool(value.args) and _never_ends(source, value.args[-1 if name == "map" else 0])
+    if name in ("count", "cycle") or (name == "repeat" and len(value.args) + len(value.keywords) == 1):
+        return True
+    makers = source.functions_called(name)
+    return bool(makers) and all(_yields_forever(maker) for maker in makers)
+
+
+def _yields_forever(maker: ast.FunctionDef) -> bool:
+    for loop in maker.body:
+        if isinstance(loop, ast.While) and isinstance(loop.test, ast.Constant) and loop.test.value:
+            inner = [node for node, _ in walk(loop, [], nested=False)]
+            leaves = any(isinstance(node, (ast.Break, ast.Return)) for node in inner)
+            return not leaves and any(isinstance(node, (ast.Yield, ast.YieldFrom)) for node in inner)
+    return False
+
+
+def _early_exits(
+    source: Source, loop: ast.AST, *, has_ended: bool, also_same: bool = False
+) -> Iterator[tuple[Spot, bool]]:
+    """What leaves the loop and may not be the same on all ranks, and whether that is because data has ended."""
+    at_stop = _handlers_of_stop(loop)
+    for node, tests in walk(loop, [], nested=False):
+        if not (isinstance(node, (ast.Break, ast.Return)) or (has_ended and _ends_well(node))):
+            continue
+        handler = next((each for each in at_stop if each.lineno <= line_of(node) <= (each.end_lineno or 0)), None)
+        if handler is not None:
+            yield Spot(handler.lineno, source.text(handler.lineno)), True
+        elif also_same or may_differ(source, tests):
+            depends = any(map(source.depends_on_rank, tests))
+            is_of_data = not depends and bool(tests) and _asks_for_next(source, tests[-1])
+            yield Spot(line_of(node), with_condition(source, node, tests), depends), is_of_data
+
+
+def _own_ends(source: Source, loop: ast.AST) -> Iterator[tuple[Spot, bool]]:
+    """The loop's own condition, where it may end a `while` at another round on each rank."""
+    if isinstance(loop, ast.While) and not source.is_the_same_everywhere(loop.test):
+        depends = source.depends_on_rank(loop.test)
+        yield Spot(loop.lineno, source.text(loop.lineno), depends), not depends and _asks_for_next(source, loop.test)
+
+
+def _handlers_of_stop(node: ast.AST) -> list[ast.ExceptHandler]:
+    return [each for each in ast.walk(node) if isinstance(each, ast.ExceptHandler) and is_end_of_data(each)]
+
+
+def _asks_for_next(source: Source, test: ast.expr) -> bool:
+    """Whether a condition is on what `next(iterator, default)` gave."""
+    names = [node for node in ast.walk(test) if isinstance(node, (ast.Name, ast.Attribute))]
+    values = [test, *(value for name in names for value in source.values_of(name))]
+    calls = [node for value in values for node in ast.walk(value) if isinstance(node, ast.Call)]
+    return any(call_name(call) in ("next", "anext") and len(call.args) > 1 for call in calls)
+
+
+def _exits_in_calls(source: Source, loop: ast.AST) -> list[Spot]:
+    """Where the loop calls a function of the same file that may end the program, or where that function does."""
+    found = []
+    for node, tests in walk(loop, [], nested=False):
+        if not isinstance(node, ast.Call):
+            continue
+        if tests and may_differ(source, tests) and any(_exits_of(source, node, _MAX_DEPTH, also_same=True)):
+            depends = any(map(source.depends_on_rank, tests))
+            found.append(Spot(node.lineno, with_condition(source, node, tests), depends))
+        else:
+            found += _exits_of(source, node, _MAX_DEPTH)
+    return found
+
+
+def _exits_of(source: Source, call: ast.Call, depth: int, *, also_same: bool = False) -> Iterator[Spot]:
+    """What ends the program in the functions of this file that `call` may mean, or in those that they call."""
+    for function in source.functions_called(call_name(call)) if depth else ():
+        for node, tests in walk(function, [], nested=False):
+            if _ends_well(node) and (also_same or may_differ(source, tests)):
+                depends = any(map(source.depends_on_rank, tests))
+                yield Spot(line_of(node), with_condition(source, node, tests), depends)
+            elif isinstance(node, ast.Call):
+                yield from _exits_of(source, node, depth - 1, also_same=also_same)
+
+
+def _ends_well(node: ast.AST) -> bool:
+    """Whether it may end the program with exit status 0."""
+    if not is_exit(node):
+        return False
+    raised = node.exc if isinstance(node, ast.Raise) else node
+    call = raised.value if isinstance(raised, ast.Expr) else raised
+    given = call.args[0] if isinstance(call, ast.Call) and call.args else None
+    return not isinstance(given, ast.JoinedStr) and not (isinstance(given, ast.Constant) and given.value)
