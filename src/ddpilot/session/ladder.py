@@ -101,9 +101,11 @@ class Ladder:
         self._signal((rank,), signal.SIGINT)
 
     def _is_group_untouched(self) -> bool:
+        """A rank that is in none may have been on its way in: the store then counts it as one that has come."""
         reports = [part.report for part in self._outcome.parts.values()]
         return not self._ranks.standing.dead and all(
-            report is not None and report.num_collectives == 0 and not report.in_backward for report in reports
+            report is not None and report.has_group and report.num_collectives == 0 and not report.in_backward
+            for report in reports
         )
 
     def _free(self) -> None:

@@ -45,7 +45,8 @@ class Outcome:
     """By rank: what freeing it found. Empty where nothing was freed."""
 
     spared_group: bool = False
-    """It went wrong, but no rank had begun a collective and all came back by themselves: the group is as it was."""
+    """It went wrong, but all are in a group, none had begun a collective and all came back by themselves: it is as it
+    was."""
 
     @property
     def is_ok(self) -> bool:

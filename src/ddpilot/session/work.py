@@ -33,6 +33,8 @@ class Work:
         self._backend: str | None = None
         self._is_broken = False
         """Whether the group was to be made anew and could not be."""
+        self._is_down = False
+        """Whether the ranks were taken out of their group and not yet into another one."""
         self._fresh: frozenset[int] = frozenset()
         """The ranks that are being started anew."""
 
@@ -207,7 +209,8 @@ class Work:
             self._wants_group = self._wants_group or any(report.has_group for report in reports)
             return
         freed = outcome.freed.values()
-        self._wants_group = self._wants_group or any(report.has_group for report in (*reports, *freed))
+        had_group = any(report.has_group for report in (*reports, *freed))
+        self._wants_group = had_group or (self._wants_group and self._is_down)  # else they have left it themselves
         self._backend = next((report.value["backend"] for report in freed if report.has_group), self._backend)
         if self._ranks.standing.dead and self._ranks.options.respawn:
             self._respawn(events, stops)
@@ -225,6 +228,7 @@ class Work:
         ids = {rank: self._ask(rank, "rebuild", arguments, live) for rank in live}
         outcome = self._watch(ids, "making the group anew", events, stops, patient=True)
         self._is_broken = enter and not outcome.is_ok
+        self._is_down = not enter or self._is_broken
         if enter:
             self._say_rebuilt(outcome, time.monotonic() - began_s)
 

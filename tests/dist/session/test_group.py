@@ -61,6 +61,17 @@ def test_a_failure_on_the_way_into_the_group_does_not_spoil_the_next_try(start: 
     session.execute("if not dist.is_initialized(): dist.init_process_group('gloo')\ndist.barrier()")
 
 
+def test_a_group_that_the_user_left_is_not_made_anew_after_a_failure(start: Start, view: Kept) -> None:
+    """Whoever destroyed it enters the next one by hand, and may."""
+    session = start(2)
+    session.execute("import torch.distributed as dist\ndist.init_process_group('gloo'); dist.barrier()")
+    session.execute("dist.destroy_process_group()")
+    with pytest.raises(RankError, match="NameError"):
+        session.execute("no_such_name")
+    session.execute("assert not dist.is_initialized(); dist.init_process_group('gloo'); dist.barrier()")
+    assert view.notes == []
+
+
 def test_entering_from_a_cell_on_some_ranks_is_refused_with_what_to_do(start: Start) -> None:
     """It would wait for ranks that do not run the cell."""
     session = start(3)

@@ -49,6 +49,16 @@ def test_stop_ends_a_cell_and_the_next_one_works(start: Start, view: Kept, code:
     session.execute("for p in model.parameters(): group.broadcast(p.data)\nstep(); assert kept == rank * 10")
 
 
+def test_stop_while_some_ranks_wait_for_the_others_to_enter_the_group(start: Start) -> None:
+    """Those that had come count as come in the store: the next cell's group is on another part of it."""
+    session = start(3)
+    with pressing_stop(0.5), pytest.raises(LaunchInterrupted, match="was stopped: rank 0"):
+        session.execute("if rank: group.barrier()\nelse:\n    import time\n    time.sleep(60)")
+    began_s = time.monotonic()
+    session.execute("group.barrier()")
+    assert time.monotonic() - began_s < LIMIT_S
+
+
 def test_a_rank_that_nothing_else_stops_is_killed_and_that_is_said(start: Start, view: Kept) -> None:
     """C code that holds the GIL; the others keep their variables."""
     session = start(2)
