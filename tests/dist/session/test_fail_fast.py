@@ -67,6 +67,18 @@ def test_the_first_error_in_time_is_shown_not_the_first_rank(start: Start) -> No
         )
 
 
+def test_an_error_whose_traceback_takes_long_is_shown_soon_and_costs_no_rank(start: Start, view: Kept) -> None:
+    """IPython needs seconds for a deep recursion, on every rank; one that is at it is not stuck."""
+    session = start(4)
+    session.execute("kept = rank\ndef down(n):\n    return down(n + 1)")
+    began_s = time.monotonic()
+    with pytest.raises(RankError, match="raised RecursionError"):
+        session.execute("down(0)")
+    assert view.times_s[-1] - began_s < 5.0  # the bar of 1 s is the benchmark's
+    assert not [note for note in view.notes if note.startswith("killing")]
+    session.execute("assert kept == rank; group.barrier()")
+
+
 def test_a_failure_before_any_collective_leaves_the_group_alone(start: Start, view: Kept) -> None:
     """A slip of the pen costs no rebuild: the process group object is the same one."""
     session = start(2)

@@ -4,14 +4,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import signal
 import sys
 import threading
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -23,6 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from ddpilot.launching.exitcode import exitcode_of
 from ddpilot.launching.victims import is_victim
+from ddpilot.session.rank.hurried import TooSlow, hurried, uninterrupted
 from ddpilot.session.rank.tidy import forget_error, tidy
 from ddpilot.session.report import BEGUN, FREE, REPLY, REPORT_KEY, REQUEST, Report, writable
 
@@ -34,18 +32,9 @@ CELL = "Cell In["
 _CONNECT_S = 0.01
 """How long a question waits before it is asked again of a session that is not connected yet."""
 
-
-@contextlib.contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Inside, SIGINT does nothing: what it would end has failed already."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
+_COLOURS_S = 0.7
+"""How long IPython may take for a traceback: seconds of CPU time for one through large files or a deep recursion, and
+ranks that fail alike do it all at once."""
 
 
 def cell_traceback(error: BaseException) -> str:
@@ -84,7 +73,11 @@ class RankShell(ZMQInteractiveShell):
                 # Nearly never shown, and on all ranks at once: IPython takes seconds then, and a stop does not wait.
                 self._last_traceback = cell_traceback(error).splitlines()
             else:
-                super().showtraceback(exc_tuple, *args, **kwargs)
+                try:
+                    with hurried(_COLOURS_S):
+                        super().showtraceback(exc_tuple, *args, **kwargs)
+                except TooSlow:
+                    self._last_traceback = cell_traceback(error).splitlines() if error is not None else None
 
     def _showtraceback(self, _etype: Any, _evalue: Any, stb: list[str]) -> None:
         self._last_traceback = stb

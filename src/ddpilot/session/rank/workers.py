@@ -8,7 +8,7 @@ import functools
 from torch.utils.data import _utils
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from ddpilot.session.rank.kernel import uninterrupted
+from ddpilot.session.rank.hurried import uninterrupted
 
 _GRACE_S = 1.0
 """How long all workers of an iteration together have for the samples that they are at; then they are terminated."""
