@@ -58,7 +58,7 @@ def is_explained(known: Finding, recorded: Sequence[Finding]) -> bool:
     if known.code == "DDP209" or known.code in codes:
         return True
     if known.code == "DDP308":
-        return "DDP212" in codes
+        return not codes.isdisjoint({"DDP212", "DDP310"})
     has_cause = any(code.startswith(("DDP2", "DDP30")) and code != "DDP209" for code in codes)
     return known.code in _SAID_OF_DESYNC and has_cause
 

@@ -48,6 +48,7 @@ def test_find_known_error_is_silent_about_what_no_page_knows() -> None:
         ("DDP202", [], False),
         ("DDP218", ["DDP201"], True),
         ("DDP308", ["DDP212"], True),
+        ("DDP308", ["DDP310"], True),
         ("DDP308", ["DDP207"], False),
         ("DDP103", ["DDP207"], False),
         ("DDP209", [], True),

@@ -90,6 +90,7 @@ class Comparison:
         when = self._taken.add(rank, entry)
         moment = self._moments.setdefault(when, Moment())
         moment.steps[rank] = entry
+        moment.units[rank] = self.units[rank]
         if "f" in entry.values and not moment.is_compared:
             self._waiting[when] = moment
         if len(self._moments) > MAX_STEPS:
@@ -152,7 +153,7 @@ class Comparison:
     def _weigh(self, moment: Moment) -> Finding | None:
         """Compare the ranks at `moment`; a finding where that is the proof."""
         fingerprints = {rank: step.values["f"] for rank, step in moment.steps.items() if "f" in step.values}
-        names = {rank: self.units[rank]["names"] for rank in fingerprints}
+        names = {rank: moment.units[rank]["names"] for rank in fingerprints}
         moment.difference = difference = compare(names, fingerprints)
         self._weighed = moment
         self._num_steps += 1
@@ -202,7 +203,7 @@ class Comparison:
 
     def averaged(self) -> Averaged | None:
         """What was alike at the newest moment of which there are fingerprints; None where there is none."""
-        return Averaged(self.units, self._weighed) if self.is_free and self._weighed else None
+        return Averaged(self._weighed.units, self._weighed) if self.is_free and self._weighed else None
 
     def _left_out(self, *, at_end: bool = False) -> Finding | None:
         """What is said where the program averages gradients by itself, and forgets some; asked a few times only."""
@@ -221,7 +222,7 @@ class Comparison:
             if since_ns is not None and (log := self._context.log(rank)) is not None:
                 self._num_asked += 1
                 line = find_averaging(log, since_ns, step.time_ns, averaged)
-                return None if line is None else tell_left_out(self.units, first, last, line)
+                return None if line is None else tell_left_out(last.units, first, last, line)
         return None
 
     def _cause(self, moment: Moment) -> Cause:

@@ -18,6 +18,8 @@ class Moment:
     """One optimizer step, by the ranks that took it."""
 
     steps: dict[int, Entry] = field(default_factory=dict)
+    units: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """What each of them said of its parameters last before: it may say something else for a later step."""
     is_compared: bool = False
     difference: Difference = field(default_factory=Difference)
 

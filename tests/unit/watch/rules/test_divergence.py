@@ -103,7 +103,8 @@ class Job:
     ) -> None:
         """A step with a check; `p` and `g`: the norms of all parameters and gradients."""
         fingerprint = {"p": pack([p, p]), "w": pack([p, p]), "g": pack([g, g])}
-        self.note(rank, "step", n=number, s=number if s is None else s, e=e, f=fingerprint, **{"u": 1, **more})
+        values = {"u": 1, "f": fingerprint, **more}
+        self.note(rank, "step", n=number, s=number if s is None else s, e=e, **values)
 
     def wait(self, ms: int = 400) -> None:
         """Nothing happens for a while, and then the rules are asked."""
@@ -241,6 +242,19 @@ def test_divergence_compares_what_ranks_have_in_common() -> None:
     for number in range(1, 9):
         for rank in range(2):
             job.step(rank, number, p=number + rank, g=rank)
+    assert job.finish() == []
+
+
+def test_divergence_compares_by_the_names_that_a_step_was_taken_with() -> None:
+    """Rank 0 is a step ahead and has frozen the first parameter since; rank 1's note on the step before comes then."""
+    job = Job(2)
+    before, after = ({key: pack(values) for key in "pwg"} for values in ([1.0, 2.0], [2.0]))
+    for rank in range(2):
+        job.unit(rank, names=["a", "b"])
+        job.step(rank, 1, f=before)
+        job.unit(rank, names=["b"])
+        job.step(rank, 2, f=after)
+    job.wait()
     assert job.finish() == []
 
 
