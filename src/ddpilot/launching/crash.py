@@ -39,7 +39,7 @@ def tidy_lines(lines: Iterable[str]) -> tuple[str, ...]:
 def find_crash_line(lines: Iterable[str]) -> str | None:
     """Where the crashed thread's Python was, as ``file:line in function``; None if no stack is in `lines`.
 
-    The innermost line outside installed libraries, where there is one.
+    The innermost line outside installed libraries and ddpilot, where there is one.
     """
     in_stack = False
     innermost = None
@@ -47,7 +47,7 @@ def find_crash_line(lines: Iterable[str]) -> str | None:
         frame = _FRAME.match(line)
         if frame is not None and in_stack and not _is_own_frame(line):
             place = f"{frame['file']}:{frame['line']} in {frame['function']}"
-            if not _is_library(frame["file"]):
+            if not (_is_library(frame["file"]) or frame["file"].startswith((_PACKAGE, "<frozen"))):
                 return place
             innermost = innermost or place
         in_stack = in_stack or "(most recent call first)" in line

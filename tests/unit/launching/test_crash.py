@@ -27,6 +27,15 @@ def test_find_crash_line_gives_the_innermost_line_of_the_crashed_thread() -> Non
     assert crash.find_crash_line(REPORT) == "/project/net.py:12 in forward"
 
 
+def test_find_crash_line_passes_over_what_looks_on_between_torch_and_the_user() -> None:
+    """The line of the user's that called torch, and not that of the function around torch's which notes it."""
+    package = os.path.dirname(os.path.dirname(crash.__file__))
+    probe = f'  File "{os.path.join(package, "guard", "probe.py")}", line 191 in wrapper'
+    library = f'  File "{os.path.join(os.path.dirname(os.__file__), "json", "decoder.py")}", line 3 in decode'
+    assert crash.find_crash_line([*REPORT[:4], library, probe, *REPORT[5:]]) == "/project/train.py:40 in train"
+    assert crash.find_crash_line([*REPORT[:4], probe]) is not None
+
+
 def test_find_crash_line_gives_none_without_a_stack() -> None:
     """Lines that only look like frames are not taken for a stack."""
     assert crash.find_crash_line(["nothing", '  File "/project/net.py", line 12 in forward']) is None
