@@ -14,32 +14,40 @@ from torch import nn
 from ddpilot.guard.probes.source import parse_function
 
 
-def find_bypass_line(frame: FrameType, inside: set[int]) -> int | None:
-    """The line in the function of `frame` that calls a module of `inside` (by id), or a method of one's own class.
+def find_bypass_line(frame: FrameType, ddp: Any) -> int | None:
+    """The line in the function of `frame` that calls a module inside `ddp`, or a method of one's own class.
 
     The last one before the line where `frame` is, else the first after it; None where there is none.
     """
-    lines = sorted(_calls(frame, inside))
+    lines = sorted(_calls(frame, ddp))
     before = [line for line in lines if line <= frame.f_lineno]
     return before[-1] if before else lines[0] if lines else None
 
 
-def _calls(frame: FrameType, inside: set[int]) -> Iterator[int]:
+def _calls(frame: FrameType, ddp: Any) -> Iterator[int]:
     tree, first = parse_function(frame)
     names = {**frame.f_globals, **frame.f_locals}
+    inside = {id(module) for module in ddp.module.modules()}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and _is_call_of(node.func, names, inside):
+        if isinstance(node, ast.Call) and _is_call_of(node.func, names, ddp, inside):
             yield node.lineno + first - 1
 
 
-def _is_call_of(function: ast.expr, names: dict[str, Any], inside: set[int]) -> bool:
-    if id(_value(function, names)) in inside:
+def _is_call_of(function: ast.expr, names: dict[str, Any], ddp: Any, inside: set[int]) -> bool:
+    if id(_owner(function, names, ddp)) in inside:
         return True
     if not isinstance(function, ast.Attribute):
         return False
-    owner = _value(function.value, names)
+    owner = _owner(function.value, names, ddp)
     is_own = function.attr == "forward" or not hasattr(nn.Module, function.attr)
     return id(owner) in inside and is_own and callable(inspect.getattr_static(owner, function.attr, None))
+
+
+def _owner(node: ast.expr, names: dict[str, Any], ddp: Any) -> Any:
+    """As `_value`; a function that is given the wrapper alone, as `unwrap(model)`, is taken to give what is inside."""
+    if isinstance(node, ast.Call) and len(node.args) == 1 and _value(node.args[0], names) is ddp:
+        return ddp.module
+    return _value(node, names)
 
 
 def _value(node: ast.expr, names: dict[str, Any]) -> Any:

@@ -163,8 +163,7 @@ class StepProbe:
         frame = self._notes.user_frame()
         model.why_site = self._notes.site(frame)
         if why == "bypass" and frame is not None:
-            inside = {id(module) for module in model.ddp.module.modules()}
-            line = find_bypass_line(frame, inside)
+            line = find_bypass_line(frame, model.ddp)
             if line is not None:
                 model.why_site = self._notes.site(frame, line)
 
