@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ddpilot.findings.finding import Finding
@@ -127,10 +127,25 @@ class SameBatch(PromptRule):
             evidence=tuple(evidence),
             why=(_SAME if is_sure else _NEARLY_SAME)
             + ("" if (mine.get("sampler") or {}).get("replicas") else " Nothing divides the samples among the ranks."),
-            fix="Give the loader sampler=DistributedSampler(dataset) and leave shuffle out, or let each rank draw its "
-            "own samples (a seed that depends on the rank).",
+            fix=_fix(mine),
             source="ddpilot explain DDP401",
         )
+
+
+def _fix(loader: Mapping[str, Any]) -> str:
+    """What to do where `loader` gave the batches; empty where none did."""
+    sampler = loader.get("sampler") or {}
+    if loader and not sampler:
+        return (
+            "Let the dataset's __iter__ pass over the other ranks' samples: itertools.islice(samples, rank, None, "
+            "world_size); with workers, for rank * num_workers + worker of world_size * num_workers."
+        )
+    if sampler.get("replicas"):
+        return f"Give {sampler['kind']} the number of ranks, dist.get_world_size(), and each one's dist.get_rank()."
+    return (
+        "Give the loader sampler=DistributedSampler(dataset) and leave shuffle out, or let each rank draw its own "
+        "samples (a seed that depends on the rank)."
+    )
 
 
 def describe_sampler(values: Any) -> str:

@@ -66,6 +66,26 @@ def test_same_batch_is_no_error_where_other_things_come_out(draws: bool, severit
 
 
 @pytest.mark.parametrize(
+    ("loader", "fix"),
+    [
+        (loader_pass(), "Give DistributedSampler the number of ranks"),
+        (loader_pass(samples=None) | {"sampler": None}, "Let the dataset's __iter__ pass over"),
+        (loader_pass(sampler={"kind": "RandomSampler", "replicas": None}), "Give the loader sampler="),
+    ],
+    ids=["sampler of another rank", "stream", "no sampler"],
+)
+def test_same_batch_says_what_can_be_done_with_such_a_loader(loader: dict[str, Any], fix: str) -> None:
+    """A stream takes no sampler, and one that divides the samples needs no other."""
+    notes: list[Note] = [(rank, "ddp_model", model()) for rank in (0, 1)]
+    for rank in (0, 1):
+        notes.append((rank, "loader_pass", loader))
+        notes += [(rank, "batch", {"loader": 1, "pass": 1, "batch": n, "print": n, "rows": 4}) for n in range(1, 7)]
+        notes += [(rank, kind, {**facts, "loader": 1, "pass": 1}) for _, kind, facts in inputs(rank, [1, 2, 3, 4, 5])]
+    (finding,) = judge(SameBatch, notes)
+    assert finding.fix.startswith(fix)
+
+
+@pytest.mark.parametrize(
     ("first", "second", "elements"),
     [
         ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 7], 32),
