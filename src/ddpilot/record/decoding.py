@@ -100,7 +100,7 @@ def _tensors(items: list[list[Any]]) -> tuple[Tensor, ...]:
 
 
 def _line(fact: dict[str, Any]) -> Line:
-    return Line(**fact)
+    return Line(**{**fact, "callers": tuple(tuple(each) for each in fact.get("callers", ()))})
 
 
 def _ddp_part(fact: dict[str, Any]) -> DdpPart:

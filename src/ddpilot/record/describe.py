@@ -84,6 +84,7 @@ class Describer:
         operator, group_at, is_p2p = operation.operator, operation.group_at, operation.is_p2p
         list_at, plain_from, reduce_op_at = operation.list_at, operation.plain_from, operation.reduce_op_at
         unbox, find, walk, thread_id = self._unbox, self._groups.find, self._sites.walk, self.thread_id
+        callers_of = self._sites.callers
         write, refs, next_seqs, memory = self._ring.begin, self._ring.refs, self._groups.next_seqs, self._memory
 
         def begin(args: Sequence[Any], frame: FrameType | None, start_ns: int) -> Ticket:
@@ -94,16 +95,19 @@ class Describer:
                     # The engine runs the backward of an accelerator in its own threads; who waits is the main thread.
                     trail = user, called, _, _ = walk(main_frame())
                 code, at = (user.f_code, user.f_lasti) if user is not None else (None, 0)
+                callers = callers_of(user)
+                led_by = tuple([(id(each.f_code), each.f_lasti) for each in callers]) if callers else ()
                 if list_at >= 0 and len(args[list_at]) == 1:  # by far the most frequent
                     only = args[list_at][0]
                     key = (
-                        *(operator, group.number, id(code), at, id(called)),
+                        *(operator, group.number, id(code), at, id(called), led_by),
                         *(only.shape, only.dtype, only.device),
                         *args[plain_from:],
                     )
                 else:
-                    key = (operator, group.number, id(code), at, id(called), *what_is_alike(operation, args))
-                usual = refs.get(key) or self._make_usual(key, operation, args, group, trail)
+                    alike = what_is_alike(operation, args)
+                    key = (operator, group.number, id(code), at, id(called), led_by, *alike)
+                usual = refs.get(key) or self._make_usual(key, operation, args, group, trail, callers)
                 role, is_lasting = 0, True
                 if ddp or in_reducer:
                     role, is_lasting = self._role(operation, args, ddp, in_reducer, frame)
@@ -123,13 +127,19 @@ class Describer:
         return begin
 
     def _make_usual(
-        self, key: tuple[Any, ...], operation: Operation, args: Sequence[Any], group: GroupEntry, trail: Trail
+        self,
+        key: tuple[Any, ...],
+        operation: Operation,
+        args: Sequence[Any],
+        group: GroupEntry,
+        trail: Trail,
+        callers: Sequence[FrameType],
     ) -> Usual:
-        site = key[2:5]
+        site = key[2:6]
         if len(self._ring.refs) > MAX_REFS:
             self._ring.forget()
         # Keys hold the `id` of these, which must not become another's.
-        self._ring.refs["kept", site] = (trail[0] and trail[0].f_code, trail[1])
+        self._ring.refs["kept", site] = (trail[0] and trail[0].f_code, trail[1], *(each.f_code for each in callers))
         inputs, outputs = tensors_of(operation, args)
         splits = [tuple(args[at][:MAX_SPLITS]) for at in operation.splits_at]
         placed = [args[operation.device_at]] if operation.device_at >= 0 else inputs or outputs
@@ -140,7 +150,7 @@ class Describer:
         packed = layout.USUAL.pack(
             self._refer(operation.operator, operation.describe),
             self._refer(("group", group.number), lambda: group.fact),
-            self._refer(("site", *site), lambda: describe_site(trail)),
+            self._refer(("site", *site), lambda: describe_site(trail, callers)),
             self._refer(
                 ("tensors", alike_tensors(inputs), alike_tensors(outputs), *splits),
                 lambda: describe_tensors(inputs, outputs, splits),

@@ -30,6 +30,8 @@ class Line:
     """The source line, without indentation."""
     via: str = ""
     """The library function that it called, such as ``barrier`` or ``Tensor.backward``."""
+    callers: tuple[tuple[str, int, str, str], ...] = ()
+    """The user's calls that led there, innermost first, at most 5: file, line, function and text of each."""
 
     @property
     def place(self) -> str:

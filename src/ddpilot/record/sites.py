@@ -8,6 +8,7 @@ import os
 import sys
 import sysconfig
 import threading
+from collections.abc import Sequence
 from types import CodeType, FrameType
 from typing import Any
 
@@ -30,6 +31,9 @@ _TORCH_KINDS = {
 }
 _GUARD_WRAPPER = os.path.join("guard", "probe.py")
 _TORCH_HOOKS = "distributed/algorithms/ddp_comm_hooks/"
+_MAX_CALLERS = 5
+_MAX_FRAMES = 16
+"""Of those around the user's frame so many are looked at: the compiled part does the same."""
 _INTERACTIVE = ("<ipython-input-", "<stdin>", "<string>", "<cell")
 
 
@@ -76,6 +80,26 @@ class SiteFinder:
             frame = frame.f_back
         return nearest or (None, called, ddp, in_reducer)
 
+    def callers(self, user: FrameType | None) -> list[FrameType]:
+        """The user's frames that led to `user`, innermost first, as far as they are near."""
+        found: list[FrameType] = []
+        if user is None or user.f_code.co_name == "<module>":
+            return found
+        kinds, frame = self._kinds, user.f_back
+        for _ in range(_MAX_FRAMES):
+            if frame is None:
+                break
+            code = frame.f_code
+            kind = kinds.get(code.co_filename) or self.kind_of(code.co_filename)
+            if kind == USER:
+                found.append(frame)
+                if code.co_name == "<module>" or len(found) == _MAX_CALLERS:
+                    break
+            elif kind == OURS:
+                break  # which has started what is the user's
+            frame = frame.f_back
+        return found
+
     def kind_of(self, file: str) -> int:
         """What the code in `file` is, one of the numbers above."""
         if len(self._kinds) > 10_000:  # generated code has a file name of its own each time
@@ -110,15 +134,19 @@ def main_frame() -> FrameType | None:
     return sys._current_frames().get(threading.main_thread().ident or 0)
 
 
-def describe_site(trail: Trail) -> dict[str, Any]:
+def describe_site(trail: Trail, callers: Sequence[FrameType] = ()) -> dict[str, Any]:
     """The fact that the ring holds for a way: also the source line, since a cell's can be read nowhere else."""
     frame, called, _, _ = trail
     fact: dict[str, Any] = {"via": _name(called)}
     if frame is not None:
-        file = frame.f_code.co_filename
-        text = linecache.getline(file, frame.f_lineno).strip()[:200]
-        fact |= {"file": _name_file(file), "line": frame.f_lineno, "function": frame.f_code.co_name, "text": text}
+        fact |= dict(zip(("file", "line", "function", "text"), _describe_frame(frame), strict=True))
+        fact["callers"] = [_describe_frame(each) for each in callers]
     return {name: value for name, value in fact.items() if value}
+
+
+def _describe_frame(frame: FrameType) -> tuple[str, int, str, str]:
+    file, code = frame.f_code.co_filename, frame.f_code
+    return _name_file(file), frame.f_lineno, code.co_name, linecache.getline(file, frame.f_lineno).strip()[:200]
 
 
 def _name_file(file: str) -> str:

@@ -124,7 +124,7 @@ def _unused(here: Party, there: Party) -> Cause | None:
     stopped_short = (
         before is not None
         and last is not None
-        and (last.model, last.index, before.line) == (part.model, (part.index or 0) - 1, here.entry.line)
+        and (last.model, last.index, _spot_of(before)) == (part.model, (part.index or 0) - 1, _spot_of(here.entry))
     )
     if not (stopped_short or "Expected to have finished reduction" in there.error):
         return None
@@ -145,9 +145,9 @@ def _lone_forward(here: Party, there: Party, parting: Parting | None) -> Cause |
     if here.entry is None or part is None or part.what not in _FORWARD_PARTS:
         return None
     guard = parting.guard if parting is not None and parting.ranks == here.ranks else None
-    spot = (here.entry.line.file, here.entry.line.line) if here.entry.line is not None else ("", 0)
+    spot = _spot_of(here.entry)
     is_new = spot not in here.lines and spot not in there.lines and bool(here.lines)
-    same_line = there.entry is not None and there.entry.line == here.entry.line
+    same_line = there.entry is not None and _spot_of(there.entry) == spot
     if same_line or not (guard is not None or is_new):
         return None
     who = render_ranks(here.ranks)
@@ -157,6 +157,10 @@ def _lone_forward(here: Party, there: Party, parting: Parting | None) -> Cause |
         f"the forward of a DDP model {what} to all ranks, and only {who} runs the one at {say_spot(_at(here))}{inside}"
     )
     return Cause(code="DDP211", ranks=here.ranks, why=why, at=_at(here))
+
+
+def _spot_of(entry: Collective) -> tuple[str, int]:
+    return (entry.line.file, entry.line.line) if entry.line is not None else ("", 0)
 
 
 def _was_there(gone: Party, here: Party) -> bool:

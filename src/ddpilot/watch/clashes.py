@@ -13,7 +13,7 @@ from ddpilot.watch.joined import find_joined
 from ddpilot.watch.meetings import Meet, Progress
 from ddpilot.watch.reasons import Reason, find_reason, special_fix
 from ddpilot.watch.source import Sources
-from ddpilot.watch.stacks import chain_of
+from ddpilot.watch.stacks import chain_of, chain_of_line
 from ddpilot.watch.view import Frame, JobView, RankView
 from ddpilot.watch.words import (
     describe,
@@ -188,8 +188,7 @@ def make_party(view: JobView, progress: Progress, ranks: tuple[int, ...], seq: i
     seen = view.ranks.get(rank)
     chain = chain_of(seen, entry) if seen is not None and stacks else ()
     if not chain and entry is not None:
-        frame = _frame_of(entry)
-        chain = (frame,) if frame is not None else ()
+        chain = chain_of_line(entry.line)
     error = seen.error.message if seen is not None and seen.error is not None else ""
     before = earlier[-1] if earlier else None
     return Party(ranks=ranks, chain=chain, entry=entry, before=before, lines=lines, error=error)
@@ -220,13 +219,15 @@ def _first_seq(progress: Progress, rank: int) -> int:
 
 
 def _site(entry: Collective) -> tuple[object, ...]:
-    line, part = entry.line, entry.ddp
-    return (line and (line.file, line.line), part and (part.what, part.index))
+    part = entry.ddp
+    return (*((frame.file, frame.line) for frame in chain_of_line(entry.line)), part and (part.what, part.index))
 
 
 def _are_siblings(one: Collective, other: Collective, sources: Sources) -> bool:
-    """Whether they stand in both branches of one condition, as the sides of a broadcast may."""
-    first, second = _frame_of(one), _frame_of(other)
+    """Whether their ways part at both branches of one condition, as the sides of a broadcast may."""
+    ways = zip(chain_of_line(one.line), chain_of_line(other.line), strict=False)
+    parted = ((first, second) for first, second in ways if (first.file, first.line) != (second.file, second.line))
+    first, second = next(parted, (None, None))
     source = sources.find(first) if first is not None else None
     if source is None or first is None or second is None or first.file != second.file:
         return False

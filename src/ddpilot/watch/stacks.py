@@ -53,14 +53,14 @@ def innermost(stack: StackView | None) -> Frame | None:
 def chain_of(rank: RankView, entry: Collective | None) -> Chain:
     """The user's calls that lead to `entry`; with None, to where the rank is now or where its error was.
 
-    Of a stack that is not in `entry`, only the line of the entry itself is known.
+    Of a stack that is not in `entry`, only the nearest calls are known, which were recorded with it.
     """
     for chain in (_from_stack(rank, entry), _from_traceback(rank)):
         if chain and entry is None:
             return chain
         if chain and entry is not None and (cut := _cut_at(chain, entry.line)):
             return cut
-    return _from_line(entry.line) if entry is not None else ()
+    return chain_of_line(entry.line) if entry is not None else ()
 
 
 def _from_stack(rank: RankView, entry: Collective | None) -> Chain:
@@ -97,8 +97,12 @@ def _cut_at(chain: Chain, line: Line | None) -> Chain:
     return ()
 
 
-def _from_line(line: Line | None) -> Chain:
-    return (Frame(line.file, line.line, line.function, line.text),) if line is not None and line.file else ()
+def chain_of_line(line: Line | None) -> Chain:
+    """The user's calls that were recorded with a collective's line."""
+    if line is None or not line.file:
+        return ()
+    callers = tuple(Frame(*caller) for caller in reversed(line.callers) if is_users(caller[0]))
+    return (*callers, Frame(line.file, line.line, line.function, line.text))
 
 
 def is_waiting(stack: StackView | None, entry: Collective) -> bool | None:

@@ -131,3 +131,29 @@ def test_groups_number_their_own_collectives(tmp_path: Path) -> None:
     assert (numbers[1], numbers[4], numbers[5]) == (("0", 1, 0), ("0", 2, 0), ("0", 2, 1))
     reduced = [entry for entry in logs[2].collectives if entry.ddp and entry.ddp.what == "bucket"]
     assert [(entry.group.name, entry.group.incarnation) for entry in reduced if entry.group] == [("0", 1)]
+
+
+def reduce_once(value: torch.Tensor) -> None:
+    """Is called from several lines."""
+    dist.all_reduce(value)
+
+
+def reduce_from_two_lines(folder: Path) -> list[int]:
+    """One helper from two lines, in turn; which lines they are."""
+    with recorded(folder):
+        for _ in range(3):
+            reduce_once(torch.ones(2))
+            reduce_once(torch.ones(2))
+    first = reduce_from_two_lines.__code__.co_firstlineno
+    return [first + 4, first + 5]
+
+
+def test_the_calls_that_led_to_a_line_are_recorded_with_it(tmp_path: Path) -> None:
+    """Also where the collective is one of many from the same line."""
+    (lines,) = run(1, reduce_from_two_lines, tmp_path)
+    entries = read_all(tmp_path, 1)[0].collectives
+    callers = [entry.line.callers[0] for entry in entries if entry.line is not None]
+    assert [line for _, line, _, _ in callers] == lines * 3
+    assert {(function, text) for _, _, function, text in callers} == {
+        ("reduce_from_two_lines", "reduce_once(torch.ones(2))")
+    }

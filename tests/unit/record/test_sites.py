@@ -61,3 +61,38 @@ def test_walk_finds_the_users_line(case: str) -> None:
     described = describe_site(trail)
     assert (described.get("file", ""), described.get("via", "")) == (file, via)
     assert (trail[2], trail[3]) == (ddp, in_reducer)
+
+
+CALLERS: dict[str, tuple[list[str], list[str]]] = {
+    "of the user's": (["/a.py", "/b.py", "/c.py", REDUCE], ["/b.py", "/a.py"]),
+    "through a library": (["/a.py", LIBRARY, LOGGER, "/c.py", REDUCE], ["/a.py"]),
+    "started by ours": (["/a.py", f"{OURS}/trainer/fit.py", "/b.py", "/c.py", REDUCE], ["/b.py"]),
+    "of many the nearest": ([f"/{number}.py" for number in range(9)], [f"/{number}.py" for number in range(7, 2, -1)]),
+    "too far away": (["/a.py", *[LIBRARY] * 16, "/c.py", REDUCE], []),
+}
+
+
+@pytest.mark.parametrize("case", CALLERS)
+def test_callers_are_the_users_calls_around_the_line(case: str) -> None:
+    """As far as they are near, and described with their lines."""
+    files, expected = CALLERS[case]
+    finder = SiteFinder(torch=TORCH, ours=OURS)
+
+    def find() -> dict[str, Any]:
+        trail = finder.walk(sys._getframe(1))
+        return describe_site(trail, finder.callers(trail[0]))
+
+    with ThreadPoolExecutor(1) as pool:
+        described = pool.submit(call_through, files, find).result()
+    assert [file for file, *_ in described.get("callers", [])] == expected
+
+
+def test_a_script_itself_has_no_callers() -> None:
+    """What runs it is not the user's."""
+    finder = SiteFinder(torch=TORCH, ours=OURS)
+    found: list[Any] = []
+    exec(
+        compile("keep(find(get_frame()))", "/a.py", "exec"),
+        {"keep": found.append, "find": finder.callers, "get_frame": sys._getframe},
+    )
+    assert found == [[]]

@@ -12,7 +12,7 @@ from ddpilot.findings.finding import Finding
 from ddpilot.record.log import Line, Tensor
 from ddpilot.watch.stall import analyze
 from ddpilot.watch.view import Frame, ProcessView, RankView
-from tests.unit.watch.logs import FILE, Writer, alive, bucket, group_of, job, part, returned, texts_of
+from tests.unit.watch.logs import FILE, Writer, alive, bucket, died, group_of, job, part, returned, texts_of
 
 BRANCH = """\
 for step in range(9):
@@ -816,3 +816,52 @@ def test_a_loop_over_a_set_is_named_where_ranks_are_at_different_entries(given: 
     assert finding.code == "DDP202"
     assert ("goes over a set, which has another order in each process" in finding.why) == is_told
     assert ("`sorted(...)`" in finding.fix) == is_told
+
+
+CALLED_TWICE = """\
+def mean(value):
+    dist.all_reduce(value)
+for epoch in range(3):
+    for x in loader:
+        model(x).backward()
+    mean(loss)
+    if rank == 0:
+        mean(best)
+"""
+
+
+def called(line: int) -> Line:
+    """The collective of the helper, called from `line` of the script."""
+    text = texts_of(CALLED_TWICE)
+    caller = (FILE, line, "<module>", text[line])
+    return Line(file=FILE, line=2, function="mean", text=text[2], callers=(caller,))
+
+
+@pytest.mark.parametrize("is_dead", [False, True], ids=["waiting", "dead"])
+def test_the_branch_around_the_call_of_a_helper_is_named_where_others_call_it_elsewhere(is_dead: bool) -> None:
+    """By the calls that were recorded with the line: without a stack, and although it has several callers."""
+    zero, one = writers(CALLED_TWICE)
+    for rank in (zero, one):
+        rank.call("all_reduce", 5, ddp=bucket())
+        rank.call("all_reduce", 2, at=called(6), inputs=(tensor(1),))
+    zero.wait("all_reduce", 2, at=called(8), inputs=(tensor(1),))
+    one.wait("all_reduce", 5, ddp=bucket())
+    ranks = [died(zero, "SIGABRT", -6) if is_dead else alive(zero), alive(one)]
+    (finding,) = analyze(job(ranks, sources={FILE: CALLED_TWICE})).findings
+    assert (finding.code, finding.ranks) == ("DDP201", (0,))
+    assert "called at train.py:8, is inside `if rank == 0:` (train.py:7); rank 1 went on to train.py:5" in finding.why
+
+
+def test_a_helper_that_ranks_called_from_different_lines_is_where_they_parted() -> None:
+    """What rank 0 called once more has met the others' next call of it: the difference shows a round later."""
+    zero, one = writers(CALLED_TWICE)
+    for rank in (zero, one):
+        rank.call("all_reduce", 5, ddp=bucket())
+        rank.call("all_reduce", 2, at=called(6), inputs=(tensor(1),))
+    zero.call("all_reduce", 2, at=called(8), inputs=(tensor(1),))
+    one.call("all_reduce", 2, at=called(6), inputs=(tensor(1),))
+    zero.wait("all_reduce", 5, ddp=bucket())
+    one.wait("barrier", 6)
+    finding = find(CALLED_TWICE, zero, one)
+    assert (finding.code, finding.ranks) == ("DDP201", (0,))
+    assert "called at train.py:8, is inside `if rank == 0:` (train.py:7)" in finding.why

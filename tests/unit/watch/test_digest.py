@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from ddpilot.record.log import Collective
+from ddpilot.record.log import Collective, Line
 from ddpilot.watch.digest import MAX_CHARS, Digest, decode_digest, encode_digest, merge, move_clock
 from ddpilot.watch.stall import analyze
 from ddpilot.watch.view import ErrorView, Frame, RankView
@@ -35,6 +35,8 @@ def entries(rank: RankView) -> tuple[Collective, ...]:
 def test_digest_is_the_same_on_the_other_side() -> None:
     """Records with all that they hold, stack, error and how the process ended."""
     one = Writer(1, WORLD).call("all_reduce", 5, ddp=bucket()).call("send", 6, peer=0, tag=3)
+    led = Line(file=FILE, line=9, callers=((FILE, 3, "main", "helper()"), (FILE, 20, "<module>", "main()")))
+    one.call("all_reduce", 9, at=led).call("all_reduce", 9)
     one.call("all_to_all", 6, splits=((1, 2), (2, 1))).wait("broadcast", 7, root=0, inputs=())
     error = ErrorView(type_name="ValueError", message="bad", traceback="Traceback")
     ranks = [

@@ -33,6 +33,11 @@ class Key {
     for (const auto* code : {&trail.user, &trail.called, &trail.ddp}) add(static_cast<const void*>(code->ptr()));
     add(trail.at);
     add(trail.in_reducer);
+    add(trail.callers.size());
+    for (const auto& [code, at] : trail.callers) {
+      add(static_cast<const void*>(code.ptr()));
+      add(at);
+    }
     for (size_t at = 0; at < num_args; ++at)
       if (at != plan.group_at && static_cast<int>(at) != plan.reduce_op_at) add_value(args[at]);
     if (text_.size() > kMaxKeyBytes) throw NotAlike();

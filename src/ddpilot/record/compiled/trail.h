@@ -7,6 +7,7 @@
 
 #include <unordered_map>
 #include <utility>
+#include <vector>
 
 namespace {
 
@@ -16,6 +17,8 @@ namespace py = pybind11;
 enum Kind : int { kUser = 1, kLibrary, kInner, kWrapper, kEngine, kDdp, kHook, kOurs };
 
 constexpr size_t kMaxKinds = 20000;
+constexpr size_t kMaxCallers = 5;
+constexpr int kMaxFrames = 16;
 
 // What cannot be told apart here goes on to Python.
 struct NotAlike {};
@@ -27,6 +30,7 @@ struct Trail {
   py::object called;
   py::object ddp;
   bool in_reducer = false;
+  std::vector<std::pair<py::object, int>> callers;  // the user's frames around it, innermost first
 };
 
 class Gil {
@@ -55,6 +59,7 @@ class TrailFinder {
       trail.user = std::move(waiting.user);
       trail.at = waiting.at;
       trail.called = std::move(waiting.called);
+      trail.callers = std::move(waiting.callers);
     }
     return trail;
   }
@@ -76,6 +81,7 @@ class TrailFinder {
       auto code = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetCode(raw)));
       const int kind = kind_of(code);
       if (kind == kUser) {
+        if (!is_module(code)) add_callers(trail, back_of(frame));
         trail.user = std::move(code);
         trail.at = last_instruction(frame);
         return trail;
@@ -94,9 +100,34 @@ class TrailFinder {
         }
       }
       if (kind != kWrapper) trail.called = std::move(code);
-      frame = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetBack(raw)));
+      frame = back_of(frame);
     }
     return has_nearest ? nearest : trail;
+  }
+
+  // As `SiteFinder.callers`.
+  void add_callers(Trail& trail, py::object frame) {
+    for (int at = 0; frame && at < kMaxFrames; ++at) {
+      auto* raw = reinterpret_cast<PyFrameObject*>(frame.ptr());
+      auto code = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetCode(raw)));
+      const int kind = kind_of(code);
+      if (kind == kOurs) return;
+      if (kind == kUser) {
+        const bool is_last = is_module(code) || trail.callers.size() + 1 == kMaxCallers;
+        trail.callers.emplace_back(std::move(code), last_instruction(frame));
+        if (is_last) return;
+      }
+      frame = back_of(frame);
+    }
+  }
+
+  static py::object back_of(const py::object& frame) {
+    auto* raw = reinterpret_cast<PyFrameObject*>(frame.ptr());
+    return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetBack(raw)));
+  }
+
+  static bool is_module(const py::object& code) {
+    return PyUnicode_CompareWithASCIIString(reinterpret_cast<PyCodeObject*>(code.ptr())->co_name, "<module>") == 0;
   }
 
   static int last_instruction(const py::object& frame) {
