@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from ddpilot.launching.messages import message_of
+
 _VICTIM_TEXT = re.compile(
     r"connection (was likely )?(closed|reset|refused|aborted)|broken pipe|socket (is )?closed|got 0 bytes"
     r"|gloo.*(pair\.cc|connectFullMesh)|timed out waiting \d+ ?ms for (recv|send) operation"
@@ -23,7 +25,7 @@ def is_victim(error: BaseException) -> bool:
     """Whether `error`, or one it was raised from, reads like another rank or a connection to it going away."""
     return any(
         type(link).__name__ in _VICTIM_TYPES
-        or (isinstance(link, (RuntimeError, OSError)) and _VICTIM_TEXT.search(str(link)))
+        or (isinstance(link, (RuntimeError, OSError)) and _VICTIM_TEXT.search(message_of(link)))
         for link in _chain(error)
     )
 

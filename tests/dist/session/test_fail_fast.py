@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import time
 from collections.abc import Callable
 
@@ -77,6 +78,33 @@ def test_an_error_whose_traceback_takes_long_is_shown_soon_and_costs_no_rank(sta
     assert view.times_s[-1] - began_s < 5.0  # the bar of 1 s is the benchmark's
     assert not [note for note in view.notes if note.startswith("killing")]
     session.execute("assert kept == rank; group.barrier()")
+
+
+@pytest.mark.parametrize(
+    ("raising", "found"),
+    [
+        (
+            "class Mute(Exception):\n    def __str__(self): raise TypeError('no words')\nraise Mute",
+            "raised Mute: <except",
+        ),
+        pytest.param(
+            "raise ExceptionGroup('many', [ValueError(1)])",
+            "raised ExceptionGroup: many",
+            marks=pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no groups of exceptions"),
+        ),
+    ],
+    ids=["mute", "group"],
+)
+def test_an_error_that_ipython_cannot_show_is_shown_with_its_line(
+    start: Start, view: Kept, raising: str, found: str
+) -> None:
+    """One whose message fails, and a group of errors: once, not by every rank."""
+    session = start(2)
+    with pytest.raises(RankError, match=found) as caught:
+        session.execute(raising)
+    assert f'File "Cell In[1]", line {1 + raising.count(chr(10))}' in str(caught.value)
+    assert view.texts == {}
+    session.execute("group.barrier()")
 
 
 def test_a_failure_before_any_collective_leaves_the_group_alone(start: Start, view: Kept) -> None:

@@ -23,6 +23,7 @@ from importlib.machinery import SourceFileLoader
 from types import TracebackType
 
 from ddpilot.launching.exitcode import exitcode_of
+from ddpilot.launching.messages import message_of
 from ddpilot.launching.victims import is_victim
 
 REPORT_VARIABLE = "TORCHELASTIC_ERROR_FILE"
@@ -187,7 +188,7 @@ def _report(error: BaseException) -> None:
 def _write_report(path: str, error: BaseException, exitcode: int, time_s: float) -> None:
     """Write the file that torch's agent asks for, with more in it; a whole file or none."""
     text = "".join(traceback.TracebackException(type(error), error, _user_frames(error)).format())[-_MAX_TEXT_CHARS:]
-    message = str(error)[:_MAX_TEXT_CHARS]
+    message = message_of(error)[:_MAX_TEXT_CHARS]
     what = {
         "time_s": time_s,
         "type_name": type(error).__qualname__,

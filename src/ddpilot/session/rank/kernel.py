@@ -18,9 +18,10 @@ from ipykernel.ipkernel import IPythonKernel
 from ipykernel.zmqshell import ZMQInteractiveShell
 from torch.distributed import distributed_c10d as c10d
 
-from ddpilot.launching.exitcode import exitcode_of
+from ddpilot.launching.messages import message_of
 from ddpilot.launching.victims import is_victim
 from ddpilot.session.rank.hurried import TooSlow, hurried, uninterrupted
+from ddpilot.session.rank.raised import CELL, cell_traceback, holds_group, report_error
 from ddpilot.session.rank.tidy import forget_error, tidy
 from ddpilot.session.report import BEGUN, FREE, REPLY, REPORT_KEY, REQUEST, Report, writable
 
@@ -28,21 +29,12 @@ if TYPE_CHECKING:
     from ddpilot.session.rank.requests import Requests
     from ddpilot.session.rank.stopping import StopHandler
 
-CELL = "Cell In["
 _CONNECT_S = 0.01
 """How long a question waits before it is asked again of a session that is not connected yet."""
 
 _COLOURS_S = 0.7
 """How long IPython may take for a traceback: seconds of CPU time for one through large files or a deep recursion, and
 ranks that fail alike do it all at once."""
-
-
-def cell_traceback(error: BaseException) -> str:
-    """The traceback as Python writes it, from the cell on."""
-    frames = error.__traceback__
-    while frames is not None and not frames.tb_frame.f_code.co_filename.startswith(CELL):
-        frames = frames.tb_next
-    return "".join(traceback.TracebackException(type(error), error, frames).format())
 
 
 class RankCompiler(XCachingCompiler):
@@ -71,6 +63,8 @@ class RankShell(ZMQInteractiveShell):
                 self._last_traceback = cell_traceback(error).splitlines()
             elif error is not None and (self.is_freed or isinstance(error, KeyboardInterrupt) or is_victim(error)):
                 # Nearly never shown, and on all ranks at once: IPython takes seconds then, and a stop does not wait.
+                self._last_traceback = cell_traceback(error).splitlines()
+            elif error is not None and holds_group(error):  # IPython prints these at once, on every rank
                 self._last_traceback = cell_traceback(error).splitlines()
             else:
                 try:
@@ -157,8 +151,9 @@ class RankKernel(IPythonKernel):
                 self.stop_handler.disarm()
         except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  # without a reply the session would wait on
             self.stop_handler.disarm()
-            shell.failure = (error, time.monotonic())
-            reply = {"status": "error", "ename": type(error).__name__, "evalue": str(error), "traceback": []}
+            shell.failure = self._rank_shell.failure or (error, time.monotonic())  # or it came while that one was told
+            text = cell_traceback(shell.failure[0]).splitlines()
+            reply = {"status": "error", "ename": type(error).__name__, "evalue": message_of(error), "traceback": text}
         finally:
             self.requests.space.end()
         if reply["status"] == "ok" and shell.failure is not None:  # such as a `__repr__` that raises
@@ -251,31 +246,3 @@ def _backend() -> str:
     config = str(c10d.get_backend_config())
     names = {part.rpartition(":")[2] for part in config.split(",")}
     return names.pop() if len(names) == 1 else config
-
-
-def report_error(error: BaseException, text: str, time_s: float, num_collectives: int | None) -> Report:
-    """The report of a cell or call that ended with `error`."""
-    return Report(
-        status="error",
-        time_s=time_s,
-        has_group=dist.is_initialized(),
-        num_collectives=num_collectives,
-        type_name=type(error).__qualname__,
-        message=str(error),
-        traceback=text or "".join(traceback.format_exception_only(error)),
-        is_victim=is_victim(error),
-        interrupted=isinstance(error, (KeyboardInterrupt, asyncio.CancelledError)),
-        in_backward=came_from_backward(error),
-        exitcode=exitcode_of(error),
-    )
-
-
-def came_from_backward(error: BaseException | None) -> bool:
-    """Whether `error`, or one that it was raised for, went through autograd's engine."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        if any(frame.f_code.co_name == "_engine_run_backward" for frame, _ in traceback.walk_tb(error.__traceback__)):
-            return True
-        error = error.__cause__ or error.__context__
-    return False

@@ -23,10 +23,11 @@ from ddpilot.launching.shipping.blame import ship
 from ddpilot.launching.shipping.pickling import importable_from_main, map_parcel, open_parcel, pack_parcel
 from ddpilot.session.parcels import ParcelPort
 from ddpilot.session.rank.divergence import describe_divergence
-from ddpilot.session.rank.kernel import RankKernel, report_error
+from ddpilot.session.rank.kernel import RankKernel
 from ddpilot.session.rank.lost import find_lost
 from ddpilot.session.rank.namespace import Space
 from ddpilot.session.rank.pulling import pack_pulled
+from ddpilot.session.rank.raised import report_error
 from ddpilot.session.report import Report
 
 _RENDEZVOUS_S = 30.0

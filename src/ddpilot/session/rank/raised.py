@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank says of an error that a cell or a call ended with."""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+
+import torch.distributed as dist
+
+from ddpilot.launching.exitcode import exitcode_of
+from ddpilot.launching.messages import message_of
+from ddpilot.launching.victims import is_victim
+from ddpilot.session.report import Report
+
+CELL = "Cell In["
+
+
+def cell_traceback(error: BaseException) -> str:
+    """The traceback as Python writes it, from the cell on."""
+    frames = error.__traceback__
+    while frames is not None and not frames.tb_frame.f_code.co_filename.startswith(CELL):
+        frames = frames.tb_next
+    return "".join(traceback.TracebackException(type(error), error, frames).format())
+
+
+def report_error(error: BaseException, text: str, time_s: float, num_collectives: int | None) -> Report:
+    """The report of a cell or call that ended with `error`."""
+    return Report(
+        status="error",
+        time_s=time_s,
+        has_group=dist.is_initialized(),
+        num_collectives=num_collectives,
+        type_name=type(error).__qualname__,
+        message=message_of(error),
+        traceback=text or "".join(traceback.format_exception_only(error)),
+        is_victim=is_victim(error),
+        interrupted=isinstance(error, (KeyboardInterrupt, asyncio.CancelledError)),
+        in_backward=came_from_backward(error),
+        exitcode=exitcode_of(error),
+    )
+
+
+def came_from_backward(error: BaseException | None) -> bool:
+    """Whether `error`, or one that it was raised for, went through autograd's engine."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if any(frame.f_code.co_name == "_engine_run_backward" for frame, _ in traceback.walk_tb(error.__traceback__)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def holds_group(error: BaseException | None) -> bool:
+    """Whether `error`, or one that it was raised for, is a group of exceptions. By name: Python 3.10 has none."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if any(kind.__name__ == "BaseExceptionGroup" for kind in type(error).__mro__):
+            return True
+        error = error.__context__
+    return False
