@@ -49,6 +49,13 @@ def test_command_prints_help_and_version() -> None:
     assert run("--version").stdout == f"ddpilot {version('ddpilot')}\n"
 
 
+def test_python_m_ddpilot_is_the_command() -> None:
+    """As `python -m torch.distributed.run` is torchrun: of this interpreter, whatever the path says."""
+    argv = [sys.executable, "-m", "ddpilot", "--version"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=True)
+    assert done.stdout == run("--version").stdout
+
+
 def test_command_shows_help_when_it_gets_no_verb() -> None:
     """A bare `ddpilot` is a question, answered on the terminal with the status of a usage error."""
     bare = run()
