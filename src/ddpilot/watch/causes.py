@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from ddpilot.findings.words import render_ranks
 from ddpilot.record.log import Collective, DdpPart
 from ddpilot.watch.control import Spot
-from ddpilot.watch.parting import Parting, Side, find_parting
+from ddpilot.watch.parting import find_parting
+from ddpilot.watch.sides import Parting, Side
 from ddpilot.watch.source import Sources
 from ddpilot.watch.stacks import Chain
 from ddpilot.watch.view import Frame
@@ -77,6 +79,12 @@ class Party:
     """Lines of their earlier collectives in the same group."""
     error: str = ""
     """What ended their program."""
+    passes: Mapping[int, int] = field(default_factory=dict)
+    """By loader: how often they have begun to read it, as far as guard has noted it; the newest last."""
+    knows_all_passes: bool = False
+    """All of them are among `passes`."""
+    talk: bool = False
+    """They have called collectives of the program's own, by which ranks may have agreed on something."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,10 +177,13 @@ def _was_there(gone: Party, here: Party) -> bool:
 
 
 def _left_loop(parting: Parting, here: Party, gone: Party) -> Cause | None:
+    if parting.outer is not None and _is_unexplained(parting) and _left_outside(here, gone):
+        parting = parting.outer
     assert parting.loop is not None
     who, loop = render_ranks(gone.ranks), _say(parting, parting.loop)
-    if parting.swallower is not None:
-        spot = _say(parting, parting.swallower)
+    handling = parting if parting.swallower is not None or parting.exit is not None else parting.swallowed
+    if handling is not None and handling.swallower is not None:
+        spot = _say(handling, handling.swallower)
         why = (
             f"{who} came to the end of {loop} with fewer rounds: {spot} goes on after an error that the others had not"
         )
@@ -204,6 +215,23 @@ def _left_loop(parting: Parting, here: Party, gone: Party) -> Cause | None:
     if parting.data_end is not None and parting.data_end.line != parting.loop.line:
         why += f"; it ends with its data at {_say(parting, parting.data_end)}"
     return Cause(code="DDP207", ranks=gone.ranks, why=why, at=_at(here))
+
+
+def _is_unexplained(parting: Parting) -> bool:
+    return (parting.swallower or parting.swallowed or parting.exit or parting.skip or parting.unsynced) is None
+
+
+def _left_outside(here: Party, gone: Party) -> bool:
+    """Whether it is no loop over data that parts them but one around it: `here` has begun to read the data again.
+
+    Where that is not known, they have not agreed on anything.
+    """
+    loader, number = next(reversed(list(here.passes.items())), (0, 0))
+    if loader in gone.passes:
+        return number > gone.passes[loader]
+    if here.passes and gone.knows_all_passes:
+        return True
+    return not (here.talk or gone.talk)
 
 
 def _handled(parting: Parting, here: Party, gone: Party) -> Cause:
@@ -246,7 +274,7 @@ def _skipped(parting: Parting, one: Party) -> Cause | None:
         return None
     reason = "goes on after an error" if parting.swallower is not None else "is decided by each rank for itself"
     why = f"the ranks are at different points of one loop: {_say(parting, spot)} {reason}, so that some of "
-    return Cause(code="DDP210", ranks=(), why=f"{why}them skip part of a round", at=_at(one))
+    return Cause(code="DDP210", ranks=parting.ranks, why=f"{why}them skip part of a round", at=_at(one))
 
 
 def _say(parting: Parting, spot: Spot) -> str:

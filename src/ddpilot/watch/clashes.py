@@ -191,7 +191,26 @@ def make_party(view: JobView, progress: Progress, ranks: tuple[int, ...], seq: i
         chain = chain_of_line(entry.line)
     error = seen.error.message if seen is not None and seen.error is not None else ""
     before = earlier[-1] if earlier else None
-    return Party(ranks=ranks, chain=chain, entry=entry, before=before, lines=lines, error=error)
+    return Party(
+        ranks=ranks,
+        chain=chain,
+        entry=entry,
+        before=before,
+        lines=lines,
+        error=error,
+        passes=_passes_of(seen),
+        knows_all_passes=seen is not None and any(note.index <= 1 for note in seen.journal[:1]),
+        talk=any(each.ddp is None and each.op != "barrier" for each in earlier),
+    )
+
+
+def _passes_of(rank: RankView | None) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for note in rank.journal if rank is not None else ():
+        if note.kind == "loader_pass":
+            found.pop(note.values["loader"], None)
+            found[note.values["loader"]] = note.values["pass"]
+    return found
 
 
 def find_origin(

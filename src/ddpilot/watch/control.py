@@ -27,14 +27,14 @@ class Spot:
     """The other ranks have something else to do there."""
 
 
-def guards(source: Source, blocks: Sequence[Block], line: int) -> list[Spot]:
+def guards(source: Source, blocks: Sequence[Block], line: int, callee: str = "") -> list[Spot]:
     """The conditions that decide whether `line` is reached: around it, and those that leave before it; outermost first.
 
-    `blocks`: those around the line that matter. Of conditions that return before it only those on the rank are told,
-    and those in a loop are told by `find_exits`.
+    `blocks`: those around the line that matter; `callee`: what is called there, where that is known. Of conditions that
+    return before it only those on the rank are told, and those in a loop are told by `find_exits`.
     """
     found = [spot for block in blocks if (spot := _condition(source, block)) is not None]
-    found += _inline_conditions(source, line)
+    found += _inline_conditions(source, line, callee)
     for statement in source.before(line):
         if not isinstance(statement, ast.If) or statement.orelse or not _leaves(statement.body):
             continue
@@ -59,25 +59,35 @@ def _condition(source: Source, block: Block) -> Spot | None:
     return None
 
 
-def _inline_conditions(source: Source, line: int) -> list[Spot]:
-    """Conditions on the rank within the statement of `line` itself: `is_main and dist.barrier()`, `... if is_main`."""
+def _inline_conditions(source: Source, line: int, callee: str) -> list[Spot]:
+    """Conditions on the rank within the statement of `line` itself: `is_main and dist.barrier()`, `... if is_main`.
+
+    Not those that only decide what `callee` is given: `share(load() if is_main else None)`.
+    """
     statement = source.statement(line)
     if statement is None or hasattr(statement, "body"):
         return []
     found = []
     for node in ast.walk(statement):
-        test, is_else = None, False
+        test, is_else, decided = None, False, []
         if isinstance(node, ast.BoolOp) and any(map(_calls, node.values[1:])):
-            test, is_else = node.values[0], isinstance(node.op, ast.Or)
+            test, is_else, decided = node.values[0], isinstance(node.op, ast.Or), node.values[1:]
         elif isinstance(node, ast.IfExp) and _calls(node.body) != _calls(node.orelse):
-            test, is_else = node.test, _calls(node.orelse)
-        if test is not None and source.depends_on_rank(test):
+            test, is_else, decided = node.test, _calls(node.orelse), [node.body, node.orelse]
+        if test is None or (_num_calls([statement], callee) and not _num_calls(decided, callee)):
+            continue
+        if source.depends_on_rank(test):
             found.append(Spot(test.lineno, source.text(test.lineno), True, is_else))
     return found
 
 
 def _calls(node: ast.AST) -> bool:
     return any(isinstance(each, ast.Call) for each in ast.walk(node))
+
+
+def _num_calls(nodes: Sequence[ast.AST], name: str) -> int:
+    """How many calls of what is named `name` are in `nodes`."""
+    return sum(isinstance(each, ast.Call) and call_name(each) == name for node in nodes for each in ast.walk(node))
 
 
 def _leaves(body: Sequence[ast.stmt]) -> bool:

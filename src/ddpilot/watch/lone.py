@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.words import render_ranks
@@ -98,7 +99,7 @@ def _find_cause(
         return None
     other = make_party(view, meeting.progress, gone, meeting.seq)
     if not has_died:
-        other = Party(ranks=gone, chain=(), before=other.before, lines=other.lines, error=other.error)
+        other = replace(other, chain=(), entry=None)
     origin = _origin(view, meeting, one.ranks[0], gone[0], sources)
     cause = (find_cause(*origin, sources) if origin is not None else None) or find_cause(one, other, sources)
     if cause is None or (has_died and cause.code != "DDP212"):

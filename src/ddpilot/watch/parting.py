@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ddpilot.watch.callers import complete
 from ddpilot.watch.control import (
@@ -21,55 +21,10 @@ from ddpilot.watch.control import (
     unsynced,
 )
 from ddpilot.watch.exits import find_exits, is_endless
+from ddpilot.watch.sides import Parting, Side
 from ddpilot.watch.source import Block, Source, Sources
 from ddpilot.watch.stacks import Chain
 from ddpilot.watch.view import Frame
-
-
-@dataclass(frozen=True, slots=True)
-class Side:
-    """Ranks that went the same way."""
-
-    ranks: tuple[int, ...]
-    chain: Chain
-    """Empty where they have come to the end of the program."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parting:
-    """What decided that `ranks` went another way than the others; each of the reasons only where it applies."""
-
-    ranks: tuple[int, ...]
-    file: str
-    """Where all the spots are."""
-    guard: Spot | None = None
-    """A condition that let only `ranks` pass."""
-    at: Frame | None = None
-    """The line behind the guard; or the line of the loop's body where the others are."""
-    loop: Spot | None = None
-    """A loop that `ranks` have left while the others are in it."""
-    swallower: Spot | None = None
-    """A handler in that loop, around what the others are in, that goes on after an error."""
-    skip: Spot | None = None
-    """Where a round of that loop may be cut short."""
-    exit: Spot | None = None
-    """Where that loop may be left early; the loop itself, where its condition may end it."""
-    data_end: Spot | None = None
-    """Where that loop is left when there is no more data."""
-    handler: Spot | None = None
-    """Where only an error, or leaving early, leads: `ranks` are in it, the others in what it is the end of."""
-    left: Spot | None = None
-    """Where `ranks` may have left a function while the others are in it."""
-    unsynced: Spot | None = None
-    """In that loop, where DDP exchanges nothing in some rounds."""
-    same_rounds: bool = False
-    """That loop has as many rounds on all ranks, if it is not left."""
-    is_endless: bool = False
-    """That loop has no end of its own."""
-    are_siblings: bool = False
-    """The others are in the other branch of the guard."""
-    same_loop: bool = False
-    """All are still in the loop: in different rounds, or at different lines of it."""
 
 
 def find_parting(first: Side, second: Side, sources: Sources) -> Parting | None:
@@ -92,10 +47,17 @@ def find_parting(first: Side, second: Side, sources: Sources) -> Parting | None:
         deep = _find_deep_guard(side, frame, sources)
         if deep is not None:
             return deep
-    if found is not None and (found.guard or found.loop):
-        return found
     behind, ahead = (first, second) if pair[0].line < pair[1].line else (second, first)
-    return _look_deeper(behind, ahead, min(pair, key=lambda frame: frame.line), sources) or found
+    at = min(pair, key=lambda frame: frame.line)
+    if found is not None and found.loop is not None:
+        return _look_into_loop(found, behind, ahead, at, sources)
+    if found is not None and found.guard is not None:
+        return found
+    deeper = _look_deeper(behind, ahead, at, sources)
+    if found is None or not found.same_loop or (deeper is not None and deeper.left is None):
+        return deeper or found
+    has_reason = found.swallower is not None or found.skip is not None
+    return (None if has_reason else _find_swallowed(behind, ahead, at, sources)) or deeper or found
 
 
 def _find_handler(
@@ -125,7 +87,8 @@ def _find_deep_guard(side: Side, at: Frame, sources: Sources) -> Parting | None:
     """In what is called from the line `at`, a condition on the rank that only these ranks can have passed."""
     for frame in _below(side.chain, at):
         source = sources.find(frame)
-        found = guards(source, source.blocks(frame.line), frame.line) if source is not None else []
+        callee = _callee(side.chain, frame)
+        found = guards(source, source.blocks(frame.line), frame.line, callee) if source is not None else []
         for guard in found:
             if guard.depends_on_rank and not guard.has_other_branch:
                 return _behind(side, frame, guard, siblings=False)
@@ -138,6 +101,38 @@ def _below(chain: Chain, at: Frame) -> Chain:
     return chain[lines.index((at.file, at.line)) + 1 :] if (at.file, at.line) in lines else ()
 
 
+def _look_into_loop(found: Parting, behind: Side, ahead: Side, at: Frame, sources: Sources) -> Parting:
+    """`found`, with what the functions say that are called from it; or their loop, where this one cannot differ."""
+    if found.swallower is not None or found.exit is not None or found.skip is not None:
+        return found
+    if found.same_rounds and found.unsynced is None:
+        deeper = _look_deeper(behind, ahead, at, sources)
+        if deeper is not None and deeper.loop is not None:
+            return deeper
+    return replace(found, swallowed=_find_swallowed(behind, ahead, at, sources))
+
+
+def _find_swallowed(behind: Side, ahead: Side, at: Frame, sources: Sources) -> Parting | None:
+    """In what is called from the line `at`, a handler around what the others are in that goes on after an error."""
+    for frame in reversed(_below(behind.chain, at)):
+        source = sources.find(frame)
+        found = _swallowed_at(source, frame, ahead) if source is not None else None
+        if found is not None:
+            return found
+    return None
+
+
+def _swallowed_at(source: Source, frame: Frame, ahead: Side) -> Parting | None:
+    spots = swallowers(source, source.blocks(frame.line))
+    return Parting(ranks=ahead.ranks, file=frame.file, same_loop=True, swallower=spots[0], at=frame) if spots else None
+
+
+def _callee(chain: Chain, at: Frame) -> str:
+    """The function that is called from the line `at`; empty where it is not the user's."""
+    below = _below(chain, at)
+    return below[0].function.rpartition(".")[2] if below else ""
+
+
 def _look_deeper(behind: Side, ahead: Side, at: Frame, sources: Sources) -> Parting | None:
     """The others are in a call that the ranks `ahead` have come back from."""
     deeper = _below(behind.chain, at)
@@ -147,14 +142,20 @@ def _look_deeper(behind: Side, ahead: Side, at: Frame, sources: Sources) -> Part
 def find_end_parting(here: Side, gone: Side, sources: Sources) -> Parting | None:
     """Why the ranks `gone` have come to the end while others are `here`: from the innermost call outwards."""
     best: Parting | None = None
+    outer: Parting | None = None
+    swallowed: Parting | None = None
     for frame in reversed(complete(here.chain, sources)):
         source = sources.find(frame)
         found = _parting_from_end(source, frame, here, gone) if source is not None else None
         if found is not None and found.guard is not None and found.guard.depends_on_rank:
             return found
         if found is not None and (best is None or (best.loop is None and found.loop is not None)):
-            best = found
-    return best or _find_left(here, gone, sources)
+            best = replace(found, swallowed=swallowed)
+        elif found is not None and found.exit is not None and outer is None:
+            outer = found
+        if source is not None and swallowed is None:
+            swallowed = _swallowed_at(source, frame, gone)
+    return replace(best, outer=outer) if best is not None else _find_left(here, gone, sources)
 
 
 def _find_left(here: Side, gone: Side, sources: Sources) -> Parting | None:
@@ -184,7 +185,7 @@ def _part(one: Chain, other: Chain) -> tuple[Frame, Frame] | None:
 
 def _parting_from_end(source: Source, frame: Frame, here: Side, gone: Side) -> Parting | None:
     blocks = source.blocks(frame.line)
-    guard = _choose(guards(source, blocks, frame.line))
+    guard = _choose(guards(source, blocks, frame.line, _callee(here.chain, frame)))
     if guard is not None and guard.depends_on_rank:
         return Parting(ranks=here.ranks, file=frame.file, guard=guard, at=frame)
     loop = _outermost_loop(blocks)
@@ -198,7 +199,7 @@ def _compare(source: Source, one: tuple[Side, Frame], other: tuple[Side, Frame])
     around = [source.blocks(frame.line) for _, frame in sides]
     common = _count_common(*around)
     own = [blocks[common:] for blocks in around]
-    conditions = [_choose(_own_guards(source, frame, own[i], sides[1 - i][1])) for i, (_, frame) in enumerate(sides)]
+    conditions = [_choose(_own_guards(source, *sides[i], own[i], sides[1 - i][1])) for i in (0, 1)]
     siblings = conditions[0] is not None and conditions[1] is not None and conditions[0].line == conditions[1].line
     by_branch = sorted(zip(sides, conditions, strict=True), key=lambda each: each[1] is not None and each[1].is_else)
     for side, guard in by_branch:
@@ -235,10 +236,11 @@ def _same_loop(source: Source, file: str, common: Sequence[Block], line: int) ->
     )
 
 
-def _own_guards(source: Source, frame: Frame, own: Sequence[Block], other: Frame) -> list[Spot]:
+def _own_guards(source: Source, side: Side, frame: Frame, own: Sequence[Block], other: Frame) -> list[Spot]:
     """Conditions of `frame` that are none of the `other` line's; leaving before both lines parts neither."""
     other_lines = {spot.line for spot in guards(source, (), other.line)}
-    return [spot for spot in guards(source, own, frame.line) if spot.line not in other_lines]
+    found = guards(source, own, frame.line, _callee(side.chain, frame))
+    return [spot for spot in found if spot.line not in other_lines]
 
 
 def _choose(spots: Sequence[Spot]) -> Spot | None:

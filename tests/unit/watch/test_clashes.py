@@ -865,3 +865,75 @@ def test_a_helper_that_ranks_called_from_different_lines_is_where_they_parted() 
     finding = find(CALLED_TWICE, zero, one)
     assert (finding.code, finding.ranks) == ("DDP201", (0,))
     assert "called at train.py:8, is inside `if rank == 0:` (train.py:7)" in finding.why
+
+
+def test_a_condition_on_what_is_given_to_a_call_is_no_branch() -> None:
+    """All ranks that come there call it; what parts them is the return before."""
+    source = """\
+def share(value):
+    dist.broadcast_object_list([value])
+def resume(path):
+    if not found(path):
+        return 0
+    state = share(load() if rank == 0 else None)
+resume(path)
+ddp = DDP(model)
+"""
+    zero, one = writers(source)
+    zero.wait("broadcast", 2, function="share")
+    one.wait("all_gather", 8, ddp=part("construction"))
+    stack = (Frame(FILE, 2, "share", ""), Frame(FILE, 6, "resume", ""), Frame(FILE, 7, "<module>", ""))
+    view = job([alive(zero, *stack), alive(one, Frame(FILE, 8, "<module>", ""))], sources={FILE: source})
+    (finding,) = analyze(view).findings
+    assert finding.code == "DDP201"
+    assert "`if not found(path): return 0` (train.py:4) may have left before" in finding.why
+
+
+SWALLOWED = """\
+def step(x):
+    try:
+        model(x).backward()
+    except MemoryError:
+        return None
+for epoch in range(3):
+    losses = [step(x) for x in loader]
+    dist.all_reduce(mean(losses))
+"""
+IN_A_LOOP = SWALLOWED.replace("losses = [step(x) for x in loader]", "for x in loader: step(x)")
+
+
+@pytest.mark.parametrize("source", [SWALLOWED, IN_A_LOOP])
+def test_a_handler_in_what_the_loop_calls_is_named(source: str) -> None:
+    """One rank has skipped a backward there, and is ahead of the other one."""
+    zero, one = writers(source)
+    for rank in (zero, one):
+        rank.call("all_reduce", 3, ddp=bucket(), function="step")
+    zero.wait("all_reduce", 3, ddp=bucket(), function="step")
+    one.wait("all_reduce", 8, inputs=(tensor(1),))
+    stack = (Frame(FILE, 3, "step", ""), Frame(FILE, 7, "<module>", ""))
+    view = job([alive(zero, *stack), alive(one, Frame(FILE, 8, "<module>", ""))], sources={FILE: source})
+    (finding,) = analyze(view).findings
+    assert (finding.code, finding.ranks) == ("DDP210", (1,))
+    assert "`except MemoryError:` (train.py:4)" in finding.why
+
+
+def test_the_loop_over_data_is_named_where_the_one_around_it_has_as_many_rounds_on_all_ranks() -> None:
+    """The rank that has had fewer batches in all is behind both loops, the other one in a function that they call."""
+    source = """\
+def train():
+    for x in loader:
+        model(x).backward()
+for epoch in range(3):
+    train()
+dist.all_reduce(total)
+"""
+    zero, one = writers(source)
+    for rank in (zero, one):
+        rank.call("all_reduce", 3, ddp=bucket(), function="train")
+    zero.wait("all_reduce", 3, ddp=bucket(), function="train")
+    one.wait("all_reduce", 6, inputs=(tensor(1),))
+    stack = (Frame(FILE, 3, "train", ""), Frame(FILE, 5, "<module>", ""))
+    view = job([alive(zero, *stack), alive(one, Frame(FILE, 6, "<module>", ""))], sources={FILE: source})
+    (finding,) = analyze(view).findings
+    assert (finding.code, finding.ranks) == ("DDP207", (1,))
+    assert "`for x in loader:` (train.py:2) ended earlier on rank 1" in finding.why

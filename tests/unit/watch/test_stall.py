@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.watch_analysis import make_log, view_of
 from ddpilot.findings.as_text import render_text
+from ddpilot.record.journal import Entry
 from ddpilot.record.log import Collective
 from ddpilot.watch.stall import Analysis, analyze
 from ddpilot.watch.told import newest
@@ -160,6 +161,63 @@ def test_a_rank_that_left_the_loop_and_returned_is_uneven_data() -> None:
         rank.call("all_reduce", 2, ddp=bucket())
     view = job([alive(zero.wait("all_reduce", 2, ddp=bucket())), returned(one)], sources={FILE: source})
     assert [(each.code, each.ranks) for each in analyze(view).findings] == [("DDP207", (1,))]
+
+
+EPOCHS = """\
+def run_epoch():
+    for x in loader:
+        model(x).backward()
+for epoch in range(9):
+    run_epoch()
+    if stopper(validate()):
+        break
+"""
+
+
+def passes(*of_loaders: tuple[int, int]) -> tuple[Entry, ...]:
+    """Notes of loaders that were begun to be read: the loader and the how manieth time."""
+    return tuple(
+        Entry(index=index, time_ns=0, kind="loader_pass", values={"loader": loader, "pass": number})
+        for index, (loader, number) in enumerate(of_loaders, 1)
+    )
+
+
+@pytest.mark.parametrize(
+    ("here", "gone", "code"),
+    [
+        ((), (), "DDP208"),
+        (((7, 1), (7, 2)), ((7, 1),), "DDP208"),
+        (((7, 1), (7, 2)), ((7, 1), (7, 2)), "DDP207"),
+        (((7, 1),), ((7, 1), (7, 2)), "DDP207"),
+        (((7, 1), (8, 1)), ((7, 1),), "DDP208"),
+        (((7, 1), (8, 1)), ((7, 1), (8, 1)), "DDP207"),
+    ],
+    ids=["no notes", "read again", "same pass", "ahead", "a new loader", "the same loaders"],
+)
+def test_a_break_of_a_loop_around_the_one_over_data_is_told_from_uneven_data(here: Any, gone: Any, code: str) -> None:
+    """A rank that waits in a pass which the other one never began has not read more batches than that one."""
+    zero, one = (Writer(rank, WORLD, texts=texts_of(EPOCHS)) for rank in (0, 1))
+    for rank in (zero, one):
+        rank.call("all_reduce", 3, ddp=bucket(), function="run_epoch")
+    zero.wait("all_reduce", 3, ddp=bucket(), function="run_epoch")
+    ended = replace(returned(one), journal=passes(*gone))
+    view = job([alive(zero, journal=passes(*here)), ended], sources={FILE: EPOCHS})
+    (finding,) = analyze(view).findings
+    assert (finding.code, finding.ranks) == (code, (1,))
+    said = "`if stopper(validate()): break` (train.py:7)" if code == "DDP208" else "`for x in loader:` (train.py:2)"
+    assert said in finding.why
+
+
+def test_ranks_that_talk_may_have_agreed_on_when_to_stop() -> None:
+    """By a collective of the program's own: then the loop over data is what may have ended for one alone."""
+    zero, one = (Writer(rank, WORLD, texts=texts_of(EPOCHS)) for rank in (0, 1))
+    for rank in (zero, one):
+        rank.call("all_reduce", 3, ddp=bucket(), function="run_epoch")
+        rank.call("broadcast", 6)
+        rank.call("all_reduce", 3, ddp=bucket(), function="run_epoch")
+    zero.wait("all_reduce", 3, ddp=bucket(), function="run_epoch")
+    (finding,) = analyze(job([alive(zero), returned(one)], sources={FILE: EPOCHS})).findings
+    assert (finding.code, finding.ranks) == ("DDP207", (1,))
 
 
 def test_a_rank_that_returned_without_ever_being_there_has_finished_early() -> None:
