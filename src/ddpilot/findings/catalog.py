@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -17,6 +18,10 @@ SECTIONS = ("What you see", "What it means", "Why it happens", "How to fix it", 
 
 _TITLE = re.compile(r"^# (?P<code>DDP\d{3}) (?P<name>[a-z0-9-]+): (?P<title>.+)$")
 _SYMPTOM = re.compile(r"^- `(?P<text>.+)`$", re.MULTILINE)
+_OF_CHILD = re.compile(
+    r"^(?:\w+\.)*(?:CalledProcessError|ProcessExitedException|BrokenProcessPool|ChildFailedError|SystemExit)\b"
+    r"|exited unexpectedly|process \d+ terminated with exit code"
+)
 _GAP = "..."
 _MAX_GAP_CHARS = 300
 
@@ -82,6 +87,23 @@ def find_known(message: str) -> tuple[Entry, ...]:
     """The pages that have a symptom which is in `message`, the one with the longest first."""
     found = [entry for entry in all_entries() if entry.matches(message)]
     return tuple(sorted(found, key=lambda entry: -_longest_in(entry, message)))
+
+
+def find_cause(said: str, written: Sequence[str]) -> tuple[Entry, ...]:
+    """The pages of what ended a process: of what it raised, `said`; else of the lines that it has `written` last.
+
+    Where it raised that a child of its ended, what the child wrote comes first.
+    """
+    known = find_known(said)
+    if said and not is_of_child(said):
+        return known
+    of_lines = [entry for entry in find_known("\n".join(written)) if entry.severity == "error" or not said]
+    return tuple(entry for entry in of_lines if entry not in known) or known
+
+
+def is_of_child(said: str) -> bool:
+    """Whether this error only says that a child process ended, and not of what."""
+    return _OF_CHILD.search(said) is not None
 
 
 def parse_page(text: str) -> Entry:

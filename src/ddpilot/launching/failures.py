@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ddpilot.errors import RankError, is_known
-from ddpilot.findings.catalog import find_known
+from ddpilot.findings.catalog import find_cause, find_known, is_of_child
 from ddpilot.findings.words import render_ranks
 from ddpilot.launching.contract import EXIT_REQUEUE
 from ddpilot.launching.crash import find_crash_line, tidy_lines
@@ -153,12 +153,23 @@ def describe_exit(exited: Exited, function_name: str, crash_line: str | None) ->
 
 def _describe_known(raised: Raised | None, last_lines: Sequence[str]) -> str:
     """What the page of a message of torch's or Python's says; errors of ddpilot say themselves what to do."""
-    known = find_known(f"{raised.type_name}: {raised.message}" if raised is not None else "")
-    known = known or find_known("\n".join(last_lines))  # where a child of the rank's, or C++, wrote what is wrong
+    known = find_cause(f"{raised.type_name}: {raised.message}" if raised is not None else "", last_lines)
     if not known:
         return ""
     entry = known[0]
     return f"{entry.first_fix} ({entry.code} {entry.name}: `ddpilot explain {entry.code}`)"
+
+
+def find_words_of_child(raised: Raised, last_lines: Sequence[str]) -> tuple[str, ...]:
+    """Where a rank raised that a child of its ended: the lines, at most 5, in which the child says of what."""
+    said = f"{raised.type_name}: {raised.message}"
+    if not is_of_child(said):
+        return ()
+    own = find_known(said)
+    told = [
+        line for line in last_lines if any(each.severity == "error" and each not in own for each in find_known(line))
+    ]
+    return tuple(dict.fromkeys(told))[-5:]
 
 
 def _describe_others(failure: Failure, victims: Sequence[int], returned: Sequence[int], ended: str) -> str:

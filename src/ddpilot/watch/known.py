@@ -8,7 +8,7 @@ import re
 import sysconfig
 from collections.abc import Sequence
 
-from ddpilot.findings.catalog import find_known
+from ddpilot.findings.catalog import Entry, find_cause, find_known
 from ddpilot.findings.finding import Finding, Place
 from ddpilot.launching.crash import find_raised_line
 from ddpilot.watch.view import ErrorView
@@ -17,9 +17,18 @@ _FAULT_FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P
 _PATHS = sysconfig.get_paths()
 _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _LIBRARIES = (_OWN, *{_PATHS[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_NEXT_IN_CHAIN = re.compile(
+    r"^(?:The above exception was the direct cause of the following exception:"
+    r"|During handling of the above exception, another exception occurred:)$",
+    re.MULTILINE,
+)
 _MAX_MESSAGE_CHARS = 200
 _SAID_OF_DESYNC = frozenset({"DDP201", "DDP202", "DDP203", "DDP218", "DDP603"})
 """Pages of what gloo, NCCL and unpickling say where ranks do not agree: they cannot know about what."""
+_OF_MEETING = frozenset({"DDP103", "DDP104"})
+"""Pages of why a rank could not reach where ranks meet: a taken port, an address that leads nowhere."""
+_OF_WAITS = frozenset({"DDP208", "DDP209", "DDP215"})
+"""Codes of what is seen of ranks that wait for one which could not."""
 
 
 def find_known_error(rank: int, error: ErrorView | None, last_lines: Sequence[str] = ()) -> Finding | None:
@@ -28,10 +37,12 @@ def find_known_error(rank: int, error: ErrorView | None, last_lines: Sequence[st
     None where no page knows any of that.
     """
     said = f"{error.type_name}: {error.message}" if error is not None else ""
-    known = find_known(said)
+    traceback = error.traceback if error is not None else ""
+    known = find_cause(said, last_lines)
     if not known:
+        known, said, traceback = _find_in_chain(traceback)
+    elif not find_known(said):
         said = "\n".join(last_lines)  # where a child of the rank's, or C++, wrote what is wrong
-        known = find_known(said)
     if not known:
         return None
     entry = known[0]
@@ -41,12 +52,23 @@ def find_known_error(rank: int, error: ErrorView | None, last_lines: Sequence[st
         severity=entry.severity,
         summary=entry.title,
         ranks=(rank,),
-        place=_find_place(error.traceback if error is not None else "") or _find_crash_place(last_lines),
+        place=_find_place(traceback) or _find_crash_place(last_lines),
         evidence=(_shorten(said),),
         why=" ".join(entry.section("What it means").partition("\n\n")[0].split()),
         fix=f"{entry.first_fix}.",
         source=f"ddpilot explain {entry.code}",
     )
+
+
+def _find_in_chain(traceback: str) -> tuple[tuple[Entry, ...], str, str]:
+    """Of the errors that led to the one that was raised the last that a page knows: its pages, words and traceback."""
+    parts = _NEXT_IN_CHAIN.split(traceback)[:-1]
+    for part in reversed(parts):
+        said = part.strip().rpartition("\n  ")[2].partition("\n")[2]
+        known = tuple(entry for entry in find_known(said) if entry.severity == "error")
+        if known:
+            return known, said, part
+    return (), "", ""
 
 
 def is_explained(known: Finding, recorded: Sequence[Finding]) -> bool:
@@ -61,6 +83,12 @@ def is_explained(known: Finding, recorded: Sequence[Finding]) -> bool:
         return not codes.isdisjoint({"DDP212", "DDP310"})
     has_cause = any(code.startswith(("DDP2", "DDP30")) and code != "DDP209" for code in codes)
     return known.code in _SAID_OF_DESYNC and has_cause
+
+
+def without_waits(findings: Sequence[Finding], known: Finding | None) -> list[Finding]:
+    """`findings`, without those that others wait where `known` says that a rank could not reach them."""
+    is_of_meeting = known is not None and known.code in _OF_MEETING
+    return [each for each in findings if not (is_of_meeting and each.code in _OF_WAITS)]
 
 
 def _find_place(traceback: str) -> Place | None:

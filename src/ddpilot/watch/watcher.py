@@ -23,7 +23,7 @@ from ddpilot.watch.deaths import OF_ENDS, find_cause_of_end
 from ddpilot.watch.enabling import GUARD_HOOK
 from ddpilot.watch.exchange import Exchange
 from ddpilot.watch.gathering import RankFacts
-from ddpilot.watch.known import find_known_error, is_explained
+from ddpilot.watch.known import find_known_error, is_explained, without_waits
 from ddpilot.watch.observer import Observer
 from ddpilot.watch.options import WatchOptions
 from ddpilot.watch.report import Report
@@ -166,6 +166,7 @@ class Watcher:
         ]
         view = facts_of(failed).error if failed is not None else None
         known = find_known_error(failed.rank, view, error.last_lines) if failed is not None else None
+        found, findings = without_waits(found, known), without_waits(findings, known)
         if known is not None and not is_explained(known, findings):
             findings.insert(0, known)
         error.findings = Findings(findings)

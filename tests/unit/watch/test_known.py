@@ -8,7 +8,7 @@ import sysconfig
 import pytest
 
 from ddpilot.findings.finding import Finding
-from ddpilot.watch.known import find_known_error, is_explained
+from ddpilot.watch.known import find_known_error, is_explained, without_waits
 from ddpilot.watch.view import ErrorView
 
 TRACEBACK = f"""Traceback (most recent call last):
@@ -35,6 +35,63 @@ def test_find_known_error_is_silent_about_what_no_page_knows() -> None:
     assert find_known_error(0, ErrorView(type_name="KeyError", message="'label'", traceback=TRACEBACK)) is None
 
 
+CHAIN = """Traceback (most recent call last):
+  File "train.py", line 31, in connect
+    dist.init_process_group("gloo", timeout=timeout)
+  File "<frozen torch>", line 190, in _create_c10d_store
+torch.distributed.DistNetworkError: The client socket has timed out after 3000ms while trying to connect to (head, 23).
+
+The above exception was the direct cause of the following exception:
+
+Traceback (most recent call last):
+  File "train.py", line 40, in main
+    connect(url)
+SetupError: no training after 2 attempts
+"""
+
+
+def test_an_error_that_was_raised_from_another_one_is_explained_by_that() -> None:
+    """With the line of the first one, also where the program has its own words for it."""
+    error = ErrorView(type_name="SetupError", message="no training after 2 attempts", traceback=CHAIN)
+    finding = find_known_error(0, error)
+    assert finding is not None
+    assert (finding.code, str(finding.place)) == (
+        "DDP104",
+        'train.py:31  dist.init_process_group("gloo", timeout=timeout)',
+    )
+    assert "timed out after 3000ms" in finding.evidence[0]
+
+
+NO_GUARD = "RuntimeError: An attempt has been made to start a new process before the current process has finished its"
+WRITTEN = (f"{NO_GUARD} bootstrapping phase.", "    idx, data = self._get_data()")
+
+
+@pytest.mark.parametrize(
+    ("type_name", "message", "code"),
+    [
+        ("RuntimeError", "DataLoader worker (pid(s) 29880) exited unexpectedly", "DDP111"),
+        ("CalledProcessError", "Command '['python', 'x.py']' returned non-zero exit status 1.", "DDP111"),
+        ("SystemExit", "", "DDP111"),
+        ("ValueError", "a label is missing", None),
+        ("RuntimeError", "Expected to mark a variable ready only once.", "DDP311"),
+    ],
+)
+def test_what_a_child_wrote_explains_an_error_that_only_says_that_it_ended(
+    type_name: str, message: str, code: str | None
+) -> None:
+    """And no other: what a rank wrote before it raised something of its own may be of anything."""
+    found = find_known_error(0, ErrorView(type_name=type_name, message=message, traceback=TRACEBACK), WRITTEN)
+    assert (found.code if found is not None else None) == code
+
+
+def test_a_worker_that_left_no_word_is_a_worker_that_ended() -> None:
+    """As one that the kernel has killed."""
+    message = "DataLoader worker (pid(s) 29880) exited unexpectedly"
+    found = find_known_error(0, ErrorView(type_name="RuntimeError", message=message, traceback=TRACEBACK), ("epoch 1",))
+    assert found is not None
+    assert found.code == "DDP607"
+
+
 @pytest.mark.parametrize(
     ("known", "recorded", "adds_nothing"),
     [
@@ -59,6 +116,16 @@ def test_what_was_recorded_goes_before_what_a_message_may_mean(
 ) -> None:
     """gloo says that sizes differ whatever ranks do not agree about."""
     assert is_explained(finding(known), [finding(code) for code in recorded]) is adds_nothing
+
+
+@pytest.mark.parametrize(("known", "left"), [("DDP104", ["DDP402"]), ("DDP110", ["DDP215", "DDP402"]), (None, None)])
+def test_waits_for_a_rank_that_could_not_reach_the_others_are_consequences(
+    known: str | None, left: list[str] | None
+) -> None:
+    """And are not shown beside the reason."""
+    recorded = [finding("DDP215"), finding("DDP402")]
+    kept = without_waits(recorded, finding(known) if known is not None else None)
+    assert [each.code for each in kept] == (["DDP215", "DDP402"] if left is None else left)
 
 
 def finding(code: str) -> Finding:

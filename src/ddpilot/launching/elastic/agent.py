@@ -25,7 +25,7 @@ from ddpilot.launching.elastic.nodes import NodeState
 from ddpilot.launching.elastic.options import RunOptions
 from ddpilot.launching.elastic.screen import Screen
 from ddpilot.launching.elastic.stopping import OutputClosedError
-from ddpilot.launching.failures import Failure, build_error, choose_failure
+from ddpilot.launching.failures import Failure, build_error, choose_failure, find_words_of_child
 
 _NEWS_GRACE_S = 2.0
 """How long a victim waits for the news that a rank of another node was the cause."""
@@ -167,11 +167,12 @@ class Agent(LocalElasticAgent):
     def _explain(self, chosen: Failure, worker_group: WorkerGroup) -> RankError:
         """What is known now of the failure of one rank."""
         victims = [each.rank for each in self._ranks.failures() if each.rank != chosen.rank and each.is_victim]
+        raised, last_lines = chosen.raised, self._screen.last_lines(chosen.rank)
         error = build_error(
             chosen,
             function_name=self._options.name,
             num_ranks=worker_group.workers[0].world_size,
-            last_lines=() if chosen.raised is not None else self._screen.last_lines(chosen.rank),
+            last_lines=last_lines if raised is None else find_words_of_child(raised, last_lines),
             victims=victims,
             returned=self._ranks.succeeded,
             is_script=True,
