@@ -8,12 +8,11 @@ import linecache
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
+from ddpilot.guard.importlib_bootstrap_like import Hook, Hooks, Wrapping, keep_dynamo_out
 from ddpilot.record.journal import JournalWriter
 from ddpilot.record.sites import SiteFinder, describe_site
-
-Hook = Callable[..., Any]
 
 
 class Probe(Protocol):
@@ -118,107 +117,7 @@ class Notes:
         function looks in.
         """
         present = getattr(owner, name)
-        wrapping: _Wrapping | None = getattr(present, "_ddpilot_wrapping", None)
+        wrapping: Wrapping | None = getattr(present, "_ddpilot_wrapping", None)
         if wrapping is None or wrapping.wrapper is not present or wrapping.owner is not owner:
-            wrapping = _Wrapping(owner, name)
-        return wrapping.add(_Hooks(self, before, after, after or raised), aliases)
-
-
-class _Hooks(NamedTuple):
-    """What one probe does around a function."""
-
-    notes: Notes
-    before: Hook | None
-    returned: Hook | None
-    raised: Hook | None
-
-
-class _Wrapping:
-    """The one wrapper of `owner.name`, whatever number of probes looks at it: each more would cost every call.
-
-    Probes look as if each had wrapped the function once more: the newest comes first before it, and last after it.
-    """
-
-    def __init__(self, owner: Any, name: str) -> None:
-        self.owner = owner
-        self._name = name
-        self._original = getattr(owner, name)
-        self._places: list[Any] = []
-        self._hooks: tuple[_Hooks, ...] = ()
-        self.wrapper = self._make()
-
-    def add(self, hooks: _Hooks, aliases: Sequence[Any]) -> Callable[[], None]:
-        """Call `hooks` too; returns what ends that."""
-        self._hooks = (hooks, *self._hooks)
-        for one in (self.owner, *aliases):
-            if getattr(one, self._name, None) is self._original:
-                setattr(one, self._name, self.wrapper)
-                self._places.append(one)
-
-        def undo() -> None:
-            self._hooks = tuple(each for each in self._hooks if each is not hooks)
-            while not self._hooks and self._places:
-                one = self._places.pop()
-                if getattr(one, self._name, None) is self.wrapper:  # somebody may have wrapped it once more
-                    setattr(one, self._name, self._original)
-
-        return undo
-
-    def _make(self) -> Any:
-        from torch._C._dynamo.eval_frame import set_eval_frame as set_compiler
-
-        original = self._original
-
-        @functools.wraps(original)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            hooks = self._hooks
-            tickets: list[Any] = []
-            # Within a compiled function torch's compiler would look into whatever is called from here.
-            compiler = set_compiler(None)
-            try:
-                for notes, before, _, _ in hooks:
-                    ticket = None
-                    if before is not None and not notes.is_off:
-                        try:
-                            ticket = before(*args, **kwargs)
-                        except Exception as error:  # noqa: BLE001 - said once, and never in the way of training
-                            notes.switch_off(error)
-                    tickets.append(ticket)
-            finally:
-                set_compiler(compiler)
-            result, returned = None, False
-            try:
-                result = original(*args, **kwargs)
-                returned = True
-            finally:
-                compiler = set_compiler(None)
-                try:
-                    for notes, _, after, raised in reversed(hooks):
-                        ticket = tickets.pop()
-                        if not returned:
-                            after = raised
-                        if after is not None and not notes.is_off:
-                            try:
-                                after(ticket, returned, result, *args, **kwargs)
-                            except Exception as error:  # noqa: BLE001 - as above
-                                notes.switch_off(error)
-                finally:
-                    set_compiler(compiler)
-            return result
-
-        keep_dynamo_out(wrapper)
-        wrapper._ddpilot_wrapping = self  # type: ignore[attr-defined]
-        return wrapper
-
-
-def keep_dynamo_out(function: Any) -> None:
-    """Let torch's compiler neither compile `function` nor look into it."""
-    import torch
-
-    function._torchdynamo_disable = True
-    eval_frame: Any = torch._C._dynamo.eval_frame
-    if hasattr(eval_frame, "set_code_exec_strategy"):
-        action = eval_frame._FrameAction
-        eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT))
-    else:  # torch 2.6 and 2.7
-        eval_frame.skip_code(function.__code__)
+            wrapping = Wrapping(owner, name)
+        return wrapping.add(Hooks(self, before, after, after or raised), aliases)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,10 @@ class Target:
         if number < 0:
             raise ValueError("negative")
         return 2 * number
+
+    def warn(self) -> None:
+        """About the line that calls it."""
+        warnings.warn("double it by yourself", FutureWarning, stacklevel=2)
 
 
 class CountingProbe:
@@ -125,6 +130,22 @@ def test_several_probes_share_one_wrapper(tmp_path: Path) -> None:
     undo[1]()
     assert Target.double is original
     journal.close()
+
+
+def test_a_warning_of_what_is_looked_at_names_the_users_line(tmp_path: Path) -> None:
+    """As without guard; and a second line that is warned about is warned about, too."""
+    journal = JournalWriter(tmp_path / "journal", rank=0)
+    notes = Notes("warnings", journal, rank=0, finder=SiteFinder(torch="/nowhere", ours="/nowhere"), tell=print)
+    undo = notes.around(Target, "warn", before=lambda *_: None)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(2):
+            Target().warn()
+        Target().warn()
+    undo()
+    journal.close()
+    here = test_a_warning_of_what_is_looked_at_names_the_users_line.__code__
+    assert [(each.filename, each.lineno - here.co_firstlineno) for each in caught] == [(__file__, 8), (__file__, 9)]
 
 
 @pytest.mark.usefixtures("loaded")

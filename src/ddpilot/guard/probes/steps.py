@@ -16,7 +16,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from ddpilot.guard.probe import Notes, keep_dynamo_out
+from ddpilot.guard.importlib_bootstrap_like import keep_dynamo_out
+from ddpilot.guard.probe import Notes
 from ddpilot.guard.probes.bypass_line import find_bypass_line
 from ddpilot.guard.probes.ddp_model import DdpModel
 from ddpilot.guard.probes.fingerprint import is_capturing
