@@ -208,6 +208,15 @@ def average_gathered_accuracies(folder: Path) -> None:
     assert sum(gathered) / 2 > 0
 
 
+def average_gathered_metrics(folder: Path) -> None:
+    """As objects with several of them by name, which are averaged one by one."""
+    gathered: list[Any] = [None, None]
+    correct, count = _evaluate()
+    mine = {"loss": torch.tensor(0.25), "accuracy": correct / count}
+    dist.all_gather_object(gathered, mine)
+    assert all(sum(each[name] for each in gathered) / 2 > 0 for name in mine)
+
+
 def show_gathered_accuracies(folder: Path) -> None:
     """Each by itself; and averaged with the counts as weights, which come in the same objects or in others."""
     each: list[Any] = [None, None]
@@ -223,6 +232,10 @@ def show_gathered_accuracies(folder: Path) -> None:
     dist.all_gather_object(accuracies, correct / count)
     dist.all_gather_object(counts, count)
     assert sum(accuracies) > 0
+    named: list[Any] = [None, None]
+    correct, count = _evaluate()
+    dist.all_gather_object(named, {"correct": correct, "loss": correct / count, "count": count})
+    assert sum(each["correct"] for each in named) / sum(each["count"] for each in named) > 0
 
 
 def _accuracy(weighted: bool) -> None:
@@ -513,7 +526,7 @@ FAILING = {
     "DDP403": (shuffle_by_rank, read_all_shuffled, split_by_rank),
     "DDP404": (train_unequally,),
     "DDP405": (evaluate_padded,),
-    "DDP406": (average_accuracies, average_gathered_accuracies),
+    "DDP406": (average_accuracies, average_gathered_accuracies, average_gathered_metrics),
     "DDP407": (drop_alike, drop_alike_compiled, augment_alike, augment_alike_in_workers, add_noise_alike),
     "DDP408": (normalise_few,),
     "DDP409": (divide_by_zero, take_root_of_zero, stop_at_a_bad_loss),

@@ -60,8 +60,8 @@ def divides_learning_rate(frame: FrameType) -> bool:
 def is_averaged(frame: FrameType, function: str, position: int, keyword: str) -> bool:
     """Whether the list that `function` is given on the line of `frame` is summed, or its mean is taken, as it is.
 
-    Without weights, that is: ``sum(them)``, ``mean(them)``, ``tensor(them).mean()``. The list is the argument at
-    `position`, or called `keyword`.
+    Without weights, that is: ``sum(them)``, ``mean(them)``, ``tensor(them).mean()``, or with ``one["name"] for one in
+    them`` instead. The list is the argument at `position`, or called `keyword`.
     """
     tree, first = parse_function(frame)
     line = frame.f_lineno - first + 1
@@ -83,7 +83,20 @@ def _first_name(call: ast.Call) -> str:
     """What ``f(name)``, or ``g(name).f()``, is asked of; empty for anything else."""
     if not call.args and isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Call):
         call = call.func.value
-    return str(getattr(call.args[0], "id", "")) if call.args else ""
+    if not call.args:
+        return ""
+    first = call.args[0]
+    if isinstance(first, ast.GeneratorExp | ast.ListComp) and _is_part_of_each(first):
+        first = first.generators[0].iter
+    return str(getattr(first, "id", ""))
+
+
+def _is_part_of_each(them: ast.GeneratorExp | ast.ListComp) -> bool:
+    """Whether `them` are ``one["name"] for one in ...``, all and with nothing else done to them."""
+    each, part = them.generators[0], them.elt
+    is_plain = len(them.generators) == 1 and not each.ifs and isinstance(each.target, ast.Name)
+    is_part = isinstance(part, ast.Subscript | ast.Attribute) and isinstance(part.value, ast.Name)
+    return is_plain and is_part and part.value.id == each.target.id  # type: ignore[attr-defined]
 
 
 def _loop_around(frame: FrameType) -> _Loop | None:

@@ -82,8 +82,8 @@ CHANGED = Cause(
     "DDP325",
     "parameters-differ",
     "parameters were the same on all ranks before, and gradients are: since then parameters, the optimizer's state or, "
-    "for a step, gradients were changed, loaded or zeroed on some ranks only, or on each with random numbers or data "
-    "of its own",
+    "for a step, gradients or learning rates were changed, loaded or zeroed on some ranks only, or on each with random "
+    "numbers or data of its own",
     "Change and load them on every rank alike, or broadcast them afterwards; look at what runs around this step on "
     "some ranks only, or at random",
 )

@@ -23,6 +23,7 @@ _REDUCING = ("all_reduce", "reduce", "all_gather", "gather", "all_gather_into_te
 _OF_OBJECTS = {"all_gather_object": (1, 0, "object_list"), "gather_object": (0, 1, "object_gather_list")}
 """Where each has its object and its list, and what the list is called."""
 _MAX_COLLECTED = 16
+_MAX_NAMED = 8
 _MAX_NODES = 64
 _MAX_DEPTH = 3
 _MAX_NOTED = 8
@@ -69,11 +70,13 @@ class ReductionEyes:
             found = self._position.evaluated
             if found is None or not self._counts(found):
                 return
-            value = _number_of(args[at] if len(args) > at else kwargs.get("obj"))
+            values = _numbers_of(args[at] if len(args) > at else kwargs.get("obj"))
             frame = self._notes.user_frame()
-            averages = value is not None and frame is not None and is_averaged(frame, name, position, keyword)
-            facts = {"op": name, "reduce": "", "numel": int(value is not None), "value": value, "averages": averages}
-            self._notes.write("collected", **found.key, **facts, samples=found.num_samples, site=self._notes.site())
+            averages = values != [None] and frame is not None and is_averaged(frame, name, position, keyword)
+            facts = {"op": name, "reduce": "", "averages": averages, **found.key, "samples": found.num_samples}
+            site = self._notes.site()
+            for value in values:
+                self._notes.write("collected", **facts, numel=int(value is not None), value=value, site=site)
 
         return begins
 
@@ -139,6 +142,14 @@ class ReductionEyes:
                 self._num_noted += 1
                 self._notes.write("on_graph", case="backward", losses=1, **facts)
         self._marked.clear()
+
+
+def _numbers_of(value: Any) -> list[float | None]:
+    """The one number that `value` is, or those in it by name; one None where it is, or holds, something else."""
+    if not isinstance(value, dict):
+        return [_number_of(value)]
+    numbers = [_number_of(one) for one in value.values()]
+    return [None] if None in numbers or not 0 < len(numbers) <= _MAX_NAMED else numbers
 
 
 def _number_of(value: Any) -> float | None:
