@@ -227,11 +227,12 @@ class Round:
             victims=others,
             returned=done,
         )
-        if chosen.is_victim and self._ranks.standing.dead:
-            gone = "; ".join(f"rank {rank} {reason}" for rank, reason in sorted(self._ranks.standing.dead.items()))
+        dead = self._ranks.standing.dead
+        if chosen.is_victim and dead:
+            gone = "; ".join(f"rank {rank} {reason}" for rank, reason in sorted(dead.items()))
             error.others = f"It needed a rank that is dead: {gone}. `restart` brings it back. {error.others}".rstrip()
-        if self._lookout is not None:
-            self._lookout.explain(error)
+        if self._lookout is not None and not (chosen.is_victim and dead.keys() - self._outcome.parts):
+            self._lookout.explain(error)  # not where the others have no group: how far each gets in it explains nothing
         self._fail(error)
 
     def _end_with(self, error: WatchError | None) -> None:

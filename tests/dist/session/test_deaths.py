@@ -120,6 +120,17 @@ def test_a_dead_rank_is_named_as_the_cause_of_what_follows(start: Start) -> None
     assert "`restart` brings it back" in str(caught.value)
 
 
+def test_what_follows_from_a_dead_rank_is_no_difference_between_the_others(start: Start) -> None:
+    """DDP's broadcast is over on some ranks and not on others when one dies: next they stand at different ones."""
+    session = start(4)
+    session.execute(MODEL + "step()\nimport os")
+    with pytest.raises(RankError, match="SIGKILL"):
+        session.execute("if rank == 1: os.kill(os.getpid(), 9)\nstep()")
+    with pytest.raises(RankError, match="It needed a rank that is dead: rank 1") as caught:
+        session.execute("step()")
+    assert not caught.value.findings, caught.value
+
+
 def test_the_end_of_the_rank_server_is_the_end_of_all_ranks_and_said(start: Start, view: Kept) -> None:
     """Nothing hangs, and a new session can be started."""
     from ddpilot.launching.local.client import server_pids
