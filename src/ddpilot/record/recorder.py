@@ -133,6 +133,11 @@ class Recorder:
         except Exception as error:  # noqa: BLE001 - said once, and never in the way of training
             self._fault(error)
 
+    @property
+    def is_outside(self) -> bool:
+        """Whether this process is in no group, as far as the last tick knows."""
+        return not self._was_in_group
+
     def _note_group(self, now_ns: int) -> None:
         if not self._has_been_in_group and self._has_used_group():
             self._has_been_in_group = self._was_in_group = True  # it may have come and gone between two ticks

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ddpilot.errors import RecordError
 from ddpilot.record import layout
+from ddpilot.record.connecting import ConnectNotes, connecting_path
 from ddpilot.record.pending import Asker
 from ddpilot.record.ring import RingWriter, draft_of, open_draft
 
@@ -39,13 +40,16 @@ class Recording:
     recorded, and why. `why_off`: why recording was not possible, else empty.
     """
 
-    def __init__(self, connection: Connection | None = None, why_off: str = "") -> None:
+    def __init__(
+        self, connection: Connection | None = None, why_off: str = "", notes: ConnectNotes | None = None
+    ) -> None:
         self.why_off = why_off
         self.source = connection.source if connection else ""
         self.left_out: Mapping[str, str] = connection.left_out if connection else {}
         self._pid = os.getpid()
         self._connection = connection
-        self._asker = Asker(connection.recorder.tick, ASK_INTERVAL_S) if connection else None
+        self._notes = notes
+        self._asker = Asker(self._tick, ASK_INTERVAL_S) if connection else None
         if connection:
             atexit.register(self._exit)
 
@@ -53,6 +57,14 @@ class Recording:
     def is_on(self) -> bool:
         """Whether collectives are recorded now."""
         return self._connection is not None
+
+    def _tick(self) -> None:
+        connection = self._connection
+        if connection is None:
+            return
+        connection.recorder.tick()
+        if self._notes is not None:
+            self._notes.tick(is_outside=connection.recorder.is_outside)
 
     def stop(self) -> None:
         """Stop recording and close the ring; the file stays. Idempotent, not collective, also done at exit."""
@@ -122,7 +134,7 @@ def start_recording(
         return _off(show, f"this torch cannot be watched ({connection})")
     ring.publish(_about(rank, torch.__version__, connection.source))
     os.replace(draft_of(path), path)
-    return Recording(connection)
+    return Recording(connection, notes=ConnectNotes(connecting_path(path.parent, rank)))
 
 
 def _make_ring(path: Path, num_records: int, page_bytes: int) -> RingWriter:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+from ddpilot.record.connecting import connecting_path
 from ddpilot.record.stacks import WATCH_SIGNAL, is_answering, stacks_path
 from ddpilot.watch.view import Frame, StackView
 
@@ -25,11 +26,14 @@ _TEXTLESS = ("Cell In[", "<")
 def take_stacks(folder: Path, pids: Mapping[int, int]) -> dict[int, StackView]:
     """The stack of the main thread of each rank in `pids` that answers within 0.3 s.
 
-    A rank that does not handle the signal is not asked: it would be ended by it.
+    A rank that does not handle the signal is not asked: it would be ended by it. One that connects to a store says by
+    itself where it is.
     """
     asked_ns = time.monotonic_ns()
-    waiting = {rank: pid for rank, pid in pids.items() if _ask(stacks_path(folder, rank), pid)}
-    found: dict[int, StackView] = {}
+    told = {rank: _read(connecting_path(folder, rank)) for rank in pids}
+    found = {rank: parse_stack(text, pids[rank], asked_ns) for rank, text in told.items() if text}
+    rest = {rank: pid for rank, pid in pids.items() if rank not in found}
+    waiting = {rank: pid for rank, pid in rest.items() if _ask(stacks_path(folder, rank), pid)}
     seen: dict[int, str] = {}
     while waiting and time.monotonic_ns() - asked_ns < ANSWER_LIMIT_S * 1e9:
         time.sleep(_PAUSE_S)

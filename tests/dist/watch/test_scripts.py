@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -168,3 +169,27 @@ def test_run_goes_on_when_the_disk_is_full(tmp_path: Path) -> None:
     assert "ddpilot: rank " in done.stderr
     assert "No space left on device" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+LATE = """
+import os, socket, time
+from datetime import timedelta
+import torch.distributed as dist
+
+rank = int(os.environ["RANK"])
+if rank == 0:
+    time.sleep(6)
+store = dist.TCPStore("127.0.0.1", int(os.environ["OWN_PORT"]), 2, rank == 0, timeout=timedelta(seconds=60))
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+dist.destroy_process_group()
+"""
+
+
+def test_a_rank_that_waits_for_a_store_to_come_is_not_interrupted(tmp_path: Path) -> None:
+    """torch takes a signal there for an error, and begins anew: it is looked at without one."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    done = run_script(LATE, tmp_path, module=RUN, env={**variables(tmp_path), "OWN_PORT": str(port)})
+    assert done.code == 0
+    assert "Interrupted" not in done.err + done.out
