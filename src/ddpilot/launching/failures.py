@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from ddpilot.errors import RankError, is_known
 from ddpilot.findings.catalog import find_cause, find_known, is_of_child
+from ddpilot.findings.in_ranks import fix_in_rank
 from ddpilot.findings.words import render_ranks
 from ddpilot.launching.contract import EXIT_REQUEUE
 from ddpilot.launching.crash import find_crash_line, tidy_lines
@@ -157,7 +158,7 @@ def _describe_known(raised: Raised | None, last_lines: Sequence[str]) -> str:
     if not known:
         return ""
     entry = known[0]
-    return f"{entry.first_fix} ({entry.code} {entry.name}: `ddpilot explain {entry.code}`)"
+    return f"{fix_in_rank(entry)} ({entry.code} {entry.name}: `ddpilot explain {entry.code}`)"
 
 
 def find_words_of_child(raised: Raised, last_lines: Sequence[str]) -> tuple[str, ...]:

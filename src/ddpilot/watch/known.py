@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from ddpilot.findings.catalog import Entry, find_cause, find_known
 from ddpilot.findings.finding import Finding, Place
+from ddpilot.findings.in_ranks import fix_in_rank
 from ddpilot.launching.crash import find_raised_line
 from ddpilot.watch.view import ErrorView
 
@@ -41,8 +42,8 @@ def find_known_error(rank: int, error: ErrorView | None, last_lines: Sequence[st
     known = find_cause(said, last_lines)
     if not known:
         known, said, traceback = _find_in_chain(traceback)
-    elif not find_known(said):
-        said = "\n".join(last_lines)  # where a child of the rank's, or C++, wrote what is wrong
+    elif not known[0].matches(said):  # a child of the rank's, or C++, wrote what is wrong
+        said = next((line for line in reversed(last_lines) if known[0].matches(line)), "\n".join(last_lines))
     if not known:
         return None
     entry = known[0]
@@ -55,7 +56,7 @@ def find_known_error(rank: int, error: ErrorView | None, last_lines: Sequence[st
         place=_find_place(traceback) or _find_crash_place(last_lines),
         evidence=(_shorten(said),),
         why=" ".join(entry.section("What it means").partition("\n\n")[0].split()),
-        fix=f"{entry.first_fix}.",
+        fix=f"{fix_in_rank(entry)}.",
         source=f"ddpilot explain {entry.code}",
     )
 

@@ -136,15 +136,19 @@ def _callee(chain: Chain, at: Frame) -> str:
 def _look_deeper(behind: Side, ahead: Side, at: Frame, sources: Sources) -> Parting | None:
     """The others are in a call that the ranks `ahead` have come back from."""
     deeper = _below(behind.chain, at)
-    return find_end_parting(Side(behind.ranks, deeper), ahead, sources) if deeper else None
+    return _search_outwards(Side(behind.ranks, deeper), ahead, sources) if deeper else None
 
 
 def find_end_parting(here: Side, gone: Side, sources: Sources) -> Parting | None:
     """Why the ranks `gone` have come to the end while others are `here`: from the innermost call outwards."""
+    return _search_outwards(replace(here, chain=complete(here.chain, sources)), gone, sources)
+
+
+def _search_outwards(here: Side, gone: Side, sources: Sources) -> Parting | None:
     best: Parting | None = None
     outer: Parting | None = None
     swallowed: Parting | None = None
-    for frame in reversed(complete(here.chain, sources)):
+    for frame in reversed(here.chain):
         source = sources.find(frame)
         found = _parting_from_end(source, frame, here, gone) if source is not None else None
         if found is not None and found.guard is not None and found.guard.depends_on_rank:

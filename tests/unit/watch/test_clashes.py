@@ -915,6 +915,7 @@ def test_a_handler_in_what_the_loop_calls_is_named(source: str) -> None:
     (finding,) = analyze(view).findings
     assert (finding.code, finding.ranks) == ("DDP210", (1,))
     assert "`except MemoryError:` (train.py:4)" in finding.why
+    assert ("points of one loop" in finding.why) == (source is SWALLOWED)
 
 
 def test_the_loop_over_data_is_named_where_the_one_around_it_has_as_many_rounds_on_all_ranks() -> None:

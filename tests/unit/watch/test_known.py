@@ -82,6 +82,16 @@ def test_what_a_child_wrote_explains_an_error_that_only_says_that_it_ended(
     """And no other: what a rank wrote before it raised something of its own may be of anything."""
     found = find_known_error(0, ErrorView(type_name=type_name, message=message, traceback=TRACEBACK), WRITTEN)
     assert (found.code if found is not None else None) == code
+    assert found is None or code != "DDP111" or found.evidence == (f"{NO_GUARD} bootstrapping phase.",)
+
+
+def test_a_rank_that_was_started_is_not_told_to_be_started() -> None:
+    """Its launcher has set what is missing: the program has removed it."""
+    error = ErrorView(type_name="KeyError", message="'LOCAL_RANK'", traceback=TRACEBACK)
+    found = find_known_error(0, error)
+    assert found is not None
+    assert found.code == "DDP102"
+    assert found.fix.startswith("The launcher has set RANK, LOCAL_RANK, WORLD_SIZE")
 
 
 def test_a_worker_that_left_no_word_is_a_worker_that_ended() -> None:
