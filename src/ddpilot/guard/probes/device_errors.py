@@ -90,8 +90,7 @@ def _is_file(file: str, frame: FrameType) -> bool:
 def _names_by_device(frame: FrameType, text: str) -> dict[str, list[str]]:
     """Tensors and modules that the line names, by device; of modules their parameters and buffers."""
     found: dict[str, list[str]] = {}
-    for name in dict.fromkeys(_NAME.findall(text)):
-        value = _resolve(frame, name)
+    for name, value in dict(_find(frame, path) for path in _NAME.findall(text)).items():
         is_module = isinstance(value, torch.nn.Module)
         if is_module:
             tensors = [*value.named_parameters(), *value.named_buffers()]
@@ -104,6 +103,15 @@ def _names_by_device(frame: FrameType, text: str) -> dict[str, list[str]]:
             whole = [f"{name} ({len(names)} tensor{'s' * (len(names) > 1)})"]
             found.setdefault(device, []).extend(whole if is_module and len(by_device) == 1 else names[:20])
     return found
+
+
+def _find(frame: FrameType, path: str) -> tuple[str, Any]:
+    """What `path` is, with its name; of ``output.softmax``, which is a method of a tensor's, the tensor."""
+    value = _resolve(frame, path)
+    owner = path.rpartition(".")[0]
+    if value is None and isinstance(tensor := _resolve(frame, owner), torch.Tensor):
+        return owner, tensor
+    return path, value
 
 
 def _resolve(frame: FrameType, path: str) -> Any:

@@ -49,6 +49,12 @@ def forget_the_weights() -> None:
     criterion(output, target)
 
 
+def forget_the_scale() -> None:
+    """Of what a method gives."""
+    logits, scale = torch.ones(2, 4), torch.ones(4, device="meta")
+    print(logits.log_softmax(-1) * scale)
+
+
 def divide_by_zero() -> None:
     """Another error."""
     print(1 / 0)
@@ -61,6 +67,7 @@ def divide_by_zero() -> None:
         (forget_the_mask, {"cpu": ["hidden"], "meta": ["self.mask"]}),
         (forget_the_target, {"cpu": ["output"], "meta": ["target"]}),
         (forget_the_weights, {"cpu": ["output", "target"], "meta": ["criterion (1 tensor)"]}),
+        (forget_the_scale, {"cpu": ["logits"], "meta": ["scale"]}),
         (divide_by_zero, None),
     ],
 )
