@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from ddpilot.guard.probes.bypass_call import BypassCalls
 from ddpilot.guard.probes.gradients import Looks, look_at_gradients
 from ddpilot.guard.probes.groups import describe_group
 from ddpilot.guard.probes.reductions import Reductions
@@ -36,6 +37,8 @@ class DdpModel:
         self.why_local = ""
         """Why the newest gradients were not reduced; empty where they were."""
         self.why_site: dict[str, Any] = {}
+        self.bypasses: BypassCalls | None = None
+        """Where it is called past its wrapper, once it has been."""
         self.no_sync_site: dict[str, Any] = {}
         self.without_effect: dict[str, Any] = {}
         """Where `no_sync` was around a backward alone."""

@@ -18,7 +18,7 @@ from torch.optim.optimizer import (
 
 from ddpilot.guard.importlib_bootstrap_like import keep_dynamo_out
 from ddpilot.guard.probe import Notes
-from ddpilot.guard.probes.bypass_line import find_bypass_line
+from ddpilot.guard.probes.bypass_call import BypassCalls
 from ddpilot.guard.probes.ddp_model import DdpModel
 from ddpilot.guard.probes.fingerprint import is_capturing
 from ddpilot.guard.probes.groups import Eras, describe_group, find_world
@@ -161,12 +161,11 @@ class StepProbe:
         model.why_site = model.no_sync_site
         if "no_sync" in why:
             return
-        frame = self._notes.user_frame()
-        model.why_site = self._notes.site(frame)
-        if why == "bypass" and frame is not None:
-            line = find_bypass_line(frame, model.ddp)
-            if line is not None:
-                model.why_site = self._notes.site(frame, line)
+        if why == "bypass":
+            model.bypasses = model.bypasses or BypassCalls(self._notes)
+            model.why_site = model.bypasses.find(model.ddp)
+        else:
+            model.why_site = self._notes.site()
 
     def _loaded(self, _: None, returned: bool, __: object, module: Any, *_args: Any, **_kwargs: Any) -> None:
         if returned:

@@ -45,7 +45,7 @@ def tell_divergence(
         severity="warning" if cause is causes.NEVER_WRAPPED or may_be_meant else "error",
         summary=_summary(first, proof, skipped),
         ranks=tuple(ranks),
-        place=place_of(_site(cause, comparison, first)),
+        place=place_of(_site(cause, comparison, first, proof)),
         evidence=tuple(_evidence(cause, comparison, first, proof)),
         why=cause.why,
         fix=cause.fix,
@@ -130,13 +130,16 @@ def _say_events(events: Mapping[int, str]) -> list[str]:
     ]
 
 
-def _site(cause: Cause, comparison: Comparison, first: Moment) -> Any:
+def _site(cause: Cause, comparison: Comparison, first: Moment, proof: Moment) -> Any:
     unit = next(iter(comparison.units.values()))
     if cause is causes.PARAMETERS:
         loads = [entry.values["site"] for _, entry in sorted(comparison.loads.items())]
         return (loads[0] if loads else unit["made"]) or unit["site"]
     if cause in causes.LOCAL.values():
-        guilty = next((step.values for _, step in sorted(first.steps.items()) if step.values.get("why")), {})
+        # A call past DDP may be known by its own line only since the second one.
+        steps = [step for moment in (proof, first) for _, step in sorted(moment.steps.items())]
+        known = {step.values.get("why") for step in first.steps.values()} - {None}
+        guilty = next((step.values for step in steps if step.values.get("why") in known), {})
         return (guilty.get("site" if guilty.get("why") == "no_sync" else "at")) or unit["site"]
     if cause in (causes.LATE, causes.MOVED):
         return unit["made"] or unit["site"]

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Find where a model is called past its DDP wrapper, once it is known to be: in the source, or by waiting for it."""
+
+from __future__ import annotations
+
+import sys
+from types import CodeType, FrameType
+from typing import Any
+
+from torch import is_grad_enabled, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpilot.guard.probe import Notes
+from ddpilot.guard.probes.bypass_line import find_bypass_line
+
+_MAX_LINES = 64
+_MAX_LOOKS = 256
+
+
+class BypassCalls:
+    """Gives the line of such calls of one model; costs nothing before the first backward that is one's.
+
+    Where the function that calls backward has no such call, it was in another, which has returned: the next one is
+    waited for with hooks on the model's parts, which are taken off again when it has come.
+    """
+
+    def __init__(self, notes: Notes) -> None:
+        self._notes = notes
+        self._lines: dict[tuple[CodeType, int], int | None] = {}
+        self._site: dict[str, Any] = {}
+        self._handles: list[Any] = []
+        self._has_waited = False
+        self._num_looks = 0
+
+    def find(self, ddp: Any) -> dict[str, Any]:
+        """The user's line for the backward that runs just now: of the call, else of the backward itself."""
+        frame = self._notes.user_frame()
+        line = self._find_line(frame, ddp) if frame is not None else None
+        if line is not None:
+            return self._notes.site(frame, line)
+        if not self._has_waited:
+            self._has_waited = True
+            self._wait(ddp.module)
+        return self._site or self._notes.site(frame)
+
+    def _find_line(self, frame: FrameType, ddp: Any) -> int | None:
+        key = frame.f_code, frame.f_lineno
+        if key not in self._lines:  # to read the source takes milliseconds, and it may be asked in every step
+            if len(self._lines) >= _MAX_LINES:
+                return None
+            self._lines[key] = find_bypass_line(frame, ddp)
+        return self._lines[key]
+
+    def _wait(self, inner: nn.Module) -> None:
+        parts = list(inner.modules())
+        if any(_is_compiled(part) for part in parts):
+            return  # it would be compiled again
+        called = self._notes.safely(self._called)
+        self._handles = [part.register_forward_pre_hook(called) for part in (inner, *inner.children())]
+        self._inside = frozenset(map(id, parts))
+
+    def _called(self, _: nn.Module, __: Any) -> None:
+        self._num_looks += 1
+        if is_grad_enabled() and not self._site and (frame := self._find_caller(sys._getframe(1))) is not None:
+            self._site = self._notes.site(frame)
+        if self._site or self._num_looks == _MAX_LOOKS:
+            for handle in self._handles:
+                handle.remove()
+
+    def _find_caller(self, frame: FrameType | None) -> FrameType | None:
+        """Whose call `frame` came from into the model; None where that is DDP."""
+        caller = None
+        while frame is not None:
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, DistributedDataParallel):
+                return None
+            if id(owner) in self._inside:
+                caller = frame.f_back
+            frame = frame.f_back
+        return caller
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
