@@ -15,10 +15,10 @@ _STATES: tuple[Literal["begun", "done", "failed", "unknown"], ...] = ("begun", "
 
 
 class Decoder:
-    """Decodes the records of one ring, whose two pages of facts are `pages`."""
+    """Decodes the records of one ring. `read` gives so many bytes from a place in its two pages of facts on."""
 
-    def __init__(self, pages: memoryview, page_bytes: int) -> None:
-        self._pages = pages
+    def __init__(self, read: Callable[[int, int], bytes], page_bytes: int) -> None:
+        self._read = read
         self._page_bytes = page_bytes
         self._facts: dict[int, dict[str, Any]] = {}
         self._values: dict[tuple[Any, int], Any] = {}
@@ -26,7 +26,7 @@ class Decoder:
     def fact(self, ref: int) -> dict[str, Any]:
         """What `ref` refers to; empty where that is nothing, or has been overwritten."""
         if ref not in self._facts:
-            self._facts[ref] = layout.unpack_fact(self._pages, self._page_bytes, ref) or {}
+            self._facts[ref] = layout.unpack_fact(self._read, self._page_bytes, ref) or {}
         return self._facts[ref]
 
     def decode(self, body: layout.Body, words: memoryview) -> Collective:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from ddpilot.errors import RecordError
 from ddpilot.record.forks import ForkGuard
+from ddpilot.record.pieces import DAMAGES, Pieces
 from ddpilot.record.ring import map_file
 
 MAGIC = b"DDPJRNL\n"
@@ -169,34 +170,38 @@ class JournalWriter:
 def read_journal(path: str | os.PathLike[str], after: int = 0) -> Journal:
     """What the journal holds after the entry with the index `after`.
 
-    May be called at any time. Raises `RecordError` where the file is no journal, or one of another version or kind of
-    machine; `OSError` where it cannot be read: `FileNotFoundError` until the rank has made it.
+    May be called at any time. Raises `RecordError` where the file is no journal, one of another version or kind of
+    machine, or damaged; `OSError` where it cannot be read: `FileNotFoundError` until the rank has made it.
     """
     with open(path, "rb", buffering=0) as file:
-        head = file.read(_HEADER_BYTES)
-        if len(head) < _HEADER_BYTES or not head.startswith(MAGIC):
-            raise _refuse(path, f"{len(head)} bytes that start with {head[:8]!r}, which is no journal")
-        _, version, order, page_bytes, rank, pid = _HEAD.unpack_from(head)
-        size = os.fstat(file.fileno()).st_size
-        if (version, order, size) != (VERSION, _BYTE_ORDER, _size_of(page_bytes)):
-            raise _refuse(path, f"a journal of version {version}, byte order {order:#x} and {size} bytes")
-        words = memoryview(head).cast("Q")
-        found: dict[int, Entry] = {}
-        if words[_NUM_WRITTEN] > after:
-            # Mapped, since most often a few lines are new: to read all of it takes a hundred times as long.
-            with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as mapped:
-                for at in (_HEADER_BYTES, _HEADER_BYTES + page_bytes):
-                    found |= {entry.index: entry for entry in _entries(mapped, words, (at, page_bytes), after)}
-                found |= {entry.index: entry for entry in _read_steps(mapped, words, size, after)}
+        try:
+            return _read(Pieces(file), path, after)
+        except DAMAGES as error:
+            raise _refuse(path, f"a damaged journal ({type(error).__name__}: {error})") from error
+
+
+def _read(pieces: Pieces, path: str | os.PathLike[str], after: int) -> Journal:
+    head, size = pieces.read(0, _HEADER_BYTES), pieces.size
+    if len(head) < _HEADER_BYTES or not head.startswith(MAGIC):
+        raise _refuse(path, f"{len(head)} bytes that start with {head[:8]!r}, which is no journal")
+    _, version, order, page_bytes, rank, pid = _HEAD.unpack_from(head)
+    if (version, order, size) != (VERSION, _BYTE_ORDER, _size_of(page_bytes)):
+        raise _refuse(path, f"a journal of version {version}, byte order {order:#x} and {size} bytes")
+    words = memoryview(head).cast("Q")
+    found: dict[int, Entry] = {}
+    if words[_NUM_WRITTEN] > after:
+        for at in (_HEADER_BYTES, _HEADER_BYTES + page_bytes):
+            found |= {entry.index: entry for entry in _entries(pieces, words, (at, page_bytes), after)}
+        found |= {entry.index: entry for entry in _read_steps(pieces, words, size, after)}
     entries = tuple(found[index] for index in sorted(found))
     newest = max(words[_NUM_WRITTEN], entries[-1].index if entries else 0)
     return Journal(rank, pid, entries, max(0, newest - after - len(entries)), words[_CLOSED_NS] or None)
 
 
-def _entries(mapped: mmap.mmap, words: memoryview, page: tuple[int, int], after: int) -> Iterator[Entry]:
+def _entries(pieces: Pieces, words: memoryview, page: tuple[int, int], after: int) -> Iterator[Entry]:
     """What follows `after` in the `page` that begins there and has so many bytes."""
     begin, end = page[0], sum(page)
-    mark = mapped[begin : begin + 4]
+    mark = pieces.read(begin, 4)
     (number,) = struct.unpack("=I", mark)
     if number >> 16 != _MARK >> 16:
         return
@@ -204,14 +209,24 @@ def _entries(mapped: mmap.mmap, words: memoryview, page: tuple[int, int], after:
         end = words[_END]  # what follows is empty, or older, and takes milliseconds to look through
     # Of a page that was started over, some of them are gone.
     starts = reversed(_starts(words, page, after))
-    at = next((at for index, at in starts if at < end and _unpack(mapped, at, number)[:2] == (True, index)), begin)
-    while begin <= at <= end - _ENTRY_BYTES:
-        is_whole, index, text = _unpack(mapped, at, number)
+    first = next((at for index, at in starts if at < end and _is_at(pieces, at, end, number, index)), begin)
+    data, at = pieces.read(first, end - first), 0
+    while 0 <= at <= len(data) - _ENTRY_BYTES:
+        is_whole, index, text = _unpack(data, at, number)
         if is_whole and index > after:
             kind, values = json.loads(text)
-            yield Entry(index, _WHEN.unpack_from(mapped, at + _START.size)[1], kind, values)
+            yield Entry(index, _WHEN.unpack_from(data, at + _START.size)[1], kind, values)
         # One that is just being written, or whose writing a signal cut short, may have others behind it.
-        at = at + _ENTRY_BYTES + len(text) + 7 & ~7 if is_whole else mapped.find(mark, at + 8, end)
+        at = at + _ENTRY_BYTES + len(text) + 7 & ~7 if is_whole else data.find(mark, at + 8)
+
+
+def _is_at(pieces: Pieces, at: int, end: int, number: int, index: int) -> bool:
+    """Whether the entry `index` begins at `at`."""
+    start = pieces.read(at, _ENTRY_BYTES)
+    if len(start) < _ENTRY_BYTES:
+        return False
+    num_bytes = _ENTRY_BYTES + int(_START.unpack_from(start)[1])
+    return at + num_bytes <= end and _unpack(pieces.read(at, num_bytes), 0, number)[:2] == (True, index)
 
 
 def _starts(words: memoryview, page: tuple[int, int], after: int) -> list[tuple[int, int]]:
@@ -220,22 +235,22 @@ def _starts(words: memoryview, page: tuple[int, int], after: int) -> list[tuple[
     return sorted((index, at) for index, at in known if index <= after and page[0] <= at < sum(page))
 
 
-def _unpack(mapped: mmap.mmap, at: int, number: int) -> tuple[bool, int, bytes]:
+def _unpack(data: bytes, at: int, number: int) -> tuple[bool, int, bytes]:
     """Whether the entry at `at` is whole and of the page's generation, its index, and its text."""
-    found, length, crc = _START.unpack_from(mapped, at)
+    found, length, crc = _START.unpack_from(data, at)
     start = at + _ENTRY_BYTES
-    when = mapped[at + _START.size : start]
-    text = mapped[start : start + length]
+    when = data[at + _START.size : start]
+    text = data[start : start + length]
     is_whole = len(text) == length and found == number and zlib.crc32(text, zlib.crc32(when, number & 0xFFFF)) == crc
     return is_whole, _WHEN.unpack(when)[0], text
 
 
-def _read_steps(mapped: mmap.mmap, words: memoryview, size: int, after: int) -> Iterator[Entry]:
+def _read_steps(pieces: Pieces, words: memoryview, size: int, after: int) -> Iterator[Entry]:
     """The ordinary steps that follow `after`, newest first."""
     newest = words[_NUM_STEPS]
     for number in range(newest, max(0, newest - NUM_STEPS), -1):
         at = size - (NUM_STEPS - (number - 1) % NUM_STEPS) * _STEP.size
-        index, time_ns, unit, count, sequence_number, events, again = _STEP.unpack_from(mapped, at)
+        index, time_ns, unit, count, sequence_number, events, again = _STEP.unpack(pieces.read(at, _STEP.size))
         if index == again:  # else it is just being written over
             if index <= after:
                 return

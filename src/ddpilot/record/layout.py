@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import struct
 import zlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 MAGIC = b"DDPRING\n"
@@ -51,6 +52,8 @@ REDUCE_OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PRE
 
 CRC = struct.Struct("=I")
 _FACT = struct.Struct("=II")
+_USUAL_FACT_BYTES = 1024
+"""Most facts are smaller."""
 FACT_START = 8
 
 
@@ -98,14 +101,22 @@ def reference(generation: int, place: int) -> int:
     return (generation & 0xFFFF) << 16 | place >> 3
 
 
-def unpack_fact(pages: memoryview, page_bytes: int, ref: int) -> dict[str, Any] | None:
-    """The fact that `ref` stands for; None where it has been overwritten since."""
+def unpack_fact(read: Callable[[int, int], bytes], page_bytes: int, ref: int) -> dict[str, Any] | None:
+    """The fact that `ref` stands for; None where it has been overwritten since.
+
+    `read` gives so many bytes from a place in the pages on, fewer where they end.
+    """
     generation, place = ref >> 16, (ref & 0xFFFF) << 3
-    page = pages[generation % 2 * page_bytes :][:page_bytes]
     if not ref or place + _FACT.size > page_bytes:
         return None
-    length, checksum = _FACT.unpack_from(page, place)
-    text = bytes(page[place + _FACT.size :][:length])  # a copy: the writer may be at it
+    start, room = generation % 2 * page_bytes + place, page_bytes - place
+    piece = read(start, min(_USUAL_FACT_BYTES, room))  # a copy: the writer may be at it
+    if len(piece) < _FACT.size:
+        return None
+    length, checksum = _FACT.unpack_from(piece)
+    if length > len(piece) - _FACT.size:
+        piece = read(start, min(_FACT.size + length, room))
+    text = piece[_FACT.size : _FACT.size + length]
     if len(text) != length or zlib.crc32(text, generation) != checksum:
         return None
     fact: dict[str, Any] = json.loads(text)

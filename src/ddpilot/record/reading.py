@@ -4,15 +4,16 @@
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import zlib
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ddpilot.errors import RecordError
 from ddpilot.record import layout
 from ddpilot.record.decoding import Decoder
 from ddpilot.record.log import RankLog
+from ddpilot.record.pieces import DAMAGES, Pieces
 
 _FROM_ABOUT = ("rank", "pid", "host", "torch", "source", "started_ns", "started_unix_ns")
 
@@ -21,22 +22,28 @@ def read_ring(path: str | os.PathLike[str], *, after: int = 0, newest: int | Non
     """What the ring holds: all of it, or only what follows the record with the index `after`, or the `newest` records.
 
     May be called at any time: a record that is just being written is left out and counted. Raises `RecordError` where
-    the file is no ring, one of another version or of another kind of machine, or cut off; `OSError` where it cannot be
-    read: `FileNotFoundError` until the rank has begun to record.
+    the file is no ring, one of another version or of another kind of machine, cut off or damaged; `OSError` where it
+    cannot be read: `FileNotFoundError` until the rank has begun to record.
     """
-    data = _map(path)
-    head = _read_head(data, os.fspath(path))
-    records = data[layout.HEADER_BYTES :][: head.num_records * layout.RECORD_BYTES]
-    decoder = Decoder(data[layout.HEADER_BYTES + len(records) :], head.page_bytes)
-    words = data[: layout.ABOUT_AT].cast("Q")
+    name = os.fspath(path)
+    with open(path, "rb", buffering=0) as file:
+        try:
+            return _read(Pieces(file), name, after, newest)
+        except DAMAGES as error:
+            raise _refuse(name, f"a damaged flight ring ({type(error).__name__}: {error})", "") from error
+
+
+def _read(pieces: Pieces, name: str, after: int, newest: int | None) -> RankLog:
+    start = memoryview(pieces.read(0, layout.HEADER_BYTES))
+    head = _read_head(start, pieces.size, name)
+    pages_at = layout.HEADER_BYTES + head.num_records * layout.RECORD_BYTES
+    decoder = Decoder(lambda at, num_bytes: pieces.read(pages_at + at, num_bytes), head.page_bytes)
+    words = start[: layout.ABOUT_AT].cast("Q")
     if newest is not None:
         after = max(after, words[layout.NUM_BEGUN] - newest)
     collectives = []
     num_torn = 0
-    for slot in _slots_after(after, words[layout.NUM_BEGUN], head.num_records):
-        record = memoryview(
-            bytes(records[slot * layout.RECORD_BYTES :][: layout.RECORD_BYTES])
-        )  # a copy: it may change
+    for record in _records(pieces, _slots_after(after, words[layout.NUM_BEGUN], head.num_records)):
         body = layout.unpack_body(record)
         if body is None:
             num_torn += any(record)
@@ -59,12 +66,12 @@ def read_ring(path: str | os.PathLike[str], *, after: int = 0, newest: int | Non
     )
 
 
-def _map(path: str | os.PathLike[str]) -> memoryview:
-    """The file as it is at each moment: copying all of a ring takes longer than reading what is new in it."""
-    with open(path, "rb") as file:
-        if not os.fstat(file.fileno()).st_size:
-            return memoryview(b"")
-        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+def _records(pieces: Pieces, slots: Sequence[range]) -> Iterator[memoryview]:
+    for each in slots:
+        at, num_bytes = layout.HEADER_BYTES + each.start * layout.RECORD_BYTES, len(each) * layout.RECORD_BYTES
+        data = memoryview(pieces.read(at, num_bytes))
+        for start in range(0, len(data) - layout.RECORD_BYTES + 1, layout.RECORD_BYTES):
+            yield data[start : start + layout.RECORD_BYTES]
 
 
 class _Head(NamedTuple):
@@ -73,9 +80,9 @@ class _Head(NamedTuple):
     about: dict[str, Any]
 
 
-def _read_head(data: memoryview, name: str) -> _Head:
+def _read_head(data: memoryview, size: int, name: str) -> _Head:
     if len(data) < layout.HEADER_BYTES or bytes(data[: len(layout.MAGIC)]) != layout.MAGIC:
-        raise _refuse(name, f"{len(data)} bytes that start with {bytes(data[:8])!r}, which is no flight ring", "")
+        raise _refuse(name, f"{size} bytes that start with {bytes(data[:8])!r}, which is no flight ring", "")
     _, version, order, header_bytes, record_bytes, num_records, page_bytes, about_bytes, about_crc = (
         layout.HEAD.unpack_from(data)
     )
@@ -89,8 +96,8 @@ def _read_head(data: memoryview, name: str) -> _Head:
     sizes = (header_bytes, record_bytes)
     if sizes != (layout.HEADER_BYTES, layout.RECORD_BYTES) or zlib.crc32(about) != about_crc:
         raise _refuse(name, "a flight ring with a damaged header", "")
-    if len(data) < num_bytes:
-        raise _refuse(name, f"{len(data)} bytes of a flight ring of {num_bytes}", "The file was cut off; copy it again")
+    if size < num_bytes:
+        raise _refuse(name, f"{size} bytes of a flight ring of {num_bytes}", "The file was cut off; copy it again")
     return _Head(num_records, page_bytes, json.loads(about))
 
 
@@ -98,9 +105,12 @@ def _refuse(name: str, found: str, fix: str) -> RecordError:
     return RecordError(f"reading the ring {name}", found=found, fix=fix or "Name the file that a rank records into")
 
 
-def _slots_after(after: int, num_begun: int, num_records: int) -> range | list[int]:
+def _slots_after(after: int, num_begun: int, num_records: int) -> Sequence[range]:
     # The writer counts a record after writing it, so that one more may be there; two with several threads.
     newest = num_begun + 8
     if newest - after >= num_records:
-        return range(num_records)
-    return [index % num_records for index in range(after + 1, newest + 1)]
+        return [range(num_records)]
+    if newest <= after:
+        return []
+    first, last = (after + 1) % num_records, newest % num_records
+    return [range(first, last + 1)] if first <= last else [range(first, num_records), range(last + 1)]

@@ -71,6 +71,7 @@ def explain_job(folder: Path, about: JobAbout) -> Report:
         *_without_told_ends(analysis.findings, saved),
     ]
     end = say_end(analysis, findings)
+    complaints = gatherer.complaints()
     unseen = tuple(r for r in range(about.world_size) if r not in view.ranks or view.ranks[r].log is None)
     return Report(
         job=about.id,
@@ -79,7 +80,7 @@ def explain_job(folder: Path, about: JobAbout) -> Report:
         findings=Findings(newest(findings)),
         status=analysis.status,
         unseen=unseen,
-        notes=(_describe_state(about, view), *dict.fromkeys((*(saved.notes if saved else ()), *end))),
+        notes=(_describe_state(about, view), *dict.fromkeys((*(saved.notes if saved else ()), *complaints, *end))),
     )
 
 

@@ -20,7 +20,8 @@ _GOES_ON = "DDP204"
 
 _FIXES = {
     "SIGKILL": "look whether memory was out (`dmesg | tail`): fewer DataLoader workers, smaller batches",
-    "SIGBUS": "look whether shared memory was full (`df /dev/shm`); see ddpilot explain DDP601",
+    "SIGBUS": "look whether shared memory was full (`df /dev/shm`), or a file that it had mapped was cut off; see "
+    "ddpilot explain DDP601",
     "SIGSEGV": "look at native code that it used last; the stack that Python's fault handler printed says where it was",
     "SIGABRT": "look at what it printed last: gloo and NCCL abort the process with a message",
 }

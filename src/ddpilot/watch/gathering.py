@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ddpilot.errors import RecordError
+from ddpilot.findings.words import render_ranks
 from ddpilot.record.hook import journal_path, ring_path
 from ddpilot.record.journal import Entry
 from ddpilot.record.log import RankLog
@@ -43,6 +44,7 @@ class Gatherer:
         self._journals = {rank: JournalReader(journal_path(folder, rank)) for rank in ranks}
         self._stacks: dict[int, StackView] = {}
         self._num_begun: dict[int, int] = {}
+        self._complained: set[tuple[int, str]] = set()
         self.sources: dict[str, str] = {}
         """Texts of the user's that lie in no file, by the name that lines have."""
         self.logs: dict[int, RankLog] = {}
@@ -51,6 +53,20 @@ class Gatherer:
     def read_entries(self) -> dict[int, tuple[Entry, ...]]:
         """By rank: what guard noted since the last call."""
         return {rank: entries for rank, journal in self._journals.items() if (entries := journal.read())}
+
+    def complaints(self) -> list[str]:
+        """Which files of ranks cannot be read any more, and why: each once."""
+        found: dict[tuple[str, str], list[int]] = {}
+        for rank, reader in self._readers.items():
+            journal = self._journals[rank]
+            what, fault = ("recording", reader.fault) if reader.fault else ("notes of guard", journal.fault)
+            if fault and (rank, what) not in self._complained:
+                self._complained.add((rank, what))
+                found.setdefault((what, fault), []).append(rank)
+        return [
+            f"the {what} of {render_ranks(ranks)} in {self._folder} cannot be read: {fault}"
+            for (what, fault), ranks in found.items()
+        ]
 
     def full_log(self, rank: int) -> RankLog | None:
         """All that the ring of `rank` holds, which takes milliseconds; None where it cannot be read."""

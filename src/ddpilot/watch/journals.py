@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ddpilot.errors import RecordError
 from ddpilot.record.journal import Entry, read_journal
+from ddpilot.watch.rings import describe_fault
 
 NUM_HELD = 512
 """Entries of a rank that stay in view."""
@@ -20,6 +21,8 @@ class JournalReader:
         self._path = path
         self._after = self._pid = 0
         self.held: deque[Entry] = deque(maxlen=NUM_HELD)
+        self.fault = ""
+        """Why there is nothing to read any more."""
 
     def read(self) -> tuple[Entry, ...]:
         """What is new since the last call; nothing where there is no journal (yet)."""
@@ -27,8 +30,10 @@ class JournalReader:
             journal = read_journal(self._path, after=self._after)
             if journal.pid != self._pid and self._after:  # the rank was started anew
                 journal = read_journal(self._path)
-        except (RecordError, OSError):
+        except (RecordError, OSError) as error:
+            self.fault = describe_fault(error, has_been_read=self._pid > 0)
             return ()
+        self.fault = ""
         entries = journal.entries
         self._after = max((entry.index for entry in entries), default=self._after if journal.pid == self._pid else 0)
         self._pid = journal.pid

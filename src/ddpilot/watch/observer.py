@@ -245,6 +245,8 @@ class Observer:
             self._exchange.tell(here, analysis, self._with_stacks)
             for complaint in self._exchange.complaints(here.now_ns):
                 self._note(complaint)
+        for complaint in self._gatherer.complaints():
+            self._note(f"{complaint}. Training goes on, less is seen of it")
         status = tuple(rename(line, self._labels) for line in analysis.status)
         return view, replace(analysis, findings=Findings(self._named(analysis.findings)), status=status)
 

@@ -25,6 +25,9 @@ _LATE_NS = 300_000_000
 _SETTLED_NS = 1_000_000_000
 """After so long the ends and the reduce-op of a collective that was over have been written."""
 
+_NUM_WRITERS = 7
+"""More records are not being written at one moment."""
+
 Key = tuple[str, int, int, tuple[int, ...]]
 """One incarnation of a group."""
 
@@ -36,6 +39,8 @@ class LogReader:
         self._path = path
         self._held: dict[int, Collective] = {}
         self._started_ns = self._read_ns = 0
+        self.fault = ""
+        """Why there is nothing to read any more; empty where there is, and before the rank has begun."""
 
     def read(self) -> RankLog | None:
         """The log with the collectives that are held, oldest first; None while there is none that can be read."""
@@ -45,8 +50,10 @@ class LogReader:
         self._read_ns = time.monotonic_ns()
         try:
             log = read_ring(self._path, after=after) if newest else read_ring(self._path, newest=NUM_HELD)
-        except (RecordError, OSError):
+        except (RecordError, OSError) as error:
+            self.fault = describe_fault(error, has_been_read=self._started_ns > 0)
             return None
+        self.fault = f"{log.num_torn} records are damaged" if log.num_torn > _NUM_WRITERS else ""
         if log.started_ns != self._started_ns:  # the rank was started anew
             self._held, self._started_ns = {}, log.started_ns
             log = read_ring(self._path, newest=NUM_HELD) if newest else log
@@ -68,6 +75,13 @@ class LogReader:
             is_settled = entry.state != "begun" and now_ns - entry.start_ns > _SETTLED_NS
             if is_settled and (entry.seq is None or entry.seq < passed.get(key_of(entry), -1)):
                 del self._held[index]
+
+
+def describe_fault(error: RecordError | OSError, *, has_been_read: bool) -> str:
+    """Why a file cannot be read that a rank writes; empty where it has not been made yet."""
+    if isinstance(error, FileNotFoundError):
+        return "the file is gone, deleted or moved away" if has_been_read else ""
+    return error.found if isinstance(error, RecordError) else str(error.strerror or error)
 
 
 def passed_by_all(logs: Iterable[RankLog]) -> dict[Key, int]:

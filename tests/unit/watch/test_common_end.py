@@ -134,3 +134,12 @@ def test_ends_that_nobody_saw_are_told_of_several_ranks_in_the_plural() -> None:
     gone = [alive(rank, log=rank.log(heartbeat_ns=105 * S), process=UNSEEN) for rank in writers[:2]]
     (finding,) = analyze(job([*gone, alive(writers[2])])).findings
     assert finding.summary == "ranks 0,1 ended without closing the recording, as by a signal or os._exit"
+
+
+def test_a_ring_that_is_damaged_is_said_afterwards(recorded: tuple[Path, JobAbout]) -> None:
+    """By who explains the job from its folder."""
+    folder, about = recorded
+    close_job(folder, about, is_clean=False)
+    ring_path(folder, 1).write_bytes(b"#" * 9000)
+    (note,) = [note for note in explain_job(folder, about).notes if "cannot be read" in note]
+    assert note.startswith(f"the recording of rank 1 in {folder} cannot be read: 9000 bytes that start with b'####")

@@ -4,21 +4,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from ddpilot.errors import RecordError
 from ddpilot.record import layout
-from ddpilot.record.hook import ring_path
+from ddpilot.record.hook import journal_path, ring_path
+from ddpilot.record.journal import JournalWriter, read_journal
 from ddpilot.record.reading import read_ring
 from ddpilot.record.ring import RingWriter
 from ddpilot.watch import gathering, rings
 from ddpilot.watch.gathering import Gatherer
 from ddpilot.watch.stall import analyze
-from tests.unit.record.rings import ABOUT, open_ring
+from tests.unit.record.rings import ABOUT, begin, open_ring
 
 S = 10**9
 PER_LOOK = 500
@@ -81,6 +85,10 @@ class Job:
     def look(self) -> list[str]:
         """The codes of what is found."""
         return [finding.code for finding in analyze(self._gatherer.gather({})).findings]
+
+    def complaints(self) -> list[str]:
+        """What is said of files that cannot be read."""
+        return self._gatherer.complaints()
 
     @property
     def num_held(self) -> int:
@@ -159,3 +167,85 @@ def test_memory_stays_flat_through_hours_of_collectives(job: Job) -> None:
         assert job.num_held <= early_held + 2 * PER_LOOK
         assert psutil.Process().memory_info().rss - early_bytes < 4 << 20
     assert [path.stat().st_size for path in job.folder.glob("*.ring")] == num_ring_bytes
+
+
+def cut_off(path: Path) -> None:
+    """Half of its last page stays."""
+    os.truncate(path, 3 * path.stat().st_size // 4 - 100)
+
+
+def overwrite(path: Path) -> None:
+    """All of it."""
+    noise = random.Random(0).randbytes(path.stat().st_size)
+    with path.open("r+b") as file:
+        file.write(noise)
+
+
+def overwrite_records(path: Path) -> None:
+    """The header stays as it was."""
+    with path.open("r+b") as file:
+        file.seek(layout.HEADER_BYTES)
+        file.write(random.Random(0).randbytes(8192 * layout.RECORD_BYTES))
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "deleted": (Path.unlink, "the file is gone, deleted or moved away"),
+    "cut off": (cut_off, "bytes of a flight ring of"),
+    "noise": (overwrite, "which is no flight ring"),
+    "noise in records": (overwrite_records, "records are damaged"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_ring_that_is_damaged_from_outside_is_said_once_and_is_no_finding(job: Job, damage: str) -> None:
+    """The other rank is read on."""
+    job.run(20)
+    assert job.look() == []
+    assert job.complaints() == []
+    change, said = DAMAGES[damage]
+    change(ring_path(job.folder, 1))
+    assert job.look() == []
+    (complaint,) = job.complaints()
+    assert complaint.startswith(f"the recording of rank 1 in {job.folder} cannot be read: ")
+    assert said in complaint
+    job.clock.now_ns += 10 * S
+    assert job.look() == []
+    assert job.complaints() == []
+    assert job.num_held >= 20
+
+
+def test_a_journal_that_is_damaged_is_said_once(tmp_path: Path) -> None:
+    """Before there is one, nothing is to be said."""
+    gatherer = Gatherer(tmp_path, 1, (0,), "job")
+    assert (gatherer.read_entries(), gatherer.complaints()) == ({}, [])
+    writer = JournalWriter(journal_path(tmp_path, 0), rank=0)
+    writer.write("step", {})
+    assert len(gatherer.read_entries()[0]) == 1
+    journal_path(tmp_path, 0).unlink()
+    complaints = [(gatherer.read_entries(), gatherer.complaints())[1] for _ in range(2)]
+    assert [len(each) for each in complaints] == [1, 0]
+    assert complaints[0][0].startswith(f"the notes of guard of rank 0 in {tmp_path} cannot be read: the file")
+    writer.close()
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_noise_anywhere_in_a_file_never_raises_anything_else(tmp_path: Path, seed: int) -> None:
+    """Of rings and journals, whatever of it is hit: what is read, or that it is damaged."""
+    chance = random.Random(seed)
+    ring, path = open_ring(tmp_path / "ring", num_records=64), tmp_path / "journal"
+    for number in range(80):
+        begin(ring, number, seq=number)
+    ring.close(1)
+    writer = JournalWriter(path, rank=0)
+    for number in range(200):
+        writer.write("thing", {"number": number})
+    writer.close()
+    for file in (tmp_path / "ring", path):
+        data = bytearray(file.read_bytes())
+        for _ in range(chance.choice((1, 20, 300))):
+            at = chance.choice((chance.randrange(8, 4096), chance.randrange(4096, len(data) - 64)))
+            size = chance.choice((1, 8, 64))
+            data[at : at + size] = chance.randbytes(size)
+        file.write_bytes(data)
+        with suppress(RecordError):
+            read_ring(file) if file.name == "ring" else read_journal(file)
