@@ -18,7 +18,7 @@ from torch.utils.data import dataloader as torch_loader
 from ddpilot.guard.probe import Notes
 from ddpilot.guard.probes.data.position import Given, Pass, Position
 from ddpilot.guard.probes.data.prints import fingerprint, num_rows_of, tensors_in
-from ddpilot.guard.probes.data.samplers import describe_loader, is_own, may_repeat
+from ddpilot.guard.probes.data.samplers import describe_loader, is_looked_at, may_repeat
 from ddpilot.guard.probes.data.schedule import is_due
 from ddpilot.guard.probes.data.sketch import Sketch
 
@@ -68,7 +68,7 @@ class LoaderEyes:
     def _begin(self, iterator: Any, loader: Any) -> None:
         self._passes.pop(iterator, None)
         self.current = None
-        if is_own(loader):
+        if not is_looked_at(loader):
             return
         site = self._notes.site()
         number = self._loaders.get(loader) or self._add_loader(loader, site)

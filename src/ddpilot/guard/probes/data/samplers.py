@@ -14,9 +14,12 @@ _SIZES = ("num_replicas", "world_size", "num_processes")
 _RANKS = ("rank", "process_index")
 
 
-def is_own(loader: Any) -> bool:
-    """Whether it is a part of ddpilot's own loaders, which divide samples by themselves."""
-    return type(loader.dataset).__module__.startswith("ddpilot.")
+def is_looked_at(loader: Any) -> bool:
+    """Whether its batches are: not of ddpilot's own loaders, which divide samples by themselves.
+
+    Nor of what only stands for a DataLoader in torch's iterators, as fastai's loaders do: it says nothing of its data.
+    """
+    return DataLoader in type(loader).__mro__ and not type(loader.dataset).__module__.startswith("ddpilot.")
 
 
 def describe_loader(loader: DataLoader[Any]) -> dict[str, Any]:

@@ -67,6 +67,32 @@ def test_nothing_is_left_where_the_probes_were(tmp_path: Path) -> None:
     assert [getattr(owner, name) for owner, name in WATCHED] == before
 
 
+def test_what_stands_for_a_loader_is_left_alone(tmp_path: Path) -> None:
+    """As fastai's does: torch's iterator takes anything that has what it asks for."""
+
+    class StandIn:
+        """What `_SingleProcessDataLoaderIter` needs, and no more."""
+
+        _IterableDataset_len_called = generator = collate_fn = None
+        _auto_collation = pin_memory = drop_last = persistent_workers = False
+        _dataset_kind, _index_sampler = torch_loader._DatasetKind.Iterable, range(3)
+        num_workers = timeout = 0
+        pin_memory_device = ""
+        dataset = ("a", "b", "c")
+
+        def _get_shared_seed(self) -> None:
+            """None is needed."""
+
+    said: list[str] = []
+    with guarded(tmp_path / "j", said):
+        stand_in: Any = StandIn()
+        stand_in.collate_fn = list
+        assert len(list(torch_loader._SingleProcessDataLoaderIter(stand_in))) == 3
+        assert [len(x) for (x,) in DataLoader(DATA, 5)] == [5, 5, 2]
+    assert said == []
+    assert len(read(tmp_path / "j", "loader_pass")) == 1
+
+
 def test_passes_are_noted_with_their_batches(tmp_path: Path) -> None:
     """Of a loader that is read twice, and of one that is left in the middle; also with the user's line."""
     loader = DataLoader(DATA, 5)
