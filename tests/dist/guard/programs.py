@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -251,6 +252,18 @@ def never_wrapped() -> None:
         loss.backward()
         optimizer.step()  # line: never_wrapped
         dist.all_reduce(loss.detach())
+
+
+def wrapper_thrown_away() -> None:
+    """A function makes it, and returns the model itself."""
+
+    def wrap(model: nn.Module) -> nn.Module:
+        DistributedDataParallel(model)  # line: wrapper_thrown_away
+        gc.collect()
+        return model
+
+    model = wrap(make_model())
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 def head_never_wrapped() -> None:
@@ -903,6 +916,7 @@ WRONG: Mapping[str, str] = {
     "no_sync_left_on": "DDP323",
     "no_sync_around_forward": "DDP323",
     "never_wrapped": "DDP324",
+    "wrapper_thrown_away": "DDP324",
     "head_never_wrapped": "DDP324",
     "never_wrapped_on_shards": "DDP324",
     "head_left_out_by_hand": "DDP320",

@@ -55,7 +55,10 @@ class DdpModel:
         self.ignored = {
             id(parameter) for name, parameter in ddp.module.named_parameters() if name in ddp.parameters_to_ignore
         }
+        # Not kept alive: of a wrapper that was thrown away unused, the program may go on with what it wrapped.
         trainable = [parameter for parameter in ddp.module.parameters() if id(parameter) in self.names]
+        self.first: Callable[[], Any] = weakref.ref(trainable[0]) if trainable else _nothing
+        """Gives its first trainable parameter; None when that is gone."""
         self.born = {id(parameter): (parameter.dtype, parameter.device) for parameter in trainable}
         spread = range(0, len(trainable), -(-len(trainable) // _MAX_SAMPLES) or 1)
         looks: Looks = getattr(compiled, "look_at_gradients", look_at_gradients)([trainable[at] for at in spread])
@@ -80,3 +83,7 @@ class DdpModel:
             name = getattr(hook, "__name__", type(hook).__name__)
             if name in _LOCAL_HOOKS or not str(getattr(hook, "__module__", "")).startswith(_HOOK_MODULES):
                 self.why_silent = f"hook {name}"
+
+
+def _nothing() -> None:
+    return None

@@ -105,6 +105,7 @@ class StepProbe:
 
     def _live_models(self) -> list[DdpModel]:
         if any(model.ddp is None for model in self._models):
+            self._units.drop(model for model in self._models if model.ddp is None)
             self._models = [model for model in self._models if model.ddp is not None]
         return self._models
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch.distributed as dist
@@ -91,6 +91,7 @@ class UnitBook:
         self._models = models
         # By id. A WeakKeyDictionary looks things up in Python, which costs every step.
         self._units: dict[int, tuple[weakref.ref[Optimizer], list[Unit]]] = {}
+        self._dropped: list[DdpModel] = []  # whose wrapper is gone, without one forward through it
         self._num_units = 0
         self._era = ""
         self._num_of_key: dict[str, int] = {}
@@ -99,6 +100,11 @@ class UnitBook:
         """Begin anew."""
         self._units.clear()
         self._num_of_key.clear()
+
+    def drop(self, models: Iterable[DdpModel]) -> None:
+        """The wrappers of `models` are gone."""
+        unused = [model for model in models if not {*"Ff"} & {*model.reductions.since(0)}]
+        self._dropped = [model for model in (*self._dropped, *unused) if model.first() is not None][-_MAX_OPTIMIZERS:]
 
     def step(self, optimizer: Optimizer, era: str) -> None:
         """Note that `optimizer` is about to take a step, in the default group that `era` names."""
@@ -223,7 +229,13 @@ class UnitBook:
             largest=max(parameter.numel() for parameter in parameters),
             site=self._notes.site(),
             made=unit.model.site if unit.model else {},
+            dropped={} if unit.model else self._find_dropped(parameters),
         )
+
+    def _find_dropped(self, parameters: list[Tensor]) -> dict[str, Any]:
+        """Where a model with some of `parameters` was wrapped, of which the wrapper is gone."""
+        found = (model.site for model in self._dropped if any(model.first() is one for one in parameters))
+        return next(found, {})
 
     def _names_of(self, optimizer: Optimizer, members: list[tuple[str, Tensor, bool]]) -> list[str]:
         found = find_parameter_names(optimizer, self._notes.user_frame())

@@ -101,6 +101,13 @@ NEVER_WRAPPED = Cause(
     "Wrap the model, `model = DistributedDataParallel(model)`, and call it through the wrapper; where each rank is "
     "meant to train a model of its own, as in cross-validation, begin with another seed on each, and nothing is said",
 )
+DROPPED = Cause(
+    NEVER_WRAPPED.code,
+    NEVER_WRAPPED.name,
+    "the model was wrapped in DDP here, and the wrapper thrown away: the program goes on with the model itself, of "
+    "which each rank trains its own, on its own data",
+    "Keep what DDP gives, and call that: `model = DistributedDataParallel(model)`",
+)
 LEFT_OUT = Cause(
     UNKNOWN.code,
     UNKNOWN.name,

@@ -187,7 +187,7 @@ class Comparison:
         if self.is_free:
             return (
                 self._num_local >= NUM_FREE_STEPS
-                and self._cause(self._first_bad or moment) is causes.NEVER_WRAPPED
+                and self._cause(self._first_bad or moment).code == causes.NEVER_WRAPPED.code
                 and not self._is_reduced_otherwise()
             )
         if moment.is_reduced:
@@ -227,7 +227,9 @@ class Comparison:
 
     def _cause(self, moment: Moment) -> Cause:
         if self.is_free:
-            return causes.NEVER_WRAPPED if self._is_one_model(moment) else causes.UNKNOWN
+            if not self._is_one_model(moment):
+                return causes.UNKNOWN
+            return causes.DROPPED if any(unit.get("dropped") for unit in self.units.values()) else causes.NEVER_WRAPPED
         differing = {*moment.difference.gradients} or {*moment.difference.parameters}
         moved = {name.partition(":")[0] for unit in self.units.values() for name in unit["moved"]}
         late = {unit["names"][place] for unit in self.units.values() for place in unit["late"]}

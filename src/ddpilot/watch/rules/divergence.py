@@ -96,7 +96,7 @@ class Divergence:
         if key[1:3] in self._told_order:
             return
         if key not in self._comparisons:
-            is_short_lived = key[0] == "free" and self._has_another(key, values["names"])
+            is_short_lived = key[0] == "free" and not values.get("dropped") and self._has_another(key, values["names"])
             if len(self._comparisons) >= _MAX_UNITS:
                 oldest = self._comparisons.pop(next(iter(self._comparisons)))
                 self._of_unit = {unit: each for unit, each in self._of_unit.items() if each is not oldest}

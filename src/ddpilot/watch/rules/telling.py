@@ -42,7 +42,7 @@ def tell_divergence(
     return Finding(
         code=cause.code,
         name=cause.name,
-        severity="warning" if cause is causes.NEVER_WRAPPED or may_be_meant else "error",
+        severity="warning" if cause.code == causes.NEVER_WRAPPED.code or may_be_meant else "error",
         summary=_summary(first, proof, skipped),
         ranks=tuple(ranks),
         place=place_of(_site(cause, comparison, first, proof)),
@@ -141,6 +141,8 @@ def _site(cause: Cause, comparison: Comparison, first: Moment, proof: Moment) ->
         known = {step.values.get("why") for step in first.steps.values()} - {None}
         guilty = next((step.values for step in steps if step.values.get("why") in known), {})
         return (guilty.get("site" if guilty.get("why") == "no_sync" else "at")) or unit["site"]
+    if cause is causes.DROPPED:
+        return next((unit["dropped"] for unit in comparison.units.values() if unit.get("dropped")), unit["site"])
     if cause in (causes.LATE, causes.MOVED):
         return unit["made"] or unit["site"]
     return unit["site"]

@@ -359,6 +359,26 @@ def test_divergence_takes_no_copy_for_a_model_that_was_never_wrapped() -> None:
     assert run(twin, NUM_FREE_STEPS + 9, names=names).finish() == []
 
 
+def test_divergence_names_the_line_of_a_wrapper_that_was_thrown_away() -> None:
+    """A DDP model with the same shapes was there, but it is no copy of that: it is what was wrapped."""
+    shapes = [[4, 2], [4]]
+    described = [[name, shape, "float32"] for name, shape in zip("ab", shapes, strict=True)]
+    names = [f"parameter {place} {shape}" for place, shape in enumerate(shapes, 1)]
+    for reduced, codes in ((None, ["DDP324"]), (64, [])):
+        job = Job(2, key=["free", 123, "train.py:7", 0], reduced=reduced)
+        for rank in range(2):
+            job.note(rank, "ddp", group="world", ordinal="0", names=described, site=SITE | {"line": 3})
+            job.unit(rank, names, dropped=SITE | {"line": 3})
+        for number in range(1, NUM_FREE_STEPS + 2):
+            for rank in range(2):
+                job.step(rank, number, p=1.0 + rank * (number > 1), g=0.5 + rank)
+        assert job.finish() == codes
+        for finding in job.said:
+            assert finding.place is not None
+            assert finding.place.line == 3
+            assert finding.fix.startswith("Keep what DDP gives")
+
+
 def test_divergence_takes_no_parts_of_one_model_for_models_that_were_never_wrapped() -> None:
     """They give each other what they compute: in every other step, and more than a metric."""
     free = ("free", 123, "train.py:7", 0)
