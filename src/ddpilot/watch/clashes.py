@@ -25,6 +25,7 @@ from ddpilot.watch.words import (
     say_place,
     say_spot,
 )
+from ddpilot.watch.wraps import find_wrap_difference
 
 _CODES = {
     "op": "DDP201",
@@ -93,10 +94,13 @@ def explain_clash(view: JobView, meet: Meet, sources: Sources) -> Finding:
     cause = find_joined(meet.progress, meet.seq) or _find_cause(view, meet, rest, odd, sources)
     reason = find_reason(view, meet, rest.chain, odd.chain, sources) if cause is None else Reason()
     code = "DDP201" if reason.are_other_calls else _choose_code(meet, cause)
+    wraps = find_wrap_difference(view) if code in _OF_CONSTRUCTION.values() else None
+    if wraps is not None:
+        code, cause = wraps.code, Cause(code=wraps.code, ranks=wraps.ranks, why=wraps.why)
     known = None if code in FIXES else find_entry(code)
     special = reason.fix if cause is None else cause.fix or special_fix(meet)
     smallest = min(sides, key=lambda ranks: (len(ranks), -ranks[0]))
-    at = cause.at if cause is not None else _frame_of(meet.by_rank[smallest[0]])
+    at = cause.at if cause is not None and cause.at is not None else _frame_of(meet.by_rank[smallest[0]])
     return Finding(
         code=code,
         name=known.name if known is not None else NAMES[code],

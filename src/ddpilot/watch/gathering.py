@@ -42,6 +42,7 @@ class Gatherer:
         self._name = name
         self._readers = {rank: LogReader(ring_path(folder, rank)) for rank in ranks}
         self._journals = {rank: JournalReader(journal_path(folder, rank)) for rank in ranks}
+        self._unread: dict[int, tuple[Entry, ...]] = {}
         self._stacks: dict[int, StackView] = {}
         self._num_begun: dict[int, int] = {}
         self._complained: set[tuple[int, str]] = set()
@@ -52,7 +53,15 @@ class Gatherer:
 
     def read_entries(self) -> dict[int, tuple[Entry, ...]]:
         """By rank: what guard noted since the last call."""
-        return {rank: entries for rank, journal in self._journals.items() if (entries := journal.read())}
+        self._read_journals()
+        found, self._unread = self._unread, {}
+        return found
+
+    def _read_journals(self) -> None:
+        for rank, journal in self._journals.items():
+            entries = journal.read()
+            if entries:
+                self._unread[rank] = (*self._unread.get(rank, ()), *entries)
 
     def complaints(self) -> list[str]:
         """Which files of ranks cannot be read any more, and why: each once."""
@@ -77,6 +86,7 @@ class Gatherer:
 
     def gather(self, facts: Mapping[int, RankFacts], since_ns: int = 0) -> JobView:
         """The job as it is now. `facts`: by rank, also of ranks that record nothing."""
+        self._read_journals()
         self.logs = logs = {rank: log for rank, reader in self._readers.items() if (log := reader.read()) is not None}
         now_ns = time.monotonic_ns()
         passed = passed_by_all(logs.values())

@@ -26,6 +26,8 @@ _NEXT_IN_CHAIN = re.compile(
 _MAX_MESSAGE_CHARS = 200
 _SAID_OF_DESYNC = frozenset({"DDP201", "DDP202", "DDP203", "DDP218", "DDP603"})
 """Pages of what gloo, NCCL and unpickling say where ranks do not agree: they cannot know about what."""
+_OF_CONSTRUCTION = frozenset({"DDP301", "DDP302", "DDP303", "DDP304"})
+"""Codes of models that differ: torch counts what is frozen on one rank as missing there."""
 _OF_MEETING = frozenset({"DDP103", "DDP104"})
 """Pages of why a rank could not reach where ranks meet: a taken port, an address that leads nowhere."""
 _OF_WAITS = frozenset({"DDP208", "DDP209", "DDP215"})
@@ -72,6 +74,17 @@ def _find_in_chain(traceback: str) -> tuple[tuple[Entry, ...], str, str]:
     return (), "", ""
 
 
+def put_first(known: Finding, findings: list[Finding]) -> str:
+    """Put `known` before `findings`, unless these explain it.
+
+    Returns what to do where that is known better by them than by the message; else nothing.
+    """
+    if not is_explained(known, findings):
+        findings.insert(0, known)
+    better = (each.fix for each in findings if known.code != each.code and {known.code, each.code} <= _OF_CONSTRUCTION)
+    return next(better, "")
+
+
 def is_explained(known: Finding, recorded: Sequence[Finding]) -> bool:
     """Whether what a page knows of a message adds nothing to what was `recorded`.
 
@@ -80,6 +93,8 @@ def is_explained(known: Finding, recorded: Sequence[Finding]) -> bool:
     codes = {finding.code for finding in recorded}
     if known.code == "DDP209" or known.code in codes:
         return True
+    if known.code in _OF_CONSTRUCTION:
+        return not codes.isdisjoint(_OF_CONSTRUCTION)
     if known.code == "DDP308":
         return not codes.isdisjoint({"DDP212", "DDP310"})
     has_cause = any(code.startswith(("DDP2", "DDP30")) and code != "DDP209" for code in codes)

@@ -23,6 +23,7 @@ from ddpilot.watch.source import Sources
 from ddpilot.watch.unproven import Open, explain_open, say_open
 from ddpilot.watch.view import JobView, RankView
 from ddpilot.watch.waits import Wait, find_circles, find_waits
+from ddpilot.watch.wraps import explain_wraps
 
 _STACK_AGE_NS = 1_000_000_000
 """An older stack may not be where the rank is now."""
@@ -100,6 +101,7 @@ def analyze(
     stuck = {id(meet.progress) for meet in clashes if meet.clash.aspect not in SILENT}
     _say_waits(look, [each for each in progress if id(each) not in stuck])
     _say_rendezvous(look)
+    _say_wraps(look)
     _say_deaths(look)
     return Analysis(
         findings=Findings(sorted(look.findings, key=lambda finding: _ORDER.index(finding.severity))),
@@ -250,6 +252,14 @@ def _say_rendezvous(look: _Look) -> None:
     look.is_stalled |= bool(found.status or found.findings)
     look.findings += found.findings
     look.explained |= {rank for finding in found.findings for rank in finding.ranks}
+
+
+def _say_wraps(look: _Look) -> None:
+    finding = explain_wraps(look.view)
+    if finding is not None:
+        # Ranks that were told less lose their connections, or wait in the next collective.
+        look.findings[:] = [each for each in look.findings if each in look.silent]
+        look.findings.append(finding)
 
 
 def _say_deaths(look: _Look) -> None:

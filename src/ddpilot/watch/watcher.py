@@ -23,7 +23,7 @@ from ddpilot.watch.deaths import OF_ENDS, find_cause_of_end
 from ddpilot.watch.enabling import GUARD_HOOK
 from ddpilot.watch.exchange import Exchange
 from ddpilot.watch.gathering import RankFacts
-from ddpilot.watch.known import find_known_error, is_explained, without_waits
+from ddpilot.watch.known import find_known_error, put_first, without_waits
 from ddpilot.watch.observer import Observer
 from ddpilot.watch.options import WatchOptions
 from ddpilot.watch.report import Report
@@ -159,16 +159,15 @@ class Watcher:
         if not is_own:
             self._observer.await_others()
         found = self._find_all()
-        # A rank that has raised says by itself where it was.
-        adds_place = failed is not None and failed.raised is None
+        adds_place = failed is not None and failed.raised is None  # one that has raised says by itself where it was
         findings = [
             each for each in found if not (is_own and _is_of_end(each)) or (adds_place and each.place is not None)
         ]
         view = facts_of(failed).error if failed is not None else None
         known = find_known_error(failed.rank, view, error.last_lines) if failed is not None else None
         found, findings = without_waits(found, known), without_waits(findings, known)
-        if known is not None and not is_explained(known, findings):
-            findings.insert(0, known)
+        if known is not None:
+            error.fix = put_first(known, findings) or error.fix
         error.findings = Findings(findings)
         cause = find_cause_of_end(found)
         if cause is not None and failed is not None and failed.raised is not None and failed.raised.is_victim:

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import sysconfig
+from dataclasses import replace
 
 import pytest
 
 from ddpilot.findings.finding import Finding
-from ddpilot.watch.known import find_known_error, is_explained, without_waits
+from ddpilot.watch.known import find_known_error, is_explained, put_first, without_waits
 from ddpilot.watch.view import ErrorView
 
 TRACEBACK = f"""Traceback (most recent call last):
@@ -118,6 +119,8 @@ def test_a_worker_that_left_no_word_is_a_worker_that_ended() -> None:
         ("DDP308", ["DDP310"], True),
         ("DDP308", ["DDP207"], False),
         ("DDP103", ["DDP207"], False),
+        ("DDP301", ["DDP304"], True),
+        ("DDP301", ["DDP402"], False),
         ("DDP209", [], True),
     ],
 )
@@ -136,6 +139,16 @@ def test_waits_for_a_rank_that_could_not_reach_the_others_are_consequences(
     recorded = [finding("DDP215"), finding("DDP402")]
     kept = without_waits(recorded, finding(known) if known is not None else None)
     assert [each.code for each in kept] == (["DDP215", "DDP402"] if left is None else left)
+
+
+def test_what_to_do_goes_by_what_is_known_and_not_by_the_message() -> None:
+    """torch counts a parameter that is frozen on one rank as missing there."""
+    frozen = replace(finding("DDP304"), fix="freeze the same layers")
+    findings = [frozen]
+    assert put_first(finding("DDP301"), findings) == "freeze the same layers"
+    assert findings == [frozen]
+    assert put_first(finding("DDP110"), findings) == ""
+    assert [each.code for each in findings] == ["DDP110", "DDP304"]
 
 
 def finding(code: str) -> Finding:

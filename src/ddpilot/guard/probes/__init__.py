@@ -5,6 +5,7 @@ PROBES: tuple[str, ...] = (
     "ddpilot.guard.probes.data.probe:DataProbe",
     "ddpilot.guard.probes.saving:SavingProbe",
     "ddpilot.guard.probes.device_errors:DeviceErrorProbe",
+    "ddpilot.guard.probes.wraps:WrapProbe",
     "ddpilot.guard.probes.steps:StepProbe",
     "ddpilot.guard.probes.undivided:UndividedProbe",
     "ddpilot.guard.probes.data_parallel:DataParallelProbe",
