@@ -10,6 +10,7 @@ from ddpilot.findings.finding import Finding
 from ddpilot.record.journal import Entry
 from ddpilot.watch.rules.causes import LOCAL, NEVER_WRAPPED
 from ddpilot.watch.rules.comparison import Comparison
+from ddpilot.watch.rules.newest import Newest
 from ddpilot.watch.rules.own_parts import OwnParts
 from ddpilot.watch.rules.rule import RuleContext
 from ddpilot.watch.rules.telling import tell_order
@@ -31,8 +32,8 @@ class Divergence:
         self._parts = OwnParts(context.world_size)
         self._comparisons: dict[tuple[Any, ...], Comparison] = {}
         self._of_unit: dict[tuple[int, int], Comparison] = {}
-        self._orders: dict[tuple[str, str], tuple[int, list[Any]]] = {}
-        self._loads: dict[tuple[Any, ...], dict[int, Entry]] = {}
+        self._orders: Newest[tuple[str, str], tuple[int, list[Any]]] = Newest(_MAX_UNITS)
+        self._loads: Newest[tuple[Any, ...], dict[int, Entry]] = Newest(_MAX_UNITS)
         self._told_order: set[tuple[str, str]] = set()
 
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
@@ -48,8 +49,6 @@ class Divergence:
             self._parts.feed(rank, entry)
         elif entry.kind == "load":
             key = ("ddp", entry.values["group"], entry.values["ordinal"])
-            if len(self._loads) >= _MAX_UNITS and key not in self._loads:
-                self._loads.pop(next(iter(self._loads)))
             self._loads.setdefault(key, {})[rank] = entry
             for comparison in self._comparisons.values():
                 if comparison.key[:3] == key:
@@ -58,11 +57,7 @@ class Divergence:
 
     def _compare_order(self, rank: int, values: dict[str, Any]) -> Iterable[Finding]:
         key = (values["group"], values["ordinal"])
-        if key not in self._orders:
-            if len(self._orders) >= _MAX_UNITS:
-                self._orders.pop(next(iter(self._orders)))
-            self._orders[key] = rank, values["names"]
-        first, names = self._orders.get(key, (rank, values["names"]))
+        first, names = self._orders.setdefault(key, (rank, values["names"]))
         if names == values["names"] or sorted(names) != sorted(values["names"]) or key in self._told_order:
             return []
         self._told_order.add(key)  # all else follows from it
