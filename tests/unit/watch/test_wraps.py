@@ -72,10 +72,11 @@ def test_models_that_are_not_wrapped_together_are_not_compared(view: JobView) ->
     assert not any(finding.code.startswith("DDP30") for finding in analyze(view).findings)
 
 
-def test_a_dtype_of_one_parameter_is_no_matter_of_sizes() -> None:
+@pytest.mark.parametrize("name", ["head.weight", "norm.running_mean"])
+def test_a_dtype_of_one_parameter_or_buffer_is_no_matter_of_sizes(name: str) -> None:
     """DDP sends what has one dtype together, so that the sizes of what is sent differ."""
-    half = [USUAL[0], ["head.weight", [5, 8], "bfloat16", True]]
-    view = failed(USUAL, half, message="")
+    whole, half = ([USUAL[0], [name, [5, 8], dtype, False]] for dtype in ("float32", "bfloat16"))
+    view = failed(whole, half, message="")
     group = group_of(0, 1)
     for rank, size in ((0, 72), (1, 32)):
         given = (Tensor(dtype="float32", shape=(size,), device="cpu"),)
@@ -83,4 +84,4 @@ def test_a_dtype_of_one_parameter_is_no_matter_of_sizes() -> None:
         seen = replace(view.ranks[rank], log=writer.log(), error=None)
         view = replace(view, ranks={**view.ranks, rank: seen})
     (finding,) = analyze(view).findings
-    assert (finding.code, finding.why) == ("DDP303", "`head.weight` is float32 on rank 0 and bfloat16 on rank 1")
+    assert (finding.code, finding.why) == ("DDP303", f"`{name}` is float32 on rank 0 and bfloat16 on rank 1")

@@ -17,7 +17,7 @@ _MAX_PARAMETERS = 1024
 
 
 class WrapProbe:
-    """Looks at models before DDP has compared them."""
+    """Looks at models before DDP has compared them: their parameters, and the buffers that it makes equal as well."""
 
     name = "models to be wrapped"
 
@@ -30,7 +30,7 @@ class WrapProbe:
                 return
             described = [
                 [name, list(one.shape), str(one.dtype).removeprefix("torch."), one.requires_grad]
-                for name, one in module.named_parameters()
+                for name, one in (*module.named_parameters(), *module.named_buffers())
             ]
             notes.write(
                 "wrapping",
