@@ -7,6 +7,7 @@ import resource
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def test_save_gives_back_everything_when_it_is_loaded(tmp_path: Path) -> None:
     assert found is not None
     assert found.manifest.progress == progress
     assert found.manifest.metrics == {"acc": 0.5}
-    assert found.manifest.versions["torch"] == torch.__version__
+    assert found.manifest.versions["torch"] == version("torch")
     torch.testing.assert_close(found.weights(), dict(model.state_dict()), rtol=0, atol=0)
     assert found.weights("ema")["w"].dtype == torch.bfloat16
     torch.testing.assert_close(found.state()["optimizer"], optimizer, rtol=0, atol=0)
