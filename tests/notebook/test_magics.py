@@ -187,6 +187,9 @@ def test_values_go_to_the_ranks_and_come_back(kernel: Kernel) -> None:
     assert missing.error == (
         "LaunchError: pulling `lossse` from rank 0: there is no variable of that name. Did you mean `losses`?"
     )
+    spaced = kernel.run('%ddp pull {"of": rank, "loss": losses[0]} --as told --all\ntold')
+    assert spaced.shown == ["[{'of': 0, 'loss': 1.0}, {'of': 1, 'loss': 2.0}]"]
+    assert "`--as both` for losses rank" in kernel.run("%ddp pull losses rank --as both").error
     unnamed = kernel.run("%ddp pull losses[0]")
     assert unnamed.error.endswith("is no name of a variable. Give it one: `%ddp pull losses[0] --as value`")
     assert "Did you mean `losses`?" in kernel.run("%ddp push losse").error

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import builtins
 from collections.abc import Mapping
+from keyword import iskeyword
 from typing import Any
 
 from ddpilot.errors import LaunchError, RankError
@@ -34,7 +35,9 @@ def pull_values(desk: Desk, given: Mapping[str, Any]) -> None:
     """Copy values of ranks into variables of the notebook; says what it overwrites."""
     session, names = desk.need("pulling"), given["names"]
     other = given.get("other")
-    if other is not None and (len(names) > 1 or not other.isidentifier()):
+    if other is not None and len(names) > 1 and _is_expression(" ".join(names)):
+        names = [" ".join(names)]  # one with spaces in it
+    if other is not None and (len(names) > 1 or not other.isidentifier() or iskeyword(other)):
         raise MagicUsageError(
             "pulling", found=f"`--as {other}` for {' '.join(names)}", fix="Give one value, and the name of a variable"
         )
@@ -49,6 +52,14 @@ def pull_values(desk: Desk, given: Mapping[str, Any]) -> None:
         with briefly():
             value = session.pull(name, rank=rank)
         _bind(desk, other or name, value, source)
+
+
+def _is_expression(text: str) -> bool:
+    try:
+        check_expression(text)
+    except LaunchError:
+        return False
+    return True
 
 
 def _bind(desk: Desk, name: str, value: object, source: str) -> None:

@@ -9,6 +9,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping
+from keyword import iskeyword
 from typing import ParamSpec
 
 from ddpilot.errors import LaunchError
@@ -93,7 +94,7 @@ def check_values(values: object) -> Mapping[str, object]:
         raise LaunchError(
             "pushing", found=f"{values!r:.100} of type {type(values).__name__}", fix='Give {"name": value}'
         )
-    odd = [name for name in values if not (isinstance(name, str) and name.isidentifier())]
+    odd = [name for name in values if not (isinstance(name, str) and name.isidentifier() and not iskeyword(name))]
     if odd:
         raise LaunchError("pushing", found=f"{odd[0]!r} is no name of a variable", fix='Give {"name": value}')
     own = next((name for name in values if name in OWN_NAMES), None)

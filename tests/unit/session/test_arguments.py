@@ -26,6 +26,7 @@ from ddpilot.session.session import Session
         (lambda: arguments.check_rank([0], 2, "x", "Give one"), "x: rank [0], and the ranks are 0 to 1. Give one"),
         (lambda: arguments.check_values([1]), 'pushing: [1] of type list. Give {"name": value}'),
         (lambda: arguments.check_values({1: 2}), "pushing: 1 is no name of a variable. Give"),
+        (lambda: arguments.check_values({"class": 2}), "pushing: 'class' is no name of a variable. Give"),
         (lambda: arguments.check_expression(3), "pulling: 3 of type int. Give the name of a variable or an expression"),
         (lambda: arguments.check_expression("a b"), "pulling `a b`: that is no Python expression: invalid syntax"),
         (lambda: arguments.check_values({"x": 1, "group": 2}), "pushing: `group` is on every rank already"),
