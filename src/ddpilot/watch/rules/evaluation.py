@@ -18,6 +18,7 @@ from ddpilot.watch.rules.rule import RuleContext, line_of, place_of
 from ddpilot.watch.rules.waiting import WaitingRule
 
 _MAX_PASSES = 4096
+_OF_TORCH = ("SequentialSampler", "RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler", "DistributedSampler")
 _MAX_SAMPLES = 5000
 """Beyond, float32 no longer tells which quotients have this denominator."""
 
@@ -25,12 +26,15 @@ _MAX_SAMPLES = 5000
 class PaddedEvaluation(WaitingRule):
     """A DistributedSampler that repeats samples for equal parts, gone over without gradients.
 
+    So may a sampler of the program's own: that is told by the number of samples that the ranks have read of other parts
+    of the dataset, all of them as many, and together some more than there are.
+
     Nothing is said of a loader that has trained a model; nor where the ranks gather something as long as a batch after
     it, since they may have cut the repeated ones off.
     """
 
     codes: tuple[str, ...] = ("DDP405",)
-    kinds: tuple[str, ...] = ("loader_pass", "trains", "pass_end")
+    kinds: tuple[str, ...] = ("loader_pass", "trains", "order", "pass_end")
     patience_ns = NS_PER_S
     waits_for_more = True
 
@@ -44,14 +48,17 @@ class PaddedEvaluation(WaitingRule):
         values = entry.values
         key = (rank, values["loader"], values["pass"])
         if entry.kind == "loader_pass":
-            if _num_repeated(values):
+            if _num_repeated(values) or _is_own_part(values):
                 self._passes[key] = {**values, "begun_ns": entry.time_ns}
         elif entry.kind == "trains":
             self._training[key[:2]] = None
+        elif entry.kind == "order":
+            if key in self._passes:
+                self._passes[key]["order"] = values["order"]
         elif key[:2] in self._training:
             self._passes.pop(key, None)  # what it trains on may be gone over for statistics of BatchNorm
         elif values["evaluates"] and (facts := self._passes.pop(key, None)):
-            self._waiting.put(line_of(facts.get("site")), rank, facts, entry.time_ns)
+            self._waiting.put(line_of(facts.get("site")), rank, {**facts, "read": values["samples"]}, entry.time_ns)
         return ()
 
     def _gather_samples(self, by_rank: Mapping[int, Mapping[str, Any]]) -> bool:
@@ -63,11 +70,15 @@ class PaddedEvaluation(WaitingRule):
         return any(_gathers_samples(log, facts) for log, facts in seen)
 
     def _finding(self, by_rank: dict[int, Any]) -> Finding | None:
-        if self._gather_samples(by_rank):
-            return None
         facts = next(iter(by_rank.values()))
-        sampler, samples, repeated = facts["sampler"], facts["samples"], _num_repeated(facts)
-        replicas = sampler["replicas"]
+        sampler, samples, read = facts["sampler"], facts["samples"], facts["read"]
+        if repeated := _num_repeated(facts):
+            said = f"makes {sampler['replicas']} equal parts of {samples} samples: the first {repeated} come again"
+        else:
+            repeated = _num_read_again(by_rank, self._context.world_size)
+            said = f"gave each rank {read} samples of another part, together {repeated} more than there are"
+        if not repeated or self._gather_samples(by_rank):
+            return None
         return Finding(
             code=self.codes[0],
             name="padded-evaluation",
@@ -75,9 +86,7 @@ class PaddedEvaluation(WaitingRule):
             summary=f"{repeated} of {samples} samples are evaluated twice",
             ranks=tuple(by_rank),
             place=place_of(facts.get("site")),
-            evidence=(
-                f"{sampler['kind']} makes {replicas} equal parts of {samples} samples: the first {repeated} come again",
-            ),
+            evidence=(f"{sampler['kind']} {said}",),
             why="The metric counts these samples twice, and changes with the number of ranks.",
             fix="Give each rank its part without padding, as Subset(dataset, range(rank, len(dataset), world_size)), "
             "evaluate the unwrapped model, and sum metric and count over the ranks; loop.evaluate does all of that.",
@@ -101,6 +110,25 @@ def _num_repeated(facts: Mapping[str, Any]) -> int:
         return -samples % part if part else 0
     padding = -samples % replicas
     return padding if sampler.get("length") == math.ceil(samples / replicas) else 0
+
+
+def _is_own_part(facts: Mapping[str, Any]) -> bool:
+    """Whether a sampler of the program's own gives a part of the dataset, of which it is not known which."""
+    sampler, samples = facts.get("sampler") or {}, facts.get("samples")
+    is_own = sampler.get("kind") not in _OF_TORCH and "even_batches" not in sampler
+    return bool(samples and is_own and sampler.get("length") and sampler["length"] < samples)
+
+
+def _num_read_again(by_rank: Mapping[int, Mapping[str, Any]], world_size: int) -> int:
+    """How many samples the ranks have read beyond all that there are; 0 where that is no padding."""
+    first = next(iter(by_rank.values()))
+    if len(by_rank) < world_size or len({(facts["samples"], facts["read"]) for facts in by_rank.values()}) > 1:
+        return 0
+    orders = {facts.get("order") for facts in by_rank.values()}
+    if None in orders or len(orders) < world_size:
+        return 0  # ranks that read the same are no parts
+    more = world_size * first["read"] - first["samples"]
+    return more if 0 < more < world_size * (first.get("size") or 1) else 0
 
 
 def _num_elements(tensors: Iterable[Any]) -> int:

@@ -284,6 +284,41 @@ def test_padding_is_not_told_of_a_loader_that_trains() -> None:
     assert judge(PaddedEvaluation, [trained, *evaluation(15)], log=lambda rank: sums) == []
 
 
+def own_evaluation(read: int, orders: tuple[int, int | None], kind: str = "EvalSampler") -> list[Note]:
+    """Of two ranks, by a sampler that says nothing of itself; `read`: how many of 15 samples each of them gets."""
+    notes: list[Note] = []
+    for rank, order in enumerate(orders):
+        facts = loader_pass(samples=15)
+        facts["sampler"] = {"kind": kind, "length": read, "has_set_epoch": False}
+        key = {"loader": 1, "pass": 1}
+        notes.append((rank, "loader_pass", facts))
+        notes += [(rank, "order", {**key, "order": order, "sorted": True})] if order is not None else []
+        notes.append((rank, "pass_end", {**key, "batches": 4, "samples": read, "evaluates": True}))
+    return notes
+
+
+@pytest.mark.parametrize(
+    ("notes", "summaries"),
+    [
+        (own_evaluation(8, (1, 2)), ["1 of 15 samples are evaluated twice"]),
+        (own_evaluation(9, (1, 2)), ["3 of 15 samples are evaluated twice"]),
+        (own_evaluation(7, (1, 2)), []),
+        (own_evaluation(10, (1, 2)), []),
+        (own_evaluation(8, (1, 1)), []),
+        (own_evaluation(8, (1, None)), []),
+        (own_evaluation(8, (1, 2), kind="SubsetRandomSampler"), []),
+        (own_evaluation(8, (1, 2))[:3], []),
+    ],
+    ids=["a part", "full batches", "fewer", "many more", "same fold", "order unknown", "torch's", "one rank"],
+)
+def test_padding_by_a_sampler_of_ones_own_is_told_by_what_was_read(notes: list[Note], summaries: list[str]) -> None:
+    """Parts of which the ranks have read a little more than there is; not a fold that each of them reads."""
+    sums = make_log(make_collective("all_reduce", 2))
+    assert [finding.summary for finding in judge(PaddedEvaluation, notes, log=lambda rank: sums)] == summaries
+    gathered = make_log(make_collective("all_gather", 8))
+    assert judge(PaddedEvaluation, notes, log=lambda rank: gathered) == []
+
+
 def test_padding_by_full_batches_is_told() -> None:
     """Accelerate's: each rank gets as many batches, and all are full."""
     even = {"even_batches": True, "split_batches": False, "length": 2}
