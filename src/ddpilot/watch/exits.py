@@ -46,6 +46,7 @@ def find_exits(source: Source, loops: Sequence[ast.AST], *, has_ended: bool) -> 
         for each in (*_early_exits(source, loop, has_ended=has_ended), *_own_ends(source, loop))
     ]
     of_data = tuple(spot for spot, is_of_data in found if is_of_data)
+    of_data = of_data or tuple(spot for loop in loops for spot in _ends_of_generators(source, loop))
     decided = [spot for spot, is_of_data in found if not is_of_data]
     in_calls = [spot for loop in loops for spot in _exits_in_calls(source, loop)] if has_ended and not decided else []
     if never_ends or all(has_same_rounds(source, loop) for loop in loops):
@@ -73,6 +74,19 @@ def _never_ends(source: Source, value: ast.expr) -> bool:
         return True
     makers = source.functions_called(name)
     return bool(makers) and all(_yields_forever(maker) for maker in makers)
+
+
+def _ends_of_generators(source: Source, loop: ast.AST) -> Iterator[Spot]:
+    """Where a generator of this file that the loop goes over returns, for a reason that may differ between ranks."""
+    value = loop.iter if isinstance(loop, (ast.For, ast.AsyncFor)) else None
+    while isinstance(value, ast.Call) and call_name(value) in _PASS_ON and value.args:
+        value = value.args[-1 if call_name(value) == "map" else 0]
+    for maker in source.functions_called(call_name(value)) if isinstance(value, ast.Call) else ():
+        inside = list(walk(maker, [], nested=False))
+        if any(isinstance(node, (ast.Yield, ast.YieldFrom)) for node, _ in inside):
+            for node, tests in inside:
+                if isinstance(node, ast.Return) and tests and may_differ(source, tests):
+                    yield Spot(line_of(node), with_condition(source, node, tests), False)
 
 
 def _yields_forever(maker: ast.FunctionDef) -> bool:

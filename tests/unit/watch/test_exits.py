@@ -90,7 +90,14 @@ OF_DATA = {
             "def batches(d):\n    while True:\n        if not d:\n            return\n        yield d.pop()\n"
             "for x in batches(data):\n    go()  # HERE\n"
         ),
-        "as with fewer batches",
+        "as with fewer batches, than on rank 0; it ends with its data at `if not d: return` (train.py:4)",
+    ),
+    "a generator with a limit of its own": (
+        (
+            "def within(d):\n    for x in d:\n        if budget.spent:\n            return\n        yield x\n"
+            "for i, x in enumerate(tqdm(within(data))):\n    go()  # HERE\n"
+        ),
+        "it ends with its data at `if budget.spent: return` (train.py:4)",
     ),
 }
 
