@@ -61,6 +61,8 @@ def test_run_exits_as_torchrun_does_and_names_the_rank(tmp_path: Path, end: str)
         with started([*TORCHRUN, "--standalone", "--nproc-per-node", 2, "train.py"], tmp_path) as theirs:
             assert done.status == finish(theirs).status
     assert done.notes() == [] if not said else done.notes()[-1].startswith(f"ddpilot: {said}")
+    if end == "exits":  # Python says nothing of it
+        assert f'File "{tmp_path / "train.py"}", line 3, in <module>\n    sys.exit(3)' in done.err
     if end == "crashes":
         assert f"{tmp_path / 'train.py'}:3 in <module>" in done.notes()[-1]
 

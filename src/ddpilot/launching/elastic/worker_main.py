@@ -193,7 +193,7 @@ def _write_report(path: str, error: BaseException, exitcode: int, time_s: float)
         "time_s": time_s,
         "type_name": type(error).__qualname__,
         "message": message,
-        "traceback": "" if isinstance(error, SystemExit) else text,
+        "traceback": text,
         "is_victim": is_victim(error),
         "interrupted": isinstance(error, KeyboardInterrupt),
         "exitcode": exitcode,
