@@ -87,6 +87,14 @@ CHANGED = Cause(
     "Change and load them on every rank alike, or broadcast them afterwards; look at what runs around this step on "
     "some ranks only, or at random",
 )
+EPOCHS = Cause(
+    "DDP325",
+    "parameters-differ",
+    "gradients are the same on all ranks, and the ranks began to read their data again at different steps: what the "
+    "program does between two epochs, such as a step of the schedule, came at another step on each",
+    "Give every rank the same number of batches in each epoch (DistributedSampler, `drop_last=True`), or go by a "
+    "number of steps that is the same on all ranks",
+)
 UNKNOWN = Cause(
     "DDP320",
     "gradients-differ",

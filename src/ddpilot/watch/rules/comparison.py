@@ -16,6 +16,7 @@ from ddpilot.watch.rules.causes import Cause
 from ddpilot.watch.rules.fingerprints import compare
 from ddpilot.watch.rules.moment import Moment, When
 from ddpilot.watch.rules.other_reductions import MIN_EXCHANGED, may_be_reduced, num_exchanged
+from ddpilot.watch.rules.passes import PassesBegun
 from ddpilot.watch.rules.rule import RuleContext
 from ddpilot.watch.rules.steps_taken import MAX_STEPS, Skipped, StepsTaken
 from ddpilot.watch.rules.telling import tell_divergence
@@ -50,6 +51,7 @@ class Comparison:
         self._all_of_job = all_of_job
         self.units: dict[int, dict[str, Any]] = {}
         self.loads: dict[int, Entry] = {}
+        self.passes = PassesBegun()
         self.is_over = False
         """Nothing more is said: it has been, or differences are meant."""
         self._context = context
@@ -88,6 +90,7 @@ class Comparison:
             self.end()
             return
         when = self._taken.add(rank, entry)
+        self.passes.step(rank)
         moment = self._moments.setdefault(when, Moment())
         moment.steps[rank] = entry
         moment.units[rank] = self.units[rank]
@@ -242,7 +245,9 @@ class Comparison:
                 return causes.STEP
             if moment.rates:
                 return causes.RATES
-            return causes.CHANGED if self.alike_at and not self.loads else causes.PARAMETERS
+            if not self.alike_at or self.loads:
+                return causes.PARAMETERS
+            return causes.EPOCHS if self.passes.find_uneven(self.alike_at) else causes.CHANGED
         whys = [moment.value(rank, "why") for rank in moment.steps]
         return next((causes.LOCAL[why] for why in whys if why), causes.UNKNOWN)
 

@@ -47,6 +47,9 @@ class Divergence:
             return self._open(comparison).judge(None)
         elif entry.kind in OwnParts.kinds:
             self._parts.feed(rank, entry)
+            if entry.kind == "loader_pass":
+                for comparison in self._comparisons.values():
+                    comparison.passes.begin(rank, entry.values["loader"], entry.values["pass"])
         elif entry.kind == "load":
             key = ("ddp", entry.values["group"], entry.values["ordinal"])
             self._loads.setdefault(key, {})[rank] = entry

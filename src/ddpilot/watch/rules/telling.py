@@ -108,6 +108,9 @@ def _evidence(cause: Cause, comparison: Comparison, first: Moment, proof: Moment
     if cause is causes.RATES:
         shown = list(first.rates.items())[:8]
         lines += [f"rank {rank}: lr {', '.join(f'{rate:g}' for rate in rates)}" for rank, rates in shown]
+    if cause is causes.EPOCHS:
+        begun = sorted(comparison.passes.find_uneven(comparison.alike_at).items())[:8]
+        lines.append("an epoch began after " + ", ".join(f"{number} steps on rank {rank}" for rank, number in begun))
     if cause is causes.CHANGED:
         lines.append(f"parameters were the same on all ranks before step {comparison.alike_at}")
     lines.append(f"optimizer steps at {place_of(unit['site'])}")

@@ -462,6 +462,26 @@ def test_divergence_says_since_when_parameters_differ_that_were_the_same() -> No
     assert "parameters were the same on all ranks before step 2" in finding.evidence
 
 
+@pytest.mark.parametrize("begun_after", [(2, 2), (3, 2), (1, 0)], ids=["together", "apart", "apart before"])
+def test_divergence_says_that_epochs_began_at_different_steps(begun_after: tuple[int, int]) -> None:
+    """As with fewer batches on one rank, which wraps around: a schedule then steps at other steps on each."""
+    job = Job(2)
+    for rank in range(2):
+        job.unit(rank)
+    for number in range(5):
+        for rank in range(2):
+            if number:
+                job.step(rank, number, p=1 + number * rank * (number > 3), lr=[0.1])
+            if number == begun_after[rank]:
+                facts = {"length": None, "samples": None, "sampler": None, "site": SITE}
+                job.note(rank, "loader_pass", **{"loader": 7, "pass": 2, **facts})
+    (finding,) = job.said
+    assert finding.code == "DDP325"
+    is_told = begun_after == (3, 2)
+    assert ("an epoch began after 3 steps on rank 0, 2 steps on rank 1" in finding.evidence) == is_told
+    assert ("at different steps" in (finding.why or "")) == is_told
+
+
 def test_divergence_takes_what_all_ranks_loaded_for_no_cause() -> None:
     """Also where one rank's notes come later, and the optimizer was made after loading."""
     job = Job(2)
