@@ -2,7 +2,7 @@
 """One rank has frozen a layer."""
 
 # without: error
-# finding: DDP301
+# finding: DDP304, rank 1
 
 import torch
 import torch.distributed as dist
