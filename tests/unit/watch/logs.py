@@ -78,7 +78,7 @@ class Writer:
         return self._texts.get(line, "")
 
 
-def _of_line(more: dict[str, Any]) -> dict[str, str]:
+def _of_line(more: dict[str, Any]) -> dict[str, Any]:
     return {"function": more.pop("function", "<module>"), "via": more.pop("via", "")}
 
 
