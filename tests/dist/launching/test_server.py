@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -47,7 +48,7 @@ def facts() -> dict[str, Any]:
     dist.init_process_group("gloo")
     dist.barrier()
     dist.destroy_process_group()
-    targets = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if fd not in _gone()]
+    targets = list(_open_files())
     return {
         "start_method": multiprocessing.get_start_method(allow_none=True),
         "default": multiprocessing.get_context().get_start_method(),
@@ -60,8 +61,10 @@ def facts() -> dict[str, Any]:
     }
 
 
-def _gone() -> list[str]:
-    return [fd for fd in os.listdir("/proc/self/fd") if not os.path.islink(f"/proc/self/fd/{fd}")]
+def _open_files() -> Iterator[str]:
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of this listing, and what another thread has just closed
+            yield os.readlink(f"/proc/self/fd/{descriptor}")
 
 
 def fail() -> None:
