@@ -66,3 +66,4 @@ def test_without_room_nothing_is_noted_and_nothing_is_raised(tmp_path: Path, mon
     monkeypatch.setattr("ddpilot.record.connecting.sys._current_frames", lambda: {7: frame_of("TCPStore")})
     notes.tick(is_outside=True)
     notes.tick(is_outside=False)
+    assert list(tmp_path.iterdir()) == []

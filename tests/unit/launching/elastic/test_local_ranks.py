@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -63,13 +62,12 @@ def test_local_ranks_end_what_is_left_of_every_group(start: Start) -> None:
     ranks = LocalRanks([one, other], print)
     while 0 in ranks.live:
         ranks.look()
-    assert running_in(one.process.pid)
+    left = [psutil.Process(pid) for pid in running_in(one.process.pid)]
+    assert left
     ranks.end(signal.SIGTERM, 0.2)
     assert not ranks.live
     assert ranks.describe_ends().endswith("rank 1 was ended by SIGTERM")
-    deadline_s = time.monotonic() + 10
-    while running_in(one.process.pid) and time.monotonic() < deadline_s:
-        time.sleep(0.01)
+    psutil.wait_procs(left, timeout=10)
     assert not running_in(one.process.pid)
 
 
@@ -77,9 +75,9 @@ def test_local_ranks_call_back_once_while_ranks_take_their_time_to_end(start: St
     """Not where they end at once."""
     called: list[str] = []
     LocalRanks([start(0, "exit 3")], print).end(signal.SIGTERM, 5.0, lambda: called.append("quick"))
+    os.mkfifo(tmp_path / "up")
     stubborn = start(1, f"trap '' TERM; echo > '{tmp_path}/up'; while :; do sleep 0.01; done")
-    while not (tmp_path / "up").exists():
-        time.sleep(0.01)
+    (tmp_path / "up").read_bytes()  # waits until it is written
     LocalRanks([stubborn], print).end(signal.SIGTERM, 0.5, lambda: called.append("slow"))
     assert called == ["slow"]
 
