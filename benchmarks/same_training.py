@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The same training with ddpilot, Accelerate and Fabric, each written as its own pages write it.
 
-113 samples in batches of 12 of all ranks together, accumulation 3, clipping, momentum, a schedule. Accelerate and
-Fabric read a batch size as that of each process: it is divided by their number.
+113 samples in batches of 12 of all ranks together, accumulation 3, clipping, momentum, a schedule. By default
+Accelerate and Fabric read a batch size as that of each process: it is divided by their number. `is_closest=True` trains
+with the settings that bring each closest to one process: see `make_accelerator` and `make_fabric_loader`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 from benchmarks.small_models import GLOBAL_BATCH_SIZE, accuracy, loss_fn, make_data, make_model
 from ddpilot.training.loop import Loop
@@ -77,15 +78,24 @@ def train_with_loop(
     )
 
 
-def train_with_accelerate(kind: str, num_epochs: int, shuffle: bool = True) -> Learnt:
-    """With Accelerate, default settings."""
+def make_accelerator(is_closest: bool) -> Any:
+    """An Accelerator in its default settings, or in those that bring it closest to the numbers of one process."""
     from accelerate import Accelerator
-    from accelerate.utils import set_seed
+    from accelerate.utils import DataLoaderConfiguration, set_seed
 
     set_seed(SEED)
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATION)
-    size = GLOBAL_BATCH_SIZE // accelerator.num_processes
-    loader: Any = DataLoader(make_data(kind), batch_size=size, shuffle=shuffle)
+    options: dict[str, Any] = {}
+    if is_closest:
+        data = DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True, data_seed=SEED)
+        options = {"dataloader_config": data, "step_scheduler_with_optimizer": False}
+    return Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATION, **options)
+
+
+def train_with_accelerate(kind: str, num_epochs: int, shuffle: bool = True, is_closest: bool = False) -> Learnt:
+    """With Accelerate; `is_closest` also drops the ragged last batch, which it would fill up with other samples."""
+    accelerator = make_accelerator(is_closest)
+    size = GLOBAL_BATCH_SIZE if is_closest else GLOBAL_BATCH_SIZE // accelerator.num_processes
+    loader: Any = DataLoader(make_data(kind), batch_size=size, shuffle=shuffle, drop_last=is_closest)
     validation: Any = DataLoader(make_data(kind, NUM_VALIDATION), batch_size=size)
     prepared = accelerator.prepare(*make_parts(kind), loader, validation)
     model, optimizer, scheduler, loader, validation = prepared
@@ -98,7 +108,8 @@ def train_with_accelerate(kind: str, num_epochs: int, shuffle: bool = True) -> L
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
                 optimizer.step()
-                scheduler.step()
+                if accelerator.sync_gradients or not is_closest:
+                    scheduler.step()
                 optimizer.zero_grad()
             num_updates += accelerator.sync_gradients
             losses.append(accelerator.reduce(loss.detach(), "mean").item())
@@ -114,21 +125,33 @@ def train_with_accelerate(kind: str, num_epochs: int, shuffle: bool = True) -> L
     return Learnt(losses=losses, weights=weights, metric=metric, num_updates=num_updates, lr=lr)
 
 
-def train_with_fabric(kind: str, num_epochs: int, shuffle: bool = True) -> Learnt:
-    """With Lightning Fabric, default settings."""
+def make_fabric_loader(fabric: Any, data: Any, shuffle: bool, is_closest: bool) -> Any:
+    """Fabric's own division of the samples, or a `DistributedSampler` at any number of ranks, one included."""
+    size = GLOBAL_BATCH_SIZE // fabric.world_size
+    if not is_closest:
+        return fabric.setup_dataloaders(DataLoader(data, batch_size=size, shuffle=shuffle))
+    sampler: DistributedSampler[Any] = DistributedSampler(
+        data, fabric.world_size, fabric.global_rank, shuffle=shuffle, seed=SEED, drop_last=True
+    )
+    loader = DataLoader(data, batch_size=size, sampler=sampler, drop_last=True)
+    return fabric.setup_dataloaders(loader, use_distributed_sampler=False)
+
+
+def train_with_fabric(kind: str, num_epochs: int, shuffle: bool = True, is_closest: bool = False) -> Learnt:
+    """With Lightning Fabric; `is_closest` also drops the ragged last batch, which it would fill up."""
     from lightning.fabric import Fabric
 
     world_size = int(os.environ["WORLD_SIZE"])
     fabric = Fabric(accelerator="cpu", devices=world_size, strategy="ddp" if world_size > 1 else "auto")
     fabric.launch()
     fabric.seed_everything(SEED, verbose=False)
-    size = GLOBAL_BATCH_SIZE // fabric.world_size
     module, plain, scheduler = make_parts(kind)
     model, optimizer = fabric.setup(module, plain)
-    loader = fabric.setup_dataloaders(DataLoader(make_data(kind), batch_size=size, shuffle=shuffle))
-    validation = fabric.setup_dataloaders(DataLoader(make_data(kind, NUM_VALIDATION), batch_size=size))
+    loader = make_fabric_loader(fabric, make_data(kind), shuffle, is_closest)
     losses, num_updates = [], 0
-    for _ in range(num_epochs):
+    for epoch in range(num_epochs):
+        if is_closest:
+            loader.sampler.set_epoch(epoch)
         for number, (x, y) in enumerate(loader, start=1):
             is_update = number % ACCUMULATION == 0 or number == len(loader)
             with fabric.no_backward_sync(model, enabled=not is_update):
@@ -142,15 +165,21 @@ def train_with_fabric(kind: str, num_epochs: int, shuffle: bool = True) -> Learn
                 scheduler.step()
                 optimizer.zero_grad()
                 num_updates += 1
+    metric = evaluate_with_fabric(fabric, model, kind)
+    weights = weights_of(model.module)
+    return Learnt(losses=losses, weights=weights, metric=metric, num_updates=num_updates, lr=scheduler.get_last_lr())
+
+
+def evaluate_with_fabric(fabric: Any, model: nn.Module, kind: str) -> float:
+    """The accuracy over what the ranks gathered, as Fabric's pages write it."""
     model.eval()
+    data = DataLoader(make_data(kind, NUM_VALIDATION), batch_size=GLOBAL_BATCH_SIZE // fabric.world_size)
     right = []
     with torch.no_grad():
-        for x, y in validation:
+        for x, y in fabric.setup_dataloaders(data):
             output, target = fabric.all_gather((model(x), y))
             is_joined = fabric.world_size > 1
             right.append(
                 accuracy(output.flatten(0, 1), target.flatten(0, 1)) if is_joined else accuracy(output, target)
             )
-    weights = weights_of(model.module)
-    metric = torch.cat(right).mean().item()
-    return Learnt(losses=losses, weights=weights, metric=metric, num_updates=num_updates, lr=scheduler.get_last_lr())
+    return torch.cat(right).mean().item()
