@@ -23,6 +23,7 @@ from ddpilot.session.choosing import choose, choose_one
 from ddpilot.session.deaths import describe_absent
 from ddpilot.session.local import check_installed
 from ddpilot.session.options import SessionOptions
+from ddpilot.session.pushed import check_complete, describe_pushed
 from ddpilot.session.refusals import make_refusal_error
 from ddpilot.session.sourced import call_with_sources
 from ddpilot.session.stacks import trim_stack
@@ -187,9 +188,12 @@ class Session:
     def push(self, values: Mapping[str, Any], *, ranks: Iterable[int] | None = None) -> None:
         """Set variables of `ranks` (None: all that live). Each rank gets a copy of its own, tensors too.
 
-        Raises ShipError, which names what cannot be pickled, before anything is set.
+        Functions and methods among `values` have the rank's variables for globals: what they refer to is set as well
+        where the rank lacks it, and kept where the rank has it. Raises LaunchError for an optimizer or a scheduler
+        without what it updates, ShipError, which names what cannot be pickled; then nothing was set.
         """
         arguments.check_values(values)
+        check_complete(values)
         chosen = choose(self._ranks, ranks, "pushing")
         did = f"pushing {', '.join(values)}"
         with saying(f"{did} was stopped: nothing was set on any rank"):
@@ -198,6 +202,8 @@ class Session:
         if outcome.was_stopped:
             raise LaunchInterrupted(describe_push(values, outcome))
         outcome.raise_failure("push")
+        for text in describe_pushed(values, outcome.values):
+            self._ranks.note(text)
 
     def pull(self, expression: str, *, rank: int | None = None) -> Any:
         """The value of a variable (or any expression) of `rank`, or with None a list of every rank's, by rank.

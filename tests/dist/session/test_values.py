@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import linecache
 import os
+import sys
 import threading
 import time
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -111,6 +113,79 @@ def test_pull_of_a_ddp_model_says_what_to_pull(start: Start) -> None:
         session.pull("model", rank=0)
     assert session.pull("model.module", rank=0).weight.shape == (1, 2)
     assert set(session.pull("model.module.state_dict()", rank=0)) == {"weight", "bias"}
+
+
+@pytest.fixture
+def cell(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, Any]]:
+    """Runs source text as a cell of the notebook does: in ``__main__``."""
+    main = types.ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", main)
+
+    def run(source: str) -> dict[str, Any]:
+        exec(source, vars(main))
+        return vars(main)
+
+    return run
+
+
+def test_push_of_a_function_leaves_the_ranks_variables_alone(
+    start: Start, view: Kept, cell: Callable[[str], dict[str, Any]]
+) -> None:
+    """It uses the rank's own `model`, `seen` and `rank`; only what a rank lacks comes with it, and follows later."""
+    session = start(2)
+    session.execute("model, seen, helper = [rank], 40, 'mine'")
+    names = cell(
+        "rank, model, seen, scale = 0, ['untrained'], 0, 2\n"
+        "def helper(): return scale\n"
+        "class Data:\n    def __len__(self): return seen\n"
+        "data = Data()\n"
+        "def report(): return rank, model, seen, helper, scale, len(data)\n"
+    )
+    session.push({"report": names["report"]})
+    assert session.pull("report()") == [(rank, [rank], 40, "mine", 2, 40) for rank in (0, 1)]
+    assert session.pull("(rank, model, seen, helper)") == [(rank, [rank], 40, "mine") for rank in (0, 1)]
+    said = (
+        "`report` uses `helper`, `model`, `seen`, and ranks 0,1 kept their own; `%ddp push helper model seen` replaces"
+    )
+    assert view.notes == [f"{said} them"]
+    cell("scale = 3")
+    session.push({"report": names["report"], "seen": 1})
+    assert session.pull("report()", rank=1) == (1, [1], 1, "mine", 3, 1)
+    assert view.notes[1:] == ["`report`, `seen` use `data`, and ranks 0,1 kept their own; `%ddp push data` replaces it"]
+
+
+def test_run_has_each_ranks_own_rank(start: Start, cell: Callable[[str], dict[str, Any]]) -> None:
+    """Whatever `rank` and `world_size` the notebook has from a version for one process; other globals are its own."""
+    session = start(2)
+    names = cell("rank, world_size, seen = 0, 1, 5\ndef where(): return rank, world_size, str(device), seen")
+    session.execute("seen = 1")
+    assert list(session.run(names["where"])) == [(0, 2, "cpu", 5), (1, 2, "cpu", 5)]
+    assert session.pull("seen") == [1, 1]
+
+
+def test_push_of_an_optimizer_without_its_model_is_refused(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would update copies; pushed at once they belong together."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "unused")  # torch's optimizers would set it
+    session, model = start(1), torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    session.push({"model": model, "optimizer": optimizer})
+    session.execute("assert optimizer.param_groups[0]['params'][0] is model.weight")
+    with pytest.raises(LaunchError, match="`optimizer`: not all parameters that it updates are pushed with it"):
+        session.push({"optimizer": optimizer})
+
+
+def test_push_of_a_model_names_what_uses_the_earlier_one(
+    start: Start, view: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An optimizer that stays would go on updating the parameters of the model that was replaced."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "unused")
+    session, model = start(2), torch.nn.Linear(2, 1)
+    session.push({"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1)})
+    session.push({"model": model})
+    said = (
+        "`optimizer` on the ranks still has the parameters of the earlier `model`; push both at once, or make it again"
+    )
+    assert view.notes == [f"{said} on the ranks"]
 
 
 def test_push_of_what_cannot_travel_is_named_before_anything_is_set(start: Start) -> None:

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import cloudpickle
+from cloudpickle.cloudpickle import _function_setstate
 
 from ddpilot.launching.shipping.lanes import LaneWriter, Span
 from ddpilot.launching.shipping.memory import map_private
@@ -47,6 +48,19 @@ def _main_globals() -> dict[str, Any]:
     return sys.modules["__main__"].__dict__
 
 
+def set_function_state(function: Any, state: Any) -> None:
+    """Complete a function from ``__main__``: what it refers to becomes global in the receiver's ``__main__``."""
+    _function_setstate(function, state)
+
+
+def _set_state_apart(uses: dict[str, Any], function: Any, state: Any) -> None:
+    """As `set_function_state`, but what the function refers to goes to `uses` instead."""
+    _, slots = state
+    uses.update(slots["__globals__"])
+    slots["__globals__"] = {}
+    _function_setstate(function, state)
+
+
 def known_object(index: int) -> Any:
     """Stands in a pickle for the object that the receiver itself once shipped as its `index`-th."""
     raise pickle.UnpicklingError(f"object {index} of a parcel was asked for outside `open_parcel`")
@@ -56,17 +70,19 @@ class ShipPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is 
     """Pickles by value what ``__main__`` defines, storages out of band, and a DDP model as the module in it, since its
     process group belongs to its rank.
 
-    `defined` collects the classes and functions that went by value. `known`: None on the way to a rank, where functions
-    from ``__main__`` share the globals of the rank's; on the way back what the receiver shipped: such an object goes as
-    a number, so that an instance has the receiver's class, unchanged, and no function touches the receiver's globals.
+    `defined` collects the classes and functions that went by value, `storages` the storages of tensors. `known`: None
+    on the way to a rank, where functions from ``__main__`` share the globals of the rank's; on the way back what the
+    receiver shipped: such an object goes as a number, so that an instance has the receiver's class, unchanged, and no
+    function touches the receiver's globals.
     """
 
     def __init__(self, stream: io.BytesIO, keep_buffer: Any, known: Sequence[Any] | None = None) -> None:
         super().__init__(stream, protocol=5, buffer_callback=keep_buffer)
         self.defined: dict[int, Any] = {}
         self._known = {id(value): index for index, value in enumerate(known or ())}
-        self._storages: dict[int, Any] = {}
-        if known is None:
+        self.storages: dict[int, Any] = {}
+        self._goes_to_rank = known is None
+        if self._goes_to_rank:
             self.globals_ref[id(_main_globals())] = _MainGlobals()
 
     def reducer_override(self, obj: Any) -> Any:
@@ -104,16 +120,18 @@ class ShipPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is 
         if owner is not None:
             _, slots = reduced[2]
             slots["__globals__"] = {}  # the receiver's module has them
+        elif self._goes_to_rank and func.__globals__ is _main_globals():
+            reduced = (*reduced[:5], set_function_state)
         return reduced
 
     def _reduce_storage(self, storage: Any) -> Any:
         if isinstance(storage, sys.modules["torch"].storage.TypedStorage):
             untyped = storage._untyped_storage
-            return _typed_storage, (self._storages.setdefault(untyped._cdata, untyped), storage.dtype)
+            return _typed_storage, (self.storages.setdefault(untyped._cdata, untyped), storage.dtype)
         if storage.device.type == "meta":
             return NotImplemented
         on_host = storage if storage.device.type == "cpu" else storage.cpu()
-        self._storages.setdefault(storage._cdata, storage)
+        self.storages.setdefault(storage._cdata, storage)
         if on_host.nbytes() == 0:
             return _untyped_storage, (b"",)
         region = (ctypes.c_ubyte * on_host.nbytes()).from_address(on_host.data_ptr())
@@ -174,13 +192,18 @@ def _current_last(definitions: Iterable[Any]) -> list[Any]:
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, stream: io.BytesIO, buffers: list[memoryview], known: Sequence[Any]) -> None:
+    def __init__(
+        self, stream: io.BytesIO, buffers: list[memoryview], known: Sequence[Any], uses: dict[str, Any] | None
+    ) -> None:
         super().__init__(stream, buffers=buffers)
         self._known = known
+        self._uses = uses
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         if module_name == __name__ and global_name == known_object.__name__:
             return self._known.__getitem__
+        if module_name == __name__ and global_name == set_function_state.__name__ and self._uses is not None:
+            return functools.partial(_set_state_apart, self._uses)
         return super().find_class(module_name, global_name)
 
 
@@ -195,14 +218,18 @@ def map_parcel(fds: Sequence[int]) -> list[memoryview]:
     return [map_private(fd) for fd in fds]
 
 
-def open_parcel(mapped: Sequence[memoryview], known: Sequence[Any] = ()) -> tuple[Any, list[Any]]:
+def open_parcel(
+    mapped: Sequence[memoryview], known: Sequence[Any] = (), uses: dict[str, Any] | None = None
+) -> tuple[Any, list[Any]]:
     """The value of a parcel and the definitions that came with it; large bytes stay in the mappings.
 
-    Raises what unpickling raises, such as ModuleNotFoundError.
+    Functions from ``__main__`` share the globals of this process's ``__main__``. What they refer to is set there, and
+    replaces what has that name; with `uses`, it is put into `uses` by name, and ``__main__`` stays as it is. Raises
+    what unpickling raises, such as ModuleNotFoundError.
     """
     loaded_torch()  # what is here may import parts of it, which another thread is in the middle of
     offset, length = _FOOTER.unpack(mapped[0][-_FOOTER.size :])
     body, spans = pickle.loads(mapped[0][offset : offset + length])
     stream, *buffers = (mapped[span.lane][span.offset : span.offset + span.length] for span in (body, *spans))
-    unpickler = _Unpickler(io.BytesIO(stream), buffers, known)
+    unpickler = _Unpickler(io.BytesIO(stream), buffers, known, uses)
     return unpickler.load(), unpickler.load()

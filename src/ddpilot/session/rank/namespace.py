@@ -33,6 +33,13 @@ class Space:
         )
         self.device = use_device(choice)
         self.counter = CollectiveCounter()
+        self.names: dict[str, Any] = {
+            "rank": self.topology.rank,
+            "world_size": self.topology.world_size,
+            "device": self.device,
+            "group": SessionGroup(self.topology, self.device, self.enter_group),
+        }
+        """What the session calls `rank`, `world_size`, `device` and `group` in the namespace."""
         self._blocked = ""
         self._running: tuple[int, ...] = ()
         self._group: Group | None = None
@@ -100,12 +107,7 @@ class Space:
 
     def prepare(self) -> None:
         """Put the session's names into the namespace, seed, and let the apps prepare this rank."""
-        self.namespace.update(
-            rank=self.topology.rank,
-            world_size=self.topology.world_size,
-            device=self.device,
-            group=SessionGroup(self.topology, self.device, self.enter_group),
-        )
+        self.namespace.update(self.names)
         enter_when_needed(self._enter_for_torch)
         if self.start.seed is not None:
             seed_all(self.start.seed)

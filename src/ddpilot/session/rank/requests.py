@@ -27,6 +27,7 @@ from ddpilot.session.rank.kernel import RankKernel
 from ddpilot.session.rank.lost import find_lost
 from ddpilot.session.rank.namespace import Space
 from ddpilot.session.rank.pulling import pack_pulled
+from ddpilot.session.rank.pushing import Pushed, prefer_own
 from ddpilot.session.rank.raised import report_error
 from ddpilot.session.report import Report
 
@@ -43,6 +44,7 @@ class Requests:
 
         self._kernel = kernel
         self._port = ParcelPort(path)
+        self._pushed = Pushed(space.namespace, space.names)
         self._verbs: dict[str, Callable[..., Any]] = {
             "call": self._call,
             "push": self._push,
@@ -76,8 +78,8 @@ class Requests:
         known: list[Any] = []
         with channel:
             try:
-                (function, args, kwargs), known = _open_apart(fds)
-                self._bind(known)
+                (function, args, kwargs), known = _open_apart(fds, self.space.names)
+                self._pushed.bind(importable_from_main(known))
                 value = function(*args, **kwargs)
                 parcel, _ = ship("ddpilot-result", {"result": value}, value, did="sending the result", known=known)
             except BaseException as error:
@@ -87,12 +89,12 @@ class Requests:
                 wire.send(channel, None, parcel)
                 wire.close_all(parcel)
 
-    def _push(self, token: str) -> None:
+    def _push(self, token: str) -> dict[str, Any] | None:
         channel, fds = self._port.take(token)
+        uses: dict[str, Any] = {}
         with channel:
-            values, known = _open(fds)
-        self._bind(known)
-        self.space.namespace.update(values)
+            values, definitions = _open(fds, uses)
+        return self._pushed.put(values, importable_from_main(definitions), uses)
 
     def _pull(self, token: str, expression: str) -> dict[str, str] | None:
         channel, fds = self._port.take(token)
@@ -128,26 +130,27 @@ class Requests:
             "lost": lost,
         }
 
-    def _bind(self, definitions: list[Any]) -> None:
-        """Make what was shipped importable from ``__main__``, unless the user has something of that name there."""
-        for name, definition in importable_from_main(definitions).items():
-            self.space.namespace.setdefault(name, definition)
 
-
-def _open(fds: list[int]) -> tuple[Any, list[Any]]:
+def _open(fds: list[int], uses: dict[str, Any] | None = None) -> tuple[Any, list[Any]]:
     try:
         mapped = map_parcel(fds)
     finally:
         wire.close_all(fds)
-    return open_parcel(mapped)
+    return open_parcel(mapped, uses=uses)
 
 
-def _open_apart(fds: list[int]) -> tuple[Any, list[Any]]:
-    """Open a parcel whose functions get globals of their own: the notebook's values, not this rank's variables."""
+def _open_apart(fds: list[int], own: dict[str, Any]) -> tuple[Any, list[Any]]:
+    """Open a parcel whose functions get globals of their own: the notebook's values, not this rank's variables.
+
+    `own`: the session's names, which are this rank's there too: a `rank` of the notebook would be the same on all.
+    """
     main = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
+    apart = sys.modules["__main__"] = types.ModuleType("__main__")
+    uses: dict[str, Any] = {}
     try:
-        return _open(fds)
+        opened = _open(fds, uses)
+        vars(apart).update({**own, **uses, **prefer_own(own, uses)})
+        return opened
     finally:
         sys.modules["__main__"] = main
 
