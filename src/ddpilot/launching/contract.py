@@ -87,6 +87,12 @@ def import_time_variables(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: environ[name] for name in read if name not in _SET_BY_TORCH}
 
 
+def module_paths() -> list[str]:
+    """The entries of `sys.path` that imports use; Python skips all others, such as a `pathlib.Path`."""
+    paths: list[object] = list(sys.path)
+    return [path for path in paths if isinstance(path, str)]
+
+
 def count_cores() -> int:
     """The cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ddpilot.errors import LaunchInterrupted, RankError
+from ddpilot.launching.limits import limits_explained
 from ddpilot.launching.local import wire
 from ddpilot.launching.local.host import check_function
 from ddpilot.launching.results import RankResults
@@ -102,7 +103,8 @@ class Session:
         from ddpilot.session.work import Work  # needs the packages that `check_installed` looks for
 
         self._view = _default_view(self.options) if view is None else view
-        self._ranks = _start_ranks(self.options, self._view)
+        with limits_explained("starting a session"):
+            self._ranks = _start_ranks(self.options, self._view)
         self._work = Work(self._ranks)
         self._num_cells = 0
         self._finalizer = weakref.finalize(self, self._ranks.close)

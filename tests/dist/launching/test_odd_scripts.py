@@ -37,3 +37,24 @@ def test_launch_in_a_module_run_with_dash_m_keeps_its_package_and_file(tmp_path:
         "import runpy; runpy.run_module('package.train', run_name='__main__', alter_sys=True)", tmp_path
     )
     assert outcome.out == f"{[(5, 'train.py', 'train.py')] * 2}\n"
+
+
+def test_launch_in_a_daemon_with_blocked_signals_and_a_path_object_in_sys_path(tmp_path: Path) -> None:
+    """Descriptors 0 to 2 are closed, and stay so; ends of ranks are seen; entries that Python skips do no harm."""
+    run_script(
+        "import os, pathlib, signal, sys, ddpilot\n"
+        "sys.path.append(pathlib.Path('elsewhere'))\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGTERM})\n"
+        "sys.stdout.flush()\n"
+        "os.closerange(0, 3)\n"
+        "def stop_in_time():\n"
+        "    os.write(2, b'to a closed stderr')\n"
+        "    return signal.pthread_sigmask(signal.SIG_BLOCK, [])\n"
+        "values = list(ddpilot.launch(stop_in_time, nproc_per_node=2))\n"
+        "left_open = [fd for fd in range(3) if os.path.exists(f'/proc/self/fd/{fd}')]\n"
+        "pathlib.Path('values.txt').write_text(f'{values} {left_open}')\n"
+        "os._exit(0)\n",
+        tmp_path,
+        limit_s=30,
+    )
+    assert (tmp_path / "values.txt").read_text() == "[set(), set()] []"

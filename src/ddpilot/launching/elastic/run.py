@@ -22,7 +22,7 @@ from ddpilot.launching.elastic.nodes import NodeState
 from ddpilot.launching.elastic.options import RunOptions
 from ddpilot.launching.elastic.screen import Screen
 from ddpilot.launching.elastic.stopping import RunStoppedError, StopSignal, signals_raise
-from ddpilot.launching.elastic.target import check_target
+from ddpilot.launching.elastic.target import check_stream, check_target
 from ddpilot.launching.elastic.waiting import check_endpoint
 from ddpilot.launching.output.display import Display
 
@@ -61,6 +61,8 @@ def prepare_run(options: RunOptions, environ: Mapping[str, str]) -> PreparedRun:
         check_endpoint(options.rdzv_endpoint)
     notes: list[str] = []
     count = count_ranks(options.nproc_per_node, environ, notes.append)
+    if options.kind == "script":
+        check_stream(options.target, count, options.max_restarts)
     one_node = options.is_static and options.nnodes[1] == 1
     run_id = uuid.uuid4().hex if one_node else options.rdzv_id
     variables = {

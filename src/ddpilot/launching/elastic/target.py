@@ -8,6 +8,7 @@ import importlib.machinery
 import importlib.util
 import os
 import shutil
+import stat
 import sys
 import traceback
 import warnings
@@ -27,11 +28,34 @@ def check_target(kind: TargetKind, target: str) -> None:
     """Raise LaunchError where `target` is not there or is no Python that compiles. Runs and imports none of it."""
     if kind == "module":
         _check_module(target)
+    elif kind == "script" and is_stream(target):
+        return  # reading it here would leave nothing of it for the rank
     elif kind == "script":
         _check_script(Path(target))
     elif shutil.which(target) is None:
         fix = "Give the path of a program, or its name where PATH has it; a file needs `chmod +x`"
         raise LaunchError(f"starting `{target}`", found="there is no such program", fix=fix)
+
+
+def is_stream(target: str) -> bool:
+    """True if `target` can be read once only: a pipe, as in `generate | ddpilot run /dev/stdin`, or a terminal."""
+    try:
+        mode = os.stat(target).st_mode
+    except OSError:
+        return False
+    return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode) and not os.path.samefile(target, os.devnull)
+
+
+def check_stream(target: str, num_ranks: int, max_restarts: int) -> None:
+    """Raise LaunchError if `target` is a stream that more than one process would have to read."""
+    if num_ranks * (1 + max_restarts) == 1 or not is_stream(target):
+        return
+    readers = f"{num_ranks} ranks" if num_ranks > 1 else f"{1 + max_restarts} attempts (--max-restarts)"
+    raise LaunchError(
+        f"starting `{target}`",
+        found=f"it is a pipe or a terminal, which only one process can read, and {readers} have to",
+        fix="Write the script to a file, or run one rank: -n 1 without --max-restarts",
+    )
 
 
 def _check_script(path: Path) -> None:

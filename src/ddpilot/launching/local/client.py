@@ -19,7 +19,7 @@ from typing import IO
 import psutil
 
 from ddpilot.errors import LaunchError
-from ddpilot.launching.contract import LAUNCH_VARIABLE, SERVER_VARIABLE, import_time_variables
+from ddpilot.launching.contract import LAUNCH_VARIABLE, SERVER_VARIABLE, import_time_variables, module_paths
 from ddpilot.launching.local import wire
 from ddpilot.launching.local.report import Hello
 
@@ -52,30 +52,37 @@ class RankServer:
         self._num_jobs = 0
         self._is_retired = False
         self._channel, theirs = socket.socketpair()
-        with tempfile.TemporaryFile() as log, theirs:
-            boot = {
-                "fd": theirs.fileno(),
-                "parent": os.getpid(),
-                "preload": key.preload,
-                "may_fork": key.may_fork,
-                "sys_path": sys.path,
-            }
-            flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-            self._process = subprocess.Popen(
-                [key.executable, *flags, "-c", _BOOT, json.dumps(boot)],
-                env={**environ, SERVER_VARIABLE: "1"},
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-            theirs.close()
-            try:
-                self.hello = self._wait_for_hello(log)
-            except BaseException:  # Ctrl-C included: no half-started server stays behind
-                self._kill()
-                raise
+        try:
+            with tempfile.TemporaryFile() as log, theirs:
+                self._process = self._start(theirs, log, environ)
+                theirs.close()
+                try:
+                    self.hello = self._wait_for_hello(log)
+                except BaseException:  # Ctrl-C included: no half-started server stays behind
+                    self._kill()
+                    raise
+        except BaseException:
+            self._channel.close()
+            raise
+
+    def _start(self, theirs: socket.socket, log: IO[bytes], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        boot = {
+            "fd": theirs.fileno(),
+            "parent": os.getpid(),
+            "preload": self.key.preload,
+            "may_fork": self.key.may_fork,
+            "sys_path": module_paths(),
+        }
+        flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+        return subprocess.Popen(
+            [self.key.executable, *flags, "-c", _BOOT, json.dumps(boot)],
+            env={**environ, SERVER_VARIABLE: "1"},
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
 
     @property
     def pid(self) -> int:

@@ -62,11 +62,13 @@ class RankHandle:
 def start_rank(job: socket.socket, start: RankStart, parcel: list[int]) -> RankHandle:
     """Ask the server for the process of one rank, and give it what it needs. Raises wire.Closed without a server."""
     control, theirs = socket.socketpair()
-    out_reader, out_writer = os.pipe()
-    err_reader, err_writer = os.pipe()
-    handle = RankHandle(start.rank, control, {"stdout": out_reader, "stderr": err_reader})
+    handle = RankHandle(start.rank, control, {})
+    writers: list[int] = []
     try:
-        wire.send(job, Start(start.rank), [theirs.fileno(), out_writer, err_writer])
+        for stream in ("stdout", "stderr"):
+            handle.pipes[stream], writer = os.pipe()
+            writers.append(writer)
+        wire.send(job, Start(start.rank), [theirs.fileno(), *writers])
         with contextlib.suppress(wire.Closed):  # there is no such process (any more): the server says why
             wire.send(control, start, parcel)
     except BaseException:
@@ -74,5 +76,5 @@ def start_rank(job: socket.socket, start: RankStart, parcel: list[int]) -> RankH
         raise
     finally:
         theirs.close()
-        wire.close_all([out_writer, err_writer])
+        wire.close_all(writers)
     return handle

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
 import sys
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ddpilot.errors import LaunchError, LaunchInterrupted
@@ -20,9 +21,11 @@ from ddpilot.launching.contract import (
     choose_num_threads,
     count_cores,
     default_variables,
+    module_paths,
     rank_variables,
 )
 from ddpilot.launching.interrupts import InterruptCatcher
+from ddpilot.launching.limits import limits_explained
 from ddpilot.launching.local import wire
 from ddpilot.launching.local.client import RankServer, ensure_server
 from ddpilot.launching.local.handles import RankHandle, start_rank
@@ -58,14 +61,34 @@ def run_local(
     count = resolve_count(options, environ, display)
     did = f"starting {count} rank{'s' * (count > 1)} of `{name}`"
     parts = {"fn": function, "args": args, "kwargs": dict(kwargs)}
-    parcel, known = ship("ddpilot-call", parts, (function, args, dict(kwargs)), did=did, known=None)
-    companion: Companion | None = None
+    with limits_explained(did), standard_fds_taken():
+        parcel, known = ship("ddpilot-call", parts, (function, args, dict(kwargs)), did=did, known=None)
+        try:
+            return _run_shipped(options, environ, count, name, parcel, known, display, accompany)
+        except KeyboardInterrupt as error:
+            if isinstance(error, LaunchInterrupted):
+                raise
+            raise LaunchInterrupted(f"{did} was stopped, before any of them ran it") from None
+        finally:
+            wire.close_all(parcel)
+
+
+def _run_shipped(
+    options: LaunchOptions,
+    environ: Mapping[str, str],
+    count: int,
+    name: str,
+    parcel: list[int],
+    known: list[Any],
+    display: Display,
+    accompany: Callable[[str, int], Companion | None],
+) -> RankResults:
+    server = ensure_server(environ, options.preload, may_fork(options))
+    if server.hello.dirty is not None and options.start_method != "spawn":
+        say_dirty(server, options, display)
+    companion = accompany(name, count)
     is_clean = False
     try:
-        server = ensure_server(environ, options.preload, may_fork(options))
-        if server.hello.dirty is not None and options.start_method != "spawn":
-            say_dirty(server, options, display)
-        companion = accompany(name, count)
         starts = functools.partial(
             make_rank_start,
             options=options,
@@ -78,14 +101,25 @@ def run_local(
         results = _run_on(server, starts, count, parcel, OutputPump(count, display), options, name, known, companion)
         is_clean = True
         return results
-    except KeyboardInterrupt as error:
-        if isinstance(error, LaunchInterrupted):
-            raise
-        raise LaunchInterrupted(f"{did} was stopped, before any of them ran it") from None
     finally:
-        wire.close_all(parcel)
         if companion is not None:
             companion.end(is_clean)
+
+
+@contextlib.contextmanager
+def standard_fds_taken() -> Iterator[None]:
+    """Keep what is opened meanwhile off descriptors 0 to 2, which a daemon may have closed.
+
+    C code that writes to stderr would write into a channel there, and a process started with it would lose it.
+    """
+    taken: list[int] = []
+    try:
+        while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+            taken.append(fd)
+        os.close(fd)
+        yield
+    finally:
+        wire.close_all(taken)
 
 
 def check_function(function: Callable[..., Any]) -> str:
@@ -211,7 +245,7 @@ def make_rank_start(
         rank=rank,
         environ={**environ, **variables},
         working_directory=os.getcwd(),
-        sys_path=list(sys.path),
+        sys_path=module_paths(),
         argv=list(sys.argv),
         main={name: text for name in ("__file__", "__package__") if isinstance(text := vars(main).get(name), str)},
         num_threads=num_threads,

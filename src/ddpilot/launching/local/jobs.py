@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from ddpilot.launching.contract import LAUNCH_VARIABLE
+from ddpilot.launching.contract import LAUNCH_VARIABLE, module_paths
 from ddpilot.launching.local import wire
 from ddpilot.launching.local.report import Exited
 
@@ -195,4 +195,4 @@ def _argv(rank: int, fds: list[int]) -> list[str]:
         f"from ddpilot.launching.local.{module} import {name}; {name}(*{fds!r})"
     )
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    return [sys.executable, *flags, "-c", code, json.dumps(sys.path)]
+    return [sys.executable, *flags, "-c", code, json.dumps(module_paths())]

@@ -43,6 +43,7 @@ _IDLE_IMPORTS = ("torch._dynamo",)
 
 def serve(channel_fd: int, parent_pid: int, preload: tuple[str, ...], may_fork: bool) -> NoReturn:
     """Import, say hello, and serve until the parent is gone."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the parent's thread may block SIGCHLD, which reports ends of ranks
     gc.disable()  # importing torch makes nothing that could be collected: a tenth of the time to the first launch
     channel = socket.socket(fileno=channel_fd)
     channel.set_inheritable(False)  # ranks that are exec'ed must not hold it

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ddpilot.errors import ShipError
+from ddpilot.launching.limits import explain_limit
 from ddpilot.launching.shipping.pickling import ShipPickler, pack_parcel
 from ddpilot.launching.shipping.reductions import is_compiled, owning_module
 
@@ -21,11 +22,17 @@ _MAX_DEPTH = 50
 def ship(
     name: str, parts: Mapping[str, Any], value: Any, *, did: str, known: list[Any] | None, rank: int | None = None
 ) -> tuple[list[int], list[Any]]:
-    """`pack_parcel(value)`, but a failure is a ShipError that names the path within `parts` and what is there."""
+    """`pack_parcel(value)`, but a failure is a ShipError that names the path within `parts` and what is there.
+
+    Raises LaunchError where everything pickles and the system has no place for it.
+    """
     try:
         return pack_parcel(name, value, known)
     except Exception as error:  # pickling runs the objects' own code: anything can come
         path, culprit = blame(parts, known)
+        limit = explain_limit(did, error) if isinstance(error, OSError) and culprit is parts else None
+        if limit is not None:
+            raise limit from error
         kind = f"{type(culprit).__module__}.{type(culprit).__qualname__}"
         raise ShipError(
             did,

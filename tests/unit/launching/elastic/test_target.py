@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import zipfile
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from ddpilot.errors import LaunchError
 from ddpilot.launching.elastic.options import TargetKind
-from ddpilot.launching.elastic.target import check_target
+from ddpilot.launching.elastic.target import check_stream, check_target
 
 
 @pytest.fixture
@@ -93,3 +94,33 @@ def test_check_target_says_what_is_wrong(here: Path, kind: TargetKind, target: s
     with pytest.raises(LaunchError) as caught:
         check_target(kind, target)
     assert said.format(here=here) in str(caught.value)
+
+
+def test_check_target_leaves_a_pipe_unread(tmp_path: Path) -> None:
+    """The rank finds all that was written into it, as under torchrun."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    fd = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
+    try:
+        os.write(fd, b"x = 1\n")
+        check_target("script", str(pipe))
+        assert os.read(fd, 100) == b"x = 1\n"
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "max_restarts", "found"), [(2, 0, "and 2 ranks have to"), (1, 1, r"2 attempts \(--max-restarts\)")]
+)
+def test_check_stream_refuses_a_pipe_with_several_readers(
+    tmp_path: Path, num_ranks: int, max_restarts: int, found: str
+) -> None:
+    """The second reader would run an empty script and succeed; a file may be read by all, and /dev/null too."""
+    pipe, file = tmp_path / "pipe", tmp_path / "file.py"
+    os.mkfifo(pipe)
+    file.write_text("x = 1\n")
+    with pytest.raises(LaunchError, match=found):
+        check_stream(str(pipe), num_ranks, max_restarts)
+    check_stream(str(pipe), 1, 0)
+    check_stream(str(file), num_ranks, max_restarts)
+    check_stream("/dev/null", num_ranks, max_restarts)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 
 import pytest
@@ -74,3 +75,21 @@ def test_start_rank_closes_everything_when_the_server_is_gone() -> None:
         start_rank(job, START, [])
     job.close()
     assert num_descriptors() == before
+
+
+def test_start_rank_leaves_nothing_open_if_the_system_has_no_descriptors_left() -> None:
+    """Whichever of a rank's channels was the one too many."""
+    job, server = socket.socketpair()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with job, server:
+        before = set(os.listdir("/proc/self/fd"))
+        next_fd = os.dup(0)
+        os.close(next_fd)
+        for spare in range(6):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (next_fd + spare, limits[1]))
+            try:
+                with pytest.raises(OSError, match="Too many open files"):
+                    start_rank(job, START, [])
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert set(os.listdir("/proc/self/fd")) == before

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import functools
+import resource
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from ddpilot.errors import ShipError
+from ddpilot.errors import LaunchError, ShipError
 from ddpilot.launching.shipping.blame import blame, ship
 
 LOCK = threading.Lock()
@@ -107,3 +108,14 @@ def test_blame_ends_on_something_nested_too_deeply() -> None:
     with pytest.raises(ShipError, match="deep recursion") as caught:
         ship("test", {"args": (deep,)}, (deep,), did="starting", known=None)
     assert caught.value.path.startswith("args[0][0][0]")
+
+
+def test_ship_does_not_blame_the_arguments_for_a_limit_of_the_system() -> None:
+    """No descriptor is left for the memory file: nothing is wrong with what is shipped."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        with pytest.raises(LaunchError, match=r"starting 2 ranks: too many open files.*`ulimit -n`"):
+            ship("call", {"args": (1,)}, (1,), did="starting 2 ranks", known=None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Limits of the system that a launch can reach: open files, file sizes, processes, space. Each has its own fix."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import resource
+from collections.abc import Iterator
+
+from ddpilot.errors import LaunchError
+
+_FREE_SPACE = "Free space there, or set TMPDIR to a directory with more"
+_FIXES = {
+    errno.ENFILE: "The whole machine has no file descriptors left: close programs, or raise fs.file-max",
+    errno.EFBIG: "Raise the limit of file sizes: `ulimit -f unlimited` in the shell that starts Python",
+    errno.ENOSPC: _FREE_SPACE,
+    errno.EDQUOT: _FREE_SPACE,
+    errno.ENOMEM: "Free memory, or ask for fewer ranks",
+    errno.EAGAIN: "Raise the limit of processes, `ulimit -u`, or ask for fewer ranks",
+}
+_NO_TEMPORARY = "No usable temporary directory"  # how tempfile begins its message
+_FDS_PER_RANK = 3
+
+
+def explain_limit(did: str, error: OSError) -> LaunchError | None:
+    """What to do about `error`; None if it is not about a limit."""
+    found, fix = f"{error.strerror or error}", _FIXES.get(error.errno or 0)
+    if error.errno == errno.EMFILE:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        found = f"too many open files: this process may have {soft} open at a time"
+        most = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
+        fix = (
+            f"Raise `ulimit -n` in the shell that starts Python (at most {most} here), close what is not needed, "
+            f"or ask for fewer ranks: each takes {_FDS_PER_RANK}"
+        )
+    elif str(error.strerror).startswith(_NO_TEMPORARY):
+        fix = "Set TMPDIR to a directory that exists, can be written to, and has space left"
+    return None if fix is None else LaunchError(did, found=found, fix=fix)
+
+
+@contextlib.contextmanager
+def limits_explained(did: str) -> Iterator[None]:
+    """Raise LaunchError, chained, in place of an OSError that is about a limit."""
+    try:
+        yield
+    except OSError as error:
+        explained = explain_limit(did, error)
+        if explained is None:
+            raise
+        raise explained from error
