@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -40,7 +39,7 @@ class Comparing:
         self._book = make_book() if carrier.node_rank == 0 else None
         self._outbox = Outbox(carrier)
         self._senders = {node: Sender() for node in carrier.places}
-        self._held: dict[int, deque[tuple[int, Entry]]] = {node: deque() for node in (0, *carrier.places)}
+        self._held: dict[int, list[tuple[int, Entry]]] = {node: [] for node in (0, *carrier.places)}
         self._fault = ""
 
     @property
@@ -97,9 +96,11 @@ class Comparing:
     def _ready(self, until_ns: int) -> Iterator[tuple[int, Entry]]:
         for node, held in self._held.items():
             offset_ns = 0 if node == 0 else self._senders[node].offset_ns or 0
-            while held and held[0][1].time_ns + offset_ns <= until_ns:
-                rank, entry = held.popleft()
-                yield rank, replace(entry, time_ns=entry.time_ns + offset_ns)
+            # A node's entries come rank by rank, so a newer one of one rank may stand before older ones of the next.
+            self._held[node] = [(rank, entry) for rank, entry in held if entry.time_ns + offset_ns > until_ns]
+            for rank, entry in held:
+                if entry.time_ns + offset_ns <= until_ns:
+                    yield rank, replace(entry, time_ns=entry.time_ns + offset_ns)
 
     def _have_ended(self) -> bool:
         return all(sender.has_ended for sender in self._senders.values())

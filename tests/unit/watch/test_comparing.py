@@ -18,6 +18,7 @@ from ddpilot.watch.digest import MAX_CHARS
 from ddpilot.watch.relay import Outbox
 from ddpilot.watch.rules.book import RuleBook
 from ddpilot.watch.rules.divergence import Divergence
+from tests.unit.watch.logs import Writer, bucket, group_of
 from tests.unit.watch.rules.test_divergence import SITE, pack
 from tests.unit.watch.test_exchange import Hand
 
@@ -210,3 +211,20 @@ def test_an_outbox_of_node_0_sends_findings_alone() -> None:
     for second in range(5):
         outbox.send(second * S)
     assert len(zero.hand.appended) == 1
+
+
+def test_a_late_look_at_two_ranks_of_one_node_does_not_hide_the_steps_of_the_second() -> None:
+    """Their notes come rank by rank, and node 1 has not reported on the newest of the first rank yet."""
+    zero, second, one = Node(0, 0), Node(0, 0), Node(1, 0)
+    log = Writer(0, group_of(0, 1, 2)).call("all_reduce", 5, ddp=bucket()).log()
+    book = RuleBook(3, log=lambda rank: log, rules=[Divergence], has_all_logs=False)
+    zero.comparing = Comparing(zero.hand, lambda: book)
+    notes = {rank: train(node, 200) for rank, node in enumerate((zero, second, one))}
+    one.comparing.feed({2: [entry for noted_ns, entry in notes[2] if noted_ns < 39 * S // 10]}, 39 * S // 10)
+    one.give(zero, 39 * S // 10)
+    here = {rank: [entry for noted_ns, entry in notes[rank] if noted_ns <= 4 * S] for rank in (0, 1)}
+    assert zero.comparing.feed(here, 4 * S) == []  # its first look since the start
+    one.comparing.feed({2: [entry for noted_ns, entry in notes[2] if noted_ns >= 39 * S // 10]}, 5 * S)
+    one.give(zero, 5 * S)
+    assert zero.comparing.feed({}, 5 * S) == []
+    assert zero.comparing.faults == []
