@@ -104,7 +104,8 @@ class Cause:
 
 def find_cause(one: Party, other: Party, sources: Sources) -> Cause | None:
     """Why two parties do not meet in one collective; None where nothing says so."""
-    parting = find_parting(Side(one.ranks, one.chain), Side(other.ranks, other.chain), sources)
+    sides = [Side(party.ranks, party.chain, party.lines) for party in (one, other)]
+    parting = find_parting(*sides, sources)
     for here, there in ((one, other), (other, one)):
         cause = _unused(here, there) or _lone_forward(here, there, parting)
         if cause is not None:

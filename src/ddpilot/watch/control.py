@@ -25,6 +25,8 @@ class Spot:
     """It is what happens where the condition is false."""
     has_other_branch: bool = False
     """The other ranks have something else to do there."""
+    fixed_lines: range = range(0)
+    """Lines behind it that a rank runs each time or never: the condition is made of the rank and constants alone."""
 
 
 def guards(source: Source, blocks: Sequence[Block], line: int, callee: str = "") -> list[Spot]:
@@ -40,7 +42,9 @@ def guards(source: Source, blocks: Sequence[Block], line: int, callee: str = "")
             continue
         is_in_loop = any(block.is_loop for block in source.blocks(statement.lineno))
         if source.depends_on_rank(statement.test) and not is_in_loop:
-            found.append(Spot(statement.lineno, source.text(statement.lineno), True, True))
+            lines = range((statement.end_lineno or statement.lineno) + 1, line + 1)
+            fixed = lines if source.is_fixed(statement.test) else range(0)
+            found.append(Spot(statement.lineno, source.text(statement.lineno), True, True, fixed_lines=fixed))
     return found
 
 
@@ -49,7 +53,9 @@ def _condition(source: Source, block: Block) -> Spot | None:
     if isinstance(node, ast.If):
         is_else = block.part == "orelse"
         depends = source.depends_on_rank(node.test)
-        return Spot(node.lineno, source.text(node.lineno), depends, is_else, bool(node.orelse))
+        lines = _lines_of(node.orelse if is_else else node.body)
+        fixed = lines if depends and source.is_fixed(node.test) else range(0)
+        return Spot(node.lineno, source.text(node.lineno), depends, is_else, bool(node.orelse), fixed)
     if isinstance(node, ast.Match) and block.part.startswith("case "):
         case = node.cases[int(block.part.removeprefix("case "))]
         asked = [node.subject, *([case.guard] if case.guard is not None else [])]
@@ -77,8 +83,13 @@ def _inline_conditions(source: Source, line: int, callee: str) -> list[Spot]:
         if test is None or (_num_calls([statement], callee) and not _num_calls(decided, callee)):
             continue
         if source.depends_on_rank(test):
-            found.append(Spot(test.lineno, source.text(test.lineno), True, is_else))
+            fixed = _lines_of([statement]) if source.is_fixed(test) else range(0)
+            found.append(Spot(test.lineno, source.text(test.lineno), True, is_else, fixed_lines=fixed))
     return found
+
+
+def _lines_of(body: Sequence[ast.AST]) -> range:
+    return range(line_of(body[0]), (getattr(body[-1], "end_lineno", 0) or 0) + 1)
 
 
 def _calls(node: ast.AST) -> bool:

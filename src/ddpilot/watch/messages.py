@@ -40,7 +40,7 @@ def find_lone_messages(view: JobView) -> dict[tuple[int, int], bool]:
             if peer in known and peer is not None:
                 is_sent = entry.op == "send"
                 way = (rank, peer) if is_sent else (peer, rank)
-                sides = ways.setdefault((*way, entry.tag, _group(entry)), ([], []))
+                sides = ways.setdefault((*way, entry.tag, group_key(entry)), ([], []))
                 sides[0 if is_sent else 1].append((rank, entry.index))
     found: dict[tuple[int, int], bool] = {}
     for sent, received in ways.values():
@@ -66,9 +66,9 @@ def find_unequal_messages(view: JobView) -> Iterator[Message]:
                 received = {way: entries for way, entries in received.items() if way[1] != rank}
                 break
             if entry.op == "send":
-                sent.setdefault((rank, peer, entry.tag, _group(entry)), []).append(entry)
+                sent.setdefault((rank, peer, entry.tag, group_key(entry)), []).append(entry)
             else:
-                received.setdefault((peer, rank, entry.tag, _group(entry)), []).append(entry)
+                received.setdefault((peer, rank, entry.tag, group_key(entry)), []).append(entry)
     for way, entries in received.items():
         for mine, theirs in zip(entries, sent.get(way, ()), strict=False):
             if mine.num_bytes != theirs.num_bytes:
@@ -83,7 +83,8 @@ def _messages(rank: RankView) -> list[Collective]:
     return [entry for entry in entries if entry.is_p2p]
 
 
-def _group(entry: Collective) -> str:
+def group_key(entry: Collective) -> str:
+    """The group of `entry`, distinct from an earlier one of the same name, as of a rebuild or another attempt."""
     group = entry.group
     return f"{group.name}/{group.attempt}/{group.incarnation}" if group is not None else ""
 

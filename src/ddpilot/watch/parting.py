@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ddpilot.watch.callers import complete
 from ddpilot.watch.control import (
     Spot,
     early_returns,
@@ -31,8 +30,6 @@ def find_parting(first: Side, second: Side, sources: Sources) -> Parting | None:
     """Why two sets of ranks are at different lines; None where the source does not say."""
     if not first.chain or not second.chain:
         return find_end_parting(first, second, sources) if first.chain else find_end_parting(second, first, sources)
-    ways = (complete(first.chain, sources, second.chain), complete(second.chain, sources, first.chain))
-    first, second = (replace(side, chain=way) for side, way in zip((first, second), ways, strict=True))
     pair = _part(first.chain, second.chain)
     source = sources.find(pair[0]) if pair is not None else None
     if pair is None or source is None:
@@ -43,8 +40,8 @@ def find_parting(first: Side, second: Side, sources: Sources) -> Parting | None:
     found = _compare(source, (first, pair[0]), (second, pair[1]))
     if found is not None and found.guard is not None and found.guard.depends_on_rank:
         return found
-    for side, frame in zip((first, second), pair, strict=True):
-        deep = _find_deep_guard(side, frame, sources)
+    for side, other, frame in ((first, second, pair[0]), (second, first, pair[1])):
+        deep = _find_deep_guard(side, other, frame, sources)
         if deep is not None:
             return deep
     behind, ahead = (first, second) if pair[0].line < pair[1].line else (second, first)
@@ -83,13 +80,13 @@ def _with_left(source: Source, side: Side, frame: Frame, there: Frame, sources: 
     return Spot(frame.line, source.text(frame.line))
 
 
-def _find_deep_guard(side: Side, at: Frame, sources: Sources) -> Parting | None:
+def _find_deep_guard(side: Side, other: Side, at: Frame, sources: Sources) -> Parting | None:
     """In what is called from the line `at`, a condition on the rank that only these ranks can have passed."""
     for frame in _below(side.chain, at):
         source = sources.find(frame)
         callee = _callee(side.chain, frame)
         found = guards(source, source.blocks(frame.line), frame.line, callee) if source is not None else []
-        for guard in found:
+        for guard in _deciding(found, frame.file, other):
             if guard.depends_on_rank and not guard.has_other_branch:
                 return _behind(side, frame, guard, siblings=False)
     return None
@@ -136,12 +133,12 @@ def _callee(chain: Chain, at: Frame) -> str:
 def _look_deeper(behind: Side, ahead: Side, at: Frame, sources: Sources) -> Parting | None:
     """The others are in a call that the ranks `ahead` have come back from."""
     deeper = _below(behind.chain, at)
-    return _search_outwards(Side(behind.ranks, deeper), ahead, sources) if deeper else None
+    return _search_outwards(replace(behind, chain=deeper), ahead, sources) if deeper else None
 
 
 def find_end_parting(here: Side, gone: Side, sources: Sources) -> Parting | None:
     """Why the ranks `gone` have come to the end while others are `here`: from the innermost call outwards."""
-    return _search_outwards(replace(here, chain=complete(here.chain, sources)), gone, sources)
+    return _search_outwards(here, gone, sources)
 
 
 def _search_outwards(here: Side, gone: Side, sources: Sources) -> Parting | None:
@@ -189,7 +186,8 @@ def _part(one: Chain, other: Chain) -> tuple[Frame, Frame] | None:
 
 def _parting_from_end(source: Source, frame: Frame, here: Side, gone: Side) -> Parting | None:
     blocks = source.blocks(frame.line)
-    guard = _choose(guards(source, blocks, frame.line, _callee(here.chain, frame)))
+    found = guards(source, blocks, frame.line, _callee(here.chain, frame))
+    guard = _choose(_deciding(found, frame.file, gone))
     if guard is not None and guard.depends_on_rank:
         return Parting(ranks=here.ranks, file=frame.file, guard=guard, at=frame)
     loop = _outermost_loop(blocks)
@@ -203,7 +201,7 @@ def _compare(source: Source, one: tuple[Side, Frame], other: tuple[Side, Frame])
     around = [source.blocks(frame.line) for _, frame in sides]
     common = _count_common(*around)
     own = [blocks[common:] for blocks in around]
-    conditions = [_choose(_own_guards(source, *sides[i], own[i], sides[1 - i][1])) for i in (0, 1)]
+    conditions = [_choose(_own_guards(source, *sides[i], own[i], *sides[1 - i])) for i in (0, 1)]
     siblings = conditions[0] is not None and conditions[1] is not None and conditions[0].line == conditions[1].line
     by_branch = sorted(zip(sides, conditions, strict=True), key=lambda each: each[1] is not None and each[1].is_else)
     for side, guard in by_branch:
@@ -240,11 +238,18 @@ def _same_loop(source: Source, file: str, common: Sequence[Block], line: int) ->
     )
 
 
-def _own_guards(source: Source, side: Side, frame: Frame, own: Sequence[Block], other: Frame) -> list[Spot]:
-    """Conditions of `frame` that are none of the `other` line's; leaving before both lines parts neither."""
-    other_lines = {spot.line for spot in guards(source, (), other.line)}
+def _own_guards(
+    source: Source, side: Side, frame: Frame, own: Sequence[Block], other: Side, there: Frame
+) -> list[Spot]:
+    """Conditions of `frame` that are none of the line `there`; leaving before both lines parts neither."""
+    other_lines = {spot.line for spot in guards(source, (), there.line)}
     found = guards(source, own, frame.line, _callee(side.chain, frame))
-    return [spot for spot in found if spot.line not in other_lines]
+    return [spot for spot in _deciding(found, frame.file, other) if spot.line not in other_lines]
+
+
+def _deciding(spots: Sequence[Spot], file: str, other: Side) -> list[Spot]:
+    """`spots` without those that the `other` ranks have passed before, and which let a rank pass always or never."""
+    return [spot for spot in spots if not any((file, line) in other.lines for line in spot.fixed_lines)]
 
 
 def _choose(spots: Sequence[Spot]) -> Spot | None:

@@ -17,6 +17,8 @@ class Side:
     ranks: tuple[int, ...]
     chain: Chain
     """Empty where they have come to the end of the program."""
+    lines: frozenset[tuple[str, int]] = frozenset()
+    """File and line of their earlier collectives in the same group, as far as they are known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

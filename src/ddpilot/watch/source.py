@@ -13,9 +13,24 @@ from functools import lru_cache
 from ddpilot.watch.view import Frame
 
 _RANK_NAME = re.compile(
-    r"(^|_)(rank|ranks|rank_?zero|rank0)(_|$|\d)|main_process|^is_?(main|master|chief|global_zero|first|leader)|^master$",
-    re.IGNORECASE,
+    r"""_*(?:(?:is|am|i|on|if|not|get|my|own|this|the|cur|current)_?)*(?:
+      # rank, LOCAL_RANK, ddp_rank, data_parallel_rank, rank0, is_rank_zero; not lora_rank, rank_loss, matrix_rank
+      (?:(?:local|global|world|node|group|intra|inter|dist|distributed|torch|ddp|fsdp|dp|tp|pp|cp|ep|sp|
+           (?:data|tensor|model|pipeline|expert|context|sequence)_?parallel|
+           process|proc|worker|gpu|cuda|device|host|replica|shard|mpi|slurm|hvd)_?)*
+        rank(?:_?(?:id|idx|index|zero|0|only))*
+      # main_process, is_local_main_process, master_process, is_first_worker
+      | (?:local_|global_|world_)?(?:main|master|chief|leader|primary|first|zero)_?
+        (?:process|proc|rank|worker)(?:_only)?
+      | (?:local_|global_|world_)*process_?(?:index|idx|zero)
+      | master
+    )_*
+    | _*(?:is|am|on|not)_?(?:is_?)?(?:not_?)?(?:(?:local|global|world)_?)?(?:main|master|chief|leader|zero|root)_*
+    """,
+    re.IGNORECASE | re.VERBOSE,
 )
+"""Whole names of a process's rank, or of whether it is a certain one."""
+
 _Function = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _Loop = (ast.For, ast.AsyncFor, ast.While)
 
@@ -93,43 +108,32 @@ class Source:
         """The functions of this file that are called `name`."""
         return [node for node in ast.walk(self._tree) if isinstance(node, ast.FunctionDef) and node.name == name]
 
-    def wrappers_of(self, function: str) -> list[Frame]:
-        """Where decorators of this file call what is named `function`, outermost first; no file name."""
-        found = []
-        for node in self.functions_called(function):
-            for decorator in node.decorator_list:
-                name = _name_of(decorator.func if isinstance(decorator, ast.Call) else decorator)
-                for maker in self.functions_called(name):
-                    found += [self._frame_in(inner, call) for inner, call in _calls_of_arguments(maker)]
-        return found
-
-    def _frame_in(self, function: ast.FunctionDef, call: ast.Call) -> Frame:
-        return Frame("", call.lineno, function.name, self.text(call.lineno))
-
-    def calls_of(self, function: str) -> list[Frame]:
-        """Where this file calls what is named `function`, as lines with the functions around them; no file name."""
-        found = []
-        for name, node in self._walk_functions():
-            if isinstance(node, ast.Call) and _name_of(node.func) == function:
-                found.append(Frame("", node.lineno, name, self.text(node.lineno)))
-        return found
-
-    def _walk_functions(self) -> Iterator[tuple[str, ast.AST]]:
-        todo: list[tuple[str, ast.AST]] = [("<module>", self._tree)]
-        while todo:
-            name, node = todo.pop()
-            yield name, node
-            inner = node.name if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) else name
-            todo += [(inner, child) for child in ast.iter_child_nodes(node)]
-
     def depends_on_rank(self, test: ast.expr) -> bool:
         """Whether a condition asks for the rank, also through names that are assigned from it."""
         return self._mentions_rank(test, depth=3)
 
+    def is_fixed(self, test: ast.expr) -> bool:
+        """True if a condition is made of the rank, constants and settings alone: it never changes on a rank."""
+        bases = {id(node.value) for node in ast.walk(test) if isinstance(node, ast.Attribute)}
+        for node in ast.walk(test):
+            name = _name_of(node)
+            if not name or id(node) in bases or name.isupper():
+                continue
+            if _RANK_NAME.fullmatch(name):
+                if isinstance(node, ast.Name) and name in self._loop_targets():
+                    return False
+            elif not self._is_made_from_rank(name, isinstance(node, ast.Attribute), 3):
+                return False
+        return True
+
+    def _loop_targets(self) -> set[str]:
+        loops = (node.target for node in ast.walk(self._tree) if isinstance(node, (ast.For, ast.comprehension)))
+        return {each.id for target in loops for each in ast.walk(target) if isinstance(each, ast.Name)}
+
     def _mentions_rank(self, value: ast.AST, depth: int) -> bool:
         for node in ast.walk(value):
             name = _name_of(node)
-            if name and _RANK_NAME.search(name):
+            if name and _RANK_NAME.fullmatch(name):
                 return True
             if isinstance(node, ast.Constant) and node.value in ("RANK", "LOCAL_RANK", "SLURM_PROCID"):
                 return True
@@ -159,6 +163,8 @@ class Source:
 
     def is_the_same_everywhere(self, test: ast.expr) -> bool:
         """Whether a condition is made of constants, settings and counters only: the same on all ranks."""
+        if self.depends_on_rank(test):
+            return False
         counters = set(self._counters())
         for node in ast.walk(test):
             if isinstance(node, ast.Call):
@@ -233,17 +239,6 @@ def _parse(text: str) -> Source | None:
         return Source(text)
     except (SyntaxError, ValueError, RecursionError):  # as of a cell with magics
         return None
-
-
-def _calls_of_arguments(maker: ast.FunctionDef) -> Iterator[tuple[ast.FunctionDef, ast.Call]]:
-    """Calls, in functions within `maker`, of what `maker` or one of them has been given."""
-    nested = [node for node in ast.walk(maker) if isinstance(node, ast.FunctionDef)]
-    given = {argument.arg for function in nested for argument in function.args.args}
-    for function in nested[1:]:
-        for statement in function.body:
-            for node in ast.walk(statement):
-                if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in given:
-                    yield function, node
 
 
 def _holding(body: Sequence[ast.stmt], line: int) -> ast.stmt | ast.ExceptHandler | None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from ddpilot.record.log import Collective
 from ddpilot.watch.fates import Fate, holds_up
-from ddpilot.watch.meetings import Meeting
-from ddpilot.watch.messages import find_lone_messages
+from ddpilot.watch.meetings import GroupKey, Meeting
+from ddpilot.watch.messages import find_lone_messages, group_key
 from ddpilot.watch.view import JobView
 from ddpilot.watch.words import peer_of
 
@@ -64,16 +64,18 @@ def _is_held(view: JobView, fate: Fate, rank: int, entry: Collective, found: Wai
 def _find_p2p(view: JobView, fates: Mapping[int, Fate], found: Waits) -> Iterator[Wait]:
     is_lone = find_lone_messages(view)
     pending = {rank: list(_pending_p2p(view, rank, fates[rank], is_lone)) for rank in view.ranks}
+    newest = _newest_groups(view) if any(pending.values()) else {}
+    pending = {rank: [each for each in entries if _is_newest(each, newest)] for rank, entries in pending.items()}
     offered = {
-        (rank, peer_of(entry), entry.op == "send", entry.tag, _group(entry))
+        (rank, peer_of(entry), entry.op == "send", entry.tag, group_key(entry))
         for rank, entries in pending.items()
         for entry in entries
     }
     for rank, entries in pending.items():
         for entry in entries:
             peer = peer_of(entry)
-            other = (peer, rank, entry.op != "send", entry.tag, _group(entry))
-            if peer is None or other in offered or (peer, None, False, entry.tag, _group(entry)) in offered:
+            other = (peer, rank, entry.op != "send", entry.tag, group_key(entry))
+            if peer is None or other in offered or (peer, None, False, entry.tag, group_key(entry)) in offered:
                 continue  # the other side is there: it is being sent
             if entry.start_ns >= view.since_ns and _is_held(view, fates[rank], rank, entry, found, (peer,)):
                 yield Wait({rank: entry}, (peer,))
@@ -94,8 +96,20 @@ def _pending_p2p(view: JobView, rank: int, fate: Fate, is_lone: Mapping[tuple[in
             yield entry
 
 
-def _group(entry: Collective) -> str:
-    return entry.group.name if entry.group is not None else ""
+def _newest_groups(view: JobView) -> dict[GroupKey, tuple[int, int]]:
+    """By name and ranks the newest group that any rank has used: those before it are destroyed."""
+    logs = [seen.log for seen in view.ranks.values() if seen.log is not None]
+    groups = {id(entry.group): entry.group for log in logs for entry in log.collectives if entry.group is not None}
+    newest: dict[GroupKey, tuple[int, int]] = {}
+    for group in groups.values():
+        key = (group.name, group.ranks)
+        newest[key] = max(newest.get(key, (0, 0)), (group.attempt, group.incarnation))
+    return newest
+
+
+def _is_newest(entry: Collective, newest: Mapping[GroupKey, tuple[int, int]]) -> bool:
+    group = entry.group
+    return group is None or (group.attempt, group.incarnation) == newest[group.name, group.ranks]
 
 
 def find_circles(waits: Iterable[Wait]) -> list[list[Wait]]:

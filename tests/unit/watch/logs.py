@@ -40,7 +40,7 @@ class Writer:
         self._seqs: dict[tuple[str, int], int] = {}
 
     def call(self, op: str, line: int, **more: Any) -> Writer:
-        """It has called `op` from `line`, and that is over."""
+        """It has called `op` from `line`, and that is over. `led`: lines and functions of the calls that led there."""
         group = more.pop("group", self._group)
         seq = self._seqs.get((group.name, group.incarnation), 0)
         is_p2p = op in ("send", "recv")
@@ -49,7 +49,7 @@ class Writer:
         index = len(self._entries) + 1
         known: dict[str, Any] = {
             "inputs": () if op == "barrier" else FLOATS,
-            "line": more.pop("at", None) or Line(file=self._file, line=line, text=self._text(line), **_of_line(more)),
+            "line": more.pop("at", None) or self._line(line, more),
             "start_ns": 100 * S + index * S // 100,
             "state": "done",
             "is_async": more.get("ddp") is not None,
@@ -77,9 +77,10 @@ class Writer:
     def _text(self, line: int) -> str:
         return self._texts.get(line, "")
 
-
-def _of_line(more: dict[str, Any]) -> dict[str, Any]:
-    return {"function": more.pop("function", "<module>"), "via": more.pop("via", "")}
+    def _line(self, line: int, more: dict[str, Any]) -> Line:
+        callers = tuple((self._file, at, function, self._text(at)) for at, function in more.pop("led", ()))
+        function, via = more.pop("function", "<module>"), more.pop("via", "")
+        return Line(file=self._file, line=line, text=self._text(line), function=function, via=via, callers=callers)
 
 
 def alive(writer: Writer, *stack: Frame, **more: Any) -> RankView:

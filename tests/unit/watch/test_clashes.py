@@ -199,11 +199,12 @@ dist.barrier()
 
 
 def test_a_loop_that_has_ended_on_one_rank_is_uneven_data() -> None:
-    """Also from the lines alone: the loop is in a function, which is called from one place."""
+    """Also from the recorded lines alone: the loop is in a function."""
+    led = [(4, "<module>")]
     zero, one = writers(UNEVEN)
     for rank in (zero, one):
-        rank.call("all_reduce", 3, ddp=bucket(), function="train")
-    finding = find(UNEVEN, zero.wait("barrier", 5), one.wait("all_reduce", 3, ddp=bucket(), function="train"))
+        rank.call("all_reduce", 3, ddp=bucket(), function="train", led=led)
+    finding = find(UNEVEN, zero.wait("barrier", 5), one.wait("all_reduce", 3, ddp=bucket(), function="train", led=led))
     assert (finding.code, finding.ranks) == ("DDP207", (0,))
     assert "`for x in batches:` (train.py:2) ended earlier on rank 0" in finding.why
 
@@ -220,14 +221,16 @@ def main():
 
 
 def with_helper(call: str) -> Finding:
-    """Rank 0 is in a helper of another file, of which only the line is known; rank 1 is in the loop, with its stack."""
+    """Rank 0 is in a helper of another file, by its recorded lines; rank 1 is in the loop, with its stack."""
     source = f"{LOOP}{call}main()\n"
     zero, one = writers(source)
     for rank in (zero, one):
-        rank.call("all_reduce", 3, ddp=bucket(), function="train")
-    helper = Line(file="helpers.py", line=2, text="dist.all_reduce(value)", function="reduce_mean")
+        rank.call("all_reduce", 3, ddp=bucket(), function="train", led=[(6, "main")])
+    at = next(number for number, text in texts_of(source).items() if "reduce_mean" in text)
+    callers = ((FILE, at, "other" if "other" in call else "main", texts_of(source)[at]),)
+    helper = Line(file="helpers.py", line=2, text="dist.all_reduce(value)", function="reduce_mean", callers=callers)
     zero.wait("all_reduce", 2, at=helper, inputs=(tensor(1),))
-    one.wait("all_reduce", 3, ddp=bucket(), function="train")
+    one.wait("all_reduce", 3, ddp=bucket(), function="train", led=[(6, "main")])
     outer = (Frame(FILE, 3, "train", "model(x).backward()"), Frame(FILE, 6, "main", "train(loader)"))
     sources = {FILE: source, "helpers.py": HELPERS}
     (finding,) = analyze(job([alive(zero), alive(one, *outer)], sources=sources)).findings
@@ -493,9 +496,10 @@ Trainer().fit()
 
 def test_a_guard_is_seen_to_ask_for_the_rank_through_attributes_and_properties() -> None:
     """In methods, also where loops have as many rounds on all ranks."""
-    zero, one = (rank.call("all_reduce", 10, ddp=bucket(), function="fit") for rank in writers(CHIEF))
-    zero.wait("barrier", 15, function="on_epoch_end")
-    one.wait("all_reduce", 10, ddp=bucket(), function="fit")
+    fit = [(16, "<module>")]
+    zero, one = (rank.call("all_reduce", 10, ddp=bucket(), function="fit", led=fit) for rank in writers(CHIEF))
+    zero.wait("barrier", 15, function="on_epoch_end", led=[(11, "fit"), *fit])
+    one.wait("all_reduce", 10, ddp=bucket(), function="fit", led=fit)
     finding = find(CHIEF, zero, one)
     assert (finding.code, finding.ranks) == ("DDP201", (0,))
     assert "is where this is false: `if not self.leads:` (train.py:13)" in finding.why
@@ -551,11 +555,13 @@ y.backward()
 """
 
 
-def test_a_guard_in_a_decorator_is_named_from_the_source_alone() -> None:
+def test_a_guard_in_a_decorator_is_named_from_the_recorded_lines_alone() -> None:
     """A rank that was aborted has left no stack."""
     zero, one = writers(DECORATED)
     one.wait("all_reduce", 11, ddp=bucket(), inputs=(tensor(9),))
-    finding = find(DECORATED, zero.wait("all_reduce", 9, function="evaluate"), one)
+    finding = find(
+        DECORATED, zero.wait("all_reduce", 9, function="evaluate", led=[(5, "inner"), (10, "<module>")]), one
+    )
     assert (finding.code, finding.ranks) == ("DDP201", (0,))
     assert "is inside `if dist.get_rank() == 0:` (train.py:4)" in finding.why
 
@@ -564,7 +570,9 @@ def test_ranks_that_returned_early_from_a_function_are_behind_a_guard_too() -> N
     """`if rank != 0: return` decides about every line after it."""
     source = "def save():\n    if rank != 0:\n        return\n    dist.barrier()\nsave()\ny.backward()\n"
     zero, one = writers(source)
-    finding = find(source, zero.wait("barrier", 4, function="save"), one.wait("all_reduce", 6, ddp=bucket()))
+    finding = find(
+        source, zero.wait("barrier", 4, function="save", led=[(5, "<module>")]), one.wait("all_reduce", 6, ddp=bucket())
+    )
     assert finding.code == "DDP201"
     assert "`if rank != 0:` (train.py:2)" in finding.why
 
@@ -615,7 +623,7 @@ for epoch in range(3):
     zero, one = writers(source)
     for rank in (zero, one):
         rank.call("all_reduce", 6, ddp=bucket())
-    zero.wait("barrier", 3, function="on_epoch_end")
+    zero.wait("barrier", 3, function="on_epoch_end", led=[(8, "<module>")])
     one.wait("all_reduce", 6, ddp=bucket())
     finding = find(source, zero, one)
     assert (finding.code, finding.ranks) == ("DDP201", (0,))
@@ -680,8 +688,8 @@ def test_a_loop_over_parameters_is_not_what_ended_early(handler: str | None, cod
     source = OWN_AVERAGE if handler else OWN_AVERAGE.replace("            continue", "            raise")
     zero, one = writers(source)
     for rank in (zero, one):
-        rank.call("all_reduce", 3, function="average")
-    zero.wait("all_reduce", 3, function="average")
+        rank.call("all_reduce", 3, function="average", led=[(10, "train"), (11, "<module>")])
+    zero.wait("all_reduce", 3, function="average", led=[(10, "train"), (11, "<module>")])
     finding = find(source, zero, one.wait("barrier", 12))
     assert (finding.code, finding.ranks) == (code, (1,))
     assert "`for b in batches:` (train.py:5)" in finding.why
@@ -744,7 +752,7 @@ dist.barrier()
 def test_a_return_before_a_collective_is_told_where_nothing_else_says_it() -> None:
     """A cache that is filled on one rank only; what is written to is no setting, whatever its name."""
     zero, one = writers(CACHED)
-    finding = find(CACHED, zero.wait("broadcast", 4, function="load"), one.wait("barrier", 7))
+    finding = find(CACHED, zero.wait("broadcast", 4, function="load", led=[(6, "<module>")]), one.wait("barrier", 7))
     assert (finding.code, finding.ranks) == ("DDP201", (1,))
     assert '`if "vocab" in CACHE: return CACHE["vocab"]` (train.py:2) may have left before' in finding.why
 

@@ -64,6 +64,13 @@ EARLY = {
         "`if rank == 1: sys.exit(0)` (train.py:3)",
     ),
 }
+EARLY |= {
+    f"of data, on {name}": (
+        f"for n, x in enumerate(loader):\n    if {name} == 1 and n == 3:\n        break\n    go()  # HERE\n",
+        f"`if {name} == 1 and n == 3: break` (train.py:3)",
+    )
+    for name in ("rank", "RANK", "args.rank", "args.local_rank", "self.rank")
+}
 OF_DATA = {
     "an iterator by hand": (
         "while True:\n    try:\n        x = next(it)\n    except StopIteration:\n        break\n    go()  # HERE\n",
@@ -103,12 +110,15 @@ OF_DATA = {
 
 
 def find(source: str) -> Finding:
-    """What is said where rank 1 has ended after a round, and rank 0 is in the marked line."""
+    """What is said where rank 1 has ended after a round, and rank 0 is in the marked line, without known callers."""
+    function = "train" if source.startswith("def train") else "<module>"
     line = next(at for at, one in enumerate(source.splitlines(), 1) if "HERE" in one)
     zero, one = (Writer(rank, group_of(0, 1), texts=texts_of(source)) for rank in (0, 1))
     for rank in (zero, one):
-        rank.call("all_reduce", line, ddp=bucket())
-    view = job([alive(zero.wait("all_reduce", line, ddp=bucket())), returned(one)], sources={FILE: source})
+        rank.call("all_reduce", line, ddp=bucket(), function=function)
+    view = job(
+        [alive(zero.wait("all_reduce", line, ddp=bucket(), function=function)), returned(one)], sources={FILE: source}
+    )
     (finding,) = analyze(view).findings
     return finding
 
@@ -134,3 +144,31 @@ def test_an_error_that_is_swallowed_around_an_endless_loop_is_named() -> None:
     finding = find("try:\n    while True:\n        step()\n        go()  # HERE\nexcept OSError:\n    log()\n")
     assert (finding.code, finding.ranks) == ("DDP210", (1,))
     assert "`except OSError:` (train.py:5) goes on after an error" in finding.why
+
+
+@pytest.mark.parametrize("name", ["RANK", "args.rank"])
+def test_a_continue_on_the_rank_skips_rounds_whatever_the_rank_is_called(name: str) -> None:
+    """Upper case, or an attribute of the settings, is no setting there."""
+    finding = find(f"for x in loader:\n    if {name} == 1:\n        continue\n    go()  # HERE\n")
+    assert (finding.code, finding.ranks) == ("DDP210", (1,))
+    assert f"`if {name} == 1: continue` (train.py:3)" in finding.why
+
+
+@pytest.mark.parametrize(
+    "test", ["lora_rank > 0", "args.rank_loss_weight", "matrix_rank(x) > 2", "is_first_epoch", "rank > 0"]
+)
+def test_a_condition_that_does_not_ask_for_the_process_is_not_blamed_for_uneven_data(test: str) -> None:
+    """Other names with a rank in them, and a `rank` of something else: the rank that has ended has passed it before."""
+    finding = find(f"for x in loader:\n    if {test}:\n        go()  # HERE\n")
+    assert (finding.code, finding.ranks) == ("DDP207", (1,))
+
+
+def test_a_caller_that_was_not_recorded_is_not_guessed() -> None:
+    """The function was started by ddpilot; the only call in its file is in a helper that nobody has called."""
+    source = (
+        "def train(loader):\n    for x in loader:\n        go()  # HERE\n"
+        "def debug():\n    if rank == 0:\n        train([])\n"
+    )
+    finding = find(source)
+    assert (finding.code, finding.ranks) == ("DDP207", (1,))
+    assert "`for x in loader:` (train.py:2)" in finding.why

@@ -198,8 +198,8 @@ def test_a_break_of_a_loop_around_the_one_over_data_is_told_from_uneven_data(her
     """A rank that waits in a pass which the other one never began has not read more batches than that one."""
     zero, one = (Writer(rank, WORLD, texts=texts_of(EPOCHS)) for rank in (0, 1))
     for rank in (zero, one):
-        rank.call("all_reduce", 3, ddp=bucket(), function="run_epoch")
-    zero.wait("all_reduce", 3, ddp=bucket(), function="run_epoch")
+        rank.call("all_reduce", 3, ddp=bucket(), function="run_epoch", led=[(5, "<module>")])
+    zero.wait("all_reduce", 3, ddp=bucket(), function="run_epoch", led=[(5, "<module>")])
     ended = replace(returned(one), journal=passes(*gone))
     view = job([alive(zero, journal=passes(*here)), ended], sources={FILE: EPOCHS})
     (finding,) = analyze(view).findings
@@ -212,10 +212,10 @@ def test_ranks_that_talk_may_have_agreed_on_when_to_stop() -> None:
     """By a collective of the program's own: then the loop over data is what may have ended for one alone."""
     zero, one = (Writer(rank, WORLD, texts=texts_of(EPOCHS)) for rank in (0, 1))
     for rank in (zero, one):
-        rank.call("all_reduce", 3, ddp=bucket(), function="run_epoch")
+        rank.call("all_reduce", 3, ddp=bucket(), function="run_epoch", led=[(5, "<module>")])
         rank.call("broadcast", 6)
-        rank.call("all_reduce", 3, ddp=bucket(), function="run_epoch")
-    zero.wait("all_reduce", 3, ddp=bucket(), function="run_epoch")
+        rank.call("all_reduce", 3, ddp=bucket(), function="run_epoch", led=[(5, "<module>")])
+    zero.wait("all_reduce", 3, ddp=bucket(), function="run_epoch", led=[(5, "<module>")])
     (finding,) = analyze(job([alive(zero), returned(one)], sources={FILE: EPOCHS})).findings
     assert (finding.code, finding.ranks) == ("DDP207", (1,))
 
@@ -377,6 +377,17 @@ def test_a_stage_that_waits_for_a_message_is_only_a_status() -> None:
     analysis = analyze(job([alive(zero, stack=at(3, "f()")), alive(one.wait("recv", 6, peer=0, tag=0), *IN_BARRIER)]))
     assert not analysis.findings
     assert "rank 0 is elsewhere" in analysis.status[0]
+
+
+def test_a_message_of_a_destroyed_group_does_not_answer_one_of_the_group_that_has_its_name() -> None:
+    """As a session's rebuild leaves behind: the receiver still waits, and the status says so."""
+    zero, one = pair()
+    one.wait("send", 5, peer=0, tag=0)
+    zero.wait("recv", 6, peer=1, tag=0, group=group_of(0, 1, incarnation=2))
+    analysis = analyze(job([alive(zero, *IN_BARRIER), alive(one)]))
+    assert not analysis.findings
+    assert "rank 0 waits for" in analysis.status[0]
+    assert "rank 1 is elsewhere" in analysis.status[0]
 
 
 def test_an_asynchronous_collective_that_nobody_waits_for_may_stay() -> None:
