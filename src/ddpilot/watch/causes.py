@@ -104,8 +104,7 @@ class Cause:
 
 def find_cause(one: Party, other: Party, sources: Sources) -> Cause | None:
     """Why two parties do not meet in one collective; None where nothing says so."""
-    sides = [Side(party.ranks, party.chain, party.lines) for party in (one, other)]
-    parting = find_parting(*sides, sources)
+    parting = find_parting(_side(one), _side(other), sources)
     for here, there in ((one, other), (other, one)):
         cause = _unused(here, there) or _lone_forward(here, there, parting)
         if cause is not None:
@@ -122,6 +121,10 @@ def find_cause(one: Party, other: Party, sources: Sources) -> Cause | None:
     if parting.guard is not None:
         return _guarded(parting, one, other)
     return _skipped(parting, one) if parting.same_loop else None
+
+
+def _side(party: Party) -> Side:
+    return Side(party.ranks, party.chain, party.lines)
 
 
 def _unused(here: Party, there: Party) -> Cause | None:
