@@ -81,7 +81,8 @@ class Recorder:
                 return None
             self._start_ns = start_ns = clock_ns()
             try:
-                return begin(args, frame_at(2), start_ns)
+                # The caller's own frame is always there; around it there may be none, in a thread that C++ has started.
+                return begin(args, frame_at(1).f_back, start_ns)
             except Exception as error:  # noqa: BLE001 - said once, and never in the way of training
                 self._fault(error)
                 return None

@@ -125,6 +125,26 @@ def train(model: Any, optimizer: torch.optim.Optimizer, num: int = NUM_STEPS) ->
 # Wrong ones
 
 
+def closure_within_no_sync() -> None:
+    """All of an update's backwards run in the closure, each in no_sync."""
+    model, optimizer = make()
+    batches: list[Tensor] = []
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = None
+        for batch in batches:
+            with model.no_sync():
+                loss = loss_of(model(batch))
+                loss.backward()
+        return loss
+
+    data = make_batches(40)
+    for _ in range(20):
+        batches[:] = next(data), next(data)
+        optimizer.step(closure)  # line: closure_within_no_sync
+
+
 def bypass_by_module() -> None:
     """`ddp.module(x)`."""
     model, optimizer = make()
@@ -906,7 +926,103 @@ def two_equal_stages() -> None:
         optimizer.step()
 
 
+def accumulation_in_closure() -> None:
+    """The backward that is reduced runs in the step's closure, as Lightning has it."""
+    model, optimizer = make()
+    batches = make_batches(16)
+
+    def closure() -> Any:
+        loss = loss_of(model(next(batches))) / 2
+        loss.backward()
+        return loss
+
+    for _ in range(8):
+        with model.no_sync():
+            (loss_of(model(next(batches))) / 2).backward()
+        optimizer.step(closure)
+        optimizer.zero_grad()
+
+
+def second_order() -> None:
+    """LBFGS calls its closure many times, and moves the parameters in between."""
+    model = DistributedDataParallel(make_model())
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4, tolerance_change=0)
+    for batch in make_batches(8):
+
+        def closure(batch: Tensor = batch) -> Any:
+            optimizer.zero_grad()
+            loss = loss_of(model(batch))
+            loss.backward()
+            return loss
+
+        optimizer.step(closure=closure)  # type: ignore[no-untyped-call]
+
+
+class _Sharpness(torch.optim.Optimizer):
+    """Sharpness-aware minimization: its closure computes the gradients at weights that each rank has moved."""
+
+    def __init__(self, parameters: Iterable[Tensor], base: type[torch.optim.Optimizer], **options: Any) -> None:
+        super().__init__(parameters, options)
+        self.base = base(self.param_groups, **options)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One step; before it, gradients are each rank's own."""
+        parameters = [one for group in self.param_groups for one in group["params"]]
+        before = [one.detach().clone() for one in parameters]
+        for one in parameters:
+            one.data += 0.05 * one.grad / one.grad.norm()
+            one.grad = None
+        with torch.enable_grad():
+            closure()
+        for one, old in zip(parameters, before, strict=True):
+            one.data.copy_(old)
+        self.base.step()
+
+
+def sharpness_of_each_rank() -> None:
+    """Each rank looks for the sharpest weights around on its own data."""
+    model = DistributedDataParallel(make_model())
+    optimizer = _Sharpness(model.parameters(), torch.optim.SGD, lr=0.1)
+    for batch in make_batches(8):
+        with model.no_sync():
+            loss_of(model(batch)).backward()
+        optimizer.step(lambda batch=batch: loss_of(model(batch)).backward())
+        optimizer.zero_grad()
+
+
+class _Collected(nn.Linear):
+    """A collection of garbage comes just when somebody looks through its parts."""
+
+    garbage: list[Any]
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        """As ever."""
+        if self.garbage:
+            self.garbage.clear()
+            gc.collect()
+        return super().named_modules(*args, **kwargs)
+
+
+def freed_while_looked_at() -> None:
+    """A model is freed while guard looks through another one, and once more while another one's weights are reset."""
+    first = _Collected(2, 2)
+    first.garbage = []
+    kept = DistributedDataParallel(first)
+    other = nn.Linear(4, 1)
+    looks: list[Callable[[], object]] = [
+        lambda: other.load_state_dict(other.state_dict()),
+        lambda: other.apply(lambda _: None),
+    ]
+    for look in looks:
+        # As a DDP model is a part of a cycle, it lives until the next collection.
+        first.garbage.append(DistributedDataParallel(nn.Linear(2, 2)))
+        look()
+    assert kept.module is first
+
+
 WRONG: Mapping[str, str] = {
+    "closure_within_no_sync": "DDP323",
     "unused_head": "DDP308",
     "bypass_by_module": "DDP321",
     "bypass_by_method": "DDP321",
@@ -939,6 +1055,7 @@ WRONG: Mapping[str, str] = {
 """Programs that are wrong, and the code of what is to be said of each."""
 
 RIGHT: tuple[Program, ...] = (
+    *(accumulation_in_closure, second_order, sharpness_of_each_rank, freed_while_looked_at),
     *(plain, bucket_views, static_graph, accumulation, accumulation_without_no_sync, one_backward_of_two_forwards),
     *(
         local_sgd_unwrapped,

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import linecache
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from torch.distributed import AllreduceOptions
 from torch.nn import Linear
 from torch.nn.parallel import DistributedDataParallel
 
@@ -157,3 +160,33 @@ def test_the_calls_that_led_to_a_line_are_recorded_with_it(tmp_path: Path) -> No
     assert {(function, text) for _, _, function, text in callers} == {
         ("reduce_from_two_lines", "reduce_once(torch.ones(2))")
     }
+
+
+def reduce_in_threads_of_c(folder: Path) -> None:
+    """A thread that no Python has started asks for a collective, as the backward engine of an accelerator does."""
+    pthread = ctypes.CDLL(None)
+    with recorded(folder):
+        group: Any = dist.group.WORLD
+        dist.all_reduce(torch.ones(3))
+        for _ in range(2):
+            # Both are functions of C++, so that there is no frame of Python's on the thread's stack.
+            begin = ctypes.CFUNCTYPE(None)(partial(group.allreduce, [torch.ones(7)], AllreduceOptions()))
+            thread = ctypes.c_ulong()
+            assert pthread.pthread_create(ctypes.byref(thread), None, begin, None) == 0
+            assert pthread.pthread_join(thread, None) == 0
+        dist.all_reduce(torch.ones(4))
+
+
+def test_a_thread_without_a_frame_of_python_has_its_collectives_recorded(tmp_path: Path) -> None:
+    """They are gradients, for which the main thread waits at its line, and count as on any rank."""
+    run(2, reduce_in_threads_of_c, tmp_path)
+    for log in read_all(tmp_path, 2):
+        assert log.num_faults == 0
+        assert [(each.seq, each.inputs[0].shape) for each in log.collectives] == [
+            *((0, (3,)), (1, (7,)), (2, (7,)), (3, (4,)))
+        ]
+        for each in log.collectives[1:3]:
+            assert each.ddp is not None
+            assert each.ddp.what == "gradients"
+            assert each.line is not None
+            assert each.line.function == "reduce_in_threads_of_c"

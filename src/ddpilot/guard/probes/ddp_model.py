@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
 
 from ddpilot.guard.probes.bypass_call import BypassCalls
 from ddpilot.guard.probes.gradients import Looks, look_at_gradients
@@ -45,7 +44,7 @@ class DdpModel:
         self.why_silent = ""
         """Why its gradients may differ between ranks."""
         self.find: Callable[[], Any] = weakref.ref(ddp)
-        """Gives the wrapper; None when it is gone. As `ddp`, for what is done in every step."""
+        """Gives the wrapper; None when it is gone, which may be between two calls: to be called once for each use."""
         # DDP holds these parameters as long as it lives, so that their ids stay theirs.
         self.names = {
             id(parameter): name
@@ -65,18 +64,11 @@ class DdpModel:
         self.gradient_state, self.has_changed_since = looks
         """What a backward through the model changes; and whether it is another now."""
 
-    @property
-    def ddp(self) -> Any:
-        """The wrapper; None when it is gone."""
-        return self.find()
-
-    def current_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those that the module has now."""
-        yield from self.ddp.module.named_parameters()
-
     def look_at_hooks(self) -> None:
         """Be silent about gradients that a communication hook, or `join`, may leave different."""
-        ddp = self.ddp
+        ddp = self.find()
+        if ddp is None:
+            return
         if ddp._join_config.enable:
             self.why_silent = "join"
         for hook, _ in getattr(ddp, "_comm_hooks", ()):

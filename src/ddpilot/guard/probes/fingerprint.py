@@ -64,27 +64,42 @@ class Fingerprinter:
         places_of: dict[torch.device, list[int]] = {}
         for place, parameter in enumerate(self.parameters):
             places_of.setdefault(parameter.device, []).append(place)
-        sampled = [(place, _plain_gradient(self.parameters[place])) for place in self._sampled]
+        gradients_of = self._gradients()
         for device, places in places_of.items():
             parameters = [self.parameters[place] for place in places]
-            given = [(place, grad) for place, grad in sampled if grad is not None and grad.device == device]
-            found[:2, places], slopes = self._take_on(device, parameters, [grad for _, grad in given])
-            found[2, [place for place, _ in given]] = slopes
-        return {key: base64.b64encode(row.tobytes()).decode() for key, row in zip("pwg", found, strict=True)}
+            given = gradients_of.get(device, {})
+            found[:2, places], slopes = self._take_on(device, parameters, list(given.values()))
+            found[2, list(given)] = slopes
+        return {key: _pack(row) for key, row in zip("pwg", found, strict=True)}
+
+    @torch.no_grad()
+    def take_gradients(self) -> str:
+        """The norms of gradients alone, as `take` gives them under ``g``."""
+        found = np.full(len(self.parameters), NO_GRADIENT, dtype=np.float32)
+        for device, given in self._gradients().items():
+            gradients = list(given.values())
+            steep = [_window(gradient) for gradient in gradients]
+            found[list(given)] = _slopes(self._join(device, steep), steep, gradients)
+        return _pack(found)
+
+    def _gradients(self) -> dict[torch.device, dict[int, Tensor]]:
+        """The gradients that are looked at, by device and the place of their parameter."""
+        found: dict[torch.device, dict[int, Tensor]] = {}
+        for place in self._sampled:
+            parameter = self.parameters[place]
+            gradient = _plain_gradient(parameter)
+            if gradient is not None and gradient.device == parameter.device:
+                found.setdefault(gradient.device, {})[place] = gradient
+        return found
 
     def _take_on(self, device: torch.device, parameters: list[Tensor], gradients: list[Tensor]) -> tuple[Any, Any]:
         views = self._views_of(device, parameters)
         steep = [_window(gradient) for gradient in gradients]
         numbers = self._join(device, [_norms(parameters), *views.windows, *steep])
         begin, middle = len(parameters), len(parameters) + len(views.weights)
-        values, slopes = numbers[begin:middle], numbers[middle:]
+        values = numbers[begin:middle]
         values *= views.weights
-        slopes *= slopes
-        roots = np.sqrt(_sums(slopes, [window.numel() for window in steep]))
-        flat = [at for at, root in enumerate(roots) if root == 0 and gradients[at].numel() > WINDOW]
-        if flat:
-            roots[flat] = _norms([gradients[at] for at in flat]).cpu().numpy()
-        return np.stack([numbers[:begin], _sums(values, views.sizes)]), roots
+        return np.stack([numbers[:begin], _sums(values, views.sizes)]), _slopes(numbers[middle:], steep, gradients)
 
     def _views_of(self, device: torch.device, parameters: list[Tensor]) -> _Views:
         # Making views takes as long as reading what they show: kept while the parameters lie where they did.
@@ -120,6 +135,20 @@ class _Views:
 def _plain_gradient(parameter: Tensor) -> Tensor | None:
     gradient = parameter.grad
     return gradient if gradient is not None and is_plain(gradient) else None
+
+
+def _slopes(numbers: Any, steep: list[Tensor], gradients: list[Tensor]) -> Any:
+    """The norms of `gradients`, of whose windows, `steep`, these are the elements."""
+    numbers *= numbers
+    roots = np.sqrt(_sums(numbers, [window.numel() for window in steep]))
+    flat = [at for at, root in enumerate(roots) if root == 0 and gradients[at].numel() > WINDOW]
+    if flat:
+        roots[flat] = _norms([gradients[at] for at in flat]).cpu().numpy()
+    return roots
+
+
+def _pack(numbers: Any) -> str:
+    return base64.b64encode(numbers.tobytes()).decode()
 
 
 def _norms(tensors: list[Tensor]) -> Tensor:

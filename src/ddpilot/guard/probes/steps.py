@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,7 +23,7 @@ from ddpilot.guard.probes.bypass_call import BypassCalls
 from ddpilot.guard.probes.ddp_model import DdpModel
 from ddpilot.guard.probes.fingerprint import is_capturing
 from ddpilot.guard.probes.groups import Eras, describe_group, find_world
-from ddpilot.guard.probes.units import UnitBook
+from ddpilot.guard.probes.units import OpenStep, UnitBook
 from ddpilot.guard.probes.unused import UnusedCount
 
 _MAX_MODELS = 64
@@ -44,6 +45,7 @@ class StepProbe:
         self._world: Any = None
         self._is_alone = True
         self._num_open = 0  # steps that have begun and not ended
+        self._opened: OpenStep | None = None
         self._is_applying = False
         self._num_applied = 0
 
@@ -104,10 +106,18 @@ class StepProbe:
         )
 
     def _live_models(self) -> list[DdpModel]:
-        if any(model.ddp is None for model in self._models):
-            self._units.drop(model for model in self._models if model.ddp is None)
-            self._models = [model for model in self._models if model.ddp is not None]
+        gone = [model for model in self._models if model.find() is None]
+        if gone:
+            self._units.drop(gone)
+            self._models = [model for model in self._models if model not in gone]
         return self._models
+
+    def _find_models(self, module: Any) -> Iterator[tuple[DdpModel, Any]]:
+        """The DDP models that `module` is, or is a part of, each with its wrapper."""
+        for model in self._live_models():
+            ddp = model.find()  # held from here on: looking through its parts may free what nobody holds
+            if ddp is not None and (module is ddp or any(module is part for part in ddp.module.modules())):
+                yield model, ddp
 
     def _follow_group(self) -> None:
         """Begin anew where the ranks are in another group: models that were kept are what other ranks have kept."""
@@ -147,14 +157,14 @@ class StepProbe:
                 syncs = ddp.require_backward_grad_sync
                 model.why_local = why = model.reductions.backward(syncs=syncs, retains=bool(retains))
                 if why or not syncs:
-                    self._explain(model, why)
+                    self._explain(model, ddp, why)
 
     def _no_sync_begins(self, ddp: Any) -> None:
         for model in self._models:
             if model.find() is ddp:
                 model.no_sync_site = self._notes.site()
 
-    def _explain(self, model: DdpModel, why: str) -> None:
+    def _explain(self, model: DdpModel, ddp: Any, why: str) -> None:
         """Find the line of a backward that was not reduced, or was although it is in `no_sync`."""
         if not why:
             model.without_effect = self._notes.site()
@@ -164,59 +174,85 @@ class StepProbe:
             return
         if why == "bypass":
             model.bypasses = model.bypasses or BypassCalls(self._notes)
-            model.why_site = model.bypasses.find(model.ddp)
+            model.why_site = model.bypasses.find(ddp)
         else:
             model.why_site = self._notes.site()
 
     def _loaded(self, _: None, returned: bool, __: object, module: Any, *_args: Any, **_kwargs: Any) -> None:
-        if returned:
-            for model in self._live_models():
-                if module is model.ddp or any(module is part for part in model.ddp.module.modules()):
-                    site = self._notes.site()
-                    self._notes.write("load", group=model.group, ordinal=model.ordinal, site=site)
+        for model, _ in self._find_models(module) if returned else ():
+            self._notes.write("load", group=model.group, ordinal=model.ordinal, site=self._notes.site())
 
-    def _before_apply(self, module: Any, *_args: Any, **_kwargs: Any) -> tuple[DdpModel | None, list[int]] | None:
+    def _before_apply(self, module: Any, *_args: Any, **_kwargs: Any) -> tuple[DdpModel | None, Any, list[int]] | None:
         if self._is_applying or self._num_applied == _MAX_APPLIED:
             return None  # to a part, by the one around it; or in each step, as where weights are clipped
         self._is_applying = True
-        for model in self._live_models():
-            if module is model.ddp or any(module is part for part in model.ddp.module.modules()):
-                return model, _versions_of(model)
-        return None, []
+        found = next(self._find_models(module), None)
+        return (None, None, []) if found is None else (*found, _versions_of(found[1]))
 
-    def _after_apply(self, before: tuple[DdpModel | None, list[int]] | None, *_args: Any, **_kwargs: Any) -> None:
+    def _after_apply(self, before: tuple[DdpModel | None, Any, list[int]] | None, *_args: Any, **_kwargs: Any) -> None:
         if before is None:
             return
         self._is_applying = False
-        model, versions = before
-        if model is not None and _versions_of(model) != versions:
+        model, ddp, versions = before
+        if model is not None and _versions_of(ddp) != versions:
             self._num_applied += 1
             self._notes.write("load", group=model.group, ordinal=model.ordinal, site=self._notes.site(), by="apply")
 
-    def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         # To look through the stack takes a while, and one that is open may have ended by an error.
         is_nested = self._num_open > 0 and _is_nested()
         self._num_open = self._num_open + 1 if is_nested else 1
         world = find_world()
         if world is not self._world:
             self._world, self._is_alone = world, world is None or world.size() < 2
-        if is_nested or self._is_alone or is_compiling() or (torch.cuda._initialized and is_capturing()):
-            return
+        if is_nested:
+            return None
+        self._opened = None
+        if self._is_alone or is_compiling() or (torch.cuda._initialized and is_capturing()):
+            return None
         if world is not self._eras.group:
             self._follow_group()
-        self._units.step(optimizer, self._eras.name)
         if self._unused:
-            self._unused = [count for count in self._unused if not count.is_over]
-            for count in self._unused:
-                count.step()
+            self._count_unused()
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if not callable(closure):
+            self._units.step(optimizer, self._eras.name)
+            return None
+        self._opened = opened = self._units.begin_step(optimizer, self._eras.name)
+        if not opened.is_due:
+            return None
+        watched = self._look_after(closure, opened)
+        return ((args[0], watched, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": watched})
 
-    def _after_step(self, *_: Any) -> None:
+    def _count_unused(self) -> None:
+        self._unused = [count for count in self._unused if not count.is_over]
+        for count in self._unused:
+            count.step()
+
+    def _look_after(self, closure: Callable[..., Any], opened: OpenStep) -> Callable[..., Any]:
+        """`closure`, whose gradients are looked at each time that it has returned."""
+        look = self._notes.safely(opened.look_at_gradients)
+
+        @functools.wraps(closure, updated=())
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            result = closure(*args, **kwargs)
+            look()
+            return result
+
+        keep_dynamo_out(watched)
+        return watched
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         if self._num_open:
             self._num_open -= 1
+        opened = self._opened
+        if opened is not None and opened.optimizer is optimizer:
+            self._opened = None
+            self._units.end_step(opened)
 
 
-def _versions_of(model: DdpModel) -> list[int]:
-    return [parameter._version for parameter in model.ddp.module.parameters()]
+def _versions_of(ddp: Any) -> list[int]:
+    return [parameter._version for parameter in ddp.module.parameters()]
 
 
 def _is_nested() -> bool:

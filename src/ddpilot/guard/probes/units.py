@@ -7,6 +7,7 @@ import time
 import weakref
 import zlib
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -50,8 +51,16 @@ class Unit:
         self._checked_at = 0
         self._checked_s = 0.0
 
-    def advance(self) -> tuple[int, str, bool]:
-        """Count a step: its number, what led to it, and whether it is to be checked. Alike on all ranks."""
+    def is_next_due(self) -> bool:
+        """Whether the step that begins now is to be checked, while what leads to it is not all known. As `advance`."""
+        count = self._num_local_steps + 1 + (self.model.reductions.num_forwards if self.model is not None else 0)
+        return self._num_steps < FIRST_STEPS or self._num_steps + 1 == LOCAL_STEPS or count >= self._due_at
+
+    def advance(self, is_due: bool | None = None) -> tuple[int, str, bool]:
+        """Count a step: its number, what led to it, and whether it is to be checked. Alike on all ranks.
+
+        `is_due`: what `is_next_due` returned when it began.
+        """
         events = ""
         if self.model is None:
             self._num_local_steps += 1
@@ -67,7 +76,8 @@ class Unit:
         is_new = events not in self._seen and len(self._seen) < _MAX_PATTERNS
         if is_new:
             self._seen.add(events)
-        is_due = is_new or self._num_steps <= FIRST_STEPS or self._num_steps == LOCAL_STEPS or count >= self._due_at
+        if is_due is None:
+            is_due = is_new or self._num_steps <= FIRST_STEPS or self._num_steps == LOCAL_STEPS or count >= self._due_at
         if is_due:
             self._due_at = _next_multiple(count, STRIDES[0])
         return count, events, is_due
@@ -83,6 +93,64 @@ class Unit:
         self._due_at = _next_multiple(count, stride)
 
 
+class _Known:
+    """An optimizer and its units."""
+
+    __slots__ = ("newest_model", "num_idle", "optimizer", "units")
+
+    def __init__(self, optimizer: weakref.ref[Optimizer]) -> None:
+        self.optimizer = optimizer
+        self.units: list[Unit] = []
+        self.num_idle = 0
+        """Steps in which it had no unit."""
+        self.newest_model = 0
+        """When its parameters were last looked at in vain."""
+
+    def may_have_units(self, newest_model: int) -> bool:
+        """Whether its parameters are to be looked at again, as none of them could be compared so far.
+
+        To do so takes as long as a step of a small model: done where there is a DDP model more, and more and more
+        seldom, at the same steps on all ranks.
+        """
+        self.num_idle += 1
+        is_asked = newest_model != self.newest_model or not self.num_idle & (self.num_idle - 1)
+        self.newest_model = newest_model
+        return is_asked
+
+
+@dataclass
+class _Part:
+    """One unit of a step that is under way."""
+
+    unit: Unit
+    is_due: bool
+    number: int
+    """How many collectives its group had started when the step began."""
+    fingerprint: dict[str, str] | None
+    cost_s: float
+
+
+@dataclass
+class OpenStep:
+    """A step that was given a closure and is under way: the backward that it takes its gradients from is yet to run."""
+
+    optimizer: Optimizer
+    parts: list[_Part]
+
+    @property
+    def is_due(self) -> bool:
+        """Whether gradients are looked at."""
+        return any(part.is_due for part in self.parts)
+
+    def look_at_gradients(self) -> None:
+        """The closure has returned: what it left is what the step goes by, as far as it is not called again."""
+        for part in self.parts:
+            if part.fingerprint is not None:
+                begun = time.monotonic()
+                part.fingerprint["g"] = part.unit.fingerprinter.take_gradients()
+                part.cost_s += time.monotonic() - begun
+
+
 class UnitBook:
     """The units of each optimizer, and the notes on its steps. `models`: the DDP models that there are now."""
 
@@ -90,7 +158,7 @@ class UnitBook:
         self._notes = notes
         self._models = models
         # By id. A WeakKeyDictionary looks things up in Python, which costs every step.
-        self._units: dict[int, tuple[weakref.ref[Optimizer], list[Unit]]] = {}
+        self._known: dict[int, _Known] = {}
         self._dropped: list[DdpModel] = []  # whose wrapper is gone, without one forward through it
         self._num_units = 0
         self._era = ""
@@ -98,7 +166,7 @@ class UnitBook:
 
     def clear(self) -> None:
         """Begin anew."""
-        self._units.clear()
+        self._known.clear()
         self._num_of_key.clear()
 
     def drop(self, models: Iterable[DdpModel]) -> None:
@@ -108,19 +176,7 @@ class UnitBook:
 
     def step(self, optimizer: Optimizer, era: str) -> None:
         """Note that `optimizer` is about to take a step, in the default group that `era` names."""
-        self._era = era
-        held = self._units.get(id(optimizer))
-        if held is None or held[0]() is not optimizer:
-            held = self._add(optimizer)
-            if held is None:
-                return
-        units = held[1]
-        is_planned = not units
-        for unit in units:
-            is_planned = is_planned or (unit.model is not None and unit.model.find() is None)
-        if is_planned:
-            self._plan(optimizer, units)
-        is_planned = False
+        units, is_planned = self._units_of(optimizer, era)
         for unit in tuple(units):
             count, events, is_due = unit.advance()
             if is_due and not is_planned:
@@ -132,16 +188,65 @@ class UnitBook:
             if unit.model is not None:
                 unit.model.reductions.step()
 
-    def _add(self, optimizer: Optimizer) -> tuple[weakref.ref[Optimizer], list[Unit]] | None:
-        if len(self._units) >= _MAX_OPTIMIZERS:
-            return None
-        key, units = id(optimizer), self._units
-        held = units[key] = weakref.ref(optimizer, lambda _: units.pop(key, None)), []
-        return held
+    def begin_step(self, optimizer: Optimizer, era: str) -> OpenStep:
+        """As `step` for one with a closure. Parameters are looked at now, before the optimizer may move them for what
+        the closure computes; gradients when that has run; `end_step` notes it.
+        """
+        units, is_planned = self._units_of(optimizer, era)
+        opened = OpenStep(optimizer, [])
+        for unit in tuple(units):
+            is_due = unit.is_next_due()
+            if is_due and not is_planned:
+                is_planned = True
+                self._plan(optimizer, units)
+            begun = time.monotonic()
+            fingerprint = unit.fingerprinter.take() if is_due and unit.fingerprinter.parameters else None
+            number = _find_number(unit.model)
+            opened.parts.append(_Part(unit, is_due, number, fingerprint, time.monotonic() - begun))
+        return opened
 
-    def _note(self, unit: Unit, optimizer: Optimizer, count: int, events: str, is_due: bool) -> None:
+    def end_step(self, opened: OpenStep) -> None:
+        """The step has been taken."""
+        for part in opened.parts:
+            count, events, is_due = part.unit.advance(part.is_due)
+            if part.unit.fingerprinter.parameters:
+                self._note(part.unit, opened.optimizer, count, events, is_due, part)
+        for part in opened.parts:
+            if part.unit.model is not None:
+                part.unit.model.reductions.step()
+
+    def _units_of(self, optimizer: Optimizer, era: str) -> tuple[list[Unit], bool]:
+        """The units of `optimizer`, and whether its parameters have just been looked at for that."""
+        self._era = era
+        known = self._known.get(id(optimizer))
+        if known is None or known.optimizer() is not optimizer:
+            known = self._add(optimizer)
+            if known is None:
+                return [], True
+        units = known.units
+        is_planned = not units and known.may_have_units(self._newest_model())
+        for unit in units:
+            is_planned = is_planned or (unit.model is not None and unit.model.find() is None)
+        if is_planned:
+            self._plan(optimizer, units)
+        return units, is_planned
+
+    def _newest_model(self) -> int:
+        models = self._models()
+        return models[-1].number if models else 0
+
+    def _add(self, optimizer: Optimizer) -> _Known | None:
+        if len(self._known) >= _MAX_OPTIMIZERS:
+            return None
+        key, all_known = id(optimizer), self._known
+        known = all_known[key] = _Known(weakref.ref(optimizer, lambda _: all_known.pop(key, None)))
+        return known
+
+    def _note(
+        self, unit: Unit, optimizer: Optimizer, count: int, events: str, is_due: bool, part: _Part | None = None
+    ) -> None:
         model = unit.model
-        number = sequence_number(model.find().process_group if model else dist.group.WORLD)
+        number = part.number if part is not None else _find_number(model)
         if not is_due and model is not None and not (model.why_silent or model.why_local or model.without_effect):
             self._notes.write_step(unit.number, count, number, events)
             return
@@ -158,17 +263,23 @@ class UnitBook:
                 values["vain"], model.without_effect = model.without_effect, {}
         if is_due:
             begun = time.monotonic()
-            values["f"] = unit.fingerprinter.take()
+            fingerprint = part.fingerprint if part is not None else unit.fingerprinter.take()
+            if fingerprint is not None:
+                values["f"] = fingerprint
             values["lr"] = _rates_of(optimizer)
-            unit.checked(count, time.monotonic() - begun)
+            cost_s = time.monotonic() - begun + (part.cost_s if part is not None else 0.0)
+            unit.checked(count, cost_s)
         self._notes.write("step", **values)
 
     def _plan(self, optimizer: Optimizer, units: list[Unit]) -> None:
         """Sort the optimizer's parameters into units, and note those that are new or have changed."""
-        models = self._models()
+        live = [(model, ddp) for model in self._models() if (ddp := model.find()) is not None]
+        models = [model for model, _ in live]
         sorted_in: dict[int, list[tuple[str, Tensor, bool]]] = {}
         by_number = {model.number: model for model in models}
-        names = {id(parameter): (model.number, name, False) for model in models for parameter, name in _late(model)}
+        names = {
+            id(parameter): (model.number, name, False) for model, ddp in live for parameter, name in _late(model, ddp)
+        }
         names |= {key: (model.number, name, True) for model in models for key, name in model.names.items()}
         ignored = {key for model in models for key in model.ignored}
         place = 0
@@ -252,10 +363,17 @@ def _rates_of(optimizer: Optimizer) -> list[float]:
     return [float(rate) for rate in rates if isinstance(rate, int | float)]
 
 
-def _late(model: DdpModel) -> list[tuple[Tensor, str]]:
-    """Parameters that the module has got since it was wrapped, or that became trainable."""
+def _find_number(model: DdpModel | None) -> int:
+    """How many collectives the group of `model`, or the default one, has started; -1 where that is not known."""
+    if model is None:
+        return sequence_number(dist.group.WORLD)
+    return sequence_number(getattr(model.find(), "process_group", None))
+
+
+def _late(model: DdpModel, ddp: Any) -> list[tuple[Tensor, str]]:
+    """Parameters that the module in `ddp` has got since it was wrapped, or that became trainable."""
     known = model.names.keys() | model.ignored
-    return [(parameter, name) for name, parameter in model.current_parameters() if id(parameter) not in known]
+    return [(parameter, name) for name, parameter in ddp.module.named_parameters() if id(parameter) not in known]
 
 
 def _moved(model: DdpModel | None, members: list[tuple[str, Tensor, bool]]) -> list[str]:

@@ -27,7 +27,7 @@ class UnusedCount:
     def step(self) -> None:
         """Add what DDP knows; after the last of the first backwards, note it."""
         num = self._model.reductions.num_forwards
-        ddp: Any = self._model.ddp
+        ddp: Any = self._model.find()
         self.is_over = self.is_over or ddp is None
         if self.is_over or num < 2:
             return
@@ -36,7 +36,7 @@ class UnusedCount:
             self.is_over = True  # another torch
             return
         self._num_bytes = max(self._num_bytes, int(data.get("unused_parameter_size", 0)))
-        for name, parameter in self._model.current_parameters():
+        for name, parameter in ddp.module.named_parameters():
             if parameter.requires_grad and parameter.grad is None and len(self._names) < _MAX_NAMES:
                 self._names.add(name)
         if num > NUM_BACKWARDS:

@@ -3,9 +3,18 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
-from ddpilot.guard.probes.units import Unit
+import pytest
+import torch
+from torch import nn
+
+from ddpilot.guard.probe import Notes
+from ddpilot.guard.probes.units import Unit, UnitBook
+from ddpilot.record.journal import JournalWriter, read_journal
+from ddpilot.record.sites import SiteFinder
 
 
 def checked_steps(monkeypatch: pytest.MonkeyPatch, num_steps: int, step_s: float, cost_s: float) -> list[int]:
@@ -51,3 +60,54 @@ def test_a_pause_between_steps_has_the_next_one_checked(monkeypatch: pytest.Monk
             unit.checked(count, 0.001)
             checked.append(count)
     assert checked == [1, 2, 3, 4, 5, 16, 25, 50, 51, 75, 100]
+
+
+@pytest.fixture
+def book(tmp_path: Path) -> Iterator[UnitBook]:
+    """Without a DDP model, noting into a journal."""
+    finder = SiteFinder(torch="torch", ours="ddpilot")
+    journal = JournalWriter(tmp_path / "journal", rank=0)
+    yield UnitBook(Notes("steps", journal, rank=0, finder=finder, tell=pytest.fail), list)
+    journal.close()
+
+
+@pytest.fixture
+def num_plans(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """How often an optimizer's parameters were looked through."""
+    plans, plan = [], UnitBook._plan
+
+    def counted(*args: Any) -> None:
+        plans.append(args)
+        plan(*args)
+
+    monkeypatch.setattr(UnitBook, "_plan", counted)
+    return lambda: len(plans)
+
+
+@pytest.mark.usefixtures("compiler_is_loaded")
+def test_parameters_are_looked_through_once_for_the_first_step(book: UnitBook, num_plans: Callable[[], int]) -> None:
+    """Not once more since it is checked, too."""
+    book.step(torch.optim.SGD(nn.Linear(2, 2).parameters()), "era")
+    assert num_plans() == 1
+
+
+@pytest.mark.usefixtures("compiler_is_loaded")
+def test_what_cannot_be_compared_is_looked_through_more_and_more_seldom(
+    book: UnitBook, num_plans: Callable[[], int]
+) -> None:
+    """An optimizer of sharded parameters only, as with FSDP: at steps 1, 2, 4, 8, ... of 1,000."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(3, device="meta"))])
+    for _ in range(1000):
+        book.step(optimizer, "era")
+    assert num_plans() == 10
+
+
+@pytest.mark.usefixtures("compiler_is_loaded")
+def test_what_is_added_to_an_optimizer_later_is_compared_from_some_step_on(book: UnitBook, tmp_path: Path) -> None:
+    """A parameter group that can be compared joins one that cannot."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(3, device="meta"))])
+    for number in range(1, 9):
+        if number == 6:
+            optimizer.add_param_group({"params": nn.Linear(2, 2).parameters()})
+        book.step(optimizer, "era")
+    assert [entry.kind for entry in read_journal(tmp_path / "journal").entries] == ["unit", "step"]
