@@ -25,8 +25,11 @@ def make_cell_parser() -> MagicParser:
     return parser
 
 
-def run_cell(desk: Desk, line: str, cell: str, verbs: Collection[str]) -> None:
-    """Run `cell` as `line` says; `verbs`: those of `%ddp`. Raises RankError, LaunchInterrupted, MagicUsageError."""
+def run_cell(desk: Desk, line: str, cell: str, verbs: Collection[str]) -> Any:
+    """Run `cell` as `line` says and return what a cell magic in it returns in the notebook, else None.
+
+    `verbs`: those of `%ddp`. Raises RankError, LaunchInterrupted, MagicUsageError.
+    """
     words = line.split()
     if words and not words[0].startswith("-"):
         raise MagicUsageError(f"reading `%%ddp {line}`", found=f"`{words[0]}`", fix=_right(words[0], verbs))
@@ -44,8 +47,7 @@ def run_cell(desk: Desk, line: str, cell: str, verbs: Collection[str]) -> None:
         raise MagicUsageError("running a cell on the ranks", found="nothing below `%%ddp`", fix="Write the code there")
     if not is_local:
         run_on_ranks(desk, number_lines(line, cell), chosen)
-    if is_local or is_everywhere:
-        run_here(desk, cell)
+    return run_here(desk, cell) if is_local or is_everywhere else None
 
 
 def run_on_ranks(desk: Desk, code: str, chosen: dict[str, Any]) -> None:
@@ -73,15 +75,15 @@ def _cell_number(shell: Any) -> int:
     return number
 
 
-def run_here(desk: Desk, cell: str) -> None:
-    """Run `cell` in the notebook, its cell magic too, with nothing of it going to the ranks."""
+def run_here(desk: Desk, cell: str) -> Any:
+    """Run `cell` in the notebook, with nothing of it going to the ranks; what its cell magic returns, else None."""
     with desk.local():
         first, _, body = cell.lstrip().partition("\n")
         if first.startswith("%%"):
             name, _, line = first[2:].partition(" ")
-            desk.shell.run_cell_magic(name, line, body)
-        else:
-            desk.shell.run_cell(cell).raise_error()
+            return desk.shell.run_cell_magic(name, line, body)
+        desk.shell.run_cell(cell).raise_error()
+        return None
 
 
 def number_lines(line: str, cell: str) -> str:

@@ -56,8 +56,8 @@ def unload_ipython_extension(shell: Any) -> None:
     if parts is None or not parts.is_loaded:
         return
     for magics in shell.magics_manager.magics.values():
-        if isinstance(getattr(magics.get("ddp"), "__self__", None), DdpMagics):
-            del magics["ddp"]
+        for name in [name for name, magic in magics.items() if isinstance(getattr(magic, "__self__", None), DdpMagics)]:
+            del magics[name]
     shell.input_transformers_cleanup.remove(parts.router)
     shell.Completer.custom_matchers.remove(parts.matcher)
     parts.is_loaded = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from IPython.core.magic import Magics, line_cell_magic, magics_class
+from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
 
 from ddpilot.magics.cells import make_cell_parser, run_cell, run_on_ranks
 from ddpilot.magics.desk import Desk
@@ -36,11 +36,21 @@ class DdpMagics(Magics):
             words = line.split()
             if words[:1] == [WHOLE]:
                 run_on_ranks(self._desk, cell, make_cell_parser().read(words[1:]))
-            else:
-                run_cell(self._desk, line.strip(), cell, VERBS)
+                return None
+            return run_cell(self._desk, line.strip(), cell, VERBS)
         except Helped as helped:
             self._desk.write(str(helped))
         return None
+
+    @line_magic("%ddp")
+    def below(self, line: str) -> None:
+        """Refuse a ``%%ddp`` that is not the first line of its cell; IPython makes a line magic of that name of it."""
+        typed = f"%%ddp {line}".rstrip()
+        raise MagicUsageError(
+            f"reading `{typed}`",
+            found="it is not the first line of its cell. Nothing below it was run; the lines above ran in the notebook",
+            fix="Make it the first line, above comments too",
+        )
 
     def _verb(self, line: str) -> Any:
         name, _, rest = line.strip().partition(" ")

@@ -13,6 +13,9 @@ _MEANT = re.compile(r"%ddp[ \t]*((?!-h\b|--help\b)--?\w.*)?\n?$")
 
 _PLACED = re.compile(r"%%ddp[ \t]+--(local|everywhere)[ \t]*\n?$")
 _VERB = re.compile(r"(?:[\w, ]+=\s*)?%ddp(?:\s|$)|%(?:re|un)?load_ext\s+ddpilot\s*$")
+_INDENTED = re.compile(r"[ \t]+%%ddp(?:\s|$)")
+"""The first line of a cell whose code is indented less: IPython has taken away what all lines have."""
+
 _MAGIC = re.compile(r"%(\w+)")
 
 EVERYWHERE = frozenset(
@@ -35,6 +38,8 @@ class Router:
         self._desk = desk
 
     def __call__(self, lines: list[str]) -> list[str]:
+        if lines and _INDENTED.match(lines[0]):
+            lines = [lines[0].lstrip(), *lines[1:]]
         meant = _MEANT.match(lines[0]) if lines else None
         if meant and _has_code(lines[1:]):
             line = " ".join([ABOVE, *(meant[1] or "").split()])

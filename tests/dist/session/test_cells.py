@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
 
@@ -101,6 +102,59 @@ def test_exit_and_quit_end_no_rank(start: Start, view: Kept) -> None:
     session.execute("quit")
     session.execute("group.barrier()")
     assert "session.stop()" in view.texts[0]
+
+
+def test_semicolon_at_the_end_hides_the_value(start: Start, view: Kept) -> None:
+    """As in IPython: also below a cell magic, and a cell without one shows its value again."""
+    session = start(1)
+    for code in ("5;", "%%time\n6;", "'a;'"):
+        session.execute(code)
+    shown = [message.content["data"]["text/plain"] for message in view.messages if message.kind == "execute_result"]
+    assert shown == ["'a;'"]
+
+
+def test_cells_find_their_history_and_exit_says_what_it_does(start: Start, view: Kept) -> None:
+    """`In` counts as the notebook does, `%history` lists the cells, and a bare `exit` shows no object."""
+    session = start(1)
+    session.execute("first = 1", cell=3)
+    session.execute("print(In[3], In[-1])\n%history\nexit", cell=4)
+    assert view.texts[0].startswith("first = 1 print(In[3]")
+    assert "first = 1\nprint(In[3], In[-1])" in view.texts[0]
+    assert "session.stop()" in view.results()[0]
+
+
+def test_an_interrupted_coroutine_is_not_blamed_on_ddpilot(start: Start, view: Kept) -> None:
+    """`asyncio.run` in a cell is an error; Python's warning about the coroutine would name a line of ours."""
+    with pytest.raises(RankError, match=r"asyncio\.run\(\) cannot be called"):
+        start(1).execute("import asyncio\nasync def wait(): pass\nasyncio.run(wait())")
+    assert "never awaited" not in "".join(view.texts.values())
+
+
+@pytest.mark.parametrize("stop", ["import pdb; pdb.set_trace()", "breakpoint()"])
+def test_debugger_asks_and_shows_the_lines_around(start: Start, view: Kept, stop: str) -> None:
+    """pdb's prompt, with the source of the cell."""
+    session, view.answers = start(1), ["p inside + 1", "c"]
+    session.execute(f"def f():\n    inside = 41\n    {stop}\n    return inside\nf();")
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", view.texts[0])
+    assert "Cell In[1](4)f()" in plain
+    assert "----> 4     return inside" in plain
+    assert "42\n" in plain
+    assert [prompt for _, prompt, _ in view.asked] == ["ipdb> ", "ipdb> "]
+
+
+@pytest.mark.parametrize(
+    ("code", "answer"),
+    [
+        ("x = 1\n%ddp pull x", "`%ddp pull x` is for the notebook, and this cell runs on the ranks"),
+        ("%%ddp\nx = 1", "`%%ddp` stands in a cell that runs on the ranks already"),
+        ("x = 1\n%%ddp --ranks 0\ny = 1", "`%%ddp --ranks 0` stands in a cell that runs on the ranks already"),
+    ],
+)
+def test_magics_of_the_notebook_say_where_they_belong(start: Start, code: str, answer: str) -> None:
+    """In a cell on the ranks there is neither; IPython would say that it knows none of that name."""
+    with pytest.raises(RankError) as caught:
+        start(1).execute(code)
+    assert answer in str(caught.value)
 
 
 def test_sys_exit_is_an_error_with_its_line(start: Start, view: Kept) -> None:

@@ -130,6 +130,27 @@ def test_local_cell_runs_in_the_notebook_without_any_rank(shell: Any) -> None:
         shell.run_cell_magic("ddp", "--local", "1 / 0\n")
 
 
+def test_local_cell_returns_what_its_cell_magic_returns(shell: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """`%%time` returns the value of the last line, which IPython then shows; a last ";" hides it."""
+    assert shell.run_cell("%%ddp --local\n%%time\n6 * 7\n").result == 42
+    assert shell.run_cell("%%ddp --local\n%%time\n6 * 7;\n").result is None
+    assert "Wall time" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("above", ["# train", "above = 1"])
+def test_cell_magic_below_the_first_line_says_where_it_belongs(shell: Any, above: str) -> None:
+    """A comment above it is enough for IPython to look for a line magic; what stands below does not run."""
+    result = shell.run_cell(f"{above}\n%%ddp --ranks 0\nran_below = True")
+    assert "reading `%%ddp --ranks 0`: it is not the first line of its cell" in str(result.error_in_exec)
+    assert "ran_below" not in shell.user_ns
+
+
+def test_cell_magic_may_be_indented(shell: Any) -> None:
+    """Also where the code below it is not."""
+    shell.run_cell("  %%ddp --local\nindented = True").raise_error()
+    assert shell.user_ns["indented"]
+
+
 def test_extension_can_be_loaded_again_and_unloaded(capsys: pytest.CaptureFixture[str]) -> None:
     """Twice is as good as once, and nothing is left afterwards."""
     with ipython_shell() as shell:
@@ -141,7 +162,7 @@ def test_extension_can_be_loaded_again_and_unloaded(capsys: pytest.CaptureFixtur
             unload_ipython_extension(shell)
         assert shell.input_transformers_cleanup == transformers
         assert shell.Completer.custom_matchers == matchers
-        assert "ddp" not in shell.magics_manager.magics["line"]
+        assert not {"ddp", "%ddp"} & set(shell.magics_manager.magics["line"])
         assert "ddp" not in shell.magics_manager.magics["cell"]
         shell.run_cell("%load_ext ddpilot").raise_error()
         shell.run_cell("%reload_ext ddpilot").raise_error()

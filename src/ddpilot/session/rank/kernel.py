@@ -16,7 +16,9 @@ import zmq
 from ipykernel.compiler import XCachingCompiler
 from ipykernel.ipkernel import IPythonKernel
 from ipykernel.zmqshell import ZMQInteractiveShell
+from IPython.core.autocall import ZMQExitAutocall
 from torch.distributed import distributed_c10d as c10d
+from traitlets import Instance
 
 from ddpilot.launching.messages import message_of
 from ddpilot.launching.victims import is_victim
@@ -36,6 +38,8 @@ _COLOURS_S = 0.7
 """How long IPython may take for a traceback: seconds of CPU time for one through large files or a deep recursion, and
 ranks that fail alike do it all at once."""
 
+_NO_EXIT = "a rank does not end by `exit` or `quit`; `%ddp stop`, or `session.stop()`, ends all"
+
 
 class RankCompiler(XCachingCompiler):
     """Names a cell's code as people do, so that every traceback, stack and ring entry says ``Cell In[7]``."""
@@ -45,10 +49,22 @@ class RankCompiler(XCachingCompiler):
         return f"{CELL}{number}]"
 
 
+class RankExit(ZMQExitAutocall):
+    """`exit` and `quit`, which as a cell's last line show how ranks are ended."""
+
+    def __repr__(self) -> str:
+        return _NO_EXIT
+
+
 class RankShell(ZMQInteractiveShell):
     """Remembers the cell's error and when it came."""
 
+    exiter = Instance(RankExit, ())
+
     failure: tuple[BaseException, float] | None = None
+    unstored: int | None = None
+    """The number of the cell that is about to run; None once its text is in `In`."""
+
     is_freed = False
     """Whether the rank was freed while this cell ran: what it raises then follows from another rank's failure."""
 
@@ -78,7 +94,24 @@ class RankShell(ZMQInteractiveShell):
 
     def ask_exit(self) -> None:
         """Stay: `exit` in a cell does not end one rank of a session."""
-        sys.stderr.write("a rank does not end by `exit` or `quit`; `%ddp stop`, or `session.stop()`, ends all\n")
+        sys.stderr.write(f"{_NO_EXIT}\n")
+
+    async def run_cell_async(self, raw_cell: str, *args: Any, transformed_cell: Any = None, **kwargs: Any) -> Any:
+        """Run a cell whose text `In`, `%history` and IPython's rule for a last ";" find.
+
+        Not through `store_history`: IPython then formats every error a second time, for seconds.
+        """
+        if self.unstored is not None:
+            self._store_input(self.unstored, raw_cell, transformed_cell or raw_cell)
+            self.unstored = None
+        return await super().run_cell_async(raw_cell, *args, transformed_cell=transformed_cell, **kwargs)
+
+    def _store_input(self, number: int, raw: str, parsed: str) -> None:
+        """Make `parsed` the last entry of `In`, at `number`; entries of cells that ran elsewhere are ""."""
+        history = self.history_manager
+        for entries, text in ((history.input_hist_raw, raw), (history.input_hist_parsed, parsed)):
+            entries.extend([""] * (number - len(entries)))
+            entries.append(text.rstrip("\n"))
 
     def init_prompts(self) -> None:
         """Set no `sys.ps1`: libraries see by it a person at a prompt, and refuse or fork there (Lightning does)."""
@@ -139,6 +172,7 @@ class RankKernel(IPythonKernel):
         shell = self._rank_shell
         about = self.get_parent("shell").get("metadata", {}).get(REPORT_KEY, {})
         shell.execution_count = about.get("cell", shell.execution_count)
+        shell.unstored = shell.execution_count
         shell.failure = None
         shell.is_freed = False
         self.requests.space.begin(tuple(about.get("ranks", ())), about.get("blocked", ""))

@@ -12,6 +12,8 @@ import sys
 from tornado import ioloop
 
 from ddpilot.session.rank.app import make_app
+from ddpilot.session.rank.debugging import use_pdb
+from ddpilot.session.rank.misplaced import register_misplaced
 from ddpilot.session.rank.namespace import fill_namespace
 from ddpilot.session.rank.requests import Requests
 from ddpilot.session.rank.start import KernelStart
@@ -29,6 +31,8 @@ def serve_kernel(start: KernelStart) -> None:
     kernel.stop_handler = StopHandler(app.control_thread.io_loop)
     _wake_on_signals()
     end_workers_soon()
+    use_pdb()
+    register_misplaced(kernel.shell)
     gc.collect()
     gc.freeze()  # what is here now is here for good: collecting after a cell looks at what the user made only
     app.start()

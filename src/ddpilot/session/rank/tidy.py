@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import sys
 import traceback
+import warnings
 from typing import Any
 
 import torch
@@ -25,7 +26,10 @@ def forget_error(shell: Any) -> None:
 
     An exception that the user's code has kept stays, without the variables of the frames that it went through.
     """
-    _clear_chain(getattr(sys, "last_value", None), set())
+    with warnings.catch_warnings():
+        # A coroutine that the failed cell never awaited ends here, and Python would name a line of this module.
+        warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+        _clear_chain(getattr(sys, "last_value", None), set())
     for name in _LAST:
         if hasattr(sys, name):
             delattr(sys, name)

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`%ddp` and `%%ddp` typed in a cell that runs on the ranks: they belong in the notebook."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from IPython.core.error import UsageError
+
+
+def register_misplaced(shell: Any) -> None:
+    """Let both magics say in `shell`, a rank's, where they belong, instead of IPython's "not found"."""
+    shell.register_magic_function(_refuse, "line_cell", "ddp")
+    shell.register_magic_function(_refuse_second, "line", "%ddp")  # what IPython makes of it below a cell's first line
+
+
+def _refuse(line: str, cell: str | None = None) -> NoReturn:
+    """`%ddp` is the notebook's: this code runs on the ranks."""
+    if cell is not None:
+        _refuse_second(line)
+    typed = f"%ddp {line}".rstrip()
+    raise UsageError(f"`{typed}` is for the notebook, and this cell runs on the ranks. Use a cell without `%%ddp`")
+
+
+def _refuse_second(line: str) -> NoReturn:
+    """`%%ddp` is the notebook's: this code runs on the ranks."""
+    typed = f"%%ddp {line}".rstrip()
+    raise UsageError(
+        f"`{typed}` stands in a cell that runs on the ranks already. Leave it out; with options, make it the first line"
+    )
