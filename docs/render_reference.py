@@ -23,7 +23,7 @@ Every public name of `ddpilot`. *Collective* means that every rank of the group 
 
 def render_reference() -> str:
     """The whole page: exceptions last, everything else in alphabetical order."""
-    values = {name: getattr(ddpilot, name) for name in ddpilot.__all__}
+    values = {name: getattr(ddpilot, name) for name in ddpilot.__all__ if name[0] != "_"}
     errors = {name: value for name, value in values.items() if inspect.isclass(value) and is_error(value)}
     parts = [HEAD]
     parts += [_render_name(name, values[name]) for name in sorted(sorted(values.keys() - errors.keys()), key=str.lower)]

@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import ast
-import importlib
+import importlib.metadata
+import importlib.util
 import inspect
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -34,6 +37,8 @@ def test_public_name_resolves_and_is_documented(name: str) -> None:
     if inspect.isclass(value) or inspect.isfunction(value):
         assert value.__module__.startswith("ddpilot."), f"{name} comes from {value.__module__}"
         assert (value.__doc__ or "").strip(), f"{name} has no docstring"
+    if name == "__version__":
+        return  # a string: tested below
     assert f"# {name}\n" in (ROOT / "docs" / "reference.md").read_text(), f"{name} is missing in docs/reference.md"
 
 
@@ -61,6 +66,16 @@ def test_public_names_are_declared_alike_for_run_time_and_type_checkers() -> Non
     assert imported == ddpilot._HOMES
     assert list(ddpilot.__all__) == sorted(ddpilot.__all__)
     assert set(ddpilot.__all__) - {"__version__"} == set(imported)
+
+
+def test_version_is_that_of_the_installed_package() -> None:
+    """Read when it is asked for: importing ddpilot does not import `importlib.metadata`."""
+    code = (
+        "import sys; before = 'importlib.metadata' in sys.modules; import ddpilot\n"
+        "assert before or 'importlib.metadata' not in sys.modules; print(ddpilot.__version__)"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == importlib.metadata.version("ddpilot") == ddpilot.__version__
 
 
 def test_public_names_are_not_shadowed_by_subpackages() -> None:

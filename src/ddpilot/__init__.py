@@ -11,6 +11,9 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    __version__: str
+    """Version of the installed package, such as "0.1.0"."""
+
     from ddpilot.api.launch import Launcher, launch
     from ddpilot.api.placement import ensure_on_device
     from ddpilot.api.topology import topology
@@ -139,6 +142,7 @@ __all__ = [
     "TopologyError",
     "Trainer",
     "WatchError",
+    "__version__",
     "count_parameters",
     "ensure_on_device",
     "find_batch_size",
@@ -160,6 +164,8 @@ _MODULES = ("watch",)
 
 
 def __getattr__(name: str) -> object:
+    if name == "__version__":
+        return _read_version()
     if name in _MODULES:
         return importlib.import_module(f"ddpilot.{name}")
     home = _HOMES.get(name) or _HOOKS.get(name)
@@ -168,6 +174,13 @@ def __getattr__(name: str) -> object:
     value = getattr(importlib.import_module(home), name)
     globals()[name] = value
     return value
+
+
+def _read_version() -> str:
+    from importlib.metadata import version
+
+    globals()["__version__"] = found = version("ddpilot")
+    return found
 
 
 def __dir__() -> list[str]:

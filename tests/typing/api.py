@@ -30,6 +30,11 @@ def check_launch() -> None:
     ddpilot.launch(train, 3, nproc_per_node=2.0)  # type: ignore[arg-type]
 
 
+def check_version() -> None:
+    """The version is text."""
+    assert_type(ddpilot.__version__, str)
+
+
 def check_launcher() -> None:
     """Every option of a launcher is a keyword with a type."""
     launcher = ddpilot.Launcher(nproc_per_node=2, backend="gloo", env={"A": "1"}, timeout_s=60.0, preload=("scipy",))

@@ -3,17 +3,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
-from ddpilot.launching.local.host import run_local
+from ddpilot.launching.keywords import SURE, check_keywords, explain_unknown, option_meant
+from ddpilot.launching.local.host import check_function, run_local
 from ddpilot.launching.options import LaunchOptions
 from ddpilot.launching.results import RankResults
 from ddpilot.watch.options import WatchOptions
 from ddpilot.watch.watcher import Watcher
 
 
+@explain_unknown
 @dataclass(frozen=True, kw_only=True)
 class Launcher(LaunchOptions, WatchOptions):
     """Runs functions on ranks of this machine with the options of `LaunchOptions` and `WatchOptions`.
@@ -37,6 +39,7 @@ class Launcher(LaunchOptions, WatchOptions):
         after `timeout_s`; LaunchInterrupted, a KeyboardInterrupt, after Ctrl-C. In every case no process of the launch
         is left.
         """
+        check_keywords(check_function(fn), fn, kwargs, lambda keyword: _fix_option(keyword, kwargs, "run"))
         return run_local(self, fn, args, kwargs, self._accompany)
 
     def _accompany(self, name: str, count: int) -> Watcher | None:
@@ -49,4 +52,15 @@ def launch(fn: Callable[..., Any], /, *args: Any, nproc_per_node: int | str = "a
     `nproc_per_node` ("auto": the visible accelerators, else 1) is the only keyword that `fn` does not get. For every
     other option there is `Launcher`, whose `run` says what is raised.
     """
+    check_keywords(check_function(fn), fn, kwargs, lambda keyword: _fix_option(keyword, kwargs, "launch"))
     return Launcher(nproc_per_node=nproc_per_node).run(fn, *args, **kwargs)
+
+
+def _fix_option(keyword: str, kwargs: Mapping[str, Any], called: str) -> str:
+    """What to write in place of a keyword of `called` ("launch" or "run") that means an option; "" if none is meant."""
+    option = option_meant(keyword, [field.name for field in fields(Launcher)], SURE)
+    if not option:
+        return ""
+    if called == "launch" and option == "nproc_per_node":
+        return f"The number of ranks is `nproc_per_node={kwargs[keyword]!r:.50}`"
+    return f"Options go to the launcher: `Launcher({option}={kwargs[keyword]!r:.50}).run(...)`"

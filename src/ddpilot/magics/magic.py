@@ -42,7 +42,7 @@ class DdpMagics(Magics):
             self._desk.write(str(helped))
         return None
 
-    @line_magic("%ddp")
+    @line_magic("%ddp")  # type: ignore[arg-type]  # partly untyped
     def below(self, line: str) -> None:
         """Refuse a ``%%ddp`` that is not the first line of its cell; IPython makes a line magic of that name of it."""
         typed = f"%%ddp {line}".rstrip()

@@ -4,42 +4,14 @@
 from __future__ import annotations
 
 import ast
-import difflib
-import functools
-import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from keyword import iskeyword
-from typing import ParamSpec
 
 from ddpilot.errors import LaunchError
 
-P = ParamSpec("P")
-
 OWN_NAMES = ("rank", "world_size", "device", "group")
 """Names that a session gives every rank."""
-
-_OTHER_NAMES = {
-    **dict.fromkeys(("ranks", "n", "nproc", "num_ranks", "world_size", "devices", "num_processes"), "nproc_per_node"),
-    "gpu": "gpus",
-    "app": "apps",
-}
-
-
-def explain_unknown(init: Callable[P, None]) -> Callable[P, None]:
-    """`init`, which answers a keyword that it does not have with the one that was meant."""
-    known = list(inspect.signature(init).parameters)[1:]
-
-    @functools.wraps(init)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
-        for name in kwargs:
-            if name not in known:
-                near = _OTHER_NAMES.get(name) or next(iter(difflib.get_close_matches(name, known, 1)), "")
-                fix = f"Did you mean `{near}`?" if near else f"Its options are {', '.join(known)}"
-                raise LaunchError("making a Session", found=f"`{name}` is none of its options", fix=fix)
-        init(*args, **kwargs)
-
-    return checked
 
 
 def check_ranks(ranks: object, world_size: int, did: str) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ddpilot.errors import LaunchInterrupted, RankError
+from ddpilot.launching.keywords import check_keywords, explain_unknown
 from ddpilot.launching.limits import limits_explained
 from ddpilot.launching.local import wire
 from ddpilot.launching.local.host import check_function
@@ -46,6 +47,7 @@ class CellResult:
     duration_s: float
 
 
+@explain_unknown
 class Session:
     """Ranks of this machine that stay: each is a Jupyter kernel, started when the session is made.
 
@@ -58,7 +60,6 @@ class Session:
     KeyboardInterrupt, after the stop button; nothing is left then.
     """
 
-    @arguments.explain_unknown
     def __init__(
         self,
         nproc_per_node: int | str = "auto",
@@ -172,6 +173,7 @@ class Session:
         variables. Raises ShipError before anything runs; RankError and LaunchInterrupted as `execute` does.
         """
         name = check_function(fn)
+        check_keywords(name, fn, kwargs, lambda keyword: "")
         chosen = choose(self._ranks, None, f"running `{name}`", all_live=True)
         parts = {"fn": fn, "args": args, "kwargs": kwargs}
         call = (call_with_sources, (collect_sources(), fn, *args), kwargs)

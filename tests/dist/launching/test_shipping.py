@@ -133,7 +133,7 @@ def test_launch_names_what_cannot_be_pickled_before_any_process_starts() -> None
     with pytest.raises(ShipError, match=r"`args\[0\]\['loader'\].lock`"):
         QUIET.run(print, {"loader": loader})
     with pytest.raises(ShipError, match=r"`kwargs\['data'\]` \(builtins.generator\)"):
-        QUIET.run(print, data=(number for number in range(3)))
+        QUIET.run(dict, data=(number for number in range(3)))
     assert server_pids() == ()
 
 

@@ -35,7 +35,7 @@ def use_pdb() -> None:
         return filename if filename.startswith(CELL) else original_canonic(debugger, filename)
 
     sys.breakpointhook = break_here
-    bdb.Bdb.canonic = canonic  # type: ignore[method-assign]
+    bdb.Bdb.canonic = canonic  # type: ignore[method-assign, assignment]
 
 
 def _is_debugger_attached() -> bool:

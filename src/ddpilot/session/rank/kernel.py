@@ -109,6 +109,7 @@ class RankShell(ZMQInteractiveShell):
     def _store_input(self, number: int, raw: str, parsed: str) -> None:
         """Make `parsed` the last entry of `In`, at `number`; entries of cells that ran elsewhere are ""."""
         history = self.history_manager
+        assert history is not None
         for entries, text in ((history.input_hist_raw, raw), (history.input_hist_parsed, parsed)):
             entries.extend([""] * (number - len(entries)))
             entries.append(text.rstrip("\n"))
