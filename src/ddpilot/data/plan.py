@@ -75,9 +75,9 @@ class Plan:
             object.__setattr__(self, "weights", weights)
         if self.shares is not None:
             object.__setattr__(self, "shares", tuple(float(share) for share in self.shares))
+        self._check_not_empty()
         if not self.empty_ranks:
             self._check_pieces()
-        self._check_not_empty()
 
     @property
     def epoch_size(self) -> int:
@@ -189,7 +189,7 @@ class Plan:
             raise DataError(did, found=f"`shares` is {list(self.shares)}", fix="Give one number above 0 for each rank.")
 
     def _check_pieces(self) -> None:
-        did = f"dividing a global batch of {self.global_batch_size} samples among {self.world_size} ranks"
+        did = f"dividing a global batch of {_count(self.global_batch_size)} among {self.world_size} ranks"
         if self.global_batch_size < self.world_size:
             raise DataError(
                 did,
@@ -220,3 +220,7 @@ class Plan:
                 found=f"{self.epoch_size} samples are less than one batch, so that every one of them would be dropped",
                 fix="Take a smaller `global_batch_size`, or `drop_last=False`.",
             )
+
+
+def _count(num_samples: int) -> str:
+    return f"{num_samples} sample{'s' * (num_samples != 1)}"

@@ -39,3 +39,12 @@ def find_inner(model: nn.Module) -> nn.Module:
     """The user's own module: out of DDP, and out of an average of weights, whose methods are those of its copy."""
     inner = unwrap(model)
     return inner.module if isinstance(inner, AveragedModel) else inner
+
+
+def trained_parts(model: nn.Module) -> dict[str, nn.Module] | None:
+    """The modules of a ModuleDict by name, each of which is trained as a model of its own; None for any other model.
+
+    A ModuleDict with a `forward` of its own is one model.
+    """
+    is_container = isinstance(model, nn.ModuleDict) and type(model).forward is nn.Module.forward
+    return dict(model.named_children()) if is_container else None

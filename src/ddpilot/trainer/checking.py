@@ -5,19 +5,21 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import inspect
-from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import LBFGS
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from ddpilot.data.loader import make_loader, make_stream_loader
 from ddpilot.data.shard import shard_loader
 from ddpilot.errors import LoopError
+from ddpilot.trainer.calling import trained_parts
 from ddpilot.trainer.history import BOOKKEEPING
 from ddpilot.training.keeping.options import KeepOptions
 from ddpilot.training.loop import Loop
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
     from ddpilot.trainer.fitting import Fit
     from ddpilot.trainer.trainer import Trainer
     from ddpilot.trainer.trainer_state import TrainerState
+
+_Given = ParamSpec("_Given")
+_Result = TypeVar("_Result")
 
 _MAKING = "making a Trainer"
 _FITTING = "starting a fit"
@@ -38,6 +43,40 @@ def suggest(name: str, known: Iterable[str]) -> str:
     known = list(dict.fromkeys(known))
     near = difflib.get_close_matches(name, known, 1, cutoff=0.55)
     return f"Did you mean {near[0]!r}?" if near else f"There is {', '.join(map(repr, known))}."
+
+
+def naming_arguments(
+    did: str, elsewhere: Mapping[str, str] | None = None
+) -> Callable[[Callable[_Given, _Result]], Callable[_Given, _Result]]:
+    """A method that raises LoopError for an argument that it does not have, with the nearest one, or that is missing.
+
+    `did`: what the method does, for the message. `elsewhere`: where arguments belong that are asked for here, by name.
+    """
+
+    def decorate(method: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
+        signature = inspect.signature(method)
+        own = [one for one in signature.parameters.values() if one.name != "self"]
+        takes_any = any(one.kind is one.VAR_KEYWORD for one in own)
+
+        @functools.wraps(method)
+        def checked(*args: _Given.args, **options: _Given.kwargs) -> _Result:
+            known = [one.name for one in own if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
+            for name, value in options.items():
+                if name not in known and not takes_any:
+                    fix = (elsewhere or {}).get(name) or suggest(name, known)
+                    raise LoopError(did, found=f"an argument `{name}={value!r}`", fix=fix)
+            given = {*known[: len(args) - 1], *options}
+            if missing := [one.name for one in own if one.default is one.empty and one.name in {*known} - given]:
+                needed = [one.name for one in own if one.default is one.empty and one.name in known]
+                found = (
+                    f"{' and '.join(f'`{name}`' for name in missing)} {'is' if len(missing) == 1 else 'are'} missing"
+                )
+                raise LoopError(did, found=found, fix=f"Give ({', '.join(needed)}, ...).")
+            return method(*args, **options)
+
+        return checked
+
+    return decorate
 
 
 def check_names(did: str, what: str, given: Iterable[str], known: Collection[str]) -> None:
@@ -53,6 +92,17 @@ def check_choice(did: str, what: str, given: object, known: Collection[str]) -> 
         raise LoopError(did, found=f"`{what}` is {given!r}", fix=f"Say {' or '.join(map(repr, known))}.")
 
 
+def check_forward(did: str, model: nn.Module, has_own_forward: bool) -> None:
+    """Raise LoopError for a ModuleDict without a word on how a batch goes through its parts."""
+    parts = trained_parts(model)
+    if parts is not None and not has_own_forward:
+        found = f"the model is a ModuleDict of {', '.join(map(repr, parts))}, which has no forward pass of its own"
+        fix = (
+            "Pass `forward=lambda model, batch: (output, target)`, which calls the parts; for a step of another kind, "
+        )
+        raise LoopError(did, found=found, fix=fix + "override `train_batch`.")
+
+
 def check_model(model: object) -> None:
     """Raise LoopError for what is no module, and for one whose parameters have no shape yet."""
     if not isinstance(model, nn.Module):
@@ -61,6 +111,12 @@ def check_model(model: object) -> None:
     if lazy:
         found = f"parameters without a shape yet: {', '.join(lazy[:4])}"
         raise LoopError(_MAKING, found=found, fix="Call the model with one batch first, which gives them theirs.")
+
+
+def check_metrics(metrics: object) -> None:
+    """Raise LoopError for what is not a mapping of metrics by name."""
+    if metrics is not None and not callable(getattr(metrics, "items", None)):
+        raise LoopError(_MAKING, found=f"`metrics` is {metrics!r}", fix='Give a dict: {"accuracy": accuracy}.')
 
 
 def check_trainer(trainer: TrainerState) -> None:
@@ -91,6 +147,10 @@ def check_fit(trainer: Trainer, fit: Fit, *, has_own_step: bool) -> None:
             raise LoopError(_FITTING, found=found, fix="Give a whole number of epochs, 0 or more.")
     if fit.train_set is None:
         raise LoopError(_FITTING, found="`train_set` is None", fix="Give a dataset or a DataLoader.")
+    dataset = fit.train_set.dataset if isinstance(fit.train_set, DataLoader) else fit.train_set
+    if not isinstance(dataset, IterableDataset) and hasattr(dataset, "__len__") and not len(dataset):
+        fix = "Look at where its samples come from."
+        raise LoopError(_FITTING, found=f"`train_set` is empty: a {type(dataset).__name__} of 0 samples", fix=fix)
     check_whole(_FITTING, "`val_set`", fit.val_set)
     if not _is_count(fit.validate_every) or fit.validate_every < 1:
         found = f"`validate_every` is {fit.validate_every!r}"
@@ -103,6 +163,8 @@ def check_fit(trainer: Trainer, fit: Fit, *, has_own_step: bool) -> None:
     )
     _check_checkpoints(fit)
     _check_step(trainer, has_own_step)
+    if not has_own_step or fit.val_set is not None:
+        check_forward(_FITTING, trainer.model, trainer.has_own_forward)
     _check_watched(trainer, fit, has_own_step)
 
 

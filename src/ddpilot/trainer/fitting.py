@@ -8,12 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
-from ddpilot.trainer.calling import find_inner
+from ddpilot.trainer.calling import find_inner, trained_parts
 from ddpilot.trainer.history import measured
 from ddpilot.trainer.loading import NO_SIZES, make_loader_of
 from ddpilot.trainer.parts import relink
@@ -30,6 +29,8 @@ from ddpilot.training.wrapping import unwrap
 
 if TYPE_CHECKING:
     from ddpilot.trainer.trainer import Trainer
+
+_REASONS = {"SIGINT": "interrupted", "time": "the time of `max_time_s` is over", "asked": "a callback asked for it"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +127,7 @@ def _resume(loop: Loop, run: Run, fit: Fit) -> None:
 def _prepare(trainer: Trainer, loop: Loop, fit: Fit) -> tuple[Run, Story]:
     model, options = trainer.model, dict(fit.ddp)
     shard = options.pop("shard", None)
-    parts = dict(model.items()) if type(model) is nn.ModuleDict else {"": model}
+    parts = trained_parts(model) or {"": model}
     wrapped = [loop.prepare(part, **options) for part in parts.values()]
     for name, optimizer in trainer.optimizers.items():
         if not isinstance(optimizer, Divided):  # by an earlier fit on these ranks
@@ -281,4 +282,5 @@ def render_row(row: dict[str, Any], num_epochs: int) -> str:
 def _say_stop(loop: Loop) -> None:
     if loop.should_stop:
         where = f" in the middle of epoch {loop.epoch}" if loop.next_batch else ""
-        loop.print(f"stopped after update {loop.num_updates}{where} ({', '.join(loop.stop_reasons)})", flush=True)
+        why = ", ".join(_REASONS.get(reason, reason) for reason in loop.stop_reasons)
+        loop.print(f"stopped after update {loop.num_updates}{where} ({why})", flush=True)

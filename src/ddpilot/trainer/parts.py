@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ddpilot.errors import LoopError
+from ddpilot.trainer.checking import suggest
 
 _DID = "making a Trainer"
 _ONLY = "optimizer"
@@ -20,17 +21,59 @@ _ONLY = "optimizer"
 def make_optimizers(given: Any, model: nn.Module) -> dict[str, Optimizer]:
     """By name: an optimizer, a function of parameters that makes one, or a mapping of those.
 
-    In a mapping, a function is called with the parameters of the part of a ModuleDict that has its name. Raises
-    LoopError for anything else, and for an optimizer of parameters that the model has not.
+    In a mapping, a function is called with the parameters of the part of the model (a module) that has its name.
+    Raises LoopError for anything else, for a name that no part has, for a part without parameters, for an optimizer of
+    parameters that are not the model's, and for parameters that two optimizers would update.
     """
+    if isinstance(given, Mapping) and not given:
+        raise LoopError(_DID, found="`optimizer` is an empty mapping", fix="Name at least one optimizer.")
+    parts = {name: _part(model, name, one) for name, one in given.items()} if isinstance(given, Mapping) else {}
     if not isinstance(given, Mapping):
-        given = {_ONLY: given}
+        given, parts = {_ONLY: given}, {_ONLY: model}
     made: dict[str, Optimizer] = {}
     for name, one in given.items():
-        part = model[name] if type(model) is nn.ModuleDict and name in model else model
-        made[name] = one if isinstance(one, Optimizer) or not callable(one) else one(part.parameters())
+        made[name] = one if isinstance(one, Optimizer) or not callable(one) else one(parts[name].parameters())
         _check_optimizer(name, made[name], model)
+    _check_apart(made, model)
     return made
+
+
+def _part(model: nn.Module, name: str, one: object) -> nn.Module:
+    """The part of the model that `one`, a function, makes an optimizer of; an optimizer is of the whole model."""
+    if isinstance(one, Optimizer) or not callable(one):
+        return model
+    try:
+        part = model.get_submodule(name) if name else None
+    except AttributeError:
+        part = None
+    if part is None:
+        known = [path for path, module in model.named_modules() if path and next(module.parameters(), None) is not None]
+        raise LoopError(
+            _DID,
+            found=f"an optimizer for the part {name!r}, and the model has no such part",
+            fix=f"{suggest(name, known)} For all of the model give the function alone, without a mapping."
+            if known
+            else "Give the function alone, without a mapping: it gets the parameters of the whole model.",
+        )
+    if next(part.parameters(), None) is None:
+        raise LoopError(_DID, found=f"the part {name!r} has no parameters to train", fix="Leave its optimizer out.")
+    return part
+
+
+def _check_apart(optimizers: Mapping[str, Optimizer], model: nn.Module) -> None:
+    """Raise LoopError for a parameter in two optimizers: each would update it, with moments of its own."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    owners: dict[int, str] = {}
+    for name, optimizer in optimizers.items():
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                other = owners.setdefault(id(parameter), name)
+                if other != name:
+                    raise LoopError(
+                        _DID,
+                        found=f"the optimizers {other!r} and {name!r} both have the parameter {names[id(parameter)]!r}",
+                        fix="Give each parameter to one optimizer: every update would change it twice.",
+                    )
 
 
 def _check_optimizer(name: str, optimizer: object, model: nn.Module) -> None:
@@ -71,8 +114,8 @@ def make_schedulers(given: Any, optimizers: Mapping[str, Optimizer]) -> dict[str
 
 def _named(name: str, optimizers: Mapping[str, Optimizer]) -> Optimizer:
     if name not in optimizers:
-        known = ", ".join(optimizers)
-        raise LoopError(_DID, found=f"a scheduler of `{name}`", fix=f"Name one of the optimizers: {known}.")
+        fix = f"Name one of the optimizers. {suggest(name, optimizers)}"
+        raise LoopError(_DID, found=f"a scheduler of `{name}`", fix=fix)
     return optimizers[name]
 
 

@@ -7,9 +7,11 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from torch import nn
+
 from ddpilot.errors import LoopError, RankError
 from ddpilot.trainer.batches import check_attached, with_count
-from ddpilot.trainer.checking import check_fit, check_goal
+from ddpilot.trainer.checking import check_fit, check_goal, naming_arguments
 from ddpilot.trainer.fitting import Fit, fit_here
 from ddpilot.trainer.history import History
 from ddpilot.trainer.outcome import Outcome, apply, as_it_was, collect, explain_late
@@ -21,13 +23,15 @@ from ddpilot.training.batch_size import BatchSizeSearch, check_search
 from ddpilot.training.inside import run_inside
 from ddpilot.training.signals import StopSignals
 
+_WHICH_SIZE = "Say `global_batch_size`, of all ranks together, or `batch_size_per_rank`."
+
 
 class Trainer(LookingTrainer):
     """The loop written for you, made of `Loop`: what is trained, and how an update is made.
 
     `model`: on the CPU; a ModuleDict where several are trained. `loss_fn(output, target)`: this rank's mean loss, or
     (mean loss, count of what it is over, such as tokens). `optimizer`: one of the model's parameters, a function that
-    makes it of them, or a mapping of those. `metrics`: as for `Loop.evaluate`. `callbacks`: `Callback`s.
+    makes it of them, or a mapping of those by the names of parts of the model; all are stepped with each update. `metrics`: as for `Loop.evaluate`. `callbacks`: `Callback`s.
 
     `forward(model, batch) -> (output, target)` says what loss, metrics and predictions come from; by default a batch is
     `(x, y)`, or a mapping that the model takes by name. `scheduler`: one, or a function of the optimizer; stepped with
@@ -38,6 +42,7 @@ class Trainer(LookingTrainer):
     For a step of another kind, override `train_batch`. Raises LoopError for an optimizer of other parameters.
     """
 
+    @naming_arguments("starting a fit", {"batch_size": _WHICH_SIZE})
     def fit(
         self,
         train_set: Any,
@@ -140,15 +145,17 @@ class Trainer(LookingTrainer):
         loop = run.loop
         if self.loss_fn is None:
             raise LoopError("training a batch", found="no `loss_fn`", fix="Give one, or override `train_batch`.")
-        with loop.accumulate(run.wrapped):
-            output, target = run_inside(run.wrapped, lambda model: self.forward(model, batch))
+        parts = run.wrapped.values() if isinstance(run.wrapped, dict) else [run.wrapped]
+        wrapped = nn.ModuleDict(run.wrapped) if isinstance(run.wrapped, dict) else run.wrapped
+        with loop.accumulate(*parts):
+            output, target = run_inside(wrapped, lambda model: self.forward(model, batch))
             loss, count = with_count(self.loss_fn(output, target))
             check_attached(loss, loop.rank)
             loop.backward(loss, count)
         if self.clip_norm is not None:
             loop.clip_grad_norm_(run.model.parameters(), self.clip_norm)
-        name, optimizer = next(iter(run.optimizers.items()))
-        loop.step(optimizer, run.schedulers.get(name))
+        for name, optimizer in run.optimizers.items():
+            loop.step(optimizer, run.schedulers.get(name))
         return loss if count is None else (loss, count)
 
     def find_batch_size(

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import nn
 
 from ddpilot.trainer.batches import Forward, predict_batch
-from ddpilot.trainer.checking import check_choice, check_loader_options, check_whole
+from ddpilot.trainer.checking import check_choice, check_forward, check_loader_options, check_whole
 from ddpilot.trainer.looking import call_here, evaluate_here, predict_here
 from ddpilot.trainer.places import is_on_ranks, run_on_ranks
 from ddpilot.trainer.trainer_state import TrainerState
@@ -36,6 +36,7 @@ class LookingTrainer(TrainerState):
         """
         wanted = self.all_metrics if metrics is None else dict(metrics)
         check_loader_options("evaluating", "`evaluate`", options)
+        check_forward("evaluating", self.model, forward is not None or self.has_own_forward)
         check_whole("evaluating", "`dataset`", dataset)
         if is_on_ranks() or nproc_per_node == 0:
             return self._evaluate_here(dataset, wanted, forward, options)
@@ -65,6 +66,7 @@ class LookingTrainer(TrainerState):
         there are no samples.
         """
         check_loader_options("predicting", "`predict`", options)
+        check_forward("predicting", self.model, forward is not None or self.has_own_forward)
         check_whole("predicting", "`dataset`", dataset)
         if is_on_ranks() or nproc_per_node == 0:
             return self._predict_here(dataset, to, forward, options)
@@ -81,7 +83,7 @@ class LookingTrainer(TrainerState):
 
     def output_of(self, model: nn.Module, batch: Any) -> Any:
         """What is predicted for a batch; it needs no target, unless `forward` does."""
-        return self.forward(model, batch)[0] if self._has_own_forward else predict_batch(model, batch)
+        return self.forward(model, batch)[0] if self.has_own_forward else predict_batch(model, batch)
 
     def call(
         self,

@@ -15,8 +15,10 @@ from ddpilot.findings.finding import Finding
 from ddpilot.trainer.batches import Forward, forward_batch
 from ddpilot.trainer.callback import Callback, check_callbacks
 from ddpilot.trainer.checking import (
+    check_metrics,
     check_model,
     check_trainer,
+    naming_arguments,
 )
 from ddpilot.trainer.history import History
 from ddpilot.trainer.parts import make_ema, make_optimizers, make_schedulers
@@ -32,6 +34,10 @@ if TYPE_CHECKING:
 class TrainerState:
     """The parts and the records of a `Trainer`, which says what the arguments are."""
 
+    @naming_arguments(
+        "making a Trainer",
+        dict.fromkeys(("epochs", "global_batch_size", "batch_size", "nproc_per_node"), "It belongs to `fit`."),
+    )
     def __init__(
         self,
         model: nn.Module,
@@ -57,6 +63,7 @@ class TrainerState:
         self.optimizers = make_optimizers(optimizer, model)
         self.schedulers = make_schedulers(scheduler, self.optimizers)
         self.ema = make_ema(ema, model)
+        check_metrics(metrics)
         self.metrics = dict(metrics or {})
         self.callbacks = list(callbacks)
         check_callbacks(callbacks)
@@ -75,7 +82,8 @@ class TrainerState:
         """What fits have found to be unwise, each said once."""
         self.explanation: Explanation | None = None
         """What the last fit chose for DDP: see `explain`."""
-        self._has_own_forward = forward is not None
+        self.has_own_forward = forward is not None
+        """Was `forward` given?"""
         self.batch_size = 64
         """Samples of all ranks in a batch of `evaluate` and `predict`, by default: that of the last fit."""
         self.nproc_per_node: int | str | None = None

@@ -318,3 +318,53 @@ def test_explain_brings_back_what_the_ranks_chose() -> None:
     assert "DistributedDataParallel over 2 ranks" in said
     assert "bucket_cap_mb = 5" in said
     assert "times: up to update" in said
+
+
+class Two(nn.Module):
+    """Two parts, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = make_model()[:2], make_model()[2:]  # type: ignore[index]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (samples, 4)."""
+        return torch.as_tensor(self.head(self.body(x)))
+
+
+def through_both(model: Any, batch: Any) -> Any:
+    """The same of a ModuleDict."""
+    return model["head"](model["body"](batch[0])), batch[1]
+
+
+@pytest.mark.parametrize("num_ranks", [0, 2, 3])
+def test_several_optimizers_train_their_parts_together(num_ranks: int) -> None:
+    """With the usual step: one backward, then every optimizer and its scheduler, as in a plain loop."""
+    expected, x, y = Two(), *make_data(9).tensors
+    plain = [make_optimizer(expected.body.parameters()), torch.optim.SGD(expected.head.parameters(), lr=0.1)]
+    schedule = torch.optim.lr_scheduler.ExponentialLR(plain[1], 0.5)
+    for rows in (slice(0, 8), slice(8, 9)) * 2:
+        torch.autograd.backward(nn.functional.mse_loss(expected(x[rows]), y[rows]))
+        for each in plain:
+            each.step()
+            each.zero_grad()
+        schedule.step()
+    together, parts = Two(), nn.ModuleDict(dict(Two().named_children()))
+    for model, forward in ((together, None), (parts, through_both)):
+        trainer = ddpilot.Trainer(
+            model,
+            nn.functional.mse_loss,
+            {"body": make_optimizer, "head": lambda p: torch.optim.SGD(p, lr=0.1)},
+            scheduler={"head": lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)},
+            forward=forward,
+            launcher=launcher(),
+        )
+        history = trainer.fit(
+            make_data(9), make_data(9), epochs=2, global_batch_size=8, shuffle=False, nproc_per_node=num_ranks
+        )
+        torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=1e-10, atol=1e-13)
+        assert history.epochs[-1]["update"] == 4
+        predicted = trainer.predict(
+            make_data(9), forward=None if forward is None else lambda m, b: through_both(m, b)[0]
+        )
+        torch.testing.assert_close(predicted, expected(x).detach(), rtol=1e-10, atol=1e-13)

@@ -55,6 +55,9 @@ class Late(ddpilot.Callback):
         ({"accumulate": 0}, "`accumulate` is 0"),
         ({"loss_fn": "mse"}, r"`loss_fn` is 'mse'\. Give a function"),
         ({"model": nn.LazyLinear(1)}, r"without a shape yet: weight, bias\. Call the model with one batch"),
+        ({"metrics": ["acc"]}, r"`metrics` is \['acc'\]\. Give a dict"),
+        ({"epochs": 3}, r"an argument `epochs=3`\. It belongs to `fit`"),
+        ({"seeed": 3}, r"an argument `seeed=3`\. Did you mean 'seed'\?"),
         ({"callbacks": [Late()]}, r"Late\.on_epoch_finish, which is never called\. Did you mean `on_epoch_end`\?"),
     ],
 )
@@ -71,6 +74,11 @@ def test_trainer_refuses_arguments_that_say_something_else(options: dict[str, An
         ({}, {"epochs": -1}, "`epochs` is -1"),
         ({}, {"until_epoch": -2}, "`until_epoch` is -2"),
         ({}, {"train_set": None}, "`train_set` is None"),
+        ({}, {"train_set": [], "global_batch_size": 1}, "`train_set` is empty: a list of 0 samples"),
+        ({}, {"train_set": DataLoader(TensorDataset(torch.ones(0, 1)), 1)}, "`train_set` is empty: a TensorDataset"),
+        ({}, {"batch_size": 20}, r"an argument `batch_size=20`\. Say `global_batch_size`, of all ranks together, or"),
+        ({}, {"epoch": 2}, r"an argument `epoch=2`\. Did you mean 'epochs'\?"),
+        ({"model": nn.ModuleDict({"g": nn.Linear(2, 1)})}, {}, "a ModuleDict of 'g', which has no forward pass of its"),
         ({}, {"checkpoints": {"kep": 3}, "checkpoint_dir": "x"}, "`checkpoints` has no 'kep'. Did you mean 'keep'"),
         ({}, {"checkpoints": {"best": "min loss"}}, "'best', and no `checkpoint_dir`: nothing would be saved"),
         ({}, {"loader": {"weigths": [1.0]}}, "`loader` has no 'weigths'. Did you mean 'weights'"),
@@ -96,6 +104,17 @@ def test_fit_refuses_what_no_rank_could_do(options: dict[str, Any], arguments: d
     given: dict[str, Any] = {"train_set": DATA, "global_batch_size": 4, "nproc_per_node": 2, **arguments}
     with pytest.raises(LoopError, match=message):
         make(**options).fit(**given)
+
+
+def test_what_is_missing_is_named() -> None:
+    """By the names that the signature has, not by the class that holds them."""
+    with pytest.raises(LoopError, match=r"`loss_fn` and `optimizer` are missing\. Give \(model, loss_fn, optimizer"):
+        ddpilot.Trainer(nn.Linear(2, 1))  # type: ignore[call-arg]
+    with pytest.raises(LoopError, match="starting a fit: `train_set` is missing"):
+        make().fit(global_batch_size=4)  # type: ignore[call-arg]
+    container = make(model=nn.ModuleDict({"g": nn.Linear(2, 1)}))
+    with pytest.raises(LoopError, match="evaluating: the model is a ModuleDict of 'g'"):
+        container.evaluate(DATA)
 
 
 class Own(ddpilot.Callback):

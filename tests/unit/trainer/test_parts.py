@@ -17,6 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from ddpilot.errors import LoopError
 from ddpilot.trainer.callback import Callback, check_callbacks
+from ddpilot.trainer.calling import trained_parts
 from ddpilot.trainer.parts import make_ema, make_optimizers, make_schedulers, relink
 
 
@@ -28,7 +29,7 @@ def sgd(parameters: Any) -> SGD:
 def test_make_optimizers_takes_one_a_function_or_several() -> None:
     """An optimizer stays itself; a function gets all parameters, or those of the part that has its name."""
     model = nn.ModuleDict({"a": nn.Linear(1, 1), "b": nn.Linear(1, 2)})
-    own = sgd(model.parameters())
+    own = sgd(model["b"].parameters())
     assert make_optimizers(own, model) == {"optimizer": own}
     assert len(make_optimizers(sgd, model)["optimizer"].param_groups[0]["params"]) == 4
     several = make_optimizers({"a": sgd, "rest": own}, model)
@@ -41,7 +42,11 @@ def test_make_optimizers_takes_one_a_function_or_several() -> None:
     [
         (lambda model: 0.1, r"`optimizer` is a float\. Give a torch optimizer, or a function"),
         (lambda model: sgd(nn.Linear(1, 1).parameters()), "2 of the parameters of `optimizer` do not belong to the mo"),
-        (lambda model: {"a": lambda parameters: None}, "`a` is a NoneType"),
+        (
+            lambda model: {"a": lambda parameters: None},
+            "the part 'a', .* Give the function alone, without",
+        ),
+        (lambda model: {"a": None}, "`a` is a NoneType"),
     ],
 )
 def test_make_optimizers_refuses_what_would_train_nothing(given: Any, message: str) -> None:
@@ -49,6 +54,51 @@ def test_make_optimizers_refuses_what_would_train_nothing(given: Any, message: s
     model = nn.Linear(1, 1)
     with pytest.raises(LoopError, match=message):
         make_optimizers(given(model), model)
+
+
+class Gan(nn.ModuleDict):
+    """A container of parts, of a class of its own."""
+
+
+class Own(nn.Module):
+    """A model with parts of these names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = nn.Linear(4, 4)
+        self.discriminator = nn.Sequential(nn.Linear(4, 1))
+        self.noise = nn.Dropout()
+
+
+PARTS = dict(Own().named_children())
+
+
+@pytest.mark.parametrize("model", [Own(), Gan(PARTS), nn.ModuleDict(PARTS)])
+def test_make_optimizers_gives_each_function_its_part_of_any_model(model: nn.Module) -> None:
+    """A part is a module by its path; what is no part, has no parameters or has another optimizer's is refused."""
+    made = make_optimizers({"generator": sgd, "discriminator.0": sgd}, model)
+    sizes = {name: sum(p.numel() for p in one.param_groups[0]["params"]) for name, one in made.items()}
+    assert sizes == {"generator": 20, "discriminator.0": 5}
+    with pytest.raises(LoopError, match=r"an optimizer for the part 'discriminatr', .* Did you mean 'discriminator'\?"):
+        make_optimizers({"generator": sgd, "discriminatr": sgd}, model)
+    with pytest.raises(LoopError, match=r"the part 'noise' has no parameters to train\. Leave its optimizer out"):
+        make_optimizers({"noise": sgd}, model)
+    with pytest.raises(LoopError, match=r"'generator' and 'all' both have the parameter 'generator\.weight'"):
+        make_optimizers({"generator": sgd, "all": sgd(model.parameters())}, model)
+    with pytest.raises(LoopError, match=r"`optimizer` is an empty mapping"):
+        make_optimizers({}, model)
+
+
+def test_trained_parts_are_those_of_a_container_without_a_forward_pass() -> None:
+    """Each goes into a DDP of its own; a model with a forward pass goes into one."""
+
+    class Called(nn.ModuleDict):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    parts = {"a": nn.Linear(1, 1)}
+    assert trained_parts(nn.ModuleDict(parts)) == trained_parts(Gan(parts)) == parts
+    assert trained_parts(Called(parts)) is trained_parts(Own()) is None
 
 
 def test_make_schedulers_finds_the_optimizer_that_it_belongs_to() -> None:
@@ -63,7 +113,7 @@ def test_make_schedulers_finds_the_optimizer_that_it_belongs_to() -> None:
     assert both["first"].optimizer is optimizers["first"]
     with pytest.raises(LoopError, match="the StepLR is not of the optimizer that was given"):
         make_schedulers(second, {"first": optimizers["first"]})
-    with pytest.raises(LoopError, match=r"a scheduler of `third`\. Name one of the optimizers: first, second"):
+    with pytest.raises(LoopError, match=r"a scheduler of `third`\. Name one of the optimizers\. There is 'first'"):
         make_schedulers({"third": lambda one: StepLR(one, 1)}, optimizers)
 
 
