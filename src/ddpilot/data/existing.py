@@ -60,7 +60,7 @@ def read_loader(loader: Any, seed: int) -> Reading:
         return Reading(sampler.seed, size, drop_last, {"shuffle": sampler.shuffle}, are_divided=True)
     if _is_divided(sampler):
         return Reading(seed, size, drop_last, batches=batch_sampler, are_divided=True)
-    return Reading(seed, size, drop_last, _read_sampler(sampler, seed))
+    return Reading(seed, size, drop_last, _read_sampler(sampler, seed, len(loader.dataset)))
 
 
 def read_seed(loader: DataLoader[Any], seed: int) -> int:
@@ -102,12 +102,15 @@ def refuse_whole_batches(loader: Any) -> None:
         )
 
 
-def _read_sampler(sampler: Any, seed: int) -> dict[str, Any]:
+def _read_sampler(sampler: Any, seed: int, num_samples: int) -> dict[str, Any]:
     kind = type(sampler)
     if kind is SequentialSampler:
-        return {}
+        num_first = _count_source(sampler, num_samples)
+        if num_first == num_samples:
+            return {}
+        return {"sampler": lambda epoch: np.arange(num_first, dtype=np.int64), "num_draws": num_first}
     if kind is RandomSampler:
-        return _read_random(sampler)
+        return _read_random(sampler, seed, num_samples)
     if kind is WeightedRandomSampler:
         draws = {"num_draws": sampler.num_samples, "replacement": sampler.replacement}
         return {"weights": sampler.weights.numpy(), **draws}
@@ -117,17 +120,32 @@ def _read_sampler(sampler: Any, seed: int) -> dict[str, Any]:
     return {"sampler": order, "num_draws": len(order)}
 
 
-def _read_random(sampler: RandomSampler) -> dict[str, Any]:
-    num_samples, num_draws = len(sampler.data_source), sampler.num_samples
-    if not sampler.replacement and num_draws == num_samples:
-        return {"shuffle": True}
-    if not sampler.replacement and num_draws > num_samples:
+def _read_random(sampler: RandomSampler, seed: int, num_samples: int) -> dict[str, Any]:
+    num_first, num_draws = _count_source(sampler, num_samples), sampler.num_samples
+    if not sampler.replacement and num_draws == num_first:
+        if num_first == num_samples:
+            return {"shuffle": True}
+        return {"sampler": _subset_order(range(num_first), seed), "num_draws": num_first}
+    if not sampler.replacement and num_draws > num_first:
         raise DataError(
             _DID,
-            found=f"its RandomSampler draws {num_draws} of {num_samples} samples without replacement",
+            found=f"its RandomSampler draws {num_draws} of {num_first} samples without replacement",
             fix="Let an epoch have each sample once, and train for more epochs.",
         )
-    return {"weights": np.ones(num_samples), "num_draws": num_draws, "replacement": sampler.replacement}
+    weights = (np.arange(num_samples) < num_first).astype(np.float64)
+    return {"weights": weights, "num_draws": num_draws, "replacement": sampler.replacement}
+
+
+def _count_source(sampler: SequentialSampler | RandomSampler, num_samples: int) -> int:
+    """Samples that `sampler` takes: as many as its own `data_source` has, which need not be the loader's dataset."""
+    num_first = len(sampler.data_source)
+    if num_first > num_samples:
+        raise DataError(
+            _DID,
+            found=f"its {type(sampler).__name__} is of {num_first} samples, and its dataset has {num_samples}",
+            fix="Make the sampler of the dataset that the loader reads.",
+        )
+    return num_first
 
 
 def _subset_order(indices: Any, seed: int) -> Callable[[int], NDArray[np.int64]]:

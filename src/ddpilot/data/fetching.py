@@ -92,8 +92,9 @@ class PieceReader(Dataset[Any]):
 
     With `seeded`, random state is a function of (seed, epoch, sample number) while a sample is read, and of (seed,
     epoch, batch) while the piece is collated, whatever rank and worker that is in; afterwards it is as it was before.
-    To seed for each sample costs more than to read a plain one: until a first piece has drawn anything, it is only
-    looked afterwards whether one did, and then that piece is read again.
+    To seed for each sample costs more than to read a plain one. The first piece is read with seeds, since a dataset may
+    keep what it draws. Where that piece drew nothing, the next ones are read without seeds until one has drawn, which
+    is then read again.
     """
 
     def __init__(self, dataset: Any, collate: Collate, seed: int, seeded: bool) -> None:
@@ -101,7 +102,10 @@ class PieceReader(Dataset[Any]):
         self.collate = collate
         self.seeded = seeded
         self.has_drawn = False
+        self.has_looked = False
+        """Was a first piece read, with seeds?"""
         self._seed = seed
+        self._after_seed: RandomState | None = None
         self._epoch = -1
         self._rows = None if seeded else find_rows(dataset, collate)
 
@@ -112,17 +116,18 @@ class PieceReader(Dataset[Any]):
             return Piece(self._make(order, seeded=False), False)
         before = RandomState()
         try:
-            if not self.has_drawn:
+            if self.has_looked and not self.has_drawn:
                 data = self._make(order, seeded=False)
                 if before.is_current():
                     return Piece(data, False)
-            self.has_drawn = True
+                self.has_drawn = True
             data = self._make(order, seeded=True)
+            self.has_looked, self._after_seed = True, None
         except BaseException:  # Ctrl-C: the loop may go on after it
             before.restore()
             raise
         before.restore()
-        return Piece(data, True)
+        return Piece(data, self.has_drawn)
 
     def _tell_epoch(self, epoch: int) -> None:
         if epoch != self._epoch and hasattr(self.dataset, "set_epoch"):
@@ -136,11 +141,11 @@ class PieceReader(Dataset[Any]):
         if isinstance(samples, Failure):
             return samples
         if seeded:
-            seed_random(mix_seed(self._seed, order.epoch, order.batch, 1))
+            self._seed_for(order.epoch, order.batch, 1)
         try:
-            if order.is_empty:
-                return without_rows(self.collate(samples), self.collate([*samples, *samples]))
-            return self.collate(samples)
+            data = self.collate(samples)
+            self._look()
+            return without_rows(data, self.collate([*samples, *samples])) if order.is_empty else data
         except Exception as error:  # noqa: BLE001 - the rank raises it, with its number
             doing = f"collating samples {order.sample_ids.tolist()} (batch {order.batch} of epoch {order.epoch})"
             return catch_failure(doing, "Call `collate_fn` with these samples, without workers.", error)
@@ -154,10 +159,20 @@ class PieceReader(Dataset[Any]):
             for place, number in enumerate(numbers):
                 if seeded:
                     draw = 0 if order.draws is None else order.draws[place] + 1
-                    seed_random(mix_seed(self._seed, order.epoch, number, draw, 0))
+                    self._seed_for(order.epoch, number, draw, 0)
                 samples.append(self.dataset[number])
+                self._look()
         except Exception as error:  # noqa: BLE001 - the rank raises it, with its number
             number = numbers[place]
             doing = f"reading sample {number} (batch {order.batch} of epoch {order.epoch})"
             return catch_failure(doing, f"Look at `dataset[{number}]`.", error)
         return samples
+
+    def _seed_for(self, *parts: int) -> None:
+        seed_random(mix_seed(self._seed, *parts))
+        self._after_seed = None if self.has_looked or self.has_drawn else RandomState()
+
+    def _look(self) -> None:
+        """While the first piece is read: was anything drawn since the last seed?"""
+        if self._after_seed is not None and not self.has_drawn:
+            self.has_drawn = not self._after_seed.is_current()

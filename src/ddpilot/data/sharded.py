@@ -131,6 +131,7 @@ class ShardedLoader:
         for data, has_drawn in self._workers.read(mix_seed(self.plan.seed, epoch, self.rank)):
             # Workers of the next epoch begin with what this one has shown.
             self._reader.has_drawn |= has_drawn
+            self._reader.has_looked = True
             if isinstance(data, Failure):
                 data.throw(self.rank)
             yield data

@@ -31,7 +31,8 @@ class Trainer(LookingTrainer):
 
     `model`: on the CPU; a ModuleDict where several are trained. `loss_fn(output, target)`: this rank's mean loss, or
     (mean loss, count of what it is over, such as tokens). `optimizer`: one of the model's parameters, a function that
-    makes it of them, or a mapping of those by the names of parts of the model; all are stepped with each update. `metrics`: as for `Loop.evaluate`. `callbacks`: `Callback`s.
+    makes it of them, or a mapping of those by the names of parts of the model; all are stepped with each update.
+    `metrics`: as for `Loop.evaluate`. `callbacks`: `Callback`s.
 
     `forward(model, batch) -> (output, target)` says what loss, metrics and predictions come from; by default a batch is
     `(x, y)`, or a mapping that the model takes by name. `scheduler`: one, or a function of the optimizer; stepped with

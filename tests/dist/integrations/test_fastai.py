@@ -116,6 +116,41 @@ def test_fit_trains_on_each_sample_once_per_epoch(two: Session) -> None:
         assert abs(len(seen[0]) - len(seen[1])) <= 2 * num_train // 8 + 2
 
 
+def test_a_second_fit_gives_the_numbers_of_one_process(one: Session, two: Session) -> None:
+    """The order of its samples too; and what all ranks draw after it is what one process draws."""
+    cell = (
+        "learn = make()\nfor _ in range(2): learn.fit(1, 0.05)\nlosses, values = numbers(learn); w = weights(learn)\n"
+        "drawn = [torch.rand(1).item(), random.random(), float(np.random.rand())]"
+    )
+    run_both(one, two, cell, "losses", "values", "w", "drawn")
+
+
+def test_a_seeded_fit_gives_the_same_noise_in_every_run(two: Session) -> None:
+    """Seeds of ranks above 0 follow from the state alone, also after a fit that failed; ranks have their own."""
+    two.execute(
+        "class Noise(Callback):\n"
+        "    fails = False\n"
+        "    def before_fit(self): self.drawn = []\n"
+        "    def before_batch(self): self.drawn.append([torch.rand(1).item(), random.random(), np.random.rand()])\n"
+        "    def after_batch(self):\n"
+        "        if self.fails: raise ValueError('as it happens')\n"
+        "kept, found = [], []\n"
+        "for fails in (False, False, True, True):\n"
+        "    learn = make(); learn.add_cb(Noise()); learn.noise.fails = fails; set_seed(5)\n"
+        "    kept.append(torch.get_rng_state())\n"  # so that no two states lie at one address
+        "    try: learn.fit(2, 0.05)\n"
+        "    except ValueError: pass\n"
+        "    found.append([learn.noise.drawn, torch.rand(1).item()])"
+    )
+    first, second = two.pull("found")
+    assert first[0] == first[1]
+    assert first[2] == first[3]
+    assert second[0] == second[1]
+    assert second[2] == second[3]
+    assert first[0][0] != second[0][0]
+    assert [one[1] for one in first] == [one[1] for one in second]
+
+
 def test_fit_accumulates_gradients_as_one_process_does(one: Session, two: Session) -> None:
     """The accumulation counts the samples of all ranks, so steps come at the same time and are the same."""
     cell = "learn = make(num_train=33, bs=7)\nlearn.fit(2, 0.05, cbs=GradientAccumulation(20)); w = weights(learn)"

@@ -133,6 +133,30 @@ def test_loader_notices_when_a_dataset_first_draws() -> None:
         assert all(loader._reader.has_drawn for loader in loaders)
 
 
+def test_loader_seeds_the_first_sample_of_a_dataset_that_keeps_what_it_draws() -> None:
+    """Samples made at the first access are those of one process with any number of ranks and workers, read once."""
+
+    class Lazy(Counted):
+        def __init__(self, num: int) -> None:
+            super().__init__(num)
+            self.kept: dict[int, float] = {}
+
+        def __getitem__(self, number: int) -> Any:
+            self.num_read += 1
+            return number, self.kept.setdefault(number, random.random())
+
+    expected = [row for batch in read_world(world(Augmented(12), 1, seed_samples=True)) for row in batch]
+    for world_size, num_workers in ((1, 0), (2, 0), (1, 1)):
+        datasets = [Lazy(12) for _ in range(world_size)]
+        loaders = [
+            make_loader(each, rank=rank, world_size=world_size, global_batch_size=4, num_workers=num_workers)
+            for rank, each in enumerate(datasets)
+        ]
+        read = [row for batch in read_world(loaders) for row in batch]
+        assert read == [(number, drawn) for number, drawn, *_ in expected]
+        assert num_workers or [each.num_read for each in datasets] == [12 // world_size] * world_size
+
+
 def test_loader_tells_a_dataset_the_epoch() -> None:
     """Also where it is read, which with workers is another process."""
 
@@ -274,7 +298,7 @@ def test_make_loader_refuses_what_it_cannot_do() -> None:
         make_loader([1], rank=0, world_size=1, global_batch_size=1, weights=[1], cache=True)
     with pytest.raises(DataError, match="`drop_last` with `divides_itself`"):
         stream_world(Stream(3), 1, drop_last=True, divides_itself=True)
-    with pytest.raises(DataError, match="a global batch of 1 samples among 2 ranks"):
+    with pytest.raises(DataError, match="a global batch of 1 sample among 2 ranks"):
         stream_world(Stream(3), 2, size=1)
     with pytest.raises(DataError, match="rank 2 of 2 ranks"):
         make_loader([1], rank=2, world_size=2, global_batch_size=2)

@@ -17,6 +17,7 @@ from torch.utils.data import (
     DistributedSampler,
     RandomSampler,
     Sampler,
+    SequentialSampler,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
@@ -72,6 +73,11 @@ def world(loader: DataLoader[Any], world_size: int = 2, **options: Any) -> list[
 def numbers(loader: DataLoader[Any], world_size: int = 2, epoch: int = 0, **options: Any) -> list[list[int]]:
     """The global batches of an epoch."""
     return [[int(row[0]) for row in batch] for batch in read_world(world(loader, world_size, **options), epoch)]
+
+
+def flat(batches: list[list[int]]) -> list[int]:
+    """The samples of all batches, in order."""
+    return [number for batch in batches for number in batch]
 
 
 def test_shard_loader_keeps_the_batches_of_a_loader_that_does_not_shuffle() -> None:
@@ -219,7 +225,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         {},
         "its RandomSampler draws 14 of 13 samples without replacement",
     ),
-    "too_small": (DataLoader(NUMBERS, 1), {}, "a global batch of 1 samples among 2 ranks"),
+    "too_small": (DataLoader(NUMBERS, 1), {}, "a global batch of 1 sample among 2 ranks"),
     "own_iterator": (OwnIterator(NUMBERS, 4), {}, "OwnIterator has an `__iter__` of its own"),
     "no_loader": ([1, 2], {}, "sharding a DataLoader: a list. Give a torch DataLoader"),
     "shares": (DataLoader(NUMBERS, batch_sampler=[[1]]), {"shares": [1, 2]}, "with batches of its own sampler"),
@@ -270,3 +276,21 @@ def test_shard_loader_says_nothing_where_both_readings_are_the_same() -> None:
     said: list[str] = []
     shard_loader(DataLoader(NUMBERS, batch_size=4), rank=0, world_size=1, say=said.append)
     assert said == []
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_shard_loader_takes_the_samples_of_the_samplers_own_source(world_size: int) -> None:
+    """A sampler of fewer samples than the dataset has is a usual way to take a part of it, also with replacement."""
+    limited = DataLoader(NUMBERS, batch_size=3, sampler=SequentialSampler(range(5)))
+    assert numbers(limited, world_size) == [[0, 1, 2], [3, 4]]
+    shuffled = DataLoader(NUMBERS, batch_size=3, sampler=RandomSampler(range(5)))
+    epochs = [flat(numbers(shuffled, world_size, epoch)) for epoch in range(4)]
+    assert [sorted(order) for order in epochs] == [[0, 1, 2, 3, 4]] * 4
+    assert len({tuple(order) for order in epochs}) > 1
+    some = flat(numbers(DataLoader(NUMBERS, 3, sampler=RandomSampler(range(5), num_samples=3)), world_size))
+    assert len(set(some)) == 3
+    drawn = DataLoader(NUMBERS, 3, sampler=RandomSampler(range(5), replacement=True, num_samples=40))
+    assert set(flat(numbers(drawn, world_size))) == {0, 1, 2, 3, 4}
+    for sampler in (SequentialSampler(range(14)), RandomSampler(range(14), replacement=True)):
+        with pytest.raises(DataError, match=r"Sampler is of 14 samples, and its dataset has 13\. Make the sampler of"):
+            shard_loader(DataLoader(NUMBERS, 3, sampler=sampler), rank=0, world_size=world_size)

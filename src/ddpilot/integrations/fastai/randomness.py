@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import pickle
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -20,6 +19,9 @@ import torch
 from ddpilot.group.enter import seed_all
 from ddpilot.group.process_group import Group
 
+_State = tuple[Any, tuple[Any, ...], bytes, bytes]
+"""Of Python, numpy, torch on the CPU, and torch on this rank's GPU (b"" without one)."""
+
 
 def start_equal(run_id: str) -> None:
     """Seed this rank from what all ranks of the session, and no other session, know."""
@@ -28,18 +30,20 @@ def start_equal(run_id: str) -> None:
 
 @contextlib.contextmanager
 def own_noise(group: Group) -> Iterator[None]:
-    """Take rank 0's state; inside, ranks above 0 draw their own numbers; after it all are equal again. Collective.
+    """Take rank 0's state; inside, ranks above 0 draw their own numbers; after it all have rank 0's again. Collective.
 
-    Leaving is no collective, so a fit that failed leaves the ranks equal too.
+    After an exception, leaving is no collective: all ranks then get a state that follows from the one before the body.
     """
-    origin = group.broadcast_object(pickle.dumps(_capture()))  # its bytes: equal objects need not pickle equally
-    _put_back(pickle.loads(origin))
+    origin: _State = group.broadcast_object(_capture(group.device))
+    _put_back(origin, group.device)
     if group.rank:
-        seed_all(_derive(origin, b"rank %d" % group.rank))
+        seed_all(_derive(repr(origin).encode(), b"rank %d" % group.rank))
     try:
         yield
-    finally:
-        seed_all(_derive(origin, b"after"))
+        _put_back(group.broadcast_object(_capture(group.device)), group.device)
+    except BaseException:
+        seed_all(_derive(repr(origin).encode(), b"after"))
+        raise
 
 
 @contextlib.contextmanager
@@ -59,14 +63,23 @@ def rank_zeros(group: Group, loader: Any) -> Iterator[None]:
             _put_back(own)
 
 
-def _capture() -> tuple[Any, Any, torch.Tensor]:
-    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+def _capture(device: torch.device | None = None) -> _State:
+    """The states now, as numbers, texts and bytes alone: a pickled tensor or its `repr` differs from run to run."""
+    name, keys, *rest = np.random.get_state(legacy=True)
+    numpy = (name, np.asarray(keys).tobytes(), *rest)
+    gpu = b""
+    if device is not None and device.type == "cuda":
+        gpu = torch.cuda.get_rng_state(device).numpy().tobytes()
+    return random.getstate(), numpy, torch.get_rng_state().numpy().tobytes(), gpu
 
 
-def _put_back(state: tuple[Any, Any, torch.Tensor]) -> None:
-    random.setstate(state[0])
-    np.random.set_state(state[1])
-    torch.set_rng_state(state[2])
+def _put_back(state: _State, device: torch.device | None = None) -> None:
+    python, (name, keys, *rest), cpu, gpu = state
+    random.setstate(python)
+    np.random.set_state((name, np.frombuffer(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(torch.frombuffer(bytearray(cpu), dtype=torch.uint8))
+    if gpu and device is not None:
+        torch.cuda.set_rng_state(torch.frombuffer(bytearray(gpu), dtype=torch.uint8), device)
 
 
 def _derive(*parts: bytes) -> int:
