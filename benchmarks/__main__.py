@@ -15,6 +15,7 @@ from benchmarks.measure import Row, render_table
 SCRIPTS = (
     "startup",
     "launch_latency",
+    "many_ranks",
     "idle_memory",
     "result_copy",
     "fifty_launches",

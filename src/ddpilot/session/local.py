@@ -73,7 +73,7 @@ class LocalRanks:
         server = ensure_server(self._environ, self._options.preload, may_fork(self._options))
         if server.hello.dirty is not None and self._options.start_method != "spawn":
             say_dirty(server, self._options, self._display)
-        self._job = self._stack.enter_context(server.job(self._launch_id))
+        self._job = self._stack.enter_context(server.job(self._launch_id, self.world_size))
         with bind_listener() as listener:
             self._port = listener.getsockname()[1]
             wire.send(self._job, Start(STORE), [listener.fileno()])

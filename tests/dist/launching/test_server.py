@@ -193,3 +193,14 @@ def test_launch_starts_a_new_server_when_a_preloaded_module_changed(modules: Pat
     assert list(launcher.run(version)) == [22]
     assert server_pids()[-1] != first
     wait_until(lambda: not is_alive(first))
+
+
+def test_ranks_that_are_more_than_the_cores_find_imported_what_the_first_optimizer_needs(tmp_path: Path) -> None:
+    """Also in the first launch of a process: once before the fork, not once in each of them."""
+    outcome = run_script(
+        "import os, sys, ddpilot\n"
+        "os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])\n"
+        "print(list(ddpilot.launch(lambda: 'torch._dynamo' in sys.modules, nproc_per_node=2)))\n",
+        tmp_path,
+    )
+    assert outcome.out == "[True, True]\n"

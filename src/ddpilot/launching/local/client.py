@@ -119,12 +119,12 @@ class RankServer:
         return hello
 
     @contextlib.contextmanager
-    def job(self, launch_id: str) -> Iterator[socket.socket]:
+    def job(self, launch_id: str, num_ranks: int) -> Iterator[socket.socket]:
         """A launch, for as long as it is entered; its channel to the server. Raises wire.Closed without a server."""
         ours, theirs = socket.socketpair()
         with ours:
             with theirs, self._lock:
-                wire.send(self._channel, launch_id, [theirs.fileno()])
+                wire.send(self._channel, (launch_id, num_ranks), [theirs.fileno()])
                 self._num_jobs += 1
             try:
                 yield ours

@@ -276,7 +276,7 @@ def _run_on(
         with InterruptCatcher() as interrupts, bind_listener() as listener:
             port = listener.getsockname()[1]
             starts = [make_start(rank, port, sources) for rank in range(count)]
-            with server.job(starts[0].launch_id) as job:
+            with server.job(starts[0].launch_id, count) as job:
                 wire.send(job, Start(STORE), [listener.fileno()])
                 listener.close()
                 answers: list[Any] = []

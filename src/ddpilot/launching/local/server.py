@@ -24,6 +24,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from ddpilot.launching.contract import count_cores
 from ddpilot.launching.local import wire
 from ddpilot.launching.local.clean import CleanWatch
 from ddpilot.launching.local.jobs import Job, kill_orphans
@@ -37,8 +38,9 @@ _IMPORTS = (
     "ddpilot.launching.local.store",
     "ddpilot.record.warm",
 )
-_IDLE_IMPORTS = ("torch._dynamo",)
-"""Imported when nothing runs, since the first optimizer of a process imports it anyway (0.9 to 1.3 s measured)."""
+_LATER_IMPORTS = ("torch._dynamo",)
+"""What the first optimizer of a process imports (0.9 to 1.3 s measured): imported here when nothing runs, and before
+the ranks of a launch are forked if they are more than the cores, since each of them would import it in turn."""
 
 
 def serve(channel_fd: int, parent_pid: int, preload: tuple[str, ...], may_fork: bool) -> NoReturn:
@@ -113,7 +115,7 @@ class Server:
         self._clean = clean
         self._may_fork = may_fork
         self._jobs: dict[socket.socket, Job] = {}
-        self._idle_imports = list(_IDLE_IMPORTS) if may_fork else []
+        self._later_imports = list(_LATER_IMPORTS) if may_fork else []
         self._selector = selectors.DefaultSelector()
         self._selector.register(channel, selectors.EVENT_READ, self._on_channel)
         self._wake_reader, self._wake_writer = os.pipe()
@@ -137,18 +139,18 @@ class Server:
         while True:
             idle = not self._jobs
             # The first job of a launch comes at once after the server's first words: it must not wait for an import.
-            wait_s = (0.05 if self._served_one else 0.3) if idle and self._idle_imports else 0.5
+            wait_s = (0.05 if self._served_one else 0.3) if idle and self._later_imports else 0.5
             events = self._selector.select(wait_s)
             for key, _ in events:
                 key.data()
             if self._parent_fd is None and os.getppid() != self._parent_pid:
                 self._on_parent_end()
-            if not events and idle and self._idle_imports:
-                self._import_while_idle()
+            if not events and idle and self._later_imports:
+                self._import_next()
             self._sweep()
 
-    def _import_while_idle(self) -> None:
-        name = self._idle_imports.pop(0)
+    def _import_next(self) -> None:
+        name = self._later_imports.pop(0)
         importlib.import_module(name)
         self._clean.check(name)
         self._may_fork = self._may_fork and self._clean.dirty is None
@@ -156,9 +158,11 @@ class Server:
 
     def _on_channel(self) -> None:
         try:
-            launch_id, (fd,) = wire.receive(self._channel)
+            (launch_id, num_ranks), (fd,) = wire.receive(self._channel)
         except wire.Closed:
             self._on_parent_end()
+        while self._later_imports and num_ranks > count_cores():
+            self._import_next()
         job_channel = socket.socket(fileno=fd)
         self._jobs[job_channel] = Job(launch_id, job_channel, self._start_process)
         self._selector.register(job_channel, selectors.EVENT_READ, lambda: self._on_job(job_channel))
