@@ -3,19 +3,16 @@
 
 from __future__ import annotations
 
-import os
 import re
-import sysconfig
 from collections.abc import Iterable
 from typing import NamedTuple
+
+from ddpilot.findings.user_files import is_users_line, starts_ranks
 
 _FRAME = re.compile(r'^\s+File "(?P<file>[^"]+)", line (?P<line>\d+)(?: in (?P<function>.+))?$')
 _RAISED_FRAME = re.compile(
     r'^  File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)(?:\n    (?P<text>\S.*))?$', re.M
 )
-_OWN = os.path.dirname(__file__) + os.sep
-_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_LIBRARIES = tuple(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _MAX_SHOWN = 20
 
 
@@ -30,7 +27,13 @@ class RaisedAt(NamedTuple):
 
 def tidy_lines(lines: Iterable[str]) -> tuple[str, ...]:
     """The last 20 of `lines` without the frames of the launcher and without the list of extension modules."""
-    kept = [line for line in lines if not line.startswith("Extension modules: ") and not _is_own_frame(line)]
+    kept, called = [], ""
+    for line in lines:
+        frame = _FRAME.match(line)
+        is_own = frame is not None and _is_own(frame["file"], called)
+        called = frame["file"] if frame is not None else ""
+        if not (is_own or line.startswith("Extension modules: ")):
+            kept.append(line)
     while kept and not kept[-1].strip():
         kept.pop()
     return tuple(kept[-_MAX_SHOWN:])
@@ -43,13 +46,15 @@ def find_crash_line(lines: Iterable[str]) -> str | None:
     """
     in_stack = False
     innermost = None
+    called = ""
     for line in lines:
         frame = _FRAME.match(line)
-        if frame is not None and in_stack and not _is_own_frame(line):
+        if frame is not None and in_stack and not _is_own(frame["file"], called):
             place = f"{frame['file']}:{frame['line']} in {frame['function']}"
-            if not (_is_library(frame["file"]) or frame["file"].startswith((_PACKAGE, "<frozen"))):
+            if is_users_line(frame["file"], frame["function"] or "", called):
                 return place
             innermost = innermost or place
+        called = frame["file"] if frame is not None else ""
         in_stack = in_stack or "(most recent call first)" in line
     return innermost
 
@@ -58,17 +63,12 @@ def find_raised_line(traceback: str) -> RaisedAt | None:
     """The innermost line outside of installed libraries and ddpilot; of a chain of exceptions, of the last one."""
     found = None
     for frame in _RAISED_FRAME.finditer(traceback):
-        if not (_is_library(frame["file"]) or frame["file"].startswith((_PACKAGE, "<frozen"))):
+        if is_users_line(frame["file"], frame["function"]):
             found = frame
     if found is None:
         return None
     return RaisedAt(found["file"], int(found["line"]), found["function"], (found["text"] or "").strip())
 
 
-def _is_library(file: str) -> bool:
-    return any(file.startswith(folder) for folder in _LIBRARIES)
-
-
-def _is_own_frame(line: str) -> bool:
-    frame = _FRAME.match(line)
-    return frame is not None and (frame["file"].startswith(_OWN) or frame["file"] == "<string>")
+def _is_own(file: str, called: str) -> bool:
+    return starts_ranks(file) or (file == "<string>" and starts_ranks(called))

@@ -6,11 +6,12 @@ from __future__ import annotations
 import linecache
 import os
 import sys
-import sysconfig
 import threading
 from collections.abc import Sequence
 from types import CodeType, FrameType
 from typing import Any
+
+from ddpilot.findings.user_files import is_generated, is_users
 
 # What the file of a frame is. Numbers, since comparing members of an Enum takes longer than the rest of a frame.
 USER = 1  # the user's: a script, a module, a cell
@@ -21,6 +22,7 @@ ENGINE = 5  # where Python enters the backward pass
 DDP = 6  # DistributedDataParallel
 HOOK = 7  # torch's own communication hooks of DDP
 OURS = 8  # ddpilot's
+STARTER = 9  # ddpilot's that starts ranks: what calls it is not the user's
 
 _TORCH_KINDS = {
     "autograd/graph.py": ENGINE,
@@ -34,7 +36,6 @@ _TORCH_HOOKS = "distributed/algorithms/ddp_comm_hooks/"
 _MAX_CALLERS = 5
 _MAX_FRAMES = 16
 """Of those around the user's frame so many are looked at: the compiled part does the same."""
-_INTERACTIVE = ("<ipython-input-", "<stdin>", "<string>", "<cell")
 
 
 Trail = tuple[FrameType | None, CodeType | None, str, bool]
@@ -47,8 +48,7 @@ class SiteFinder:
 
     def __init__(self, torch: str, ours: str) -> None:
         self._torch, self._ours = os.path.join(torch, ""), os.path.join(ours, "")
-        names = ("stdlib", "platstdlib", "purelib", "platlib")
-        self._libraries = tuple(os.path.join(sysconfig.get_path(name), "") for name in names)
+        self._starters = os.path.join(self._ours, "launching", "")
         self._kinds: dict[str, int] = {}
 
     def walk(self, frame: FrameType | None) -> Trail:
@@ -68,9 +68,11 @@ class SiteFinder:
                 pass  # by far the most, and nothing to compare with
             elif kind == LIBRARY:
                 nearest = nearest or (frame, called, ddp, in_reducer)
-            elif kind == OURS:
+            elif kind in (OURS, STARTER):
                 # What ddpilot asks for by itself is no line of whatever library runs it.
                 nearest = nearest or (None, code, ddp, in_reducer)
+                if kind == STARTER:
+                    break
             elif kind == DDP:
                 ddp = ddp or code.co_name
             elif kind == HOOK or (kind == ENGINE and frame is innermost):
@@ -95,7 +97,7 @@ class SiteFinder:
                 found.append(frame)
                 if code.co_name == "<module>" or len(found) == _MAX_CALLERS:
                     break
-            elif kind == OURS:
+            elif kind in (OURS, STARTER):
                 break  # which has started what is the user's
             frame = frame.f_back
         return found
@@ -112,12 +114,10 @@ class SiteFinder:
             relative = file[len(self._torch) :]
             return _TORCH_KINDS.get(relative, HOOK if relative.startswith(_TORCH_HOOKS) else INNER)
         if file.startswith(self._ours):
-            return WRAPPER if file.endswith(_GUARD_WRAPPER) else OURS
-        if "torchinductor_" in file:
+            return WRAPPER if file.endswith(_GUARD_WRAPPER) else STARTER if file.startswith(self._starters) else OURS
+        if is_generated(file):
             return INNER
-        if file.startswith("<"):
-            return USER if file.startswith(_INTERACTIVE) else INNER
-        return LIBRARY if file.startswith(self._libraries) else USER
+        return USER if is_users(file) else LIBRARY
 
 
 def find_ddp_model(frame: FrameType | None) -> Any:

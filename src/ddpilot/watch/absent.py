@@ -112,7 +112,7 @@ def describe_absence(rank: RankView, earlier: RankView | None, now_ns: int) -> A
     if rank.process.os_state in ("T", "t"):
         words = "is stopped (SIGSTOP, Ctrl-Z or a debugger)"
     elif rank.log is not None and rank.log.closed_ns is not None:
-        words = "has come to the end of its program, and its process is ending"
+        words = "has come to the end of its program; the process has not ended yet"
     elif code == "DDP218" and (silent_ns := _without_python_ns(rank, now_ns)) > _NO_PYTHON_NS:
         words = f"has run no Python for {say_s(silent_ns)}: C code holds Python's lock"
     return Absence(code=code, words=words, at=at, moves=moves)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ddpilot.errors import DdpilotError
 from ddpilot.findings.finding import Finding
 from ddpilot.record.journal import Entry
 
@@ -60,7 +61,7 @@ def decode_bundle(text: str) -> Bundle:
         ]
         findings = [Finding.from_dict(each) for each in said["findings"]]
         return Bundle(now_ns=said["now_ns"], entries=entries, findings=findings, is_last=said["is_last"])
-    except (ValueError, zlib.error, KeyError, TypeError, IndexError, AttributeError) as error:
+    except (ValueError, zlib.error, KeyError, TypeError, IndexError, AttributeError, DdpilotError) as error:
         raise ValueError(f"no bundle of a node: {type(error).__name__}: {error}") from error
 
 

@@ -14,7 +14,7 @@ from ddpilot.watch.sides import Parting, Side
 from ddpilot.watch.source import Sources
 from ddpilot.watch.stacks import Chain
 from ddpilot.watch.view import Frame
-from ddpilot.watch.words import describe_shortly, say_spot, show_file
+from ddpilot.watch.words import describe_shortly, say_spot, show_file, who_does
 
 _FORWARD_PARTS = ("buffers", "bucket order")
 
@@ -249,16 +249,16 @@ def _handled(parting: Parting, here: Party, gone: Party) -> Cause:
 
 def _left_function(parting: Parting, here: Party, gone: Party) -> Cause:
     assert parting.left is not None
-    what = describe_shortly(here.entry) if here.entry is not None else "what the others do"
+    what = f"the {describe_shortly(here.entry)}" if here.entry is not None else "what the others do"
     spot = _say(parting, parting.left)
-    why = f"{render_ranks(gone.ranks)} did not come to the {what} at {say_spot(_at(here))}: {spot} may have left before"
+    why = f"{render_ranks(gone.ranks)} did not come to {what} at {say_spot(_at(here))}: {spot} may have left before"
     return Cause(code="DDP201" if gone.entry is not None else "DDP220", ranks=gone.ranks, why=why, at=_at(here))
 
 
 def _guarded(parting: Parting, one: Party, other: Party) -> Cause:
     assert parting.guard is not None
     here, there = (one, other) if one.ranks == parting.ranks else (other, one)
-    what = describe_shortly(here.entry) if here.entry is not None else "what they do"
+    what = f"the {describe_shortly(here.entry)}" if here.entry is not None else f"what {who_does(here.ranks, 'does')}"
     spot = _say(parting, parting.guard)
     behind = "inside" if not parting.guard.is_else else "where this is false:"
     via = ""
@@ -267,7 +267,7 @@ def _guarded(parting: Parting, one: Party, other: Party) -> Cause:
     rest = (
         f"{render_ranks(there.ranks)} went on to {say_spot(_at(there))}" if there.chain else "the others do not call it"
     )
-    why = f"the {what} at {say_spot(_at(here))}{via} is {behind} {spot}; {rest}"
+    why = f"{what} at {say_spot(_at(here))}{via} is {behind} {spot}; {rest}"
     code = "DDP201" if there.entry is not None else "DDP220"
     return Cause(code=code, ranks=here.ranks, why=why, at=_at(here), is_branch=not parting.are_siblings)
 

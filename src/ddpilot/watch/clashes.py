@@ -17,13 +17,12 @@ from ddpilot.watch.stacks import chain_of, chain_of_line
 from ddpilot.watch.view import Frame, JobView, RankView
 from ddpilot.watch.words import (
     describe,
-    describe_shortly,
     lay_out,
     merge_rows,
     name_group,
     place_of,
+    say_call,
     say_place,
-    say_spot,
 )
 from ddpilot.watch.wraps import find_wrap_difference
 
@@ -175,8 +174,7 @@ def show_common(progress: Progress, seq: int) -> tuple[str, ...]:
     entries = [entry for rank in progress.by_rank if (entry := progress.at(rank, seq - 1)) is not None]
     if not entries or len(entries) < len(progress.by_rank):
         return ()
-    spot = say_spot(entries[0].line)
-    return (f"in common until #{seq - 1}: {describe_shortly(entries[0])}" + (f", {spot}" if spot else ""),)
+    return (f"in common until #{seq - 1}: {say_call(entries[0])}",)
 
 
 def _party(view: JobView, meet: Meet, ranks: tuple[int, ...]) -> Party:

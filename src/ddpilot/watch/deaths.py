@@ -9,7 +9,7 @@ from ddpilot.findings.finding import Finding
 from ddpilot.watch.causes import NAMES
 from ddpilot.watch.stacks import chain_of
 from ddpilot.watch.view import JobView
-from ddpilot.watch.words import describe_shortly, place_of, say_place, who_does
+from ddpilot.watch.words import describe_shortly, place_of, say_call, say_place, who_does
 
 OF_ENDS = frozenset({"DDP208", "DDP209"})
 """Codes of what is said of a rank's end, by whether it is known how it came."""
@@ -38,7 +38,8 @@ def explain_death(view: JobView, ranks: Sequence[int], words: str) -> Finding:
     seen = view.ranks[ranks[0]]
     chain = chain_of(seen, None)
     last = seen.log.collectives[-1] if seen.log is not None and seen.log.collectives else None
-    evidence = [f"its last was {describe_shortly(last)}, {say_place(last.line)}"] if last is not None else []
+    where = say_place(last.line) if last is not None else ""
+    evidence = [f"its last was {f'{describe_shortly(last)}, {where}' if where else say_call(last)}"] if last else []
     signal_name = seen.process.signal_name or ""
     place = place_of(chain[-1]) if chain else place_of(last.line) if last is not None else None
     return Finding(

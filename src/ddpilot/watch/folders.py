@@ -28,6 +28,9 @@ JOBS_VARIABLE = "DDPILOT_JOBS_DIR"
 NUM_KEPT = 20
 """Jobs whose folders stay, for `ddpilot watch`."""
 
+_FORGOTTEN_S = 30 * 24 * 3600.0
+"""The longest that a job of another machine is taken for a running one: nobody here can look at its process."""
+
 _ABOUT = "job.json"
 
 
@@ -60,6 +63,13 @@ class JobAbout:
             return is_it and process.status() != psutil.STATUS_ZOMBIE  # ended, and not yet waited for
         except psutil.Error:
             return False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended for certain. On another machine a job that never said so is over after 30 days."""
+        if self.ended_s is not None or self.host == platform.node():
+            return not self.is_running
+        return time.time() - self.started_s > _FORGOTTEN_S
 
 
 def jobs_root(environ: Mapping[str, str] = os.environ) -> Path:
@@ -139,8 +149,8 @@ def list_jobs(root: Path | None = None) -> list[tuple[Path, JobAbout]]:
 
 
 def remove_old(root: Path, num_kept: int = NUM_KEPT) -> None:
-    """Remove the folders of jobs that have ended, but for the newest."""
-    ended = [folder for folder, about in list_jobs(root) if not about.is_running]
+    """Remove the folders of jobs that have ended, except the newest."""
+    ended = [folder for folder, about in list_jobs(root) if about.is_over]
     for folder in ended[num_kept:]:
         remove(folder)
 

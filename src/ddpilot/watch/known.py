@@ -3,21 +3,17 @@
 
 from __future__ import annotations
 
-import os
 import re
-import sysconfig
 from collections.abc import Sequence
 
 from ddpilot.findings.catalog import Entry, find_cause, find_known
 from ddpilot.findings.finding import Finding, Place
 from ddpilot.findings.in_ranks import fix_in_rank
+from ddpilot.findings.user_files import is_users_line
 from ddpilot.launching.crash import find_raised_line
 from ddpilot.watch.view import ErrorView
 
 _FAULT_FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)$')
-_PATHS = sysconfig.get_paths()
-_OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_LIBRARIES = (_OWN, *{_PATHS[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _NEXT_IN_CHAIN = re.compile(
     r"^(?:The above exception was the direct cause of the following exception:"
     r"|During handling of the above exception, another exception occurred:)$",
@@ -115,14 +111,12 @@ def _find_place(traceback: str) -> Place | None:
 
 def _find_crash_place(lines: Sequence[str]) -> Place | None:
     """The innermost line of what Python's fault handler wrote, which begins with the innermost call."""
-    frames = [frame for frame in map(_FAULT_FRAME.match, lines) if frame is not None and not _is_library(frame["file"])]
-    if not frames:
-        return None
-    return Place(file=frames[0]["file"], line=int(frames[0]["line"]), function=frames[0]["function"])
-
-
-def _is_library(file: str) -> bool:
-    return file.startswith((*_LIBRARIES, "<frozen"))
+    called = ""
+    for frame in filter(None, map(_FAULT_FRAME.match, lines)):
+        if is_users_line(frame["file"], frame["function"], called):
+            return Place(file=frame["file"], line=int(frame["line"]), function=frame["function"])
+        called = frame["file"]
+    return None
 
 
 def _shorten(message: str) -> str:

@@ -23,8 +23,8 @@ from ddpilot.watch.words import (
     merge_rows,
     name_group,
     place_of,
+    say_call,
     say_place,
-    say_spot,
     who_does,
 )
 
@@ -133,7 +133,7 @@ def _say_last(wait: Wait, view: JobView, rank: int) -> str:
     if chain:
         return say_place(chain[-1])
     last = wait.meeting.progress.last(rank) if wait.meeting is not None else None
-    return f"its last was #{last.seq}: {describe_shortly(last)}, {say_spot(last.line)}" if last is not None else ""
+    return f"its last was #{last.seq}: {say_call(last)}" if last is not None else ""
 
 
 def _common(wait: Wait) -> tuple[str, ...]:

@@ -42,7 +42,7 @@ class Observing:
         self._said = said
         self._folder = Path(said["folder"])
         self._pids: dict[int, psutil.Process] = {}
-        self._first = psutil.Process(said["rank_pid"])
+        self._first = _find_process(said["rank_pid"])
         self._options = WatchOptions(on_finding=said["on_finding"], stall_warn_s=said["stall_warn_s"])
         self._is_stopping = self._has_errors = self._has_ended_ranks = False
 
@@ -127,12 +127,13 @@ class Observing:
         return found
 
     def _is_closed(self, rank: int) -> bool:
+        from ddpilot.errors import RecordError
         from ddpilot.record.hook import ring_path
         from ddpilot.record.reading import read_ring
 
         try:
             return read_ring(ring_path(self._folder, rank), newest=1).closed_ns is not None
-        except OSError:
+        except (OSError, RecordError):  # of a ring that is damaged, `Observer` says so
             return False
 
     def _read_error(self, rank: int) -> ErrorView | None:
@@ -171,9 +172,16 @@ def _signal(processes: list[psutil.Process], number: signal.Signals) -> None:
             process.send_signal(number)
 
 
-def _is_running(process: psutil.Process) -> bool:
+def _find_process(pid: int) -> psutil.Process | None:
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return psutil.Process(pid)
+    except psutil.Error:  # it has ended meanwhile
+        return None
+
+
+def _is_running(process: psutil.Process | None) -> bool:
+    try:
+        return process is not None and process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False
 

@@ -14,7 +14,7 @@ from ddpilot.watch.fates import Fate
 from ddpilot.watch.unproven import Open, explain_open
 from ddpilot.watch.view import JobView, ProcessView, RankView
 from ddpilot.watch.waits import Wait
-from ddpilot.watch.words import describe, describe_shortly, lay_out, merge_rows, place_of, say_place, say_spot, who_does
+from ddpilot.watch.words import describe, describe_shortly, lay_out, merge_rows, place_of, say_call, say_place, who_does
 
 _TIME_IS_UP = re.compile(r"timed ?out|timeout|failed to pass monitoredBarrier", re.IGNORECASE)
 _LONGER = "what is meant to take long needs a longer `timeout=` of init_process_group"
@@ -83,7 +83,7 @@ def _explain_closed(wait: Wait, late: tuple[int, ...]) -> Finding:
     rows = [(rank, describe(each), say_place(each.line)) for rank, each in sorted(wait.held.items())]
     for rank in late:
         last = wait.meeting.progress.last(rank)
-        where = f"its last was #{last.seq}: {describe_shortly(last)}, {say_spot(last.line)}" if last is not None else ""
+        where = f"its last was #{last.seq}: {say_call(last)}" if last is not None else ""
         rows.append((rank, "closed its connections, and ran on", where))
     words = (
         "closed its connections while others were" if len(late) == 1 else "closed their connections while others were"

@@ -88,6 +88,6 @@ def read_report(folder: Path) -> Report | None:
         )
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         found = f"{type(error).__name__}: {error}"
         raise DdpilotError(f"reading {path}", found=found, fix="Look at report.txt beside it") from error

@@ -3,21 +3,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import sysconfig
 from collections.abc import Iterable
-from functools import lru_cache
 
+from ddpilot.findings.user_files import is_users, is_users_line
 from ddpilot.record.log import Collective, Line
 from ddpilot.watch.view import Frame, RankView, StackView
 
-_OURS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
-_LIBRARIES = tuple(
-    os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib", "purelib", "platlib")
-)
-_PACKAGES = ("/site-packages/", "/dist-packages/", "torchinductor_")
-_INTERACTIVE = ("<ipython-input-", "<stdin>", "<cell")
 _TRACE = re.compile(
     r'^\s*File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)(?:\n    (?P<text>\S.*))?', re.MULTILINE
 )
@@ -31,17 +23,15 @@ Chain = tuple[Frame, ...]
 """Calls of the user's code, outermost first: each is a line that made the next call."""
 
 
-@lru_cache(maxsize=10_000)
-def is_users(file: str) -> bool:
-    """Whether `file` is the user's: a script, a module or a cell, and no library."""
-    if file.startswith("<"):
-        return file.startswith(_INTERACTIVE)
-    return not (file.startswith((*_LIBRARIES, _OURS)) or any(part in file for part in _PACKAGES))
-
-
 def user_chain(frames: Iterable[Frame]) -> Chain:
     """The user's calls among `frames`, which are innermost first."""
-    return tuple(frame for frame in frames if is_users(frame.file))[::-1]
+    chain: list[Frame] = []
+    called = ""
+    for frame in frames:
+        if is_users_line(frame.file, frame.function, called):
+            chain.append(frame)
+        called = frame.file
+    return tuple(reversed(chain))
 
 
 def innermost(stack: StackView | None) -> Frame | None:
@@ -75,7 +65,7 @@ def _from_traceback(rank: RankView) -> Chain:
     text = rank.error.traceback if rank.error is not None else ""
     found = (_TRACE.finditer(text), _CELL.finditer(text))
     frames = [_frame(match) for matches in found for match in matches]
-    return tuple(frame for frame in frames if is_users(frame.file))
+    return user_chain(reversed(frames))
 
 
 def _frame(match: re.Match[str]) -> Frame:

@@ -57,7 +57,8 @@ def say_open(one: Open) -> str:
     entry = held[min(held)]
     number = f" (#{one.wait.meeting.seq} of {name_group(one.wait.meeting.progress.group)})" if one.wait.meeting else ""
     what = describe_shortly(entry) if one.wait.meeting else describe(entry)
-    head = f"{render_ranks(held)} {_verb(held)} for {one.waited} in {what}{number} at {say_spot(entry.line)}"
+    spot = say_spot(entry.line)
+    head = f"{render_ranks(held)} {_verb(held)} for {one.waited} in {what}{number}{f' at {spot}' if spot else ''}"
     return f"{head}; {_say_absent(one)}"
 
 

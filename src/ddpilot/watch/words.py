@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Iterable, Sequence
 
 from ddpilot.findings.finding import Place
@@ -137,7 +138,22 @@ def say_spot(line: Line | Frame | None) -> str:
     return f"{show_file(line.file)}:{line.line}" if line is not None and line.file else ""
 
 
-_PLURALS = {"is": "are", "has": "have", "waits": "wait", "compiles": "compile", "leaves": "leave", "asks": "ask"}
+def say_call(entry: Collective) -> str:
+    """A collective and its line, such as ``all_reduce, train.py:3``."""
+    return f"{describe_shortly(entry)}, {say_spot(entry.line) or 'which no line of the program calls'}"
+
+
+_ITS = re.compile(r"\bits\b")
+_PLURALS = {
+    "is": "are",
+    "has": "have",
+    "does": "do",
+    "waits": "wait",
+    "compiles": "compile",
+    "leaves": "leave",
+    "asks": "ask",
+    "closed": "closed",
+}
 
 
 def who_does(ranks: Collection[int], words: str, max_chars: int = 60) -> str:
@@ -147,7 +163,9 @@ def who_does(ranks: Collection[int], words: str, max_chars: int = 60) -> str:
 
 def _conjugate(words: str, num: int) -> str:
     verb, blank, rest = words.partition(" ")
-    return f"{_PLURALS.get(verb, verb)}{blank}{rest}" if num > 1 else words
+    if num == 1 or verb not in _PLURALS:  # such as the words of an error, or names of parameters
+        return words
+    return f"{_PLURALS[verb]}{blank}{_ITS.sub('their', rest)}"
 
 
 def merge_rows(rows: Iterable[tuple[int, str, str]]) -> list[Row]:

@@ -47,6 +47,15 @@ CASES: dict[str, tuple[list[str], tuple[str, str, str, bool]]] = {
     "forward": (["/a.py", DDP], ("/a.py", "function_0", "function_0", False)),
     "backward": (["/a.py", ENGINE], ("/a.py", "function_0", "", True)),
     "communication hook": (["/a.py", ENGINE, HOOKS], ("/a.py", "function_1", "", True)),
+    "command": (["<string>", REDUCE], ("<string>", "function_0", "", False)),
+    "our command": (
+        ["<string>", f"{OURS}/launching/a.py", f"{OURS}/group/b.py", REDUCE],
+        ("", "function_1", "", False),
+    ),
+    "package of the user": (
+        ["/a.py", "/home/u/.local/lib/python3.11/site-packages/b.py"],
+        ("/a.py", "function_0", "", False),
+    ),
     "compiled": (["/a.py", "/tmp/torchinductor_u/xy/c.py", REDUCE], ("/a.py", "function_1", "", False)),
 }
 

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import random
+import zlib
 from collections.abc import Iterable, Mapping
 
 import pytest
@@ -191,6 +194,17 @@ def test_what_cannot_be_read_ends_the_comparison_and_says_so() -> None:
     zero.look(S)
     (line,) = zero.comparing.faults
     assert "node 1 (there): no bundle of a node: " in line
+
+
+def test_a_finding_of_a_newer_version_ends_the_comparison_and_says_so() -> None:
+    """It has a field that is not known here."""
+    newer = {**Finding(code="DDP325", name="x", severity="error", summary="x").to_dict(), "field_of_later": 1}
+    said = {"now_ns": 1, "entries": [], "findings": [newer], "is_last": False, "shared": []}
+    zero = Node(0, 0)
+    zero.hand.pieces = {1: [Piece(f".{base64.b64encode(zlib.compress(json.dumps(said).encode())).decode()}", 1, 5)]}
+    zero.look(S)
+    (line,) = zero.comparing.faults
+    assert "field_of_later" in line
 
 
 def test_more_than_can_be_sent_ends_the_comparison_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,3 +80,13 @@ def test_find_job_takes_an_id_its_end_a_process_and_a_folder(root: Path) -> None
         assert find_job(word) == (folder, about)
     with pytest.raises(DdpilotError, match=rf"looking for the job 'other': 0 of the 1 jobs .*{about.id}"):
         find_job("other")
+
+
+def test_remove_old_keeps_jobs_of_other_machines_that_have_not_said_that_they_ended(root: Path) -> None:
+    """Where machines share the folder nobody here can look at their processes; after a month they are over."""
+    made = [make_job_folder(f"job{number}", 1) for number in range(4)]
+    for number, (folder, about) in enumerate(made):
+        elsewhere = replace(about, host="another", ended_s=1.0 if number == 1 else None)
+        write_about(folder, replace(elsewhere, started_s=about.started_s - (40 * 24 * 3600 if number == 2 else number)))
+    remove_old(root, num_kept=0)
+    assert {about.name for _, about in list_jobs()} == {"job0", "job3"}

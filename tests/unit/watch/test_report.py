@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -101,3 +102,12 @@ def test_rows_of_several_ranks_have_their_verb_in_the_plural() -> None:
     """What several ranks do at one place is one row."""
     rows = [(rank, "is elsewhere", "train.py:3") for rank in (1, 2)] + [(0, "waits for a batch", "")]
     assert merge_rows(rows) == [("ranks 1,2", "are elsewhere", "train.py:3"), ("rank 0", "waits for a batch", "")]
+
+
+def test_read_report_refuses_a_finding_that_is_none(tmp_path: Path) -> None:
+    """As of a damaged file: in one sentence."""
+    (tmp_path / "report.json").write_text(
+        json.dumps({**Report(job="j", name="n", world_size=1).to_dict(), "findings": [3]})
+    )
+    with pytest.raises(DdpilotError, match="reading"):
+        read_report(tmp_path)

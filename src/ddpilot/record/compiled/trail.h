@@ -14,7 +14,7 @@ namespace {
 namespace py = pybind11;
 
 // As in sites.py.
-enum Kind : int { kUser = 1, kLibrary, kInner, kWrapper, kEngine, kDdp, kHook, kOurs };
+enum Kind : int { kUser = 1, kLibrary, kInner, kWrapper, kEngine, kDdp, kHook, kOurs, kStarter };
 
 constexpr size_t kMaxKinds = 20000;
 constexpr size_t kMaxCallers = 5;
@@ -89,16 +89,18 @@ class TrailFinder {
       if (kind == kHook) throw NotAlike();
       if (kind == kDdp && !trail.ddp) trail.ddp = code;
       if (kind == kEngine && is_innermost) trail.in_reducer = true;
-      if (!has_nearest && (kind == kLibrary || kind == kOurs)) {
+      const bool is_ours = kind == kOurs || kind == kStarter;
+      if (!has_nearest && (kind == kLibrary || is_ours)) {
         has_nearest = true;
         nearest = trail;
-        if (kind == kOurs) {
+        if (is_ours) {
           nearest.called = code;
         } else {
           nearest.user = code;
           nearest.at = last_instruction(frame);
         }
       }
+      if (kind == kStarter) break;
       if (kind != kWrapper) trail.called = std::move(code);
       frame = back_of(frame);
     }
@@ -111,7 +113,7 @@ class TrailFinder {
       auto* raw = reinterpret_cast<PyFrameObject*>(frame.ptr());
       auto code = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetCode(raw)));
       const int kind = kind_of(code);
-      if (kind == kOurs) return;
+      if (kind == kOurs || kind == kStarter) return;
       if (kind == kUser) {
         const bool is_last = is_module(code) || trail.callers.size() + 1 == kMaxCallers;
         trail.callers.emplace_back(std::move(code), last_instruction(frame));
