@@ -119,6 +119,11 @@ class Kernel:
         reply: Message = self.client.complete(code, reply=True, timeout=LIMIT_S)
         return list(reply["content"]["matches"])
 
+    def inspect(self, code: str) -> str:
+        """What Shift-Tab at the end of `code` shows, without colours; "" for nothing."""
+        reply: Message = self.client.inspect(code, reply=True, timeout=LIMIT_S)
+        return _ANSI.sub("", reply["content"]["data"].get("text/plain", ""))
+
     def wait_for(self, is_true: Callable[[], bool], what: str) -> None:
         """Take messages that come between cells until `is_true()`."""
         end = time.monotonic() + LIMIT_S

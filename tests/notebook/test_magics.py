@@ -235,6 +235,48 @@ def test_completion_knows_the_variables_of_the_ranks(kernel: Kernel) -> None:
         assert any(match.endswith(found) for match in matches), matches
     assert "start" in kernel.complete("%ddp star")
     assert kernel.complete("my_netw") == []
+    kernel.run("my_numbers = [1]")
+    assert kernel.complete("%ddp pull my_netw") == ["my_network"]
+    assert kernel.complete("x = %ddp pull my_network.hid")[0].endswith(".hidden_size")
+    assert kernel.complete("%ddp push my_num") == kernel.complete("%ddp run f(my_num") == ["my_numbers"]
+    assert kernel.complete("%ddp restart ") == ["0", "1"]
+
+
+def test_shift_tab_shows_an_object_of_the_ranks(kernel: Kernel) -> None:
+    """In a cell of the ranks; the notebook's own objects as before."""
+    kernel.run("%%ddp\ndef train(epochs: int) -> None:\n    'Train on this rank.'")
+    assert "Train on this rank." in kernel.inspect("%%ddp\ntrain")
+    assert "Return the number of items" in kernel.inspect("%%ddp\nlen")
+    assert kernel.inspect("train") == ""
+
+
+def test_missing_names_of_the_other_side_are_pointed_out(kernel: Kernel) -> None:
+    """A name that the notebook has, or has imported, and one that the ranks have; a mere typo gets no hint."""
+    kernel.run("import collections as several\nmy_table = 1")
+    wrong = kernel.run("%%ddp\nmy_table")
+    assert "The notebook has a `my_table`: `%ddp push my_table` copies it to the ranks" in wrong.stderr
+    wrong = kernel.run("%%ddp\nseveral.Counter()")
+    assert "run `import collections as several` in a `%%ddp` cell too" in wrong.stderr
+    assert "The notebook has" not in kernel.run("%%ddp\nmy_tabel").stderr
+    kernel.run("%%ddp\nmy_loss = 1")
+    wrong = kernel.run("my_loss")
+    assert "`my_loss` is on the ranks: use it in a `%%ddp` cell, or copy it with `%ddp pull my_loss`" in wrong.stdout
+    assert kernel.run("my_los").stdout == ""
+
+
+def test_pull_in_an_expression_returns_and_push_sees_a_functions_variables(kernel: Kernel) -> None:
+    """Alone, a pull sets variables and shows nothing; assigned, it sets nothing else."""
+    kernel.run("%%ddp\nmine = rank + 10")
+    cell = kernel.run("x = %ddp pull mine\nboth = %ddp pull mine rank --all\nsum_ = %ddp pull mine + 1\nx, both, sum_")
+    assert cell.shown == ["(10, ([10, 11], [0, 1]), 11)"], cell.error
+    assert "mine" not in kernel.run("print(*globals())").stdout.split()
+    assert kernel.run("%ddp pull mine").shown == []
+    cell = kernel.run(
+        "def give(local_one):\n    %ddp push local_one\n    doubled = %ddp run (lambda: 2 * local_one)()\n"
+        "    return list(doubled)\ngive(21)"
+    )
+    assert cell.shown == ["[42, 42]"], cell.error
+    assert kernel.run("%%ddp\nlocal_one").by_rank == {0: ["21"], 1: ["21"]}
 
 
 def test_threads_of_ranks_are_heard_between_cells(kernel: Kernel) -> None:

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tab completion: the ranks' variables in their cells, verbs behind `%ddp`."""
+"""Tab completion and Shift-Tab: the ranks' variables in their cells, verbs and their words behind `%ddp`."""
 
 from __future__ import annotations
 
+import functools
+import re
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.completer import SimpleCompletion, context_matcher
@@ -16,35 +18,91 @@ if TYPE_CHECKING:
 
     from IPython.core.completer import CompletionContext
 
+    from ddpilot.session.session import Session
+
+_LINE = re.compile(r"\s*(?:[\w.,\[\] ]+=\s*)?%ddp (?P<words>.*)")
+"""A line of `%ddp`, also behind an assignment."""
+
+_NAME = re.compile(r"[^\W\d]\w*$")
+
 
 def make_matcher(desk: Desk) -> Callable[[CompletionContext], dict[str, Any]]:
     """A matcher for IPython's completer. It asks one rank that has nothing to do, and waits 0.3 s at most."""
 
     def match(context: CompletionContext) -> dict[str, Any]:
         line = context.text_until_cursor
-        if line.startswith("%ddp "):
-            return _words(line, VERBS if line.count(" ") == 1 else _flags(line))
+        typed = _LINE.fullmatch(line)
+        if typed is not None:
+            return _complete_line(desk, typed["words"])
         if context.cursor_line == 0 and line.startswith("%%ddp"):
             return _words(line, _options(make_cell_parser()))
-        first, _, body = context.full_text.partition("\n")
-        is_ours = first.startswith("%%ddp") and "--local" not in first
-        is_plain = desk.takes_cells and not first.startswith("%")
-        session = desk.session
-        if session is None or not (is_ours or is_plain):
-            return {"completions": []}
-        code = body if is_ours else context.full_text
-        above = context.full_text.split("\n")[is_ours : context.cursor_line]
-        cursor = sum(len(each) + 1 for each in above) + context.cursor_position
-        matches, start, end = session.complete(code, cursor)
-        return {
-            "completions": [SimpleCompletion(text=match, type="ranks") for match in matches],
-            "matched_fragment": code[start:end],
-            "suppress": bool(matches),
-        }
+        return _complete_code(desk, context)
 
     mark: Any = context_matcher(identifier="ddpilot")
     marked: Callable[[CompletionContext], dict[str, Any]] = mark(match)
     return marked
+
+
+def _complete_code(desk: Desk, context: CompletionContext) -> dict[str, Any]:
+    above = [f"{line}\n" for line in context.full_text.split("\n")[: context.cursor_line]]
+    found = _find_code(desk, context.full_text, len("".join(above)) + context.cursor_position)
+    if found is None:
+        return {"completions": []}
+    session, code, cursor = found
+    return _from_rank(session, code, cursor)
+
+
+def _find_code(desk: Desk, text: str, cursor: int) -> tuple[Session, str, int] | None:
+    """The session, the code and the place in it, if the cell `text` runs on the ranks; else None."""
+    first, newline, body = text.partition("\n")
+    session = desk.session
+    if session is None:
+        return None
+    if first.startswith("%%ddp") and "--local" not in first:
+        num_chars = len(first + newline)
+        return (session, body, cursor - num_chars) if cursor >= num_chars else None
+    return (session, text, cursor) if desk.takes_cells and not first.startswith("%") else None
+
+
+def _from_rank(session: Session, code: str, cursor: int) -> dict[str, Any]:
+    matches, start, end = session.complete(code, cursor)
+    return {
+        "completions": [SimpleCompletion(text=match, type="ranks") for match in matches],
+        "matched_fragment": code[start:end],
+        "suppress": bool(matches),
+    }
+
+
+def _complete_line(desk: Desk, words: str) -> dict[str, Any]:
+    """Verbs; behind one its options, ranks, names of the notebook or names of the ranks, whichever it takes."""
+    name, space, rest = words.partition(" ")
+    verb, begun, session = VERBS.get(name), rest.rpartition(" ")[2], desk.session
+    if not space:
+        return _words(words, VERBS)
+    if verb is None:
+        return {"completions": []}
+    if begun.startswith("-"):
+        return _words(rest, _options(verb.parser()))
+    if name == "pull" and session is not None and not rest.endswith("--as "):
+        return _from_rank(session, begun, len(begun))
+    if name in ("restart", "stacks") and session is not None:
+        return _words(rest, map(str, range(session.world_size)))
+    if name == "auto":
+        return _words(rest, ("on", "off"))
+    if name in ("push", "run"):
+        return _names_here(desk, begun)
+    return {"completions": []}
+
+
+def _names_here(desk: Desk, begun: str) -> dict[str, Any]:
+    """Variables of the notebook, for a name that has begun; what is behind a dot is for others to complete."""
+    name = _NAME.search(begun)
+    begun_name = name[0] if name else ""
+    if begun[: len(begun) - len(begun_name)].endswith("."):
+        return {"completions": []}
+    shell = desk.shell
+    known = sorted(each for each in shell.user_ns if each not in shell.user_ns_hidden and not each.startswith("_"))
+    return _words(begun_name, known)
 
 
 def _words(line: str, known: Iterable[str]) -> dict[str, Any]:
@@ -53,11 +111,28 @@ def _words(line: str, known: Iterable[str]) -> dict[str, Any]:
     return {"completions": found, "matched_fragment": begun, "suppress": bool(found)}
 
 
-def _flags(line: str) -> list[str]:
-    verb = VERBS.get(line.split()[1])
-    return _options(verb.parser()) if verb is not None and line.rpartition(" ")[2].startswith("-") else []
-
-
 def _options(parser: object) -> list[str]:
     actions = getattr(parser, "_actions", ())
-    return [flag for action in actions for flag in action.option_strings if flag.startswith("--")]
+    shown = (action for action in actions if action.help != "==SUPPRESS==")
+    return [flag for action in shown for flag in action.option_strings if flag.startswith("--")]
+
+
+def inspect_on_ranks(desk: Desk) -> Callable[[], None]:
+    """Let Shift-Tab in a cell for the ranks show a rank's object, else the notebook's; returns what undoes it."""
+    kernel = getattr(desk.shell, "kernel", None)
+    if kernel is None:
+        return lambda: None
+    original = kernel.do_inspect
+
+    @functools.wraps(original)
+    def do_inspect(code: str, cursor_pos: int, detail_level: int = 0, *args: Any, **kwargs: Any) -> Any:
+        found = _find_code(desk, code, cursor_pos)
+        if found is not None:
+            session, on_ranks, cursor = found
+            data = session.inspect(on_ranks, cursor, detail_level=detail_level)
+            if data:
+                return {"status": "ok", "found": True, "data": data, "metadata": {}}
+        return original(code, cursor_pos, detail_level, *args, **kwargs)
+
+    kernel.do_inspect = do_inspect
+    return lambda: vars(kernel).pop("do_inspect", None)

@@ -8,16 +8,17 @@ import functools
 import io
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from ddpilot.errors import RankError
+from ddpilot.errors import RankError, WatchError
 from ddpilot.findings.words import render_ranks
 from ddpilot.magics.options import describe_options
 from ddpilot.magics.usage import MagicUsageError
 from ddpilot.session.deaths import BEGIN_ANEW
 from ddpilot.session.options import SessionOptions
 from ddpilot.session.session import Session
+from ddpilot.session.shown.screen_view import ScreenView
 from ddpilot.session.shown.terminal import TextView
 from ddpilot.session.view import View
 
@@ -38,6 +39,8 @@ class Desk:
         self._session: Session | None = None
         self._num_local = 0
         self._board: Board | None = None
+        self.advise: Callable[[RankError | WatchError], None] = lambda error: None
+        """Given to the views of sessions: called with every error of ranks before it is shown."""
 
     @property
     def session(self) -> Session | None:
@@ -129,11 +132,15 @@ class Desk:
         return bool(parent.get("content", {}).get("silent"))
 
     def _make_view(self, options: SessionOptions) -> View:
+        view: ScreenView
         if self.is_terminal:
-            return TextView(options.output, options.output_limit_bytes)
-        from ddpilot.magics.notebook_view import NotebookView  # it needs what comes with kernels
+            view = TextView(options.output, options.output_limit_bytes)
+        else:
+            from ddpilot.magics.notebook_view import NotebookView  # it needs what comes with kernels
 
-        return NotebookView(self.shell, options.output, options.output_limit_bytes)
+            view = NotebookView(self.shell, options.output, options.output_limit_bytes)
+        view.advise = self.advise
+        return view
 
 
 @contextlib.contextmanager

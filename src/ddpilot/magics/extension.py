@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from ddpilot.errors import LaunchError
-from ddpilot.magics.completion import make_matcher
+from ddpilot.magics.completion import inspect_on_ranks, make_matcher
 from ddpilot.magics.desk import Desk, count_ranks
 from ddpilot.magics.magic import DdpMagics
+from ddpilot.magics.names import NameHints
 from ddpilot.magics.router import Router
+from ddpilot.magics.values import PullsInExpressions
 from ddpilot.session.local import check_installed, warm_up
 
 _ATTRIBUTE = "_ddpilot_parts"
@@ -24,6 +27,10 @@ class _Parts:
         self.desk = Desk(shell)
         self.router = Router(self.desk)
         self.matcher = make_matcher(self.desk)
+        self.hints = NameHints(self.desk)
+        self.pulls = PullsInExpressions()
+        self.desk.advise = self.hints.advise
+        self.undo_inspect: Callable[[], None] = lambda: None
         self.is_loaded = False
 
 
@@ -36,6 +43,9 @@ def load_ipython_extension(shell: Any) -> None:
     shell.register_magics(DdpMagics(parts.desk))
     shell.input_transformers_cleanup.append(parts.router)
     shell.Completer.custom_matchers.append(parts.matcher)
+    shell.ast_transformers.append(parts.pulls)
+    parts.undo_inspect = inspect_on_ranks(parts.desk)
+    shell.events.register("post_run_cell", parts.hints.after_cell)
     parts.is_loaded = True
     if not parts.desk.is_terminal and parts.desk.session is None:
         threading.Thread(target=_warm_up, name="ddpilot-warm-up", daemon=True).start()
@@ -60,6 +70,10 @@ def unload_ipython_extension(shell: Any) -> None:
             del magics[name]
     shell.input_transformers_cleanup.remove(parts.router)
     shell.Completer.custom_matchers.remove(parts.matcher)
+    parts.undo_inspect()
+    if parts.pulls in shell.ast_transformers:  # IPython takes out one that has raised
+        shell.ast_transformers.remove(parts.pulls)
+    shell.events.unregister("post_run_cell", parts.hints.after_cell)
     parts.is_loaded = False
     if parts.desk.session is not None:
         parts.desk.say(f"{count_ranks(parts.desk.session)} run on; `%load_ext ddpilot` finds them again")

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
+from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class, needs_local_scope
 
 from ddpilot.magics.cells import make_cell_parser, run_cell, run_on_ranks
 from ddpilot.magics.desk import Desk
 from ddpilot.magics.usage import Helped, MagicUsageError, suggest
+from ddpilot.magics.values import SCOPE
 from ddpilot.magics.verbs import VERBS
 
 WHOLE = "--whole"
@@ -27,12 +28,13 @@ class DdpMagics(Magics):
         super().__init__(desk.shell)
         self._desk = desk
 
+    @needs_local_scope
     @line_cell_magic
-    def ddp(self, line: str, cell: str | None = None) -> Any:
+    def ddp(self, line: str, cell: str | None = None, local_ns: dict[str, Any] | None = None) -> Any:
         """Ranks that stay: ``%ddp start -n 2`` starts them, ``%%ddp`` runs a cell on them, ``%ddp help`` says more."""
         try:
             if cell is None:
-                return self._verb(line)
+                return self._verb(line, local_ns)
             words = line.split()
             if words[:1] == [WHOLE]:
                 run_on_ranks(self._desk, cell, make_cell_parser().read(words[1:]))
@@ -52,7 +54,7 @@ class DdpMagics(Magics):
             fix="Make it the first line, above comments too",
         )
 
-    def _verb(self, line: str) -> Any:
+    def _verb(self, line: str, local_ns: dict[str, Any] | None) -> Any:
         name, _, rest = line.strip().partition(" ")
         if name == ABOVE:
             raise MagicUsageError(
@@ -68,7 +70,12 @@ class DdpMagics(Magics):
             words = VERBS[name].split(rest.strip())
         except ValueError as error:
             raise MagicUsageError(f"reading `%ddp {line}`", found=str(error), fix="Close the quotes") from error
-        return VERBS[name].run(self._desk, VERBS[name].parser().read(words))
+        return VERBS[name].run(self._desk, {**VERBS[name].parser().read(words), SCOPE: self._scope(local_ns)})
+
+    def _scope(self, local_ns: dict[str, Any] | None) -> dict[str, Any]:
+        """The variables of the notebook that the line sees: within a function also the function's own."""
+        names: dict[str, Any] = self._desk.shell.user_ns
+        return names if local_ns is None or local_ns is names else {**names, **local_ns}
 
 
 def overview() -> str:

@@ -1,19 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of `%ddp start`: the fields of `SessionOptions`, which also has their defaults, texts and checks."""
+"""The options of `%ddp start`: the fields of `SessionOptions`, which also has their defaults and checks."""
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import inspect
-import textwrap
 from collections.abc import Mapping
 from typing import Any, get_args
 
 from ddpilot.launching.options import Output
 from ddpilot.magics.usage import MagicParser, parse_ranks, parse_variable
 from ddpilot.session.options import SessionOptions
-from ddpilot.watch.options import Action, WatchOptions
+from ddpilot.watch.options import Action
 
 _FLAGS: Mapping[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "nproc_per_node": (("-n", "--nproc-per-node"), {"metavar": "N", "type": lambda n: int(n) if n.isdecimal() else n}),
@@ -35,14 +32,36 @@ _FLAGS: Mapping[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 }
 """How each field is spelt on a line. A test asks for every field of `SessionOptions`."""
 
+_HELP: Mapping[str, str] = {
+    "nproc_per_node": "number of ranks; auto: one for each visible GPU, else 1; gpu: one for each visible GPU; "
+    "cpu: one for each core. Default: auto",
+    "gpus": "numbers of the GPUs that the ranks may see, as CUDA_VISIBLE_DEVICES counts them; default: all",
+    "backend": "backend of the process group: gloo, nccl or cpu:gloo,cuda:nccl; default: chosen by the device",
+    "seed": "seed Python's random, torch and numpy with this number on every rank; default: no seed",
+    "apps": "prepare a training library on every rank, such as fastai or lightning; may be repeated",
+    "env": "environment variable of the ranks; may be repeated",
+    "preload": "module that is imported once before the ranks are forked; may be repeated",
+    "respawn": "restart a rank that died without waiting for %ddp restart",
+    "keep_cache": "leave CUDA's memory cache as it is between cells; default: empty it",
+    "verbose": "print more about what apps change",
+    "output": "labelled: all output with its rank in front; rank_zero: only that of rank 0; silent: none. Default: "
+    "labelled",
+    "output_limit_bytes": "bytes of each rank's output that a cell shows; default: 1 MB in a notebook, else no limit",
+    "watch": "do not record collectives, and report neither hangs nor wrong numbers; default: do both",
+    "guard": "do not look for training that runs with wrong numbers, such as gradients that differ; default: do",
+    "on_finding": "report: show a finding and let the cell run; stop: end the cell at a finding that is an error. "
+    "Default: report",
+    "stall_warn_s": "seconds that ranks wait for one that is alive before a warning; default: 30",
+}
+"""What each option does, in a line's words: the fields' own texts are about Python values."""
+
 _SHAPES: Mapping[str, Any] = {"apps": tuple, "env": dict, "preload": tuple}
 
 
 def add_options(parser: MagicParser) -> None:
     """Give `parser` an option for every field."""
-    texts = _field_texts()
     for name, (flags, how) in _FLAGS.items():
-        parser.add_argument(*flags, dest=name, help=texts[name].replace("%", "%%"), **how)
+        parser.add_argument(*flags, dest=name, help=_HELP[name].replace("%", "%%"), **how)
 
 
 def to_arguments(parsed: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,15 +86,3 @@ def describe_options(options: SessionOptions) -> str:
         else:
             words += [f"{flag} {each}" for each in (value if isinstance(value, tuple) else (value,))]
     return " ".join(["%ddp start", *words])
-
-
-def _field_texts() -> dict[str, str]:
-    """The text below each field, without Markdown's quotes."""
-    found = {}
-    for owner in (WatchOptions, SessionOptions):
-        body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
-        assert isinstance(body, ast.ClassDef)
-        for field, text in zip(body.body, body.body[1:], strict=False):
-            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
-                found[field.target.id] = " ".join(str(ast.literal_eval(text.value)).split())
-    return found

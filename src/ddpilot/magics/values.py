@@ -9,49 +9,96 @@ from collections.abc import Mapping
 from keyword import iskeyword
 from typing import Any
 
-from ddpilot.errors import LaunchError, RankError
+from ddpilot.errors import LaunchError
 from ddpilot.findings.words import render_ranks
 from ddpilot.magics.desk import Desk, briefly
+from ddpilot.magics.names import is_on_a_rank
 from ddpilot.magics.usage import MagicUsageError, suggest
 from ddpilot.session.arguments import check_expression
 from ddpilot.session.session import Session
 
+SCOPE = "scope"
+"""Among the arguments of a verb: the variables that its line sees."""
+
+RETURN = "--return"
+"""On a line of `%ddp pull` that ddpilot itself has written: what it pulls is used in an expression."""
+
 
 def push_values(desk: Desk, given: Mapping[str, Any]) -> None:
     """Copy variables of the notebook to ranks."""
-    session, names = desk.need("pushing"), given["names"]
+    session, names, here = desk.need("pushing"), given["names"], given[SCOPE]
     for name in names:
-        if name not in desk.shell.user_ns:
+        if name not in here:
             raise MagicUsageError(
                 f"pushing `{name}`",
                 found="the notebook has no variable of that name",
-                fix=suggest(name, desk.shell.user_ns) or "Names of variables stand apart: `%ddp push x y`",
+                fix=suggest(name, here) or "Names of variables stand apart: `%ddp push x y`",
             )
     with briefly():
-        session.push({name: desk.shell.user_ns[name] for name in names}, ranks=given.get("ranks"))
+        session.push({name: here[name] for name in names}, ranks=given.get("ranks"))
 
 
-def pull_values(desk: Desk, given: Mapping[str, Any]) -> None:
-    """Copy values of ranks into variables of the notebook; says what it overwrites."""
+def pull_values(desk: Desk, given: Mapping[str, Any]) -> Any:
+    """Copy values of ranks into variables of the notebook and say what they overwrite.
+
+    In an expression, such as `x = %ddp pull y`, return them and set nothing: one value, or a tuple.
+    """
     session, names = desk.need("pulling"), given["names"]
-    other = given.get("other")
-    if other is not None and len(names) > 1 and _is_expression(" ".join(names)):
+    other, is_returned = given.get("other"), given.get("is_returned", False)
+    if (other is not None or is_returned) and len(names) > 1 and _is_expression(" ".join(names)):
         names = [" ".join(names)]  # one with spaces in it
-    if other is not None and (len(names) > 1 or not other.isidentifier() or iskeyword(other)):
-        raise MagicUsageError(
-            "pulling", found=f"`--as {other}` for {' '.join(names)}", fix="Give one value, and the name of a variable"
-        )
+    if other is not None:
+        _check_other(other, names, is_returned)
     for name in names:
-        if other is None and not name.isidentifier():
+        if other is None and not is_returned and not name.isidentifier():
             check_expression(name)
             fix = f"Give it one: `%ddp pull {name} --as value`"
             raise MagicUsageError("pulling", found=f"`{name}` is no name of a variable", fix=fix)
     rank = None if given.get("all") else given.get("rank", 0)
     source = "all ranks, by rank" if rank is None else render_ranks([rank])
+    values = []
     for name in names:
         with briefly():
-            value = session.pull(name, rank=rank)
-        _bind(desk, other or name, value, source)
+            values.append(session.pull(name, rank=rank))
+        if not is_returned:
+            _bind(desk, other or name, values[-1], source)
+    if is_returned:
+        return values[0] if len(values) == 1 else tuple(values)
+    return None
+
+
+def _check_other(other: str, names: list[str], is_returned: bool) -> None:
+    if is_returned:
+        fix = f"Write `{other} = %ddp pull {names[0]}`, or `%ddp pull {names[0]} --as {other}`"
+        raise MagicUsageError("pulling", found=f"`--as {other}` in an expression", fix=fix)
+    if len(names) > 1 or not other.isidentifier() or iskeyword(other):
+        raise MagicUsageError(
+            "pulling", found=f"`--as {other}` for {' '.join(names)}", fix="Give one value, and the name of a variable"
+        )
+
+
+class PullsInExpressions(ast.NodeTransformer):
+    """Marks `%ddp pull` in an expression, such as an assignment, whose value is returned; alone it sets variables."""
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST:  # ast's name
+        """Leave a line that is nothing but the magic."""
+        return node if _is_pull(node.value) else self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:  # ast's name
+        """Mark the magic in any other place."""
+        if _is_pull(node):
+            line = node.args[1].value  # type: ignore[attr-defined]  # a constant, as `_is_pull` has seen
+            node.args[1] = ast.copy_location(ast.Constant(f"pull {RETURN} {line.partition('pull')[2]}"), node.args[1])
+        return self.generic_visit(node)
+
+
+def _is_pull(node: ast.expr) -> bool:
+    """True if `node` is IPython's call for a line `%ddp pull ...`."""
+    is_magic = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and len(node.args) == 2
+    if not is_magic or node.func.attr != "run_line_magic":  # type: ignore[attr-defined]
+        return False
+    name, line = (getattr(arg, "value", None) for arg in node.args)  # type: ignore[attr-defined]
+    return name == "ddp" and isinstance(line, str) and line.split()[:1] == ["pull"]
 
 
 def _is_expression(text: str) -> bool:
@@ -82,8 +129,8 @@ def call_on_ranks(desk: Desk, given: Mapping[str, Any]) -> Any:
     text = " ".join(given["call"])
     session = desk.need(f"running `{text}`")
     call = _parse_call(text)
-    _check_names(call, desk.shell.user_ns, session)
-    fn, args, kwargs = _evaluate(call, desk.shell.user_ns)
+    _check_names(call, given[SCOPE], session)
+    fn, args, kwargs = _evaluate(call, given[SCOPE])
     with briefly():
         return session.run(fn, *args, **kwargs)
 
@@ -96,20 +143,13 @@ def _check_names(call: ast.Call, names: Mapping[str, Any], session: Session) -> 
     for node in inside:
         if not isinstance(node, ast.Name) or node.id in names or node.id in given or hasattr(builtins, node.id):
             continue
-        on_ranks = _is_on_a_rank(node.id, session)
+        on_ranks = is_on_a_rank(node.id, session)
         near = suggest(node.id, names) or "`%ddp run` takes function and arguments from the notebook: define it there"
         raise MagicUsageError(
             f"running `{ast.unparse(call)}`",
             found=f"`{node.id}` is {'on the ranks, not' if on_ranks else 'not'} in the notebook",
             fix="Call it in `%%ddp`" if on_ranks else near,
         )
-
-
-def _is_on_a_rank(name: str, session: Session) -> bool:
-    try:
-        return any(session.pull(f"{name!r} in globals()", rank=rank) for rank in sorted(session.pids())[:1])
-    except (LaunchError, RankError):  # such as ranks that are busy: then it is only said that it is not here
-        return False
 
 
 def _evaluate(call: ast.Call, names: dict[str, Any]) -> tuple[Any, list[Any], dict[str, Any]]:

@@ -257,9 +257,27 @@ class Session:
 
         `cursor`: where the person is, in characters. No matches where the rank is busy, dead or slow.
         """
-        if rank in self._ranks.standing.dead or not self.is_running:
+        reply = self._ask_kernel("complete", {"code": code, "cursor_pos": cursor}, rank, limit_s)
+        if reply is None:
             return (), cursor, cursor
-        return self._work.complete(code, cursor, rank, limit_s)
+        return tuple(reply["matches"]), reply["cursor_start"], reply["cursor_end"]
+
+    def inspect(
+        self, code: str, cursor: int, *, detail_level: int = 0, rank: int = 0, limit_s: float = 0.3
+    ) -> dict[str, str]:
+        """What `rank` shows of the object at `cursor` of `code`, as Shift-Tab in a notebook does: text by MIME type.
+
+        `cursor`: where the person is, in characters. `detail_level`: 1 for the source code too. Empty if there is no
+        such object, or if the rank is busy, dead or slow.
+        """
+        asked = {"code": code, "cursor_pos": cursor, "detail_level": detail_level}
+        reply = self._ask_kernel("inspect", asked, rank, limit_s)
+        return dict(reply["data"]) if reply is not None and reply.get("found") else {}
+
+    def _ask_kernel(self, kind: str, content: dict[str, Any], rank: int, limit_s: float) -> dict[str, Any] | None:
+        if rank in self._ranks.standing.dead or not self.is_running:
+            return None
+        return self._work.ask_kernel(kind, content, rank, limit_s)
 
     def stop(self) -> None:
         """End the ranks: apps clean up, exit handlers run, and what is left after two seconds is killed.

@@ -93,21 +93,20 @@ class Work:
         with self._ranks.turn(f"restarting {render_ranks(ranks)}") as (events, stops):
             self._restart(ranks, events, stops)
 
-    def complete(self, code: str, cursor: int, rank: int, limit_s: float) -> tuple[tuple[str, ...], int, int]:
-        """What `rank` would complete at `cursor`; nothing where the ranks are busy or it is slower than `limit_s`."""
+    def ask_kernel(self, kind: str, content: dict[str, Any], rank: int, limit_s: float) -> dict[str, Any] | None:
+        """The reply of the kernel of `rank` to "complete" or "inspect"; None if it is busy or slower than `limit_s`."""
         deadline_s = time.monotonic() + limit_s
         try:
-            with self._ranks.turn("completing") as (events, _):
-                sent = self._ranks.hub.send(rank, "shell", "complete_request", {"code": code, "cursor_pos": cursor})
+            with self._ranks.turn(f"asking rank {rank} to {kind}") as (events, _):
+                sent = self._ranks.hub.send(rank, "shell", f"{kind}_request", content)
                 while (left_s := deadline_s - time.monotonic()) > 0:
                     event = events.get(timeout=left_s)
-                    if isinstance(event, Said) and event.parent_id == sent and event.kind == "complete_reply":
-                        content = event.content
-                        return tuple(content["matches"]), content["cursor_start"], content["cursor_end"]
+                    if isinstance(event, Said) and event.parent_id == sent and event.kind == f"{kind}_reply":
+                        return event.content
                     self._ranks.outside.show(event)
         except (LaunchError, queue.Empty):
             pass
-        return (), cursor, cursor
+        return None
 
     def finish(self) -> None:
         """Ask the ranks to end, for the sake of apps and exit handlers; one that is busy does not hear it in time."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 
@@ -62,13 +63,15 @@ def test_options_are_checked_by_the_session() -> None:
         SessionOptions(**read("-n some"))  # type: ignore[arg-type]
 
 
-def test_options_are_explained_by_the_session() -> None:
-    """Each option's help is the text below its field."""
+def test_options_say_what_they_do() -> None:
+    """Each option has a line of help, `--no-watch` and `--no-guard` what they turn off, and no line is about Python."""
     with pytest.raises(Helped) as helped:
         read("-h")
     text = " ".join(str(helped.value).split())
-    assert "Modules that are imported once, before the ranks are forked." in text
     assert text.count("--") >= 2 * len(dataclasses.fields(SessionOptions))
+    assert "--no-watch do not record collectives" in text
+    assert "--no-guard do not look for training" in text
+    assert not re.search(r"None|\(\)|True|False|`|function|Launcher", text)
 
 
 @pytest.mark.parametrize("line", ["", LINE, "-n 4", "--gpus 0,2", "--env A=1"])

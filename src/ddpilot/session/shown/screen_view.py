@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ddpilot.errors import RankError, WatchError
 from ddpilot.session.shown.output import CellOutput
@@ -20,6 +20,8 @@ class ScreenView(ABC):
     def __init__(self) -> None:
         self._output: CellOutput | None = None
         self._ranks: tuple[int, ...] = ()
+        self.advise: Callable[[RankError | WatchError], None] = lambda error: None
+        """Called with every error before it is shown; may give it a `fix`."""
 
     @abstractmethod
     def make_screen(self) -> Screen:
@@ -81,6 +83,7 @@ class ScreenView(ABC):
     def error(self, error: RankError | WatchError) -> None:
         """Show the first failure, behind what was printed before it."""
         self.flush()
+        self.advise(error)
         self.write_error("\n".join(error._render_traceback_()) + "\n")  # IPython's name for the text with colours
 
     @abstractmethod

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names that are on the other side: a NameError on a rank for one of the notebook's, and the other way round."""
+
+from __future__ import annotations
+
+import re
+from types import ModuleType
+from typing import Any
+
+from ddpilot.errors import LaunchError, RankError, WatchError
+from ddpilot.magics.desk import Desk
+from ddpilot.session.session import Session
+
+_MISSING = re.compile(r"NameError: name '(\w+)' is not defined")
+
+
+class NameHints:
+    """Adds what to do about a name that the other side has to errors of ranks and of the notebook's cells."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+
+    def advise(self, error: RankError | WatchError) -> None:
+        """Give `error` a fix if a rank missed a name that the notebook has."""
+        missing = _MISSING.search(error.found)
+        if missing is None or error.fix:
+            return
+        error.fix = self._fix(missing[1])
+        error.args = (error.render(),)
+
+    def _fix(self, name: str) -> str:
+        shell = self._desk.shell
+        if name not in shell.user_ns or name in shell.user_ns_hidden:
+            return ""
+        value = shell.user_ns[name]
+        if isinstance(value, ModuleType):
+            whole = f"import {value.__name__}" + (f" as {name}" if name != value.__name__ else "")
+            return f"`{name}` is imported in the notebook: run `{whole}` in a `%%ddp` cell too"
+        here = ", or run this cell in the notebook with `%%ddp --local`" if self._desk.is_auto else ""
+        return f"The notebook has a `{name}`: `%ddp push {name}` copies it to the ranks{here}"
+
+    def after_cell(self, result: Any) -> None:
+        """IPython's "post_run_cell": say so if the notebook's cell missed a name that the ranks have."""
+        error, session = result.error_in_exec, self._desk.session
+        name = getattr(error, "name", None) if isinstance(error, NameError) else None
+        if session is not None and name and name not in self._desk.shell.user_ns and is_on_a_rank(name, session):
+            self._desk.say(f"`{name}` is on the ranks: use it in a `%%ddp` cell, or copy it with `%ddp pull {name}`")
+
+
+def is_on_a_rank(name: str, session: Session) -> bool:
+    """True if the lowest rank that lives has a variable `name`; False also if the ranks are busy."""
+    try:
+        return any(session.pull(f"{name!r} in globals()", rank=rank) for rank in sorted(session.pids())[:1])
+    except (LaunchError, RankError):  # such as ranks that are busy: then it is only said that it is not here
+        return False
