@@ -34,7 +34,8 @@ class _Model:
         self.ref = weakref.ref(model)
         self.unused = Bucket(-1, {})
         self._reducer: weakref.ref[Any] | None = None
-        self._parameters: list[Any] = []
+        self._parameters: list[tuple[str, int]] = []
+        """Names and sizes, not what they are of: the program may throw the model away."""
         self._buckets: list[Bucket] = []
         self._next = 0
         self._told: list[Any] = []
@@ -68,14 +69,16 @@ class _Model:
         from torch._C import _distributed_c10d as c10d
 
         self._told = []
-        self._parameters, is_sparse = model._build_params_for_reducer()
+        parameters, is_sparse = model._build_params_for_reducer()
+        names = {id(parameter): name for name, parameter in model.module.named_parameters()}
+        self._parameters = [(names.get(id(parameter), "?"), parameter.numel()) for parameter in parameters]
         self.unused = Bucket(len(self._parameters), {"what": "unused parameters", "model": _name_of(model)})
         if model.static_graph or not model.find_unused_parameters:
             limits = [sys.maxsize]
         else:
             first = getattr(getattr(model, "_bucket_config", None), "first_bucket_bytes_cap", None)
             limits = [c10d._DEFAULT_FIRST_BUCKET_BYTES if first is None else first, model.bucket_bytes_cap]
-        order, _ = c10d._compute_bucket_assignment_by_size(self._parameters, limits, is_sparse)
+        order, _ = c10d._compute_bucket_assignment_by_size(parameters, limits, is_sparse)
         self._set_order(model, order[::-1])
 
     def _read_new_order(self, model: Any) -> None:
@@ -90,17 +93,16 @@ class _Model:
             self._set_order(model, [bucket for bucket in order if bucket])
 
     def _set_order(self, model: Any, order: Sequence[Sequence[int]]) -> None:
-        names = {id(parameter): name for name, parameter in model.module.named_parameters()}
         self._next = 0
         self._buckets = []
         for index, members in enumerate(order):
             parameters = [self._parameters[at] for at in members]
-            shown = [names.get(id(parameter), "?") for parameter in parameters]
+            shown = [name for name, _ in parameters]
             if len(shown) > MAX_NAMES:
                 shown = [*shown[: MAX_NAMES - 1], shown[-1]]
             fact = {"what": "bucket", "model": _name_of(model), "index": index, "num_buckets": len(order)}
             fact |= {"num_parameters": len(members), "names": shown}
-            self._buckets.append(Bucket(sum(parameter.numel() for parameter in parameters), fact))
+            self._buckets.append(Bucket(sum(size for _, size in parameters), fact))
 
 
 class BucketBook:

@@ -8,6 +8,7 @@ import copy
 import gc
 import itertools
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -1021,6 +1022,18 @@ def freed_while_looked_at() -> None:
     assert kept.module is first
 
 
+def model_per_trial() -> None:
+    """Of models that were trained and thrown away, nobody holds a parameter."""
+    references = []
+    for _ in range(3):
+        model, optimizer = make()
+        train(model, optimizer, 2)
+        references += [weakref.ref(parameter) for parameter in model.parameters()]
+        del model, optimizer
+    gc.collect()
+    assert not [reference for reference in references if reference() is not None]
+
+
 WRONG: Mapping[str, str] = {
     "closure_within_no_sync": "DDP323",
     "unused_head": "DDP308",
@@ -1055,7 +1068,7 @@ WRONG: Mapping[str, str] = {
 """Programs that are wrong, and the code of what is to be said of each."""
 
 RIGHT: tuple[Program, ...] = (
-    *(accumulation_in_closure, second_order, sharpness_of_each_rank, freed_while_looked_at),
+    *(model_per_trial, accumulation_in_closure, second_order, sharpness_of_each_rank, freed_while_looked_at),
     *(plain, bucket_views, static_graph, accumulation, accumulation_without_no_sync, one_backward_of_two_forwards),
     *(
         local_sgd_unwrapped,

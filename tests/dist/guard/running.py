@@ -20,6 +20,7 @@ from ddpilot.record.journal import Entry, read_journal
 from ddpilot.record.reading import read_ring
 from ddpilot.record.recording import start_recording
 from ddpilot.watch.rules.book import RuleBook
+from ddpilot.watch.told import Told
 
 NUM_RANKS = 2
 Program = Callable[[Path], None]
@@ -39,7 +40,7 @@ def judge(folder: Path, name: str) -> list[Finding]:
     now_ns = time.monotonic_ns()
     findings = [*book.feed(entries, now_ns), *book.finish(now_ns)]
     assert book.faults == []
-    return findings
+    return Told(30.0).new_findings(findings)
 
 
 def read_entries(folder: Path, name: str, rank: int) -> tuple[Entry, ...]:

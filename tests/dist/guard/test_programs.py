@@ -16,6 +16,7 @@ from ddpilot.record.hook import journal_path, ring_path
 from ddpilot.record.journal import read_journal
 from ddpilot.record.reading import read_ring
 from ddpilot.watch.rules.book import RuleBook
+from ddpilot.watch.told import Told
 from tests.dist.guard import programs
 
 LIMIT_S = 100
@@ -31,7 +32,8 @@ def find_in(folder: Path) -> tuple[list[Finding], list[Finding]]:
     found += book.feed({}, now_ns + 10**9)
     late = book.finish(now_ns + 10**9)
     assert not book.faults
-    return found, late
+    told = Told(30.0)
+    return told.new_findings(found), told.new_findings(late)
 
 
 Found = Mapping[str, tuple[list[Finding], list[Finding]]]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All rules together: entries in, findings out, each finding once."""
+"""All rules together: entries in, findings out."""
 
 from __future__ import annotations
 
@@ -65,8 +65,6 @@ RULES_OF_ONE_RANK: tuple[Callable[[RuleContext], Rule], ...] = (
 RULES_OF_SEVERAL_RANKS = tuple(rule for rule in RULES if rule not in RULES_OF_ONE_RANK)
 """Those that compare ranks."""
 
-_MAX_FINDINGS = 1000
-
 
 def rules_for(world_size: int, ranks: Iterable[int]) -> tuple[Callable[[RuleContext], Rule], ...]:
     """Every rule where all of the job's ranks are in sight, which are `ranks`; else those that compare none."""
@@ -74,7 +72,7 @@ def rules_for(world_size: int, ranks: Iterable[int]) -> tuple[Callable[[RuleCont
 
 
 class RuleBook:
-    """Every rule, for a job of `world_size` ranks.
+    """Every rule, for a job of `world_size` ranks. What is found again is returned again: `Told` knows what was told.
 
     `log`: what a rank's ring holds now, asked only before something is said; without it rules that need to know which
     collectives ran say nothing. `sources`: the user's texts that lie in no file, by name. `rules`: others than all.
@@ -92,12 +90,11 @@ class RuleBook:
     ) -> None:
         context = RuleContext(world_size=world_size, log=log, has_all_logs=has_all_logs, sources=sources)
         self._rules = [make(context) for make in rules]
-        self._said: set[object] = set()
         self.faults: list[str] = []
         """Errors of rules, in words: such a rule is off from then on."""
 
     def feed(self, by_rank: Mapping[int, Iterable[Entry]], now_ns: int) -> list[Finding]:
-        """What is new after these entries of the ranks, each rank's in their order. `now_ns`: on CLOCK_MONOTONIC."""
+        """What is found after these entries of the ranks, each rank's in their order. `now_ns`: on CLOCK_MONOTONIC."""
         found: list[Finding] = []
         for rank, entries in by_rank.items():
             for entry in entries:
@@ -117,16 +114,8 @@ class RuleBook:
 
     def _ask(self, rule: Rule, question: Callable[[], Iterable[Finding]]) -> list[Finding]:
         try:
-            findings = list(question())
+            return list(question())
         except Exception as error:  # noqa: BLE001 - one rule's error is no reason to miss what others see
             self._rules.remove(rule)
             self.faults.append(f"rule {'/'.join(rule.codes)} is off: {type(error).__name__}: {error}")
             return []
-        return [finding for finding in findings if self._is_new(finding)]
-
-    def _is_new(self, finding: Finding) -> bool:
-        key = (finding.code, finding.place or finding.summary)
-        if key in self._said or len(self._said) >= _MAX_FINDINGS:
-            return False
-        self._said.add(key)
-        return True

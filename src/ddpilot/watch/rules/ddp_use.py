@@ -9,10 +9,14 @@ from typing import NamedTuple
 from ddpilot.findings.finding import Finding
 from ddpilot.record.journal import Entry
 from ddpilot.watch.rules.gathering import some
-from ddpilot.watch.rules.rule import PromptRule, RuleContext, place_of
+from ddpilot.watch.rules.newest import Newest
+from ddpilot.watch.rules.rule import PromptRule, RuleContext, line_of, place_of
 
 NUM_IN_VAIN = 2
 """Backwards in `no_sync` that were reduced all the same, before that is said."""
+
+_AGAIN_AFTER = 16
+"""After so many more it is said again: in a session they may be another cell's."""
 
 
 class NoSyncInVain(PromptRule):
@@ -23,15 +27,16 @@ class NoSyncInVain(PromptRule):
 
     def __init__(self, context: RuleContext) -> None:
         super().__init__(context)
-        self._num: dict[int, int] = {}
+        self._num: Newest[tuple[int, tuple[str, int]], int] = Newest(256)
 
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
         """As `Rule.feed`."""
         site = entry.values.get("vain")
         if not site:
             return
-        self._num[rank] = self._num.get(rank, 0) + 1
-        if self._num[rank] == NUM_IN_VAIN:
+        key = rank, line_of(site)
+        self._num[key] = num = self._num.get(key, 0) + 1
+        if num % _AGAIN_AFTER == NUM_IN_VAIN:
             yield Finding(
                 code="DDP328",
                 name="no-sync-backward-only",
@@ -39,7 +44,7 @@ class NoSyncInVain(PromptRule):
                 summary="no_sync() has no effect here: gradients were reduced in every backward",
                 ranks=(rank,),
                 place=place_of(site),
-                evidence=(f"seen before {NUM_IN_VAIN} optimizer steps, last before step {entry.values['n']}",),
+                evidence=(f"seen before {num} optimizer steps, last before step {entry.values['n']}",),
                 why="DDP decides in the forward whether the backward that follows is reduced",
                 fix="Put the forward into `no_sync()` too",
                 source="ddpilot explain DDP328",
@@ -75,7 +80,7 @@ class NeedlessFindUnused(PromptRule):
 
     def __init__(self, context: RuleContext) -> None:
         super().__init__(context)
-        self._needless: dict[tuple[str, str], set[int]] = {}
+        self._needless: Newest[tuple[str, str], set[int]] = Newest(256)
 
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
         """As `Rule.feed`."""

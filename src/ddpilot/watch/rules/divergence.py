@@ -34,7 +34,7 @@ class Divergence:
         self._of_unit: dict[tuple[int, int], Comparison] = {}
         self._orders: Newest[tuple[str, str], tuple[int, list[Any]]] = Newest(_MAX_UNITS)
         self._loads: Newest[tuple[Any, ...], dict[int, Entry]] = Newest(_MAX_UNITS)
-        self._told_order: set[tuple[str, str]] = set()
+        self._told_order: Newest[tuple[str, str], None] = Newest(_MAX_UNITS)
 
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
         """As `Rule.feed`."""
@@ -63,7 +63,7 @@ class Divergence:
         first, names = self._orders.setdefault(key, (rank, values["names"]))
         if names == values["names"] or sorted(names) != sorted(values["names"]) or key in self._told_order:
             return []
-        self._told_order.add(key)  # all else follows from it
+        self._told_order[key] = None  # all else follows from it
         for comparison in self._comparisons.values():
             if comparison.key[1:3] == key:
                 comparison.end()

@@ -39,18 +39,17 @@ class Gathering(Generic[K, V]):
 
 
 class Waiting(Generic[K, V]):
-    """What is said once: as soon as all of `world_size` ranks noted it, or some time after the first did."""
+    """What is said as soon as all of `world_size` ranks noted it, or some time after the first did."""
 
     def __init__(self, world_size: int, limit: int = 256) -> None:
         self._world_size = world_size
         self._limit = limit
         self._since: dict[K, int] = {}
         self._values: dict[K, dict[int, V]] = {}
-        self._said: Newest[K, None] = Newest(limit)
 
     def put(self, key: K, rank: int, value: V, now_ns: int) -> None:
-        """`rank` noted `value`; nothing happens where `key` was said."""
-        if key in self._said or (len(self._values) >= self._limit and key not in self._values):
+        """`rank` noted `value`."""
+        if len(self._values) >= self._limit and key not in self._values:
             return
         self._since.setdefault(key, now_ns)
         self._values.setdefault(key, {})[rank] = value
@@ -73,7 +72,6 @@ class Waiting(Generic[K, V]):
     def _take(self, key: K) -> dict[int, V]:
         values = self._values.pop(key)
         del self._since[key]
-        self._said[key] = None
         return dict(sorted(values.items()))
 
 

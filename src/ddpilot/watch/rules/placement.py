@@ -10,6 +10,7 @@ from ddpilot.findings.finding import Finding
 from ddpilot.findings.words import render_ranks
 from ddpilot.record.journal import Entry
 from ddpilot.watch.rules.gathering import Gathering, Members, some
+from ddpilot.watch.rules.newest import Newest
 from ddpilot.watch.rules.rule import PromptRule, RuleContext, line_of, place_of
 from ddpilot.watch.rules.waiting import WaitingRule
 
@@ -24,7 +25,7 @@ class OneDevice(PromptRule):
         super().__init__(context)
         self._members = Members(context.world_size)
         self._models: Gathering[int, dict[str, Any]] = Gathering(64)
-        self._judged: set[int] = set()
+        self._judged: Newest[int, None] = Newest(64)
 
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
         """What `rank` noted."""
@@ -33,7 +34,7 @@ class OneDevice(PromptRule):
         members = self._members.note(values)
         if values["model"] in self._judged or len(members) < 2 or any(member not in found for member in members):
             return
-        self._judged.add(values["model"])
+        self._judged[values["model"]] = None
         by_device: dict[tuple[str, str], list[int]] = {}
         for member in members:
             if found[member].get("uuid"):

@@ -20,6 +20,7 @@ MIN_MADE_BY_HAND = 6
 MIN_ELEMENTS = 4
 """An input of fewer elements, such as a step number, is no batch."""
 _MAX_FORWARDS = 64
+_MAX_MODELS = 256
 _SAME = "The gradients of these ranks are the same, so that their mean is that of one rank: the others add nothing."
 _NEARLY_SAME = "The gradients of these ranks differ by what they draw at random only: the others add next to nothing."
 
@@ -37,12 +38,12 @@ class SameBatch(PromptRule):
     def __init__(self, context: RuleContext) -> None:
         super().__init__(context)
         self._members = Members(context.world_size)
-        self._inputs: dict[int, Gathering[int, int]] = {}
+        self._inputs: Newest[int, Gathering[int, int]] = Newest(_MAX_MODELS)
         self._outputs: Gathering[tuple[int, int], tuple[Any, bool]] = Gathering(256)
-        self._numbers: dict[int, Newest[int, None]] = {}
+        self._numbers: Newest[int, Newest[int, None]] = Newest(_MAX_MODELS)
         self._loaded: Gathering[tuple[int, int, int], int] = Gathering(1024)
         self._passes: Gathering[tuple[int, int], dict[str, Any]] = Gathering(64)
-        self._judged: set[int] = set()
+        self._judged: Newest[int, None] = Newest(_MAX_MODELS)
 
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
         """What `rank` noted."""
@@ -81,15 +82,14 @@ class SameBatch(PromptRule):
                 continue
             outputs = self._compare_outputs(model, complete, ranks)
             if outputs == "parts":
-                self._judged.add(model)
+                self._judged[model] = None
                 continue
             num_loaded = self._count_loaded(ranks, values)
             if num_loaded >= MIN_DIFFERENT or len(whole) >= MIN_MADE_BY_HAND:
-                self._judged.add(model)
                 yield self._finding(ranks, values, len(whole), num_loaded, is_sure=outputs == "same")
         if not any(len(ranks) > 1 for ranks in alike.values()):
             # They have differed once: what comes later may coincide.
-            self._judged.add(model)
+            self._judged[model] = None
 
     def _compare_outputs(self, model: int, forwards: list[int], ranks: list[int]) -> str:
         """What came out of the model on `ranks`: "same", as far as it is known; "random", or "parts" of the work."""

@@ -35,7 +35,7 @@ class SetEpochForgotten(WaitingRule):
     def __init__(self, context: RuleContext) -> None:
         super().__init__(context)
         self._passes: Newest[_Pass, _Seen] = Newest(_MAX_PASSES)
-        self._last: dict[tuple[int, int], _Pass] = {}
+        self._last: Newest[tuple[int, int], _Pass] = Newest(_MAX_PASSES)
 
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
         """What `rank` noted."""
@@ -61,7 +61,7 @@ class SetEpochForgotten(WaitingRule):
 
     def _judge(self, rank: int, model: int, key: _Pass, now_ns: int) -> None:
         last, seen = self._passes.get(self._last.get((rank, model), (-1, -1, -1))), self._passes[key]
-        if self._last.get((rank, model)) == key or len(self._last) > _MAX_PASSES:
+        if self._last.get((rank, model)) == key:
             return
         self._last[rank, model] = key
         # A first batch that was only looked at is no epoch.

@@ -10,6 +10,7 @@ from ddpilot.findings.finding import Finding
 from ddpilot.findings.words import render_ranks
 from ddpilot.record.journal import Entry
 from ddpilot.watch.rules.gathering import Gathering, Members
+from ddpilot.watch.rules.newest import Newest
 from ddpilot.watch.rules.rule import RuleContext, place_of
 from ddpilot.watch.rules.same_batch import describe_sampler
 from ddpilot.watch.rules.workers import WorkersReadAlike
@@ -40,7 +41,7 @@ class ShardsOverlap:
         self._training: Gathering[tuple[int, int], int] = Gathering(64)
         self._pairs: Gathering[tuple[int, int], dict[int, int]] = Gathering(64)
         self._first: Gathering[tuple[int, int], int] = Gathering(64)
-        self._judged: set[int] = set()
+        self._told: Newest[tuple[int, int], None] = Newest(64)
 
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
         """What `rank` noted."""
@@ -75,7 +76,7 @@ class ShardsOverlap:
         """What all ranks of `model` noted of a pass that trained it; empty until it is complete."""
         members = self._members.of(model)
         training, passes = self._training.get(key), self._passes.get(key)
-        if key[0] in self._judged or len(members) < 2:
+        if key in self._told or len(members) < 2:
             return {}
         if any(training.get(rank) != model or rank not in passes for rank in members):
             return {}
@@ -87,7 +88,7 @@ class ShardsOverlap:
         if not samplers or any("replicas" not in sampler or "rank" not in sampler for sampler in samplers.values()):
             return
         if wrong := _find_wrong(samplers, passes, self._world_size):
-            self._judged.add(key[0])
+            self._told[key] = None
             yield self._finding(passes, *wrong)
 
     def _compare_samples(self, key: tuple[int, int]) -> Iterable[Finding]:
@@ -105,7 +106,7 @@ class ShardsOverlap:
         shared = {sample: ranks for sample, ranks in by_sample.items() if len(ranks) > 1}
         if len(shared) < min(needed, 48) or len({content for _, content in shared}) < MIN_DIFFERENT:
             return
-        self._judged.add(key[0])
+        self._told[key] = None
         ranks = sorted({rank for found in shared.values() for rank in found})
         numbers = sorted(number for number, _ in shared)[:4]
         what = f"samples {', '.join(map(str, numbers))} and others were read by several of {render_ranks(ranks)}"

@@ -19,6 +19,8 @@ MIN_STEPS = 3
 MIN_WORDS = 8
 """So many numbers for one batch are no single choice, such as an image size that all ranks have to share."""
 
+_MAX_MODELS = 256
+
 _LIBRARIES = {"torch": "torch", "numpy": "numpy.random", "python": "random", "cuda": "torch.cuda"}
 
 
@@ -35,13 +37,13 @@ class SameRandomStreams(PromptRule):
         super().__init__(context)
         self._members = Members(context.world_size)
         self._forwards: Gathering[tuple[int, int], dict[str, Any]] = Gathering(128)
-        self._alike: dict[int, int] = {}
-        self._between: dict[int, int] = {}
+        self._alike: Newest[int, int] = Newest(_MAX_MODELS)
+        self._between: Newest[int, int] = Newest(_MAX_MODELS)
         self._told_fetches = False
         self._fetches: Gathering[tuple[Any, ...], int] = Gathering(512)
         self._fetched: Newest[tuple[int, int, str], int] = Newest(256)
         self._training: Gathering[tuple[int, int], dict[str, Any]] = Gathering(64)
-        self._judged: set[tuple[Any, ...]] = set()
+        self._judged: Newest[tuple[Any, ...], None] = Newest(2 * _MAX_MODELS)
 
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
         """What `rank` noted."""
@@ -65,14 +67,13 @@ class SameRandomStreams(PromptRule):
         if len(found) < len(members) or len(members) < 2:
             return
         if len({one["before"] for one in found.values()}) > 1:
-            self._judged.add(("forward", model))
+            self._judged["forward", model] = None
             return
-        yield from self._compare_between(model, members, found)
-        if ("forward", model) in self._judged:
+        if between := self._compare_between(model, members, found):
+            yield between
             return
         self._alike[model] = self._alike.get(model, 0) + all(one["before"] != one["after"] for one in found.values())
         if self._alike[model] >= MIN_STEPS:
-            self._judged.add(("forward", model))
             evidence = f"before {self._alike[model]} forwards, {number} the last, the state of {values['library']} was "
             yield _make_finding(
                 "info",
@@ -84,25 +85,25 @@ class SameRandomStreams(PromptRule):
 
     def _compare_between(
         self, model: int, members: tuple[int, ...], found: Mapping[int, Mapping[str, Any]]
-    ) -> Iterable[Finding]:
+    ) -> Finding | None:
         """What was drawn for a batch outside the model, as by noise that is added to it; few words may be meant."""
         if self._told_fetches or any(one["library"] != "torch" for one in found.values()):
-            return
+            return None
         drawn = min(one["drawn"] for one in found.values())
         self._between[model] = self._between.get(model, 0) + (drawn >= MIN_WORDS)
-        if self._between[model] >= MIN_STEPS:
-            self._judged.add(("forward", model))
-            evidence = (
-                f"before {self._between[model]} forwards, each of a new batch, the state of torch was the same on all "
-                f"of them, and each had drawn {drawn} numbers or more since the forward before"
-            )
-            yield _make_finding(
-                "info",
-                f"{render_ranks(members)} draw the same random numbers for their batches, outside of the model",
-                members,
-                next(iter(found.values())),
-                (evidence,),
-            )
+        if self._between[model] < MIN_STEPS:
+            return None
+        evidence = (
+            f"before {self._between[model]} forwards, each of a new batch, the state of torch was the same on all "
+            f"of them, and each had drawn {drawn} numbers or more since the forward before"
+        )
+        return _make_finding(
+            "info",
+            f"{render_ranks(members)} draw the same random numbers for their batches, outside of the model",
+            members,
+            next(iter(found.values())),
+            (evidence,),
+        )
 
     def _compare_fetches(self, rank: int, values: Any) -> Iterable[Finding]:
         loader, library, worker = values["loader"], values["library"], values["worker"]
@@ -112,17 +113,17 @@ class SameRandomStreams(PromptRule):
         members = self._members.of(next((one["model"] for one in training.values()), -1))
         if (loader, library) in self._judged or len(members) < 2:
             return
-        if worker >= 0:
-            yield from self._compare_workers(rank, values)
-        if any(member not in found for member in members) or (loader, library) in self._judged:
+        if worker >= 0 and (alike := self._compare_workers(rank, values)):
+            yield alike
+            return
+        if any(member not in found for member in members):
             return
         if len({found[member] for member in members}) > 1:
-            self._judged.add((loader, library))
+            self._judged[loader, library] = None
             return
         count_key = (loader, values["pass"], library)
         self._fetched[count_key] = self._fetched.get(count_key, 0) + 1
         if self._fetched[count_key] >= MIN_STEPS:
-            self._judged.add((loader, library))
             self._told_fetches = True
             where = "in the workers of the loader" if worker >= 0 else "while samples are read"
             evidence = f"before {self._fetched[count_key]} batches the state of {_LIBRARIES[library]} was the same on "
@@ -130,20 +131,20 @@ class SameRandomStreams(PromptRule):
             facts = (evidence + "all of them, and each drew from it",)
             yield _make_finding("warning", summary, members, values, facts)
 
-    def _compare_workers(self, rank: int, values: Any) -> Iterable[Finding]:
+    def _compare_workers(self, rank: int, values: Any) -> Finding | None:
         """Workers of one rank: each begins with a state of its own, unless somebody seeds all of them alike."""
         loader, library = values["loader"], values["library"]
         if values["fetch"] > 1:
-            return
+            return None
         before = {
             worker: self._fetches.get((loader, values["pass"], library, worker, 1)).get(rank) for worker in range(64)
         }
         same = [worker for worker, state in before.items() if state == values["before"]]
-        if len(same) > 1:
-            self._judged.add((loader, library))
-            summary = f"workers {', '.join(map(str, same[:4]))} of a loader draw the same random numbers"
-            evidence = f"their state of {_LIBRARIES[library]} was the same at their first batch, and each drew from it"
-            yield _make_finding("warning", summary, (rank,), values, (evidence,))
+        if len(same) < 2:
+            return None
+        summary = f"workers {', '.join(map(str, same[:4]))} of a loader draw the same random numbers"
+        evidence = f"their state of {_LIBRARIES[library]} was the same at their first batch, and each drew from it"
+        return _make_finding("warning", summary, (rank,), values, (evidence,))
 
 
 def _make_finding(

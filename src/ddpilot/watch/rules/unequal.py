@@ -17,6 +17,7 @@ from ddpilot.watch.source import Sources
 from ddpilot.watch.view import Frame
 
 _Key = tuple[int, int]
+_MAX_LOADERS = 256
 
 
 class UnequalBatches(PromptRule):
@@ -37,7 +38,7 @@ class UnequalBatches(PromptRule):
         self._training: Gathering[_Key, dict[str, Any]] = Gathering(64)
         self._ending: Gathering[_Key, int] = Gathering(64)
         self._had_no_words: Newest[_Key, bool] = Newest(64)
-        self._judged: set[int] = set()
+        self._judged: Newest[int, None] = Newest(_MAX_LOADERS)
 
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
         """What `rank` noted."""
@@ -71,11 +72,12 @@ class UnequalBatches(PromptRule):
         if key not in self._had_no_words:
             self._had_no_words[key] = self._say_nothing_else(members, is_whole=True)
         if not self._had_no_words[key]:
-            self._judged.add(key[0])
+            self._judged[key[0]] = None
         elif any(rank in self._ending.get(key) for rank in short):
-            self._judged.add(key[0])
             if self._say_nothing_else(members, is_whole=False) and not self._may_start_over(passes, members):
                 yield self._finding(members, lengths, short, passes[short[0]])
+            else:
+                self._judged[key[0]] = None
 
     def _say_nothing_else(self, members: tuple[int, ...], *, is_whole: bool) -> bool:
         """Whether the first of these ranks starts no collectives but DDP's and barriers, as far as its ring holds."""

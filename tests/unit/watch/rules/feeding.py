@@ -25,7 +25,7 @@ def judge(
     log: Callable[[int], RankLog | None] = no_log,
     sources: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Finding]:
-    """What the rule says of `notes`, each a millisecond after the one before, up to the end of the job."""
+    """What the rule says of `notes`, each a millisecond after the one before, up to the end of the job; each once."""
     rule = make(RuleContext(world_size=world_size, log=log, sources=lambda: sources))
     found: list[Finding] = []
     now_ns = SECOND
@@ -35,7 +35,7 @@ def judge(
         found += rule.feed(rank, Entry(index, now_ns, kind, values))
         found += rule.look(now_ns)
     found += rule.finish(now_ns)
-    return found
+    return list({(each.code, each.ranks, each.place): each for each in reversed(found)}.values())[::-1]
 
 
 def model(ranks: Sequence[int] | None = None, **facts: Any) -> dict[str, Any]:

@@ -4,9 +4,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
 
 from ddpilot.findings.finding import Finding, Place
-from ddpilot.record.journal import Entry
+from ddpilot.record.hook import journal_path
+from ddpilot.record.journal import Entry, JournalWriter
+from ddpilot.watch.observer import Observer
+from ddpilot.watch.options import WatchOptions
+from ddpilot.watch.report import Report
 from ddpilot.watch.rules.book import RULES, RuleBook, rules_for
 from ddpilot.watch.rules.divergence import Divergence
 from ddpilot.watch.rules.rule import RuleContext, place_of
@@ -42,27 +50,53 @@ def entry(number: int, kind: str = "number") -> Entry:
     return Entry(number, 0, kind, {"n": number})
 
 
-def test_rule_book_says_each_finding_once() -> None:
-    """The same code at the same place, of whichever rank, is one; kinds that no rule asks for are passed over."""
+def test_rule_book_says_what_each_rule_finds() -> None:
+    """While ranks run and at their end; kinds that no rule asks for are passed over."""
     book = RuleBook(4, rules=[Echo])
     found = book.feed({0: [entry(1), entry(2)], 1: [entry(1), entry(5, "other")]}, 0)
     assert [(finding.code, finding.ranks, finding.place and finding.place.line) for finding in found] == [
         ("DDP999", (0,), 1),
         ("DDP999", (0,), 2),
+        ("DDP999", (1,), 1),
     ]
     assert [finding.summary for finding in book.feed({}, 7)] == ["7"]
-    assert book.feed({}, 7) == []
     assert [finding.summary for finding in book.finish(7)] == ["of 4"]
-    assert book.finish(7) == []
 
 
 def test_rule_book_goes_on_without_a_rule_that_fails() -> None:
     """It is off, said once, and the others are asked as before."""
     book = RuleBook(2, rules=[Echo, Echo])
-    assert len(book.feed({0: [entry(1)]}, 0)) == 1
+    assert len(book.feed({0: [entry(1)]}, 0)) == 2
     assert book.feed({0: [entry(13), entry(2)]}, 0) == []
     assert book.faults == ["rule DDP999 is off: ValueError: thirteen"] * 2
     assert book.feed({0: [entry(3)]}, 5) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "code"),
+    [
+        ("left_out", {"names": ["w"], "num": 1}, "DDP308"),
+        ("on_graph", {"case": "sum", "op": "all_reduce", "losses": 3, "numel": 1}, "DDP410"),
+    ],
+)
+def test_what_a_later_cell_does_wrong_at_the_same_line_is_told_again(
+    tmp_path: Path, kind: str, values: dict[str, Any], code: str
+) -> None:
+    """Once in each cell, however often it is noted there."""
+    journal = JournalWriter(journal_path(tmp_path, 0), rank=0)
+    told: list[Report] = []
+    observer = Observer(tmp_path, 1, facts=dict, tell=told.append, options=WatchOptions())
+    site = {"file": "train.py", "line": 3, "function": "train", "text": "step()"}
+    seen = []
+    for number in (1, 2):
+        observer.resume(number, lambda: None)
+        for _ in range(3):
+            journal.write(kind, {**values, "site": site})
+            observer.finish()
+        seen.append([finding.code for report in told for finding in report.findings])
+        told.clear()
+    journal.close()
+    assert seen == [[code], [code]]
 
 
 def test_every_rule_says_its_codes_and_kinds() -> None:

@@ -3,17 +3,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
 
+from ddpilot.record.journal import Entry
 from ddpilot.record.log import Collective, RankLog
 from ddpilot.record.log import Tensor as LoggedTensor
 from ddpilot.watch.rules.evaluation import MeanOfMeans, PaddedEvaluation
+from ddpilot.watch.rules.rule import Rule, RuleContext
 from ddpilot.watch.rules.same_batch import SameBatch
 from ddpilot.watch.rules.saving import AllRanksSave
 from ddpilot.watch.rules.set_epoch import SetEpochForgotten
 from ddpilot.watch.rules.shards import ShardsOverlap
+from ddpilot.watch.rules.streams import SameRandomStreams
 from ddpilot.watch.rules.unequal import UnequalBatches
 from ddpilot.watch.rules.workers import WorkersReadAlike
 from tests.unit.watch.rules.feeding import SECOND, SITE, Note, judge, loader_pass, model
@@ -377,3 +381,43 @@ def test_saves_to_one_file_are_told_and_others_are_not() -> None:
     assert judge(AllRanksSave, [save(0, 10), save(1, 60)]) == []
     assert judge(AllRanksSave, [save(0, 10), save(1, 10, path="/y.pt")]) == []
     assert judge(AllRanksSave, [save(0, 10), save(0, 11)]) == []
+
+
+def trial(number: int) -> Iterator[Note]:
+    """A model of its own with a loader of its own, as in a search over hyper-parameters."""
+    place = {"loader": number, "pass": 1}
+    for rank in (0, 1):
+        yield rank, "ddp_model", model(number=number) | {"model": number}
+        yield rank, "loader_pass", loader_pass() | {"loader": number, "length": 4 + rank}
+        yield rank, "trains", {**place, "model": number, "join": False}
+        yield rank, "order", {**place, "order": 1, "sorted": False}
+        yield rank, "shard", {**place, "pairs": [(1, 2)]}
+        yield rank, "near_end", {**place, "batch": 2}
+        yield rank, "draws", {**place, "library": "torch", "worker": -1, "fetch": 1, "before": 1, "after": 2}
+        for forward in range(1, 5):
+            yield rank, "batch", {**place, "batch": forward, "print": forward, "rows": 4}
+            drawn = {"before": 1 + rank * forward // 4, "after": 9, "drawn": 9, "library": "torch", "output": None}
+            yield rank, "random", {"model": number, "forward": forward, **drawn}
+            yield rank, "input", {"model": number, "forward": forward, "print": 10 * rank + forward, "elements": 32}
+
+
+@pytest.mark.parametrize("make", [SameBatch, SameRandomStreams, UnequalBatches, ShardsOverlap, SetEpochForgotten])
+def test_what_is_kept_of_many_models_is_bounded(make: Callable[[RuleContext], Rule]) -> None:
+    """A search that wraps a model for each trial takes no more memory after 4,000 trials than after 3,000."""
+
+    def size_of(value: object) -> int:
+        inner = (
+            value.values() if isinstance(value, Mapping) else vars(value).values() if hasattr(value, "__dict__") else ()
+        )
+        own = len(value) if isinstance(value, Mapping | set | list) else 0
+        return own + sum(size_of(one) for one in inner if not isinstance(one, RuleContext))
+
+    rule = make(RuleContext(world_size=2))
+    sizes = []
+    for number in range(1, 4001):
+        for rank, kind, values in trial(number):
+            if kind in rule.kinds:
+                list(rule.feed(rank, Entry(1, SECOND, kind, values)))
+        if number in (3000, 4000):
+            sizes.append(size_of(rule))
+    assert sizes[0] == sizes[1] > 0

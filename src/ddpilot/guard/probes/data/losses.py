@@ -63,7 +63,7 @@ class LossEyes:
         self._suspected = 0  # number of the backward since whose step the weights were not looked at
         self._is_spoiled = False
         self._num_spoiled = 0
-        self._nodes: list[Any] = []
+        self._handles: list[Any] = []
         self._is_surely_finite: Callable[[Any], bool] = getattr(notes.compiled, "is_surely_finite", lambda _: False)
 
     def install(self) -> list[Callable[[], None]]:
@@ -79,12 +79,15 @@ class LossEyes:
         ]
 
     def _let_go(self) -> None:
-        while self._nodes:
-            self._nodes.pop()[1].remove()
+        while self._handles:
+            self._handles.pop().remove()
 
     def _made(self, _: Any, returned: bool, __: Any, model: Any, *___: Any, **____: Any) -> None:
         """Look at one gradient of `model` before it is reduced: of an early layer, which what is not finite reaches."""
-        candidates = [one for one in model.module.parameters() if one.requires_grad] if returned else []
+        if not returned:
+            return
+        ignored = model.parameters_to_ignore
+        candidates = [one for name, one in model.module.named_parameters() if one.requires_grad and name not in ignored]
         if not candidates:
             return
         smallest = min(candidates[:_NUM_CANDIDATES], key=lambda one: one.numel())
@@ -94,7 +97,9 @@ class LossEyes:
         # On the CPU it is kept and looked at when the backward is over: no line of Python runs between two layers.
         keeps = smallest.device.type == "cpu" and smallest.numel() <= _MAX_KEPT
         hook = self._gradients.append if keeps else self._notes.safely(self._see_gradient)
-        self._nodes.append((node, node.register_prehook(hook)))
+        # DDP holds the node, which holds the parameter; a handle of one that is gone holds nothing.
+        self._handles = [one for one in self._handles if one.hooks_dict_ref() is not None]
+        self._handles.append(node.register_prehook(hook))
 
     def _begins(self, tensors: Any, *_: Any, **__: Any) -> None:
         if self._gradients or self._pending:
