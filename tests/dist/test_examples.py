@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from examples import digits_loop, digits_plain, gan, gpt
+from examples import contrastive, digits_loop, digits_plain, gan, gpt
 from tests.dist.training.bodies import launch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -81,6 +81,24 @@ def test_gpt_goes_on_from_a_checkpoint_on_another_number_of_ranks(learnt: dict[i
     assert learnt[1]["gpt"]["num_updates"] == expected["num_updates"] == 2 * learnt[2]["gpt"]["num_updates"]
     assert learnt[1]["gpt"]["test_loss"] == pytest.approx(expected["test_loss"], rel=1e-9)
     assert_close(learnt[1]["gpt"]["weights"], expected["weights"])
+
+
+def train_contrastive() -> dict[str, Any]:
+    """An epoch in float64."""
+    torch.set_default_dtype(torch.float64)
+    return contrastive.train(1)
+
+
+@pytest.mark.timeout(200)
+def test_contrastive_learns_the_same_at_any_world_size() -> None:
+    """Each image is compared with those of all ranks; 3 ranks have unequal parts of a batch."""
+    (expected,), *others = (launch(num, train_contrastive) for num in (1, 2, 3))
+    assert expected["losses"][-1] < 0.9 * expected["losses"][0]
+    for seen in (rank for ranks in others for rank in ranks):
+        assert seen["losses"] == pytest.approx(expected["losses"], rel=1e-10)
+        assert seen["num_right"] == expected["num_right"]
+        for name, weight in expected["weights"].items():
+            assert (seen["weights"][name] - weight).norm() <= 1e-10 * weight.norm(), name
 
 
 def test_a_plain_loop_needs_few_more_lines() -> None:

@@ -20,6 +20,7 @@ _OF_LOOP = frozenset(
         "step",
         "reduce",
         "gather",
+        "gather_batch",
         "evaluate",
         "predict",
         "rank_zero_first",

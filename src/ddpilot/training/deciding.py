@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +34,8 @@ class Decision:
     """Of `REASONS`, those that some rank gave: all ranks stop after this update where there is one."""
     saves: bool = False
     """Did some rank ask for a checkpoint?"""
+    more: tuple[float, ...] = ()
+    """Sums of what else the ranks gave."""
 
 
 class Decider:
@@ -89,14 +91,17 @@ class Decider:
         self._num_updates += 1
         return self._num_updates >= self._interval
 
-    def begin(self, *, count: float = 0.0, is_bad: bool = False) -> None:
-        """Send this rank's flags; `finish` returns the answer. Collective. At most one exchange is under way."""
+    def begin(self, *, count: float = 0.0, is_bad: bool = False, more: Sequence[float] = ()) -> None:
+        """Send this rank's flags; `finish` returns the answer. Collective. At most one exchange is under way.
+
+        `more`: further numbers to be added up, as many on every rank.
+        """
         now_s = self._clock()
         if self._deadline is not None and now_s > self._deadline:
             self._asked.add("time")
         pace_s = (now_s - self._since_s) / max(self._num_updates, 1)
         wants = (self._asks_save, *(reason in self._asked for reason in REASONS))
-        self._sent = [count, float(is_bad), pace_s, *map(float, wants)]
+        self._sent = [count, float(is_bad), pace_s, *map(float, wants), *more]
         self._asks_save = False
         if self._group.world_size == 1:
             return
@@ -118,11 +123,12 @@ class Decider:
         if self._handle is not None:
             self._handle.wait()
         assert self._sent is not None  # begin() has just made it
-        count, num_bad, pace_s, num_saves, *flags = self._sent if self._flags is None else self._flags.tolist()
+        count, num_bad, pace_s, num_saves, *rest = self._sent if self._flags is None else self._flags.tolist()
+        flags, more = rest[: len(REASONS)], tuple(rest[len(REASONS) :])
         self._sent = self._flags = self._handle = None
         self._set_interval(pace_s / self._group.world_size)
         reasons = tuple(reason for reason, flag in zip(REASONS, flags, strict=True) if flag)
-        decision = Decision(count, round(num_bad), reasons, bool(num_saves))
+        decision = Decision(count, round(num_bad), reasons, bool(num_saves), more)
         self._decided_save |= decision.saves
         self._add(decision.reasons)
         return decision

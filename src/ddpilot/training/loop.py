@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -21,6 +21,7 @@ from ddpilot.training.keeping.place import describe_data
 from ddpilot.training.loop_keeping import KeepingLoop
 from ddpilot.training.loop_looking import LookingLoop
 from ddpilot.training.loop_preparing import PreparingLoop
+from ddpilot.training.losses import add_losses
 from ddpilot.training.memory import explain_out_of_memory, is_out_of_memory
 from ddpilot.training.notices import never_had_a_sample, say_findings, user_line
 from ddpilot.training.updating import clear_gradients
@@ -111,6 +112,8 @@ class Loop(PreparingLoop, KeepingLoop, LookingLoop):
                 self.progress.advance()
                 if batch.is_last:
                     self._updates.settle()
+                    if self._precision.scaler is not None:
+                        self._precision.settle()
                     self._place.samples_seen += batch.group_count
                     self._keeper.after_update(batch.index + 1, leaves=self.should_stop)
                 if batch.is_last and self.should_stop and not is_at_end(loader, batch):
@@ -160,19 +163,36 @@ class Loop(PreparingLoop, KeepingLoop, LookingLoop):
             self._known = models
         return Accumulation(models, self._updates, self._precision, self.group, self._sharing)
 
-    def backward(self, loss: torch.Tensor, count: float | None = None, *, retain_graph: bool = False) -> None:
+    def backward(
+        self,
+        loss: torch.Tensor | Mapping[str, torch.Tensor | tuple[torch.Tensor, float | torch.Tensor]],
+        count: float | None = None,
+        *,
+        retain_graph: bool = False,
+    ) -> None:
         """Add the gradient of this rank's mean `loss`, weighted so that the update is that of all samples' mean.
 
         `loss`: a scalar, the mean over this rank's samples of the batch; a rank without samples adds exact zeros, NaN
         or not. `count`: what the mean is over where that is not samples (tokens, boxes); it costs a small collective.
-        Collective with the last batch of an accumulation group, and with `count`. Raises LoopError.
+        Several losses that are means over different things: `{"box": (loss, num_boxes), "class": loss}`, in one
+        backward pass with one small collective; every rank gives the same names, with a count of 0 for a mean over
+        nothing (NaN or not). Collective with the last batch of an accumulation group, and with a count or several
+        losses. Raises LoopError.
         """
+        scaler = self._precision.scaler
+        if scaler is not None:
+            self._precision.settle_overflow(self._optimizers)
         try:
-            self._updates.backward(loss, count, self._precision.scaler, retain_graph)
+            if isinstance(loss, torch.Tensor) or not isinstance(loss, Mapping):
+                self._updates.backward(loss, count, scaler, retain_graph)
+                self.progress.note_loss(loss)
+            else:
+                self._updates.backward_several(loss, count, scaler, retain_graph)
+                if self.progress.is_shown:
+                    self.progress.note_loss(add_losses(loss))
         except LoopError as error:
             self._updates.locate(error)
             raise
-        self.progress.note_loss(loss)
 
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float
@@ -224,6 +244,9 @@ class Loop(PreparingLoop, KeepingLoop, LookingLoop):
                 raise
             raise explain_out_of_memory(error, self.group, self._sharing, self._updates.batch) from error
         clear_gradients(optimizer)
+        self._updates.after_step()
+        if self._updates.batch is None:
+            self._precision.settle(self._optimizers)
         if done and scheduler is not None:
             scheduler.step()
         self._place.num_updates += done and (not self._optimizers or optimizer is self._optimizers[0])

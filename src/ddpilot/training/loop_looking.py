@@ -17,7 +17,7 @@ from ddpilot.training.evaluating import evaluate
 from ddpilot.training.grouping import Loader
 from ddpilot.training.loop_state import LoopState
 from ddpilot.training.predicting import predict
-from ddpilot.training.reducing import gather_rows, reduce_value
+from ddpilot.training.reducing import gather_batch, gather_rows, reduce_value
 
 
 class LookingLoop(LoopState):
@@ -43,6 +43,17 @@ class LookingLoop(LoopState):
         """
         self._leaving.meet()
         return gather_rows(data, self.group)
+
+    def gather_batch(self, rows: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """The rows of all ranks, on every rank, and the number of the first one that is this rank's. Collective.
+
+        For a loss that compares samples of the batch with each other: gradients flow back to the rank that each row
+        comes from, from the losses of all ranks. `rows`: (n, ...) on the device, of any dtype, with any number of rows
+        on each rank, 0 too; returns (sum of n, ...) in the order of ranks. The backward pass is collective as well.
+        Raises LoopError on all ranks for rows of different shapes or dtypes.
+        """
+        self._leaving.meet()
+        return gather_batch(rows, self.group, lambda: self._updates.is_silent)
 
     def evaluate(
         self,

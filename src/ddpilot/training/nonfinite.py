@@ -51,21 +51,26 @@ class FiniteWatch:
 
     def __init__(self, device: torch.device) -> None:
         self._is_late = device.type == "cuda"
-        self._seen: deque[tuple[torch.Tensor, _Place | None]] = deque(maxlen=_NUM_KEPT)
+        self._seen: deque[tuple[torch.Tensor, _Place | None, str]] = deque(maxlen=_NUM_KEPT)
         self._bad: list[str] = []
         self._pending: tuple[torch.Tensor, torch.cuda.Event] | None = None
         self._gradients = Gradients()
         self.taps = Taps()
         """What this rank alone computed, of which the sum says nothing."""
 
-    def seed(self, loss: torch.Tensor, weight: float, batch: CurrentBatch | None) -> torch.Tensor | float:
-        """What the backward of `loss` begins with: `weight`, or NaN where `loss` is not finite. Remembers it."""
+    def seed(
+        self, loss: torch.Tensor, weight: float, batch: CurrentBatch | None, name: str = ""
+    ) -> torch.Tensor | float:
+        """What the backward of `loss` begins with: `weight`, or NaN where `loss` is not finite. Remembers it.
+
+        `name`: of one of several losses.
+        """
         self.taps.begin(batch)
         if self._is_late:
-            self._seen.append((loss.detach(), _Place.of(batch)))
+            self._seen.append((loss.detach(), _Place.of(batch), name))
             return (loss.detach() * 0).add_(weight)
         if not math.isfinite(value := loss.item()):
-            self._bad.append(_describe(value, _Place.of(batch)))
+            self._bad.append(_describe(value, _Place.of(batch), name))
             return math.nan
         return weight
 
@@ -102,7 +107,7 @@ class FiniteWatch:
         place = _Place.of(batch)
         if self._is_late:
             begun = _begun(batch)
-            places = [one for _, one in self._seen if one and (begun is None or (one.epoch, one.index) < begun)]
+            places = [one for _, one, _ in self._seen if one and (begun is None or (one.epoch, one.index) < begun)]
             place = places[-1] if places else None
         if place is not None and batch is not None and batch.group_size > 1:
             return f"the update of {batch.group_size} batches that ends with {place}"
@@ -119,8 +124,8 @@ class FiniteWatch:
 
     def say(self, models: Iterable[nn.Module]) -> str:
         """What this rank saw: losses that were not finite, and which parameters and gradients are not. "" for none."""
-        seen = [(loss.item(), place) for loss, place in self._seen]
-        late = [_describe(value, place) for value, place in seen if not math.isfinite(value)]
+        seen = [(loss.item(), place, name) for loss, place, name in self._seen]
+        late = [_describe(*one) for one in seen if not math.isfinite(one[0])]
         losses = [*self._bad, *late]
         self._bad.clear()
         self._seen.clear()
@@ -172,10 +177,8 @@ def _look_later(norm: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
     return flag, event
 
 
-def _describe(value: float, place: _Place | None) -> str:
-    if place is None:
-        return f"the loss is {value}"
-    return f"the loss is {value} in {place}"
+def _describe(value: float, place: _Place | None, name: str) -> str:
+    return f"the loss{f' {name!r}' if name else ''} is {value}" + ("" if place is None else f" in {place}")
 
 
 def describe_parameters(models: Iterable[nn.Module]) -> str:

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from itertools import count
 from typing import Any, Literal
 
 import torch
+from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from ddpilot.errors import LoopError
@@ -25,16 +27,40 @@ class _Scaler(torch.amp.GradScaler):
     def __init__(self, device_type: str, world_size: int) -> None:
         super().__init__(device_type)
         self._world_size = world_size
+        self._numbers = count(1)
 
     def _unscale_grads_(self, optimizer: Optimizer, inv_scale: torch.Tensor, *more: Any) -> dict[Any, Any]:
         return super()._unscale_grads_(optimizer, inv_scale * self._world_size, *more)
+
+    def unscale_once(self, optimizer: Optimizer) -> bool:
+        """Give the gradients of `optimizer` their true size, once per step; return False if it has no gradients."""
+        if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.STEPPED:
+            # Its next step before `update`, which still takes into account whether the step before overflowed.
+            self._per_optimizer_states[-next(self._numbers)] = self._per_optimizer_states.pop(id(optimizer))
+        if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
+            # A fused optimizer would do this in its step, without the number of ranks.
+            self.unscale_(optimizer)
+        if self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]:
+            return True
+        del self._per_optimizer_states[id(optimizer)]
+        return False
+
+    @property
+    def has_looked(self) -> bool:
+        """True if gradients were unscaled since the last `update`."""
+        return any(state["found_inf_per_device"] for state in self._per_optimizer_states.values())
+
+    def overflowed(self, optimizer: Optimizer) -> bool:
+        """True if a gradient of `optimizer` was not finite when it was unscaled last. On CUDA: waits."""
+        return any(found.item() for found in self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
 
 
 class Precision:
     """Forward passes in `kind`; "fp16" scales losses, and skips an update whose gradients overflowed.
 
     Gradients are the same on all ranks when they are looked at, so all ranks skip alike. With "fp16" a loss is weighted
-    by the rank's part of the samples, without the number of ranks. Raises LoopError for another `kind`.
+    by the rank's part of the samples, without the number of ranks. The scale changes between updates only (`settle`):
+    several optimizers may step on gradients of one backward pass. Raises LoopError for another `kind`.
     """
 
     def __init__(self, kind: Kind, device: torch.device, world_size: int = 1) -> None:
@@ -44,7 +70,7 @@ class Precision:
         self._device = device
         self.scaler = _Scaler(device.type, world_size) if kind == "fp16" else None
         """None where nothing is scaled."""
-        self._unscaled: set[int] = set()
+        self._has_overflowed = False
 
     @property
     def is_mixed(self) -> bool:
@@ -61,20 +87,43 @@ class Precision:
             return
         clipped = {id(parameter) for parameter in parameters}
         for optimizer in optimizers:
-            owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-            if owned & clipped and id(optimizer) not in self._unscaled:
-                self.scaler.unscale_(optimizer)
-                self._unscaled.add(id(optimizer))
+            if not clipped.isdisjoint(map(id, parameters_of(optimizer))):
+                self.scaler.unscale_once(optimizer)
 
-    def step(self, optimizer: Optimizer) -> bool:
-        """Update the weights; False where fp16's gradients overflowed and nothing was updated."""
-        if self.scaler is None:
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+        """Update the weights; False where fp16's gradients overflowed and nothing was updated.
+
+        `closure`: for optimizers that ask for it; never with "fp16".
+        """
+        if closure is not None:
+            optimizer.step(closure)
+            return True
+        if self.scaler is None or not self.scaler.unscale_once(optimizer):
             optimizer.step()
             return True
-        if id(optimizer) not in self._unscaled:  # fused ones would do so by themselves, without the number of ranks
-            self.scaler.unscale_(optimizer)
-        before = self.scaler.get_scale()
+        is_bad = self.scaler.overflowed(optimizer)
         self.scaler.step(optimizer)
+        self._has_overflowed |= is_bad
+        return not is_bad
+
+    def settle(self, waiting: Iterable[Optimizer] = ()) -> None:
+        """Let the scale follow from the gradients that were unscaled, once per update, before the next backward pass.
+
+        Does nothing if one of the optimizers `waiting` has gradients: those are of the present scale.
+        """
+        if self.scaler is None or not self.scaler.has_looked:
+            return
+        if any(parameter.grad is not None for optimizer in waiting for parameter in parameters_of(optimizer)):
+            return
         self.scaler.update()
-        self._unscaled.discard(id(optimizer))
-        return self.scaler.get_scale() >= before
+        self._has_overflowed = False
+
+    def settle_overflow(self, waiting: Iterable[Optimizer]) -> None:
+        """`settle` in the middle of a batch, if a step has overflowed: a further pass needs a smaller scale."""
+        if self._has_overflowed:
+            self.settle(waiting)
+
+
+def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    """All parameters of `optimizer`."""
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -60,7 +62,74 @@ def gather_rows(data: Any, group: GroupLike) -> Any:
     ranks where they differ in more than that.
     """
     mine = to_host(data)
-    if group.world_size == 1:
-        return mine
     names = [f"rank {rank}" for rank in range(group.world_size)]
-    return join_named_rows(group.all_gather_object(mine), names, "gathering rows of all ranks", group.rank)
+    parts = [mine] if group.world_size == 1 else group.all_gather_object(mine)
+    return join_named_rows(parts, names, "gathering rows of all ranks", group.rank)
+
+
+def gather_batch(rows: Any, group: GroupLike, is_silent: Callable[[], bool]) -> tuple[torch.Tensor, int]:
+    """The rows of all ranks, and where this rank's begin. See `Loop.gather_batch`. Collective, in backward too.
+
+    `is_silent`: whether gradients of the backward pass that runs count for nothing.
+    """
+    if not isinstance(rows, torch.Tensor) or not rows.ndim:
+        is_tensor = isinstance(rows, torch.Tensor)
+        found = f"a tensor of shape {tuple(rows.shape)}" if is_tensor else f"a {type(rows).__name__}"
+        raise _refuse_rows(found, "Pass a tensor whose first dimension is rows; of one value: reshape(1).", group)
+    if group.world_size == 1:
+        return rows, 0
+    sizes, needs_gradient = _agree_on_sizes(rows, group)
+    if needs_gradient and not rows.requires_grad:  # else the others would wait for this rank in backward
+        rows = rows.detach().requires_grad_()
+    start = sum(sizes[: group.rank])
+    joined: torch.Tensor = _GatherRows.apply(rows, start, sum(sizes), group, is_silent)  # type: ignore[no-untyped-call]
+    return joined, start
+
+
+def _agree_on_sizes(rows: torch.Tensor, group: GroupLike) -> tuple[list[int], bool]:
+    """Rows of each rank, and whether a gradient goes back to any. LoopError on all ranks if they do not fit."""
+    kind = f"(*, {', '.join(map(str, rows.shape[1:]))}) {rows.dtype}"
+    number = int.from_bytes(hashlib.sha256(kind.encode()).digest()[:2], "little")
+    needs_gradient = rows.requires_grad and torch.is_grad_enabled()
+    own = [len(rows) if rank == group.rank else 0 for rank in range(group.world_size)]
+    sums = group.all_reduce(torch.tensor([*own, number, number**2, int(needs_gradient)], device=group.device)).tolist()
+    *sizes, first, second, num_needing = sums
+    if first**2 != group.world_size * second:
+        fix = "Only the number of rows may differ; a rank without rows passes (0, ...) of the same shape and dtype."
+        raise _refuse_rows(f"rows that do not fit those of other ranks: {kind} here", fix, group)
+    return sizes, num_needing > 0
+
+
+class _GatherRows(torch.autograd.Function):
+    """All ranks' rows; backward adds up what all ranks' losses say of this rank's rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, start: int, num: int, group: GroupLike, is_silent: Any) -> torch.Tensor:
+        ctx.place = start, len(rows), group, is_silent
+        joined = rows.new_zeros((num, *rows.shape[1:]))
+        joined[start : start + len(rows)] = rows
+        if joined.numel():  # as bytes, whose sums with zeros are exact in every dtype
+            group.all_reduce(joined.reshape(-1).view(torch.uint8))
+        return joined
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        start, num, group, is_silent = ctx.place
+        (gradient,) = gradients
+        narrow = gradient.dtype if gradient.dtype.itemsize < 4 else None
+        total = gradient.float() if narrow else gradient.clone(memory_format=torch.contiguous_format)
+        if is_silent():
+            total = torch.zeros_like(total)
+        if total.numel():
+            group.all_reduce(torch.view_as_real(total) if total.is_complex() else total)
+        own = total[start : start + num]
+        return (own.to(narrow) if narrow else own), None, None, None, None
+
+
+def is_gather(node: Any) -> bool:
+    """True for the node of an autograd graph where `gather_batch` is collective in backward."""
+    return type(node).__name__ == "_GatherRowsBackward"
+
+
+def _refuse_rows(found: str, fix: str, group: GroupLike) -> LoopError:
+    return LoopError("gathering the rows of a batch", found=found, fix=fix, rank=group.rank)

@@ -24,8 +24,9 @@ _NUM_WHOLE = 4096
 _NUM_KEPT = 128
 """Batches and gradients together, beyond those of the batch at hand."""
 
-_Kept = deque[Where | torch.Tensor | None]
-"""A batch, then the gradients of its backward passes, then the next; None before those that count for nothing."""
+_Kept = deque[Where | tuple[()] | torch.Tensor | None]
+"""A batch, then the gradients of its backward passes, then the next; () before those that count for nothing. None is a
+gradient that there is not: DDP passes it on for an output that the loss does not use."""
 
 
 class _FirstHook:
@@ -34,9 +35,10 @@ class _FirstHook:
     def __init__(self, kept: _Kept, order: list[int], number: int) -> None:
         self._kept, self._order, self._number = kept, order, number
 
-    def __call__(self, gradient: torch.Tensor) -> None:
-        self._order.append(self._number)
-        self._kept.append(_small(gradient))
+    def __call__(self, gradient: torch.Tensor | None) -> None:
+        if gradient is not None:
+            self._order.append(self._number)
+            self._kept.append(_small(gradient))
 
 
 def _hook(kept: _Kept, size: int) -> Callable[[torch.Tensor], None]:
@@ -44,9 +46,9 @@ def _hook(kept: _Kept, size: int) -> Callable[[torch.Tensor], None]:
     return kept.append if size <= _NUM_WHOLE else lambda gradient: kept.append(_small(gradient))
 
 
-def _small(gradient: torch.Tensor) -> torch.Tensor:
+def _small(gradient: torch.Tensor | None) -> torch.Tensor | None:
     """What is finite only if all of `gradient` is."""
-    return gradient if gradient.numel() <= _NUM_WHOLE else gradient.sum()
+    return gradient if gradient is None or gradient.numel() <= _NUM_WHOLE else gradient.sum()
 
 
 class _Watched(NamedTuple):
@@ -113,9 +115,9 @@ class Taps:
 
     def pause(self) -> None:
         """A backward pass of no samples follows: what is NaN in it counts for nothing."""
-        self._mark(None)
+        self._mark(())
 
-    def _mark(self, where: Where | None) -> None:
+    def _mark(self, where: Where | tuple[()]) -> None:
         while len(self._kept) > _NUM_KEPT:
             self._kept.popleft()
         self._kept.append(where)
@@ -125,9 +127,9 @@ class Taps:
         bad: list[Where] = []
         where: Where | None = None
         for one in self._kept:
-            if not isinstance(one, torch.Tensor):
-                where = one
-            elif where is not None and not is_finite(one):
+            if isinstance(one, tuple):
+                where = one or None
+            elif one is not None and where is not None and not is_finite(one):
                 bad.append(where)
         earlier = [where for where in bad if before is None or where[:2] < before]
         return next(iter(earlier or bad), None)

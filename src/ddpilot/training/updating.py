@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +18,10 @@ from ddpilot.group.protocol import GroupLike
 from ddpilot.training.bypassing import BypassWatch
 from ddpilot.training.deciding import Decider, Decision
 from ddpilot.training.grouping import CurrentBatch
+from ddpilot.training.losses import NamedLoss, decode, encode, read_losses, walk, zeros_for
 from ddpilot.training.nonfinite import FiniteWatch, raise_nonfinite
+from ddpilot.training.passes import GraphWatch, GroupWatch
+from ddpilot.training.reducing import is_gather
 from ddpilot.training.reduction import Reductions, reduced
 from ddpilot.training.standing_in import StandIns
 from ddpilot.training.weighting import CountTotals, backward_weighted
@@ -44,6 +48,8 @@ class Updates:
         self._watch = watch
         self._totals: dict[tuple[int, ...], CountTotals] = {}
         self._is_due = self._has_backward = False
+        self._groups = GroupWatch(group.rank)
+        self._graphs = GraphWatch(group.rank)
         self._stand_ins = StandIns()
         self._loss: weakref.ref[torch.Tensor] | None = None
         self._last_count = 0
@@ -60,6 +66,8 @@ class Updates:
         """Those whose gradients the backward at hand adds up."""
         self.batch: CurrentBatch | None = None
         """None outside `batches`."""
+        self.is_silent = False
+        """True in a backward pass of no samples, whose gradients count for nothing."""
 
     def add(self, model: nn.Module) -> None:
         """Train `model` too, as `prepare` returns it; in place of the same one that was prepared before."""
@@ -89,6 +97,7 @@ class Updates:
             self.bypasses.begin()
         if batch.is_first:
             self._totals.clear()
+            self._groups.begin()
             self._has_backward = False
 
     def count_behind(self, value: object) -> float:
@@ -102,6 +111,7 @@ class Updates:
         if self.batch is not None:
             self._last_count = self.batch.count
         self.batch = None
+        self._graphs.begin()
         self._stand_ins.end()
 
     def backward(
@@ -114,28 +124,82 @@ class Updates:
         self._loss = weakref.ref(loss)
         self._has_backward = True
         total, correction = self._total(count)
-        # Of what is 16 bits wide, each rank has what one rank alone has, and overflows with it: see `Precision`.
-        num_ranks = self._group.world_size if scaler is None else 1
-        seed = self._seed(loss, num_local * num_ranks / total) if num_local and total else None
-        if seed is None and self._watch is not None:
-            self._watch.taps.pause()
+        seed = self._seed(loss, num_local * self._num_factors(scaler) / total) if num_local and total else None
         if self._is_due and count is None and not self._decider.is_under_way:
             self._begin()  # it crosses while gradients do
-        scaled = loss if scaler is None else scaler.scale(loss)
-        try:
-            if torch.is_autocast_enabled(self._device_type):
-                with torch.autocast(self._device_type, enabled=False):
-                    backward_weighted(scaled, seed, self.models, retain_graph=retain_graph)
-            else:
-                backward_weighted(scaled, seed, self.models, retain_graph=retain_graph)
-        except RuntimeError as error:
-            self.reductions.explain(error)
-            raise
-        if self.is_update:
-            self.reductions.order_buckets()
+        self._run((loss,), None if seed is None else (seed,), scaler, retain_graph)
         if correction != 1.0:
             gradients = [p.grad for model in self.accumulating for p in model.parameters() if p.grad is not None]
             torch._foreach_mul_(gradients, correction)
+
+    def backward_several(
+        self, losses: Mapping[Any, Any], count: float | None, scaler: torch.amp.GradScaler | None, retain_graph: bool
+    ) -> None:
+        """The same for several losses by name, each with a count of its own or none. Collective."""
+        if count is not None:
+            raise self._refuse("`count` with several losses", 'Give each its own: {"box": (loss, count)}.')
+        parts = self._read(losses)
+        self._is_whole = False
+        self._loss = None
+        self._has_backward = True
+        factor = self._num_factors(scaler)
+        weights = [num * factor / total if num and total else 0.0 for num, total in self._shares(parts)]
+        live = [(one, weight) for one, weight in zip(parts, weights, strict=True) if weight]
+        idle = [one.value for one, weight in zip(parts, weights, strict=True) if not weight]
+        if not live:
+            self._run(idle, None, scaler, retain_graph)
+            return
+        roots = [one.value for one, _ in live]
+        seeds = [self._seed(one.value, weight, one.name) for one, weight in live]
+        if idle and (zeros := self._zeros(idle)):
+            roots += zeros
+            seeds += [0.0] * len(zeros)
+        self._run(roots, seeds, scaler, retain_graph)
+
+    def _zeros(self, idle: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Losses that are finite, and reach what `idle` ones do, which are means over nothing on this rank."""
+        if any(is_gather(node) for node in walk(idle)):  # other ranks wait for this one there
+            return idle
+        zeros = zeros_for(idle)
+        return [] if zeros is None else [zeros]
+
+    def _run(
+        self,
+        losses: Sequence[torch.Tensor],
+        seeds: Sequence[torch.Tensor | float] | None,
+        scaler: torch.amp.GradScaler | None,
+        retain_graph: bool,
+    ) -> None:
+        """One backward pass of all `losses`; without `seeds` it adds exact zeros."""
+        if seeds is None and self._watch is not None:
+            self._watch.taps.pause()
+        accumulates = self.batch is not None and self.batch.group_size > 1
+        if accumulates:
+            self._groups.check(self.batch)
+        if (retain_graph or self._graphs.has_graph) and self.is_update:
+            self._graphs.look(losses, self.models, retains=retain_graph)
+        if scaler is not None:
+            losses = [scaler.scale(loss) for loss in losses]
+        self.is_silent = seeds is None
+        try:
+            if torch.is_autocast_enabled(self._device_type):
+                with torch.autocast(self._device_type, enabled=False):
+                    backward_weighted(losses, seeds, self.models, retain_graph=retain_graph)
+            else:
+                backward_weighted(losses, seeds, self.models, retain_graph=retain_graph)
+        except RuntimeError as error:
+            self.reductions.explain(error)
+            raise
+        finally:
+            self.is_silent = False
+        if self.is_update:
+            self.reductions.order_buckets()
+        if accumulates:
+            self._groups.note(self.accumulating or self.models)
+
+    def after_step(self) -> None:
+        """The gradients that were accumulated are applied, and cleared."""
+        self._groups.begin()
 
     def settle(self) -> None:
         """Learn what all ranks decide, with an update that has an exchange. Collective.
@@ -214,13 +278,18 @@ class Updates:
         if self._watch is not None and self._watch.find(gradients, norm):
             raise_nonfinite(self._group, self._watch, self.models, self.batch)
 
-    def _seed(self, loss: torch.Tensor, weight: float) -> torch.Tensor | float:
-        return weight if self._watch is None else self._watch.seed(loss, weight, self.batch)
+    def _seed(self, loss: torch.Tensor, weight: float, name: str = "") -> torch.Tensor | float:
+        return weight if self._watch is None else self._watch.seed(loss, weight, self.batch, name)
 
-    def _begin(self, count: float = 0.0) -> None:
+    def _num_factors(self, scaler: torch.amp.GradScaler | None) -> int:
+        # Of what is 16 bits wide, each rank has what one rank alone has, and overflows with it: see `Precision`.
+        return self._group.world_size if scaler is None else 1
+
+    def _begin(self, count: float = 0.0, more: Sequence[float] = ()) -> None:
         if self._decider.is_under_way:
             self._finish()
-        self._decider.begin(count=count, is_bad=self.is_update and self._watch is not None and self._watch.is_bad)
+        is_bad = self.is_update and self._watch is not None and self._watch.is_bad
+        self._decider.begin(count=count, is_bad=is_bad, more=more)
         self._is_due = False
 
     def _finish(self) -> Decision:
@@ -229,21 +298,25 @@ class Updates:
             raise_nonfinite(self._group, self._watch, self.models, self.batch)
         return decision
 
-    def _check_loss(self, loss: object) -> None:
+    def _check_loss(self, loss: object, where: str = "") -> None:
         if not isinstance(loss, torch.Tensor):
-            raise self._refuse(f"a {type(loss).__name__} in place of a loss", "Pass the tensor, not loss.item().")
+            found = f"a {type(loss).__name__} in place of a loss{where}"
+            raise self._refuse(found, "Pass the tensor, not loss.item().")
         if loss.ndim:
-            raise self._refuse(f"a loss of shape {tuple(loss.shape)}", "Pass its mean over this rank's samples.")
+            found = f"a loss of shape {tuple(loss.shape)}{where}"
+            raise self._refuse(found, "Pass its mean over this rank's samples.")
         if not loss.requires_grad:
             raise self._refuse(
-                "a loss without a gradient: nothing would be trained",
+                f"a loss without a gradient{where}: nothing would be trained",
                 "Compute it from the model's output, without detach(), .item() or no_grad().",
             )
 
-    def _local_count(self, count: float | None) -> float:
+    def _local_count(self, count: float | None, which: str = "") -> float:
         if count is not None:
             if not 0 <= float(count) < math.inf:
-                raise self._refuse(f"`count` is {count}", "Pass how many the mean is over on this rank: 0 or more.")
+                raise self._refuse(
+                    f"`count`{which} is {count}", "Pass how many the mean is over on this rank: 0 or more."
+                )
             return float(count)
         if self.batch is None:
             raise self._refuse(
@@ -264,6 +337,35 @@ class Updates:
         totals = self._totals_of_group(global_count, self.batch)
         totals.add(global_count)
         return totals.reference, totals.correction if self.batch.is_last else 1.0
+
+    def _read(self, losses: Mapping[Any, Any]) -> tuple[NamedLoss, ...]:
+        parts = read_losses(losses)
+        if not parts:
+            raise self._refuse("a mapping without losses", 'Pass {"name": loss}, or {"name": (loss, count)}.')
+        for one in parts:
+            self._check_loss(one.value, f" under {one.name!r}")
+        if self.batch is not None and self.batch.group_size > 1 and any(one.count is not None for one in parts):
+            raise self._refuse(
+                "several losses with counts of their own in an accumulation group, whose totals are known too late",
+                "Do not accumulate, or give each loss as a mean over samples, without a count.",
+            )
+        return parts
+
+    def _shares(self, parts: Sequence[NamedLoss]) -> list[tuple[float, float]]:
+        """How many things each of `parts` is a mean over: on this rank, and on all of them. Collective."""
+        local = [self._local_count(one.count, f" of {one.name!r}") for one in parts]
+        own = [num for num, one in zip(local, parts, strict=True) if one.count is not None]
+        self._begin(more=encode(parts, own))
+        totals = decode(self._finish().more, self._group.world_size)
+        if totals is None:
+            raise self._refuse(
+                f"the ranks have different losses: {', '.join(repr(one.name) for one in parts)} here",
+                "Give the same names on every rank, and a count of 0 where there is nothing: "
+                '{"box": (output.sum() * 0, 0)}.',
+            )
+        of_ranks = iter(totals)
+        in_group = 0.0 if self.batch is None else float(self.batch.group_count)
+        return [(num, in_group if one.count is None else next(of_ranks)) for num, one in zip(local, parts, strict=True)]
 
     def _totals_of_group(self, global_count: float, batch: CurrentBatch) -> CountTotals:
         models = tuple(id(model) for model in self.accumulating)

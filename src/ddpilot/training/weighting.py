@@ -3,36 +3,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
 
 def backward_weighted(
-    loss: torch.Tensor,
-    seed: torch.Tensor | float | None,
+    losses: Sequence[torch.Tensor],
+    seeds: Sequence[torch.Tensor | float] | None,
     models: Iterable[torch.nn.Module],
     *,
     retain_graph: bool = False,
 ) -> None:
-    """Add the gradient of `seed` times `loss`, a scalar; without a `seed` add exact zeros, whatever `loss` is.
+    """Add the gradients of `losses` (scalars), each times its seed; without `seeds` add exact zeros.
 
     DDP waits for every rank, so a rank without samples runs through its graph too; but the mean of no samples is NaN,
     and so is zero times NaN. `models`: all that the graph may reach, only needed for that.
     """
-    if seed is not None:
-        if not isinstance(seed, torch.Tensor):  # one is what torch begins with by itself, at less cost
-            seed = None if seed == 1.0 else torch.full_like(loss, seed, requires_grad=False)
-        loss.backward(seed, retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+    if seeds is not None:
+        # None is what torch begins with by itself, at less cost than a tensor.
+        given = [_seed_tensor(loss, seed) for loss, seed in zip(losses, seeds, strict=True)]
+        torch.autograd.backward(losses, given, retain_graph=retain_graph)
         return
     # Leaf hooks run before a gradient is accumulated and before DDP sees it.
     trained = (parameter for model in models for parameter in model.parameters() if parameter.requires_grad)
-    hooks = [parameter.register_hook(torch.zeros_like) for parameter in trained]  # type: ignore[no-untyped-call]
+    hooks = [parameter.register_hook(_zeros_like) for parameter in trained]  # type: ignore[no-untyped-call]
     try:
-        loss.backward(torch.zeros_like(loss), retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        torch.autograd.backward(losses, [torch.zeros_like(loss) for loss in losses], retain_graph=retain_graph)
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _seed_tensor(loss: torch.Tensor, seed: torch.Tensor | float) -> torch.Tensor | None:
+    if isinstance(seed, torch.Tensor):
+        return seed
+    return None if seed == 1.0 else torch.full_like(loss, seed, requires_grad=False)
+
+
+def _zeros_like(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    # DDP passes None on for an output that the loss does not use, if it looks for unused parameters.
+    return None if gradient is None else torch.zeros_like(gradient)
 
 
 class CountTotals:

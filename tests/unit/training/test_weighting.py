@@ -14,7 +14,7 @@ from ddpilot.training.weighting import CountTotals, backward_weighted
 def test_backward_weighted_scales_the_gradient(seed: float | torch.Tensor) -> None:
     """The gradient is that of the loss times the seed."""
     weight = nn.Parameter(torch.tensor(2.0))
-    backward_weighted(weight**2, seed, [])
+    backward_weighted([weight**2], [seed], [])
     assert weight.grad == torch.tensor(4.0) * seed
 
 
@@ -25,7 +25,7 @@ def test_backward_weighted_adds_exact_zeros_without_a_seed(bad: float) -> None:
     weight.grad = torch.tensor(3.0)
     loss = nn.functional.mse_loss(torch.zeros(0, 1) * weight * frozen, torch.zeros(0, 1)) * scale * bad
     assert loss.isnan()
-    backward_weighted(loss, None, [nn.ParameterList([weight, scale]), nn.ParameterList([frozen])])
+    backward_weighted([loss], None, [nn.ParameterList([weight, scale]), nn.ParameterList([frozen])])
     assert (weight.grad.item(), scale.grad) == (3.0, torch.tensor(0.0))
     (weight * 5).backward()  # type: ignore[no-untyped-call]
     assert weight.grad.item() == 8.0
