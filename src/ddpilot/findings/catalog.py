@@ -22,6 +22,9 @@ _OF_CHILD = re.compile(
     r"^(?:\w+\.)*(?:CalledProcessError|ProcessExitedException|BrokenProcessPool|ChildFailedError|SystemExit)\b"
     r"|exited unexpectedly|process \d+ terminated with exit code"
 )
+SHIP_ERROR = "ShipError"
+"""ddpilot's own error for what cannot be pickled: it quotes Python's message, and knows better what to do."""
+
 _GAP = "..."
 _MAX_GAP_CHARS = 300
 

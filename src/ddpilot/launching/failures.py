@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ddpilot.errors import RankError, is_known
-from ddpilot.findings.catalog import find_cause, find_known, is_of_child
+from ddpilot.findings.catalog import SHIP_ERROR, find_cause, find_known, is_of_child
 from ddpilot.findings.in_ranks import fix_in_rank
 from ddpilot.findings.words import render_ranks
 from ddpilot.launching.contract import EXIT_REQUEUE
@@ -153,7 +153,9 @@ def describe_exit(exited: Exited, function_name: str, crash_line: str | None) ->
 
 
 def _describe_known(raised: Raised | None, last_lines: Sequence[str]) -> str:
-    """What the page of a message of torch's or Python's says; errors of ddpilot say themselves what to do."""
+    """What the page of a message of torch's or Python's says; ddpilot's ShipError says itself what to do."""
+    if raised is not None and raised.type_name == SHIP_ERROR:
+        return ""
     known = find_cause(f"{raised.type_name}: {raised.message}" if raised is not None else "", last_lines)
     if not known:
         return ""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from ddpilot.findings.catalog import Entry, find_cause, find_known
+from ddpilot.findings.catalog import SHIP_ERROR, Entry, find_cause, find_known
 from ddpilot.findings.finding import Finding, Place
 from ddpilot.findings.in_ranks import fix_in_rank
 from ddpilot.findings.user_files import is_users_line
@@ -33,8 +33,10 @@ _OF_WAITS = frozenset({"DDP208", "DDP209", "DDP215"})
 def find_known_error(rank: int, error: ErrorView | None, last_lines: Sequence[str] = ()) -> Finding | None:
     """The finding for how `rank` ended, by what it raised or else by the last lines of its output.
 
-    None where no page knows any of that.
+    None where no page knows any of that, and for ddpilot's ShipError, which says more than its page.
     """
+    if error is not None and error.type_name == SHIP_ERROR:
+        return None
     said = f"{error.type_name}: {error.message}" if error is not None else ""
     traceback = error.traceback if error is not None else ""
     known = find_cause(said, last_lines)

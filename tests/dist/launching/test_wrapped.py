@@ -67,7 +67,7 @@ def test_launch_takes_functions_that_decorators_of_a_module_wrapped(tmp_path: Pa
         "[(5, 7, (4, 4), 3), (None, 7, (4, 4), 3)]",
         "True True",
         "True two",
-        "fn.globals['compiled'] Leave it out, or make it inside the function, on each rank: call `torch.compile` there",
+        "fn.globals['compiled'] Leave it out, or make it on each rank, inside the function: call `torch.compile` there",
     ]
 
 

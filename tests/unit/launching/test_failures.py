@@ -146,3 +146,10 @@ def test_error_of_a_rank_that_asks_to_be_started_again_says_so() -> None:
         assert error.render().startswith("rank 0 left with exit code 75: it was asked to stop, and has saved where it")
         assert "Start the same again: it goes on from there" in error.render()
         assert error.rank_traceback == ""
+
+
+def test_build_error_adds_no_page_to_what_ddpilot_says_of_pickling() -> None:
+    """ShipError quotes Python's message and names the object; the page's general advice would contradict it."""
+    message = "could not send back what `f` returned: `result` cannot pickle 'generator' object. Return its values"
+    assert "DDP113" in str(error_of(raising(0, 1.0, type_name="TypeError", message=message)))
+    assert "DDP113" not in str(error_of(raising(0, 1.0, type_name="ShipError", message=message)))

@@ -34,6 +34,8 @@ def test_find_known_error_names_the_page_and_the_users_line() -> None:
 def test_find_known_error_is_silent_about_what_no_page_knows() -> None:
     """A user's own exception says itself what it is."""
     assert find_known_error(0, ErrorView(type_name="KeyError", message="'label'", traceback=TRACEBACK)) is None
+    message = "`result` cannot be pickled: TypeError: cannot pickle 'generator' object"
+    assert find_known_error(0, ErrorView(type_name="ShipError", message=message, traceback=TRACEBACK)) is None
 
 
 CHAIN = """Traceback (most recent call last):

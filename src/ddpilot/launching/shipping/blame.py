@@ -38,19 +38,24 @@ def ship(
             did,
             path=path,
             found=f"`{path}` ({kind}) cannot be pickled: {type(error).__name__}: {error}",
-            fix=f"Leave it out, or make it inside the function, on each rank{_hint(culprit)}",
+            fix=_fix(culprit, is_result="result" in parts),
             rank=rank,
         ) from error
 
 
-def _hint(culprit: Any) -> str:
+def _fix(culprit: Any, *, is_result: bool) -> str:
+    """What to do about `culprit`, in something that a rank returns (`is_result`) or that is sent to the ranks."""
     if isinstance(culprit, (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)):
-        return "; a generator or a coroutine cannot travel: return its values, for instance as a list"
+        verb = "Return" if is_result else "Send"
+        return (
+            f"{verb} the values that it gives, for instance as a list: a generator or a coroutine stays in its process"
+        )
+    leave = "Leave it out of what the function returns" if is_result else "Leave it out, or make it on each rank"
     if type(culprit).__module__.startswith(("torch.distributed", "torch._C._distributed")):
-        return "; what belongs to a process group stays on its rank"
-    if is_compiled(culprit):
-        return ": call `torch.compile` there"
-    return ""
+        return f"{leave}: what belongs to a process group stays on its rank"
+    if is_result:
+        return f"{leave}, or return numbers, text or tensors made of it"
+    return f"{leave}, inside the function{': call `torch.compile` there' if is_compiled(culprit) else ''}"
 
 
 def blame(parts: Mapping[str, Any], known: list[Any] | None) -> tuple[str, Any]:

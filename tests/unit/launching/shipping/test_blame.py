@@ -77,7 +77,7 @@ def test_ship_names_what_cannot_be_pickled_by_its_path(args: tuple[Any, ...], pa
 def test_ship_says_that_a_generator_cannot_travel() -> None:
     """The hint is about values, not about pickling."""
     value = (number for number in range(3))
-    with pytest.raises(ShipError, match=r"`result` \(builtins.generator\) cannot be pickled.*: return its values"):
+    with pytest.raises(ShipError, match=r"`result` \(builtins.generator\) cannot be pickled.*Return the values that"):
         ship("test", {"result": value}, value, did="sending", known=[])
 
 
@@ -98,6 +98,14 @@ def test_blame_ends_on_a_circle() -> None:
     loader = Loader(None)
     loader.fn = [loader, LOCK]
     assert blame({"args": (loader,)}, None) == ("args[0].fn[1]", LOCK)
+
+
+def test_ship_says_of_a_result_what_to_return() -> None:
+    """A result was made on the rank already; an argument can be made there."""
+    with pytest.raises(ShipError, match=r"pickled.* Leave it out of what the function returns, or return numbers"):
+        ship("result", {"result": LOCK}, LOCK, did="sending", known=None)
+    with pytest.raises(ShipError, match=r"pickled.* Leave it out, or make it on each rank, inside the function$"):
+        ship("call", {"args": (LOCK,)}, (LOCK,), did="starting", known=None)
 
 
 def test_blame_ends_on_something_nested_too_deeply() -> None:
