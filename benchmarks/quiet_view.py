@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from ddpilot import RankError, WatchError
+from ddpilot import LaunchError, RankError
 from ddpilot.session.view import RankMessage, SendToRank
 
 
@@ -19,7 +19,7 @@ class QuietView:
 
     def forget(self) -> None:
         """Start anew."""
-        self.errors: list[RankError | WatchError] = []
+        self.errors: list[RankError | LaunchError] = []
         self.shown_s: list[float] = []
         self.notes: list[str] = []
         self.text = ""
@@ -46,7 +46,7 @@ class QuietView:
         """Nothing waits."""
         return None
 
-    def error(self, error: RankError | WatchError) -> None:
+    def error(self, error: RankError | LaunchError) -> None:
         """Keep it, and when it came."""
         self.shown_s.append(time.monotonic())
         self.errors.append(error)

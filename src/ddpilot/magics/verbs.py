@@ -64,11 +64,7 @@ def _restart(desk: Desk, given: Arguments) -> None:
     session = desk.need("restarting ranks")
     ranks = given.get("ranks") or list(range(session.world_size))
     with briefly():
-        if len(ranks) == session.world_size:
-            session.restart()
-        else:
-            for rank in ranks:
-                session.restart(rank)
+        session.restart(ranks)
     desk.say(f"{render_ranks(sorted(set(ranks)))} started anew, with no variables")
 
 

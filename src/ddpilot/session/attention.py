@@ -60,14 +60,16 @@ class Attention:
             is_stopped = True
             raise
         finally:
-            with self.switch:
-                self._consumer = None
-                self._release()
-                while not events.empty():
-                    event = events.get_nowait()
-                    is_interrupted = is_interrupted or isinstance(event, Interrupted)
-                    self._show(event)
-            self._taken.release()
+            try:
+                with self.switch:
+                    self._consumer = None
+                    self._release()
+                    while not events.empty():
+                        event = events.get_nowait()
+                        is_interrupted = is_interrupted or isinstance(event, Interrupted)
+                        self._show(event)
+            finally:
+                self._taken.release()
         if is_interrupted and not is_stopped:
             _interrupt_caller(did)
 

@@ -7,10 +7,23 @@ from collections.abc import Mapping, Sequence
 
 from ddpilot.errors import LaunchError
 from ddpilot.findings.words import render_ranks
+from ddpilot.session.events import Ended
 
 SERVER_GONE = "ended with the rank server"
 BEGIN_ANEW = "`%ddp stop`, then `%ddp start` (a new `Session`) begins anew"
 """What to do where no rank can be started any more."""
+
+
+STORE_GONE = "the process of the session's store ended"
+
+
+def describe_store_end(ended: Ended) -> str:
+    """For the end of the session's store, in which ranks meet to form a group; or of the thread that serves them."""
+    if ended.exited is None:
+        return ended.reason
+    status = ended.exited
+    how = f"was killed by {status.signal_name}" if status.signal_name else f"exited with code {status.exitcode}"
+    return f"{STORE_GONE} (it {how}): ranks cannot form a process group any more, variables are kept"
 
 
 def make_dead_error(did: str, ranks: Sequence[int], dead: Mapping[int, str], *, can_restart: bool) -> LaunchError:

@@ -25,6 +25,9 @@ class RankHost(Protocol):
     def attach(self, hub: Hub) -> None:
         """Begin; called once, before the first `start`."""
 
+    def check_start(self, did: str) -> None:
+        """Raise LaunchError where `did`, which starts ranks, could not: before any rank is ended for it."""
+
     def start(self, rank: int, generation: int) -> None:
         """Start the process of a rank that has none. `generation`: how often the group was rebuilt so far."""
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import math
 import os
@@ -51,6 +52,8 @@ class Hub:
         for end in (self._waker, self._woken):
             end.setblocking(False)
         self._stopping = False
+        self.is_broken = False
+        """Whether an exception ended the thread."""
         self.watch(self._woken.fileno(), self._take_orders)
         self._thread = threading.Thread(target=self._run, name="ddpilot-session", daemon=True)
 
@@ -84,7 +87,7 @@ class Hub:
         while not future.done():
             try:
                 return future.result(timeout=0.2)
-            except TimeoutError:
+            except concurrent.futures.TimeoutError:  # on Python 3.10 another class than TimeoutError
                 if not self._thread.is_alive() and not future.done():
                     raise RuntimeError("the session's thread has ended") from None
         return future.result()
@@ -166,6 +169,7 @@ class Hub:
                         ready()
                 due = self._tick(time.monotonic())
         except BaseException as error:  # noqa: BLE001  # nobody else would hear of it
+            self.is_broken = True
             self._broken(error)
         finally:
             self._close()

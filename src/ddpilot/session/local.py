@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from ddpilot.errors import LaunchError
-from ddpilot.launching.contract import default_variables
+from ddpilot.launching.contract import default_variables, module_paths
 from ddpilot.launching.local import wire
 from ddpilot.launching.local.client import ensure_server
 from ddpilot.launching.local.handles import RankHandle, start_rank
-from ddpilot.launching.local.host import make_rank_start, may_fork, resolve_count, say_dirty
+from ddpilot.launching.local.host import find_working_directory, make_rank_start, may_fork, resolve_count, say_dirty
 from ddpilot.launching.local.jobs import STORE, Finish, Finished, NotStarted, Own, Signal, Start, Started
 from ddpilot.launching.local.report import Exited, Raised
 from ddpilot.launching.local.store import bind_listener
@@ -47,6 +47,8 @@ class LocalRanks:
 
     def __init__(self, options: LaunchOptions, kernel_start: Callable[[], KernelStart]) -> None:
         self._kernel_start = kernel_start
+        self._directory = find_working_directory("starting a session")
+        self._sys_path = module_paths()
         self._environ: Mapping[str, str] = {**default_variables(), **os.environ, **options.env}
         self._options = replace(options, preload=(*PRELOAD, *options.preload))
         self._display = Display(options.output, None)
@@ -80,6 +82,15 @@ class LocalRanks:
         wire.send(self._job, Own(str(self._kernel_start().folder)))
         hub.watch(self._job.fileno(), self._on_job)
 
+    def check_start(self, did: str) -> None:
+        """Raise LaunchError where no rank could be started now: the session's working directory was removed."""
+        if not os.path.isdir(self._directory):
+            raise LaunchError(
+                did,
+                found=f"{self._directory}, the working directory of the session, was removed",
+                fix="Make it again (`os.makedirs`), or stop the session and start one elsewhere",
+            )
+
     def start(self, rank: int, generation: int) -> None:
         """Start the process of a rank that has none."""
         start = make_rank_start(
@@ -92,8 +103,10 @@ class LocalRanks:
             hooks=self._hooks,
             name="serve_kernel",
             launch_id=self._launch_id,
+            working_directory=self._directory,
         )
-        start = replace(start, environ={**start.environ, _RESTART_VARIABLE: str(generation)}, main={})
+        environ = {**start.environ, _RESTART_VARIABLE: str(generation)}
+        start = replace(start, environ=environ, main={}, sys_path=self._sys_path)
         arguments = (self._kernel_start(),)
         parcel, _ = ship("ddpilot-kernel", {}, (serve, arguments, {}), did="starting ranks", known=None)
         try:
@@ -150,7 +163,7 @@ class LocalRanks:
             else:
                 self._end(handle, None, f"the system gave it no process: {message.reason}")
         elif isinstance(message, Exited):
-            self._hub.emit(Ended(STORE, message, "the process of the session's store ended"))
+            self._hub.emit(Ended(STORE, message))
 
     def _describe(self, handle: RankHandle) -> str:
         if handle.raised is not None:

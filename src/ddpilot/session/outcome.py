@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddpilot.errors import LaunchInterrupted, RankError, WatchError
+from ddpilot.errors import LaunchError, LaunchInterrupted, RankError
 from ddpilot.session.events import Ended
 from ddpilot.session.report import Report
 
@@ -19,6 +19,9 @@ class Part:
     message_id: str
     has_begun: bool = False
     """Whether the rank is at it, so that a stop reaches it."""
+
+    num_before: int | None = None
+    """How many collectives the rank had begun before; None where they are not recorded."""
 
     report: Report | None = None
     is_idle: bool = False
@@ -37,7 +40,7 @@ class Outcome:
     """What became of a round."""
 
     parts: dict[int, Part]
-    error: RankError | WatchError | None = None
+    error: RankError | LaunchError | None = None
     """The first failure in time; None where all went well or a person stopped it."""
 
     was_stopped: bool = False
@@ -64,6 +67,11 @@ class Outcome:
         return tuple(part.rank for part in self.parts.values() if not part.is_over)
 
     @property
+    def at_work(self) -> tuple[int, ...]:
+        """The ranks that have not said how their part ended; of those that have, only output may still come."""
+        return tuple(part.rank for part in self.parts.values() if not part.is_over and part.report is None)
+
+    @property
     def interruptible(self) -> tuple[int, ...]:
         """The ranks that are at their part now."""
         return tuple(part.rank for part in self.parts.values() if part.has_begun and not part.is_over)
@@ -75,7 +83,7 @@ class Outcome:
         return {rank: report.value for rank, report in reports.items() if report is not None and report.value}
 
     def raise_failure(self, name: str) -> None:
-        """Raise what `name` ended with: RankError or WatchError, or LaunchInterrupted after the stop button."""
+        """Raise what `name` ended with: RankError or LaunchError, or LaunchInterrupted after the stop button."""
         if self.error is not None:
             raise self.error
         if self.was_stopped:

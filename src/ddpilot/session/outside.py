@@ -41,7 +41,9 @@ class OutsideCells:
 
     def _show_end(self, ended: Ended) -> None:
         if ended.rank == STORE:
-            self._view.note(f"{ended.reason}: ranks cannot form a group any more; {BEGIN_ANEW}")
+            self._view.note(f"{self._standing.store_end}; {BEGIN_ANEW}")
+        elif ended.rank not in self._standing.dead:
+            return  # it is the end of an earlier process: the rank was restarted since
         elif self._host.can_start:
             self._view.note(describe_death(ended.rank, self._standing.dead[ended.rank], self._respawns))
         elif not self._standing.live:  # they end one after the other, of the same cause

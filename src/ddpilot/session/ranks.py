@@ -20,14 +20,14 @@ from ddpilot.errors import LaunchError
 from ddpilot.group.devices_count import count_accelerators
 from ddpilot.launching.local import wire
 from ddpilot.launching.local.jobs import STORE
-from ddpilot.launching.local.process import STACKS_SIGNAL
 from ddpilot.launching.options import LaunchOptions
 from ddpilot.record.hook import HOOK, RING_DIR_VARIABLE
+from ddpilot.record.stacks import WATCH_SIGNAL
 from ddpilot.session.apps import find_app, present_modules
 from ddpilot.session.arguments import check_gpus
 from ddpilot.session.attention import Attention
 from ddpilot.session.channels import Connection
-from ddpilot.session.deaths import BEGIN_ANEW
+from ddpilot.session.deaths import BEGIN_ANEW, describe_store_end
 from ddpilot.session.events import Ended, Event, Interrupted, Said, Wrote
 from ddpilot.session.folder import make_folder, remove_folder
 from ddpilot.session.hosts import RankHost
@@ -37,6 +37,7 @@ from ddpilot.session.options import SessionOptions
 from ddpilot.session.outside import OutsideCells
 from ddpilot.session.rank.start import KernelStart
 from ddpilot.session.readiness import await_ready
+from ddpilot.session.stacks import read_stacks
 from ddpilot.session.standing import Standing
 from ddpilot.session.stops import Stops
 from ddpilot.session.view import View
@@ -166,10 +167,12 @@ class Ranks:
         self.host.start(rank, self.generation)
         self.standing.note_start(rank)
 
-    def _say_end(self, ended: Ended) -> str:
-        """How a rank ended that was only just started."""
+    def _say_end(self, ended: Ended) -> str | None:
+        """How a rank ended that was only just started; None where it lives, and an earlier process has ended."""
+        if ended.rank not in self.standing.dead:
+            return None
         lines = "\n".join(self.tails.last_lines(ended.rank)[-20:])
-        return self.standing.dead.get(ended.rank, ended.reason) + (f"; it wrote:\n{lines}" if lines else "")
+        return self.standing.dead[ended.rank] + (f"; it wrote:\n{lines}" if lines else "")
 
     def end_process(self, rank: int, events: queue.SimpleQueue[Event]) -> None:
         """Kill the process of `rank`, if it lives, and prepare for another."""
@@ -190,11 +193,13 @@ class Ranks:
         self.is_closed = self.outside.is_ending = True
         atexit.unregister(self.close)
         try:
-            self.hub.call(self.host.close)
-        except RuntimeError:  # the hub's thread is gone, or was never started
-            self.host.close()
-        self.hub.stop()
-        self._remove_folders()
+            try:
+                self.hub.call(self.host.close)
+            except RuntimeError:  # the hub's thread is gone, or was never started
+                self.host.close()
+        finally:
+            self.hub.stop()
+            self._remove_folders()
 
     # who listens
 
@@ -202,6 +207,8 @@ class Ranks:
         """Take the ranks' attention, as `Attention.turn` does. LaunchError also where the session was stopped."""
         if self.is_closed:
             raise LaunchError(did, found="the session was stopped", fix="Start a new one")
+        if self.hub.is_broken:
+            raise LaunchError(did, found=self.standing.store_end, fix=BEGIN_ANEW)
         return self._attention.turn(did)
 
     def interrupt(self) -> bool:
@@ -215,7 +222,10 @@ class Ranks:
     def read_stacks(self, ranks: Sequence[int]) -> dict[int, str]:
         """What the fault handler of each rank writes of its main thread, also while that is stuck in C++."""
         hub, host = self.hub, self.host
-        return self._written.read_stacks(ranks, lambda: hub.post(lambda: host.signal(ranks, STACKS_SIGNAL)))
+        pids = {rank: pid for rank in ranks if (pid := host.pid(rank)) is not None}
+        return dict.fromkeys(ranks, "") | read_stacks(
+            self.ring_folder, pids, lambda asked: hub.post(lambda: host.signal(asked, WATCH_SIGNAL))
+        )
 
     def _deliver(self, event: Event) -> None:
         with self._attention.switch:
@@ -231,6 +241,7 @@ class Ranks:
 
     def _on_ended(self, ended: Ended) -> None:
         if ended.rank == STORE:
+            self.standing.store_end = describe_store_end(ended)
             return
         self._written.process_ended(ended.rank)
         self.hub.disconnect(ended.rank)

@@ -19,12 +19,12 @@ _SUBSCRIBE_S = 0.05
 
 
 def await_ready(
-    hub: Hub, ranks: Sequence[int], events: queue.SimpleQueue[Event], say_end: Callable[[Ended], str]
+    hub: Hub, ranks: Sequence[int], events: queue.SimpleQueue[Event], say_end: Callable[[Ended], str | None]
 ) -> None:
     """Ask the kernel of each of `ranks` who it is, until it has answered and what it publishes is heard as well.
 
-    Raises LaunchError where one ends (`say_end` has the words for it) or does not answer in two minutes, and
-    KeyboardInterrupt after the stop button.
+    Raises LaunchError where one ends (`say_end` has the words for it, None for the end of an earlier process) or does
+    not answer in two minutes, and KeyboardInterrupt after the stop button.
     """
     waiting, heard = set(ranks), set[int]()
     did = f"starting {render_ranks(sorted(waiting))}"
@@ -48,7 +48,8 @@ def await_ready(
             elif isinstance(event, Said) and event.channel == "shell" and event.rank in waiting:
                 ask_again_s[event.rank] = time.monotonic() + _SUBSCRIBE_S
             elif isinstance(event, Ended) and event.rank in waiting:
-                raise LaunchError(did, found=f"rank {event.rank} ended: {say_end(event)}", rank=event.rank)
+                if (reason := say_end(event)) is not None:
+                    raise LaunchError(did, found=f"rank {event.rank} ended: {reason}", rank=event.rank)
             elif isinstance(event, Interrupted):
                 raise KeyboardInterrupt
         waiting -= {rank for rank in waiting if rank in heard and 0 < ask_again_s[rank] < limit_s}

@@ -18,7 +18,8 @@ FREE = "ddpilot_free"
 `generation`-th: content {"generation": ...}."""
 
 BEGUN = "ddpilot_begun"
-"""The type of the iopub message that says that a rank has begun with a cell or request, and takes a stop."""
+"""The type of the iopub message that says that a rank has begun with a cell or request, and takes a stop: content
+{"num_before": how many collectives it had begun before, or None}."""
 
 REPLY = "ddpilot_reply"
 """The type of the answers to both: content {REPORT_KEY: the report}."""
@@ -43,6 +44,9 @@ class Report:
 
     num_collectives: int | None = None
     """How many collectives the rank began in it; None where they are not recorded."""
+
+    num_groups: int = 0
+    """How many process groups the rank has made since it entered the default one."""
 
     type_name: str = ""
     message: str = ""

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
-from ddpilot.errors import RankError, WatchError
+from ddpilot.errors import LaunchError, RankError, WatchError
 from ddpilot.findings.words import render_ranks
 from ddpilot.launching.failures import Failure, build_error, choose_failure
+from ddpilot.launching.local.jobs import STORE
 from ddpilot.launching.local.report import Raised
+from ddpilot.session.deaths import BEGIN_ANEW
 from ddpilot.session.events import Ended, Event, Said, Wrote
 from ddpilot.session.ladder import Ladder
 from ddpilot.session.outcome import Outcome, Part
@@ -106,6 +108,8 @@ class Round:
         elif isinstance(event, Wrote):
             if not self._quiet:
                 self._ranks.view.raw(event.rank, event.stream, event.data, now)
+        elif isinstance(event, Ended) and event.rank == STORE:
+            self._on_store_end(event)
         elif isinstance(event, Ended):
             self._on_ended(event, now)
         else:
@@ -119,7 +123,7 @@ class Round:
                 if part.is_over:
                     self._ranks.standing.set_idle(part.rank)
             elif said.kind == BEGUN:
-                self._on_begun(part)
+                self._on_begun(part, said.content)
             elif said.kind not in _INTERNAL_KINDS and not self._quiet:
                 message = RankMessage(said.rank, said.kind, said.content, said.metadata, said.buffers)
                 self._ranks.view.message(message, now)
@@ -133,9 +137,10 @@ class Round:
         elif said.channel == "stdin" and said.kind == "input_request":
             self._answer(said, stops)
 
-    def _on_begun(self, part: Part | None) -> None:
+    def _on_begun(self, part: Part | None, content: Mapping[str, Any]) -> None:
         if part is not None:
             part.has_begun = True
+            part.num_before = content["num_before"]
             if self._outcome.was_cut:
                 self._ladder.interrupt_late(part.rank)
 
@@ -177,6 +182,16 @@ class Round:
             self._failures.append(Failure(rank=ended.rank, raised=None, exited=ended.exited, error=None, since_s=now))
         elif ended.exited is None and not self._outcome.was_cut:
             self._fail_without_exit(ended)
+
+    def _on_store_end(self, ended: Ended) -> None:
+        """A rank may be on its way into a group, and waits there for a store that is gone."""
+        text = self._ranks.standing.store_end
+        if ended.exited is None:  # no rank can be reached any more
+            raise LaunchError(f"running {self._name}", found=text, fix=BEGIN_ANEW)
+        if self._outcome.was_cut:
+            self._ranks.view.note(f"{text}; {BEGIN_ANEW}")
+        else:
+            self._fail(LaunchError(f"running {self._name}", found=text, fix=BEGIN_ANEW))
 
     def _fail_without_exit(self, ended: Ended) -> None:
         self._fail(
@@ -239,7 +254,7 @@ class Round:
         if error is not None and not self._failures:  # else `_judge` knows more of it
             self._fail(error)
 
-    def _fail(self, error: RankError | WatchError) -> None:
+    def _fail(self, error: RankError | LaunchError) -> None:
         self._outcome.error = error
         self._ranks.view.error(error)
         self._ladder.begin_after_failure(time.monotonic())

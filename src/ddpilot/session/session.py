@@ -180,10 +180,10 @@ class Session:
         with saying(f"`{name}` was stopped before any rank ran it"):
             parcel, known = ship("ddpilot-call", parts, call, did=f"running `{name}`", known=None)
         outcome, answers = self._with_parcel("call", {}, chosen, parcel, name)
-        error = outcome.error
-        if isinstance(error, RankError) and answers.get(error.rank):
-            error.__cause__, _ = open_parcel(map_parcel(answers[error.rank]), known)
         try:
+            error = outcome.error
+            if isinstance(error, RankError) and error.rank is not None and answers.get(error.rank):
+                error.__cause__ = self._open_error(answers[error.rank], known, error.rank)
             outcome.raise_failure(f"`{name}`")
             return RankResults([answers[rank] for rank in chosen], known)
         finally:
@@ -228,15 +228,21 @@ class Session:
             _close(answers)
         return list(values) if rank is None else values[0]
 
-    def restart(self, rank: int | None = None) -> None:
-        """Start `rank` anew under the same number, or with None all ranks. Variables of restarted ranks are lost.
+    def restart(self, rank: int | Iterable[int] | None = None) -> None:
+        """Restart `rank` (or several, or with None all) under the same number. Variables of restarted ranks are lost.
 
-        The others keep theirs; where a process group was in use it is rebuilt with all ranks. LaunchInterrupted after
-        the stop button: then the ranks that were to be restarted are dead.
+        The others keep theirs; where a process group was in use it is rebuilt with all ranks. Raises LaunchError before
+        any rank ends if one is not there or none can be started, and LaunchInterrupted after the stop button: then the
+        ranks that were to be restarted are dead.
         """
-        did, fix = "restarting", "Give the number of one rank, or nothing for all"
-        ranks = range(self.world_size) if rank is None else [arguments.check_rank(rank, self.world_size, did, fix)]
-        self._work.restart(tuple(ranks))
+        did, fix = "restarting", "Give the number of one rank, several, or nothing for all"
+        if rank is None:
+            ranks = tuple(range(self.world_size))
+        elif isinstance(rank, int):
+            ranks = (arguments.check_rank(rank, self.world_size, did, fix),)
+        else:
+            ranks = arguments.check_ranks(rank, self.world_size, did)
+        self._work.restart(ranks)
 
     def interrupt(self) -> bool:
         """Stop the cell that another thread has running, as the stop button does; False where none runs."""
@@ -293,6 +299,14 @@ class Session:
                 finally:
                     with Stops(queue.SimpleQueue()):
                         self._finalizer()
+
+    def _open_error(self, fds: list[int], known: list[Any], rank: int) -> BaseException | None:
+        try:
+            error, _ = open_parcel(map_parcel(fds), known)
+        except Exception as failure:  # noqa: BLE001  # the exception's own code runs; its text is in the report
+            self._ranks.note(f"the exception of rank {rank} could not be rebuilt here: {failure!r}")
+            return None
+        return error if isinstance(error, BaseException) else None
 
     def _with_parcel(
         self, verb: str, arguments: dict[str, Any], ranks: Sequence[int], parcel: list[int], name: str

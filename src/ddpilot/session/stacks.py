@@ -1,47 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stacks that Python's fault handler writes: gathered as they come, cut down to what the user wrote."""
+"""The Python stacks of ranks: asked for by a signal, read from the files into which the fault handlers write them."""
 
 from __future__ import annotations
 
 import re
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
 
-from ddpilot.session.events import Wrote
+from ddpilot.record.connecting import connecting_path
+from ddpilot.record.stacks import is_answering, stacks_path
 
 _LIMIT_S = 1.0
-_PAUSE_S = 0.05
+_PAUSE_S = 0.01
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line \d+ in .+$')
 _REQUESTS = "/ddpilot/session/rank/requests.py"
 
 
-class StackTexts:
-    """What each of `ranks` writes into its stderr from now on."""
+def read_stacks(folder: Path, pids: Mapping[int, int], ask: Callable[[tuple[int, ...]], object]) -> dict[int, str]:
+    """What each rank in `pids` writes into its file in `folder` when `ask` sends the signal, within a second.
 
-    def __init__(self, ranks: Sequence[int]) -> None:
-        self._texts = {rank: bytearray() for rank in ranks}
+    A rank that does not handle the signal is not asked, since it would be ended by it, and one that connects to a store
+    has written where it is. The text of a rank that does not answer is "".
+    """
+    texts = {rank: _read(connecting_path(folder, rank)) for rank in pids}
+    waiting = {rank for rank, pid in pids.items() if not texts[rank] and _can_answer(folder, rank, pid)}
+    before = {rank: len(_read(stacks_path(folder, rank))) for rank in waiting}
+    seen: dict[int, str] = {}
+    ask(tuple(sorted(waiting)))
+    deadline_s = time.monotonic() + _LIMIT_S
+    while waiting and time.monotonic() < deadline_s:
+        time.sleep(_PAUSE_S)
+        for rank in list(waiting):
+            text = _read(stacks_path(folder, rank))
+            new = text[before[rank] if len(text) > before[rank] else 0 :] if len(text) != before[rank] else ""
+            if new and new == seen.get(rank):  # nothing has come since the last look: it is whole
+                texts[rank] = new
+                waiting.remove(rank)
+            seen[rank] = new
+    return texts
 
-    def take(self, wrote: Wrote) -> bool:
-        """Keep it, where it is of a stderr that is waited for; whether it was kept."""
-        if wrote.stream != "stderr" or wrote.rank not in self._texts:
-            return False
-        self._texts[wrote.rank] += wrote.data
-        return True
 
-    def await_all(self) -> None:
-        """Wait until every rank has written and nothing more comes, a second at most."""
-        deadline_s = time.monotonic() + _LIMIT_S
-        seen = -1
-        while time.monotonic() < deadline_s:
-            time.sleep(_PAUSE_S)
-            size = sum(map(len, self._texts.values()))
-            if size == seen and all(self._texts.values()):
-                return
-            seen = size
+def _can_answer(folder: Path, rank: int, pid: int) -> bool:
+    return is_answering(pid) if sys.platform == "linux" else stacks_path(folder, rank).exists()
 
-    def texts(self) -> dict[int, str]:
-        """What was written, by rank."""
-        return {rank: text.decode(errors="replace") for rank, text in self._texts.items()}
+
+def _read(path: Path) -> str:
+    with suppress(OSError):
+        return path.read_text(encoding="utf-8", errors="replace")
+    return ""
 
 
 def trim_stack(text: str) -> str:

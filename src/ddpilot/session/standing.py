@@ -27,6 +27,8 @@ class Standing:
         """By rank: since when it is idle, or dead."""
         self.raised: dict[int, Raised] = {}
         """By rank: what the cell that runs, or ran last, raised there."""
+        self.store_end = ""
+        """How the process of the session's store ended, and what follows; empty while it lives."""
         self.exited: dict[int, Exited] = {}
         """By rank: how its process ended; empty while all ranks live."""
 

@@ -29,5 +29,6 @@ class Tails:
         return tuple(self._lines.get(rank, ()))
 
     def forget(self, rank: int) -> None:
-        """The rank was started anew."""
+        """The rank was restarted: what its last process wrote, also of an unfinished line, is not the new one's."""
         self._lines.pop(rank, None)
+        self._splitters = {key: splitter for key, splitter in self._splitters.items() if key[0] != rank}

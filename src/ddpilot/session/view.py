@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ddpilot.errors import RankError, WatchError
+from ddpilot.errors import LaunchError, RankError
 
 SendToRank = Callable[[int, str, dict[str, Any], dict[str, Any], list[bytes]], None]
 """How a view answers a rank's widget: ``send(rank, kind, content, metadata, buffers)``."""
@@ -52,7 +52,7 @@ class View(Protocol):
     def next_due_s(self) -> float | None:
         """When `show` has something to do next; None if nothing waits."""
 
-    def error(self, error: RankError | WatchError) -> None:
+    def error(self, error: RankError | LaunchError) -> None:
         """The first failure in time, as soon as it is known and before the group is rebuilt."""
 
     def note(self, text: str) -> None:

@@ -13,6 +13,7 @@ from ddpilot.errors import LaunchError, LaunchInterrupted
 from ddpilot.findings.words import render_ranks
 from ddpilot.launching.local import wire
 from ddpilot.session.bystanders import Bystanders
+from ddpilot.session.deaths import BEGIN_ANEW
 from ddpilot.session.events import Ended, Event, Said
 from ddpilot.session.outcome import Outcome, Part
 from ddpilot.session.parcels import ParcelCall
@@ -177,6 +178,7 @@ class Work:
         self._ranks.view.note(f"{render_ranks(dead)} started anew (`respawn`), with no variables")
 
     def _restart(self, ranks: Sequence[int], events: queue.SimpleQueue[Event], stops: Stops) -> None:
+        self._ranks.host.check_start(f"restarting {render_ranks(ranks)}")
         try:
             for rank in ranks:
                 self._ranks.end_process(rank, events)
@@ -220,7 +222,7 @@ class Work:
         """Free the ranks of whatever group they were in; where all live and one was in use, make a new one."""
         dead = sorted(self._ranks.standing.dead)
         self._ranks.generation += 1
-        enter = self._wants_group and not dead
+        enter = self._wants_group and not dead and not self._ranks.standing.store_end
         began_s = time.monotonic()
         arguments = {"generation": self._ranks.generation, "enter": enter, "backend": self._backend}
         live = self._ranks.standing.live
@@ -234,6 +236,8 @@ class Work:
     def _blocked(self) -> str:
         """Why no rank can enter a group now; empty where all live."""
         dead = sorted(self._ranks.standing.dead)
+        if self._ranks.standing.store_end:
+            return f"{self._ranks.standing.store_end}; {BEGIN_ANEW}"
         if not dead:
             return ""
         verb, what = ("is", "it") if len(dead) == 1 else ("are", "them")

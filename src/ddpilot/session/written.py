@@ -3,30 +3,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ddpilot.session.attention import Attention
 from ddpilot.session.events import Wrote
 from ddpilot.session.noise import FreeNoise
-from ddpilot.session.stacks import StackTexts
 from ddpilot.session.tails import Tails
 
 
 class Written:
-    """Keeps the last lines of each rank (`tails`), leaves out noise, and takes out stacks that were asked for."""
+    """Keeps the last lines of each rank (`tails`) and leaves out noise."""
 
     def __init__(self, attention: Attention) -> None:
         self.tails = Tails()
         self._attention = attention
         self._noise = FreeNoise()
-        self._stacks: StackTexts | None = None
 
     def take(self, event: Wrote) -> None:
         """Hand on what a rank wrote; to be called under the attention's switch."""
-        if self._stacks is not None and self._stacks.take(event):
-            return
         if event.stream == "stderr":
             event = replace(event, data=self._noise.filter(event.rank, event.data))
         if event.data:
@@ -49,13 +44,3 @@ class Written:
 
     def _release(self, rank: int) -> None:
         self.take(Wrote(rank, "stderr", b""))
-
-    def read_stacks(self, ranks: Sequence[int], ask: Callable[[], object]) -> dict[int, str]:
-        """What `ranks` write when `ask` has made their fault handlers write the stacks of their main threads."""
-        with self._attention.switch:
-            stacks = self._stacks = StackTexts(ranks)
-        ask()
-        stacks.await_all()
-        with self._attention.switch:
-            self._stacks = None
-        return stacks.texts()

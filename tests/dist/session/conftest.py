@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ddpilot import RankError, Session, WatchError
+from ddpilot import LaunchError, RankError, Session
 from ddpilot.session.view import RankMessage, SendToRank
 from tests.dist.launching.scripts import wait_until
 
@@ -42,7 +42,7 @@ class Kept:
         self.messages: list[RankMessage] = []
         self.raws: dict[int, bytes] = {}
         self.notes: list[str] = []
-        self.errors: list[RankError | WatchError] = []
+        self.errors: list[RankError | LaunchError] = []
         self.times_s: list[float] = []
         self.answers: list[str] = []
         self.asked: list[tuple[int, str, bool]] = []
@@ -70,7 +70,7 @@ class Kept:
         """Nothing waits."""
         return None
 
-    def error(self, error: RankError | WatchError) -> None:
+    def error(self, error: RankError | LaunchError) -> None:
         """Keep an error and when it came."""
         self.errors.append(error)
         self.times_s.append(time.monotonic())
@@ -113,12 +113,12 @@ def start(view: Kept) -> Iterator[Callable[..., Session]]:
 
 
 @contextlib.contextmanager
-def stopping_once_noted(session: Session, view: Kept) -> Iterator[None]:
-    """The session is interrupted as soon as something is noted, or after 30 seconds."""
+def stopping_once_noted(session: Session, view: Kept, beginning: str = "") -> Iterator[None]:
+    """The session is interrupted as soon as something with that beginning is noted, or after 30 seconds."""
 
     def stop() -> None:
         try:
-            wait_until(lambda: bool(view.notes), limit_s=30)
+            wait_until(lambda: any(note.startswith(beginning) for note in view.notes), limit_s=30)
         finally:
             session.interrupt()
 

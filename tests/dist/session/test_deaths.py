@@ -6,9 +6,11 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable
 
+import psutil
 import pytest
 
 from ddpilot import LaunchError, RankError, Session
@@ -51,6 +53,26 @@ def test_a_death_is_named_and_restart_brings_the_rank_back(start: Start, view: K
     session.execute("assert kept == rank * 10", ranks=[0, 2])
     session.execute("1")
     assert len(view.notes) == num_notes
+
+
+@pytest.mark.parametrize("code", ["import time; time.sleep(60)", "if rank == 0: group.barrier()\nwhile True: pass"])
+def test_the_end_of_the_store_ends_the_cell_and_is_named(start: Start, code: str) -> None:
+    """No rank can enter a group any more; variables are kept, and a later collective is refused at once."""
+    session = start(2)
+    session.execute("kept = rank")
+    servers = {process.ppid() for process in map(psutil.Process, session.pids().values())}
+    pids = set(session.pids().values())
+    (store,) = [child for server in servers for child in psutil.Process(server).children() if child.pid not in pids]
+    timer = threading.Timer(0.5, store.kill)
+    timer.start()
+    began_s = time.monotonic()
+    with pytest.raises(LaunchError, match=r"the session's store ended \(it was killed by SIGKILL\): ranks cannot form"):
+        session.execute(code)
+    timer.join()
+    with pytest.raises(RankError, match="the session's store ended"):
+        session.execute("group.barrier()")
+    assert time.monotonic() - began_s < 25
+    assert session.pull("kept") == [0, 1]
 
 
 def test_a_death_between_cells_is_said_when_it_happens(start: Start, view: Kept) -> None:

@@ -117,6 +117,46 @@ def test_a_failure_before_any_collective_leaves_the_group_alone(start: Start, vi
     assert view.notes == []
 
 
+@pytest.mark.parametrize(
+    "failing",
+    [
+        "if rank: time.sleep(0.4)\nno_such_name",
+        "if rank == 0: raise ValueError('only here')\nwhile True: pass",
+        "for _ in range(3): dist.all_reduce(torch.ones(1), group=pair)\nno_such_name",
+    ],
+    ids=["far apart", "one rank computes on", "after collectives of all"],
+)
+def test_a_plain_error_leaves_the_group_alone_while_no_rank_is_in_a_collective(
+    start: Start, view: Kept, failing: str
+) -> None:
+    """However far apart the ranks end: groups of `new_group`, device meshes and FSDP models stay usable."""
+    session = start(2)
+    session.execute("import time, torch, torch.distributed as dist\npair = dist.new_group([0, 1])")
+    with pytest.raises(RankError):
+        session.execute(failing)
+    session.execute("dist.all_reduce(torch.ones(1), group=pair)")
+    assert not [note for note in view.notes if "rebuilt" in note]
+
+
+@pytest.mark.parametrize(
+    "failing",
+    [
+        "if rank == 0: raise ValueError('boom')\ntime.sleep(0.4); group.barrier()",
+        "if rank == 0: raise ValueError('boom')\ndist.new_group([0, 1])",
+    ],
+    ids=["a collective later", "on the way into a group"],
+)
+def test_a_rank_that_waits_for_one_that_failed_is_freed(start: Start, view: Kept, failing: str) -> None:
+    """Also where it begins to wait after the failure, and where what it waits in is no collective."""
+    session = start(2)
+    session.execute("import time, torch, torch.distributed as dist\ngroup.barrier(); kept = rank")
+    with pytest.raises(RankError, match="rank 0 raised ValueError: boom"):
+        session.execute(failing)
+    session.execute("assert kept == rank; group.barrier()")
+    assert [note for note in view.notes if "rebuilt" in note]
+    assert not [note for note in view.notes if note.startswith("killing")]
+
+
 def test_ranks_that_compute_on_after_a_failure_are_interrupted(start: Start, view: Kept) -> None:
     """A cell that failed is over everywhere, and that is said."""
     session = start(3)

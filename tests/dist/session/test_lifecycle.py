@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddpilot import LaunchError, LaunchInterrupted, RankError, Session
+from ddpilot import LaunchError, LaunchInterrupted, RankError, Session, launch
 from tests.dist.launching.scripts import is_alive, run_script, running, wait_until
 from tests.dist.session.conftest import Kept, pressing_stop
 
@@ -23,6 +23,53 @@ Start = Callable[..., Session]
 def folders() -> set[str]:
     """Private folders of sessions that are there now."""
     return {path.name for path in Path(tempfile.gettempdir()).glob("ddpilot-*")}
+
+
+def test_restart_of_a_rank_that_is_not_there_restarts_none(start: Start) -> None:
+    """Counting from 1, or one of them twice: every variable is kept, or that rank's alone is lost."""
+    session = start(2)
+    session.execute("kept = rank")
+    with pytest.raises(LaunchError, match="rank 2, and the ranks are 0 to 1"):
+        session.restart([1, 2])
+    assert session.pull("kept") == [0, 1]
+    session.restart([0, 0])
+    assert session.pull("globals().get('kept')") == [None, 1]
+
+
+def test_a_restarted_rank_works_where_the_session_was_started(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Directory and path of the start, not of now; with the directory gone no rank is lost for a restart."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    monkeypatch.chdir(first)
+    session = start(2)
+    monkeypatch.chdir(second)
+    monkeypatch.syspath_prepend(str(second))
+    session.restart(1)
+    places = session.pull("(__import__('os').getcwd(), __import__('sys').path)")
+    assert places[0] == places[1]
+    assert places[0][0] == str(first)
+    session.execute("kept = rank")
+    first.rmdir()
+    with pytest.raises(LaunchError, match="restarting rank 1: .*/first, the working directory of the session, was rem"):
+        session.restart(1)
+    assert session.pull("kept") == [0, 1]
+
+
+def test_a_session_in_a_directory_that_was_removed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one line that says so; nothing is left."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    before = folders()
+    with pytest.raises(LaunchError, match="starting a session: the working directory of this process was removed"):
+        Session(1)
+    with pytest.raises(LaunchError, match="the working directory of this process was removed"):
+        launch(os.getpid)
+    assert folders() == before
 
 
 def test_two_sessions_at_once_do_not_see_each_other(start: Start) -> None:

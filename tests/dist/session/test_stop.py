@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from ddpilot import LaunchInterrupted, RankError, Session
-from tests.dist.session.conftest import MODEL, Kept, pressing_stop
+from tests.dist.session.conftest import MODEL, Kept, pressing_stop, stopping_once_noted
 
 Start = Callable[..., Session]
 
@@ -59,18 +59,30 @@ def test_stop_while_some_ranks_wait_for_the_others_to_enter_the_group(start: Sta
     assert time.monotonic() - began_s < LIMIT_S
 
 
-def test_a_rank_that_nothing_else_stops_is_killed_and_that_is_said(start: Start, view: Kept) -> None:
-    """C code that holds the GIL; the others keep their variables."""
+def test_a_rank_that_nothing_stops_is_killed_at_the_second_press(start: Start, view: Kept) -> None:
+    """C code that holds the GIL; one press waits for it, and the others keep their variables."""
     session = start(2)
     session.execute("kept = rank; group.barrier()")
-    began_s = time.monotonic()
-    with pressing_stop(0.3), pytest.raises(LaunchInterrupted, match="rank 1 had to be killed"):
+    with (
+        stopping_once_noted(session, view, "waiting for rank 1, in an operation that cannot be interrupted"),
+        pressing_stop(0.3),
+        pytest.raises(LaunchInterrupted, match="rank 1 had to be killed"),
+    ):
         session.execute("if rank == 1: sum(range(10**12))\ngroup.barrier()")
-    assert time.monotonic() - began_s < LIMIT_S
     assert any("killing rank 1, which nothing else stops" in note for note in view.notes)
     assert session.status()[1].reason == "was killed by ddpilot, since nothing else stopped it"
     session.restart(1)
     session.execute("group.barrier(); assert ('kept' in globals()) == (rank == 0)")
+
+
+def test_one_press_during_a_long_operation_costs_no_variable(start: Start, view: Kept) -> None:
+    """It ends with the operation, as in Jupyter, and the process group is as it was."""
+    session = start(2)
+    session.execute("group.barrier(); before = id(group.process_group)")
+    with pressing_stop(0.3), pytest.raises(LaunchInterrupted, match="ended at KeyboardInterrupt"):
+        session.execute("sum(range(3 * 10**8))\nwhile True: pass")
+    session.execute("assert before == id(group.process_group)")
+    assert not [note for note in view.notes if note.startswith(("killing", "the process group"))]
 
 
 def test_a_second_press_takes_the_next_steps_at_once(start: Start, view: Kept) -> None:

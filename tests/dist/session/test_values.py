@@ -243,6 +243,29 @@ def test_a_stop_during_push_says_where_the_variable_is_set(
     assert session.pull("x") == [1, 1]
 
 
+class LostError(Exception):
+    """Becomes a number that cannot be read, on the way."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return int, ("x",)
+
+
+def _raise_no_exception() -> None:
+    raise LostError("the real trouble")
+
+
+def test_run_raises_the_ranks_error_where_its_exception_cannot_be_rebuilt(start: Start, view: Kept) -> None:
+    """With its text, and nothing is left open."""
+    session = start(2)
+    num_open = []
+    for _ in range(3):
+        with pytest.raises(RankError, match="LostError: the real trouble"):
+            session.run(_raise_no_exception)
+        num_open.append(len(os.listdir("/proc/self/fd")))
+    assert any("could not be rebuilt here: ValueError" in note for note in view.notes)
+    assert num_open[0] == num_open[2]
+
+
 def test_run_shows_the_lines_of_a_function_that_is_in_no_file(start: Start) -> None:
     """A function of a notebook's cell, as `launch` shows it."""
     session = start(1)

@@ -55,6 +55,19 @@ def test_attention_delivers_an_interrupt_that_nobody_took() -> None:
         stop_within(attention)
 
 
+def test_attention_is_given_back_where_showing_what_is_left_fails() -> None:
+    """Else every later cell would be refused, since the ranks are busy with another."""
+
+    def show(_event: Event) -> None:
+        raise LookupError("cannot be shown")
+
+    attention = Attention(show, lambda: None)
+    with pytest.raises(LookupError), attention.turn("running") as (events, _):
+        events.put(LINE)
+    with attention.turn("running again"):
+        assert attention.is_taken
+
+
 def stop_within(attention: Attention) -> None:
     """A turn that is stopped, and stopped again on its way out."""
     with attention.turn("running"):

@@ -22,6 +22,8 @@ def test_tails_keep_the_last_lines_of_each_rank() -> None:
 def test_tails_of_a_rank_that_starts_anew_are_empty() -> None:
     """Its last incarnation's words are not its own."""
     tails = Tails()
-    tails.feed(0, "stdout", b"before\n")
+    tails.feed(0, "stdout", b"before\nepoch 3: 40%")
     tails.forget(0)
     assert tails.last_lines(0) == ()
+    tails.feed(0, "stdout", b"Traceback\n")
+    assert tails.last_lines(0) == ("Traceback",)

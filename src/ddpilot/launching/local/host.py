@@ -60,6 +60,7 @@ def run_local(
     display = Display(options.output, options.output_limit_bytes)
     count = resolve_count(options, environ, display)
     did = f"starting {count} rank{'s' * (count > 1)} of `{name}`"
+    find_working_directory(did)
     parts = {"fn": function, "args": args, "kwargs": dict(kwargs)}
     with limits_explained(did), standard_fds_taken():
         parcel, known = ship("ddpilot-call", parts, (function, args, dict(kwargs)), did=did, known=None)
@@ -97,6 +98,7 @@ def _run_shipped(
             hooks=() if companion is None else companion.hooks,
             name=name,
             launch_id=uuid.uuid4().hex,
+            working_directory=os.getcwd(),
         )
         results = _run_on(server, starts, count, parcel, OutputPump(count, display), options, name, known, companion)
         is_clean = True
@@ -217,6 +219,18 @@ def say_dirty(server: RankServer, options: LaunchOptions, display: Display) -> N
     display.note(f"{server.hello.dirty}, so ranks start as fresh interpreters, which takes seconds; see `preload=`")
 
 
+def find_working_directory(did: str) -> str:
+    """The path of the working directory. Raises LaunchError where it was removed: no process can be started there."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError as error:
+        raise LaunchError(
+            did,
+            found="the working directory of this process was removed",
+            fix="Change to one that exists: `os.chdir(...)`, in a notebook `%cd ...`",
+        ) from error
+
+
 def make_rank_start(
     rank: int,
     port: int,
@@ -228,6 +242,7 @@ def make_rank_start(
     hooks: tuple[str, ...],
     name: str,
     launch_id: str,
+    working_directory: str,
 ) -> RankStart:
     """What rank `rank` of `count` is told, with the store of the launch on `port` of the loopback interface."""
     main = sys.modules["__main__"]
@@ -244,7 +259,7 @@ def make_rank_start(
         launch_id=launch_id,
         rank=rank,
         environ={**environ, **variables},
-        working_directory=os.getcwd(),
+        working_directory=working_directory,
         sys_path=module_paths(),
         argv=list(sys.argv),
         main={name: text for name in ("__file__", "__package__") if isinstance(text := vars(main).get(name), str)},

@@ -25,6 +25,11 @@ class CollectiveCounter:
         """Count from now."""
         self._before = self._total()
 
+    @property
+    def before(self) -> int | None:
+        """Collectives and point-to-point operations begun before; None where they are not recorded."""
+        return None if self._fd is None else self._before
+
     def count(self) -> int | None:
         """Collectives and point-to-point operations begun since; None where they are not recorded."""
         return None if self._fd is None else self._total() - self._before

@@ -23,7 +23,7 @@ from traitlets import Instance
 from ddpilot.launching.messages import message_of
 from ddpilot.launching.victims import is_victim
 from ddpilot.session.rank.hurried import TooSlow, hurried, uninterrupted
-from ddpilot.session.rank.raised import CELL, cell_traceback, holds_group, report_error
+from ddpilot.session.rank.raised import CELL, cell_traceback, group_state, holds_group, report_error
 from ddpilot.session.rank.tidy import forget_error, tidy
 from ddpilot.session.report import BEGUN, FREE, REPLY, REPORT_KEY, REQUEST, Report, writable
 
@@ -166,7 +166,8 @@ class RankKernel(IPythonKernel):
     def _say_begun(self) -> None:
         # From here on a stop is not lost; the session holds it back until it hears this.
         assert self.session is not None
-        self.session.send(self.iopub_socket, BEGUN, {}, self.get_parent("shell"))
+        content = {"num_before": self.requests.space.counter.before}
+        self.session.send(self.iopub_socket, BEGUN, content, self.get_parent("shell"))
 
     async def do_execute(self, code: str, silent: bool, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Run a cell; the reply says how it ended."""
@@ -205,7 +206,7 @@ class RankKernel(IPythonKernel):
         now = time.monotonic()
         num_collectives = self.requests.space.counter.count()
         if reply["status"] == "ok":
-            return Report(status="ok", time_s=now, has_group=dist.is_initialized(), num_collectives=num_collectives)
+            return Report(status="ok", time_s=now, **group_state(), num_collectives=num_collectives)
         text = "\n".join(reply.get("traceback", ()))
         if self._rank_shell.failure is not None:
             error, time_s = self._rank_shell.failure
@@ -213,7 +214,7 @@ class RankKernel(IPythonKernel):
         return Report(  # a cell that is no Python: nothing of it ran
             status="error",
             time_s=now,
-            has_group=dist.is_initialized(),
+            **group_state(),
             num_collectives=num_collectives,
             type_name=reply["ename"],
             message=reply["evalue"],

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import traceback
+from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from ddpilot.launching.exitcode import exitcode_of
 from ddpilot.launching.messages import message_of
@@ -29,7 +31,7 @@ def report_error(error: BaseException, text: str, time_s: float, num_collectives
     return Report(
         status="error",
         time_s=time_s,
-        has_group=dist.is_initialized(),
+        **group_state(),
         num_collectives=num_collectives,
         type_name=type(error).__qualname__,
         message=message_of(error),
@@ -39,6 +41,11 @@ def report_error(error: BaseException, text: str, time_s: float, num_collectives
         in_backward=came_from_backward(error),
         exitcode=exitcode_of(error),
     )
+
+
+def group_state() -> dict[str, Any]:
+    """Of this rank, for a report: whether it is in a group, and how many it has made."""
+    return {"has_group": dist.is_initialized(), "num_groups": c10d._world.group_count}
 
 
 def came_from_backward(error: BaseException | None) -> bool:

@@ -11,8 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from ddpilot.environments.detect import detect_topology
 from ddpilot.group.leaving import take_down
 from ddpilot.group.rebuild import rebuild_group
@@ -28,7 +26,7 @@ from ddpilot.session.rank.lost import find_lost
 from ddpilot.session.rank.namespace import Space
 from ddpilot.session.rank.pulling import pack_pulled
 from ddpilot.session.rank.pushing import Pushed, prefer_own
-from ddpilot.session.rank.raised import report_error
+from ddpilot.session.rank.raised import group_state, report_error
 from ddpilot.session.report import Report
 
 _RENDEZVOUS_S = 30.0
@@ -68,7 +66,7 @@ class Requests:
         return Report(
             status="ok",
             time_s=time.monotonic(),
-            has_group=dist.is_initialized(),
+            **group_state(),
             num_collectives=self.space.counter.count(),
             value=value,
         )

@@ -7,7 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
-from ddpilot.errors import RankError, WatchError
+from ddpilot.errors import LaunchError, RankError
 from ddpilot.session.shown.output import CellOutput
 from ddpilot.session.shown.rich import Rich, read_rich
 from ddpilot.session.shown.screen import Screen
@@ -80,7 +80,7 @@ class ScreenView(ABC):
         """When `show` has something to do next."""
         return None if self._output is None else self._output.next_due_s()
 
-    def error(self, error: RankError | WatchError) -> None:
+    def error(self, error: RankError | LaunchError) -> None:
         """Show the first failure, behind what was printed before it."""
         self.flush()
         self.advise(error)

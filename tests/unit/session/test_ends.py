@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ends of processes that are heard of late: the rank was restarted meanwhile, under the same number."""
+
+from __future__ import annotations
+
+import queue
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from ddpilot.errors import LaunchError
+from ddpilot.session.events import Ended, Event, Said
+from ddpilot.session.outside import OutsideCells
+from ddpilot.session.readiness import await_ready
+from ddpilot.session.standing import Standing
+
+END = Ended(1, None, "was killed")
+
+
+def said(channel: str) -> Said:
+    """A message of rank 1."""
+    return Said(rank=1, channel=channel, kind="", parent_id="", content={}, metadata={}, buffers=[], header={})
+
+
+def test_await_ready_takes_the_end_of_an_earlier_process_for_nothing() -> None:
+    """That of the new one is an error."""
+    hub = cast("Any", SimpleNamespace(send=lambda *_sent: "id"))
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    for event in (END, said("iopub"), said("shell")):
+        events.put(event)
+    await_ready(hub, [1], events, lambda _ended: None)
+    events.put(END)
+    with pytest.raises(LaunchError, match="rank 1 ended: was killed"):
+        await_ready(hub, [1], events, lambda ended: ended.reason)
+
+
+def test_outside_cells_shows_no_end_of_a_rank_that_lives_again() -> None:
+    """Until it dies again."""
+    notes: list[str] = []
+    standing = Standing(2)
+    view, host = SimpleNamespace(note=notes.append), SimpleNamespace(can_start=True)
+    outside = OutsideCells(cast("Any", view), cast("Any", host), standing, respawns=False)
+    outside.show(END)
+    assert notes == []
+    standing.note_end(END, ())
+    outside.show(END)
+    assert notes == ["rank 1 was killed; its variables are lost, `%ddp restart 1` brings it back"]
