@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from ddpilot.errors import RankError, WatchError
+from ddpilot.errors import LaunchError, RankError
 from ddpilot.findings.words import render_ranks
 from ddpilot.magics.options import describe_options
 from ddpilot.magics.usage import MagicUsageError
@@ -39,7 +39,7 @@ class Desk:
         self._session: Session | None = None
         self._num_local = 0
         self._board: Board | None = None
-        self.advise: Callable[[RankError | WatchError], None] = lambda error: None
+        self.advise: Callable[[RankError | LaunchError], None] = lambda error: None
         """Given to the views of sessions: called with every error of ranks before it is shown."""
 
     @property

@@ -7,7 +7,7 @@ import re
 from types import ModuleType
 from typing import Any
 
-from ddpilot.errors import LaunchError, RankError, WatchError
+from ddpilot.errors import LaunchError, RankError
 from ddpilot.magics.desk import Desk
 from ddpilot.session.session import Session
 
@@ -20,7 +20,7 @@ class NameHints:
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
 
-    def advise(self, error: RankError | WatchError) -> None:
+    def advise(self, error: RankError | LaunchError) -> None:
         """Give `error` a fix if a rank missed a name that the notebook has."""
         missing = _MISSING.search(error.found)
         if missing is None or error.fix:

@@ -20,7 +20,7 @@ class ScreenView(ABC):
     def __init__(self) -> None:
         self._output: CellOutput | None = None
         self._ranks: tuple[int, ...] = ()
-        self.advise: Callable[[RankError | WatchError], None] = lambda error: None
+        self.advise: Callable[[RankError | LaunchError], None] = lambda error: None
         """Called with every error before it is shown; may give it a `fix`."""
 
     @abstractmethod
