@@ -16,6 +16,7 @@ SCRIPTS = (
     "startup",
     "launch_latency",
     "many_ranks",
+    "run_output",
     "idle_memory",
     "result_copy",
     "fifty_launches",

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import re
 import selectors
@@ -17,6 +19,12 @@ from ddpilot.launching.output.display import Display
 from ddpilot.launching.output.pump import OutputPump
 
 _IDLE_S = 0.2
+_SMALL_BYTES = 16 << 10
+_GATHER_S = 0.01
+"""A rank's lines come one by one, and a look at each costs more than the line: after a few, more are waited for."""
+
+_PIPE_BYTES = 256 << 10
+"""So much a rank can print before it waits for this process. The kernel's default is 64 KiB."""
 _INVISIBLE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x20\x7f]")
 Pipe = tuple[int, str]
 """A rank and one of its streams: (3, "stderr")."""
@@ -69,6 +77,7 @@ class Screen:
             for pipe in piped:
                 reader, writer = os.pipe()
                 os.set_blocking(reader, False)
+                _enlarge(writer)
                 self._readers[pipe], self._writers[pipe] = reader, writer
                 self._selector.register(reader, selectors.EVENT_READ, pipe)
             return {pipe: f"/dev/fd/{writer}" for pipe, writer in self._writers.items()}
@@ -112,20 +121,26 @@ class Screen:
             with self._lock:
                 due_s = None if self._pump is None else self._pump.next_due_s()
             wait_s = _IDLE_S if due_s is None else min(_IDLE_S, max(0.0, due_s - time.monotonic()))
+            num_bytes = 0
             for key, _ in self._selector.select(wait_s):
                 with self._lock:
-                    self._read(key.data)
+                    num_bytes += self._read(key.data)
             with self._lock:
                 if self._pump is not None:
                     pump = self._pump
                     self._show(lambda pump=pump: pump.show(time.monotonic()))  # type: ignore[misc]
                     self._show(self._display.flush)
+            if 0 < num_bytes < _SMALL_BYTES:
+                time.sleep(_GATHER_S)
 
-    def _read(self, pipe: Pipe) -> None:
+    def _read(self, pipe: Pipe) -> int:
+        """Take what is in `pipe`, at most 64 KiB; returns the number of bytes."""
         if self._pump is None or pipe not in self._readers:  # the attempt has ended meanwhile
-            return
-        pump, reader = self._pump, self._readers[pipe]
+            return 0
+        pump, before = self._pump, self._pump.num_bytes
+        reader = self._readers[pipe]
         self._show(lambda: pump.read(reader, *pipe, time.monotonic()))
+        return pump.num_bytes - before
 
     def _drain(self, pipe: Pipe) -> None:
         if self._pump is not None:
@@ -139,3 +154,9 @@ class Screen:
             return
         except OSError as error:
             self.broken = error
+
+
+def _enlarge(pipe: int) -> None:
+    if hasattr(fcntl, "F_SETPIPE_SZ"):
+        with contextlib.suppress(OSError):  # the user's share of the kernel's memory for pipes is used up
+            fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)

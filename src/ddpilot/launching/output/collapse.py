@@ -7,7 +7,7 @@ import bisect
 import heapq
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 WINDOW_S = 0.05
 """How long a line waits for the same line from other ranks."""
@@ -16,7 +16,7 @@ _MAX_WAITING = 2000
 _NOWHERE = (0, -1)
 
 
-@dataclass
+@dataclass(eq=False, slots=True)
 class Waiting:
     """A line on its way to the screen, and the ranks that printed it.
 
@@ -28,7 +28,7 @@ class Waiting:
     text: str
     since_s: float
     place: tuple[int, int]
-    ranks: list[int] = field(default_factory=list)
+    ranks: list[int]
     is_shown: bool = False
 
 
@@ -37,53 +37,89 @@ class Collapser:
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
-        self._heap: list[tuple[tuple[int, int], Waiting]] = []
+        self._rows: dict[int, list[Waiting]] = {}  # by height, each in the order of places
+        self._heights: list[int] = []  # a heap of the keys of `_rows`
+        self._num_waiting = 0
         self._by_age: deque[Waiting] = deque()
-        self._by_text: dict[tuple[str, str], list[Waiting]] = {}  # each list by place
+        self._by_text: dict[tuple[str, str], list[Waiting]] = {}  # each in the order of places
         self._last: dict[int, tuple[int, int]] = {}  # by rank
 
     def add(self, rank: int, stream: str, text: str, now_s: float) -> None:
         """Take a line: join the same line of other ranks if that comes after all that this rank has printed."""
-        same = self._by_text.setdefault((stream, text), [])
         last = self._last.get(rank, _NOWHERE)
-        # A rank may print one line thousands of times, so no search from the start.
-        index = bisect.bisect_right(same, last, key=lambda each: each.place)
-        if index < len(same):
-            entry = same[index]
+        same = self._by_text.get((stream, text))
+        entry = None if same is None else _first_after(same, last)
+        if entry is not None:
+            entry.ranks.append(rank)
+            self._last[rank] = entry.place
+            return
+        height = last[0] + 1
+        place = self._last[rank] = (height, rank)
+        entry = Waiting(stream, text, now_s, place, [rank])
+        self._by_age.append(entry)
+        self._num_waiting += 1
+        if same is None:
+            self._by_text[stream, text] = [entry]
         else:
-            entry = Waiting(stream, text, now_s, (last[0] + 1, rank))
-            heapq.heappush(self._heap, (entry.place, entry))
-            self._by_age.append(entry)
-            bisect.insort(same, entry, key=lambda each: each.place)
-        entry.ranks.append(rank)
-        self._last[rank] = entry.place
+            _insert(same, entry)
+        row = self._rows.get(height)
+        if row is None:
+            self._rows[height] = [entry]
+            heapq.heappush(self._heights, height)
+        else:
+            _insert(row, entry)
 
     def ready(self, now_s: float) -> Iterator[Waiting]:
         """The lines that need not wait any longer, in order."""
-        while self._heap:
-            is_complete = len(self._heap[0][1].ranks) == self._num_ranks
-            due = self.next_due_s()
-            is_due = due is not None and now_s >= due
-            if not is_complete and not is_due and len(self._heap) <= _MAX_WAITING:
-                return
+        while self._heights:
+            is_complete = len(self._rows[self._heights[0]][0].ranks) == self._num_ranks
+            if not is_complete and self._num_waiting <= _MAX_WAITING:
+                due_s = self.next_due_s()
+                if due_s is None or now_s < due_s:
+                    return
             yield self._pop()
 
     def flush(self) -> Iterator[Waiting]:
         """Everything that waits, in order."""
-        while self._heap:
+        while self._heights:
             yield self._pop()
 
     def next_due_s(self) -> float | None:
         """When the line that has waited longest is due; None if none waits."""
-        while self._by_age and self._by_age[0].is_shown:
-            self._by_age.popleft()
-        return self._by_age[0].since_s + WINDOW_S if self._by_age else None
+        by_age = self._by_age
+        while by_age and by_age[0].is_shown:
+            by_age.popleft()
+        return by_age[0].since_s + WINDOW_S if by_age else None
 
     def _pop(self) -> Waiting:
-        _, entry = heapq.heappop(self._heap)
+        height = self._heights[0]
+        row = self._rows[height]
+        entry = row.pop(0)
+        if not row:
+            del self._rows[height]
+            heapq.heappop(self._heights)
         entry.is_shown = True
+        self._num_waiting -= 1
         same = self._by_text[entry.stream, entry.text]
-        same.remove(entry)
+        del same[0]  # no line that waits stands above `entry`, so none of its text either
         if not same:
             del self._by_text[entry.stream, entry.text]
         return entry
+
+
+def _place(entry: Waiting) -> tuple[int, int]:
+    return entry.place
+
+
+def _first_after(entries: list[Waiting], place: tuple[int, int]) -> Waiting | None:
+    """The first of `entries` that stands below `place`. A rank may print one line thousands of times: no scan."""
+    if entries[-1].place <= place:
+        return None
+    return entries[bisect.bisect_right(entries, place, key=_place)]
+
+
+def _insert(entries: list[Waiting], entry: Waiting) -> None:
+    if entries[-1].place < entry.place:
+        entries.append(entry)
+    else:
+        bisect.insort(entries, entry, key=_place)

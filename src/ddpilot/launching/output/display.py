@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import sys
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import TextIO
 
 from ddpilot.findings.words import render_ranks
 from ddpilot.launching.options import Output
+from ddpilot.launching.output.collapse import Waiting
 
 _NOTEBOOK_LIMIT_BYTES = 1_000_000
 
@@ -59,10 +61,26 @@ class Display:
 
     def line(self, ranks: Sequence[int], stream: str, text: str) -> None:
         """Show one line of `ranks`."""
-        for rank in ranks:
-            self._shown_bytes[rank] = self._shown_bytes.get(rank, 0) + len(text) + 1
-        label = f"[{render_ranks(sorted(ranks))}] " if self._mode == "labelled" else ""
-        self._write(stream, f"{label}{text}\n")
+        self._write(stream, self._labelled(ranks, text))
+
+    def lines(self, entries: Iterable[Waiting]) -> None:
+        """Show lines, those of one stream that follow each other by one write."""
+        stream = ""
+        texts: list[str] = []
+        for entry in entries:
+            if entry.stream != stream and texts:
+                self._write(stream, "".join(texts))
+                texts = []
+            stream = entry.stream
+            texts.append(self._labelled(entry.ranks, entry.text))
+        if texts:
+            self._write(stream, "".join(texts))
+
+    def _labelled(self, ranks: Sequence[int], text: str) -> str:
+        if self._limit_bytes is not None:
+            for rank in ranks:
+                self._shown_bytes[rank] = self._shown_bytes.get(rank, 0) + len(text) + 1
+        return f"{_label(tuple(ranks))}{text}\n" if self._mode == "labelled" else f"{text}\n"
 
     def progress(self, stream: str, text: str, rank: int = 0) -> None:
         """Redraw the bar of the one rank whose bars are shown."""
@@ -112,6 +130,11 @@ class Display:
             stream, shown = self._bar
             self._streams[stream].write("\r" + " " * len(shown) + "\r")
             self._bar = None
+
+
+@functools.lru_cache(maxsize=1024)
+def _label(ranks: tuple[int, ...]) -> str:
+    return f"[{render_ranks(ranks)}] "
 
 
 def _default_limit_bytes() -> int | None:

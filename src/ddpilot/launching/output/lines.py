@@ -4,22 +4,20 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 _MAX_LINE_BYTES = 64 * 1024
 _CURSOR_MOVES = re.compile(rb"\x1b\[\d*[A-HJK]")  # nested bars move the cursor, which lines of other ranks would break
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """A finished line without its end. `is_progress`: the last state of a bar that redrew itself."""
 
     text: str
     is_progress: bool = False
 
 
-@dataclass(frozen=True)
-class Progress:
+class Progress(NamedTuple):
     """What a bar that redraws itself with carriage returns shows now."""
 
     text: str
@@ -35,8 +33,12 @@ class LineSplitter:
         """The lines that `data` completes, and the bar that it leaves unfinished."""
         without_moves = _CURSOR_MOVES.sub(b"", data)
         moved = len(without_moves) != len(data)
-        *complete, rest = (self._pending + without_moves).split(b"\n")
-        found: list[Line | Progress] = [_line(raw) for raw in complete if not (moved and not raw.strip())]
+        complete, end, rest = (self._pending + without_moves).rpartition(b"\n")
+        found: list[Line | Progress] = []
+        if moved or b"\r" in complete:
+            found += [_line(raw) for raw in complete.split(b"\n") if raw.strip() or not moved] if end else []
+        elif end:
+            found += map(Line, complete.decode(errors="replace").split("\n"))
         while len(rest) > _MAX_LINE_BYTES and b"\r" not in rest:
             found.append(_line(rest[:_MAX_LINE_BYTES]))
             rest = rest[_MAX_LINE_BYTES:]

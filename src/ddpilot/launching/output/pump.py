@@ -35,6 +35,8 @@ class OutputPump:
         numbers = range(ranks) if isinstance(ranks, int) else ranks
         self.display = display
         self._copies = copies or {}
+        self.num_bytes = 0
+        """How much was read so far, of all pipes."""
         self._bars_rank = min(numbers)
         self._collapser = Collapser(len(numbers))
         self._splitters: dict[tuple[int, str], LineSplitter] = {}
@@ -47,6 +49,7 @@ class OutputPump:
     def read(self, fd: int, rank: int, stream: str, now_s: float) -> bool:
         """Take at most 64 KiB of one pipe that has something, or has ended; False at its end."""
         data = os.read(fd, _CHUNK_BYTES)
+        self.num_bytes += len(data)
         if (rank, stream) in self._copies:
             self._copies[rank, stream].write(data)
         splitter = self._splitters.setdefault((rank, stream), LineSplitter())
@@ -55,8 +58,7 @@ class OutputPump:
             pieces = splitter.feed(data[-_HIDDEN_BYTES:]) if data else splitter.close()
             self._last_lines[rank].extend(piece.text for piece in pieces if isinstance(piece, Line))
             return bool(data)
-        for piece in splitter.feed(data) if data else splitter.close():
-            self._take(rank, stream, piece, now_s)
+        self._take(rank, stream, splitter.feed(data) if data else splitter.close(), now_s)
         return bool(data)
 
     def drain(self, fd: int, rank: int, stream: str, now_s: float) -> None:
@@ -67,27 +69,27 @@ class OutputPump:
                 if not self.read(fd, rank, stream, now_s):
                     return
         except BlockingIOError:
-            for piece in self._splitters.get((rank, stream), LineSplitter()).close():
-                self._take(rank, stream, piece, now_s)
+            self._take(rank, stream, self._splitters.get((rank, stream), LineSplitter()).close(), now_s)
 
-    def _take(self, rank: int, stream: str, piece: Line | Progress, now_s: float) -> None:
-        if isinstance(piece, Progress):
-            if rank == self._bars_rank:
+    def _take(self, rank: int, stream: str, pieces: Sequence[Line | Progress], now_s: float) -> None:
+        last_lines, add = self._last_lines[rank], self._collapser.add
+        for piece in pieces:
+            if isinstance(piece, Progress):
+                if rank == self._bars_rank:
+                    self.show(now_s)
+                    self.display.progress(stream, piece.text, rank)
+                continue
+            text, is_progress = piece
+            last_lines.append(text)
+            if not is_progress:
+                add(rank, stream, text, now_s)
+            elif rank == self._bars_rank:
                 self.show(now_s)
-                self.display.progress(stream, piece.text, rank)
-        elif piece.is_progress:
-            self._last_lines[rank].append(piece.text)
-            if rank == self._bars_rank:
-                self.show(now_s)
-                self.display.end_progress(stream, piece.text, rank)
-        else:
-            self._last_lines[rank].append(piece.text)
-            self._collapser.add(rank, stream, piece.text, now_s)
+                self.display.end_progress(stream, text, rank)
 
     def show(self, now_s: float) -> None:
         """Show the lines that have waited long enough for their like."""
-        for entry in self._collapser.ready(now_s):
-            self.display.line(entry.ranks, entry.stream, entry.text)
+        self.display.lines(self._collapser.ready(now_s))
 
     def next_due_s(self) -> float | None:
         """When `show` has something to do next; None if nothing waits."""
@@ -95,6 +97,5 @@ class OutputPump:
 
     def close(self) -> None:
         """Show everything that still waits."""
-        for entry in self._collapser.flush():
-            self.display.line(entry.ranks, entry.stream, entry.text)
+        self.display.lines(self._collapser.flush())
         self.display.close()

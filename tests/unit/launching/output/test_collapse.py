@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddpilot.launching.output.collapse import WINDOW_S, Collapser
+from ddpilot.launching.output.collapse import WINDOW_S, Collapser, Waiting
 
 
 def shown(collapser: Collapser, now_s: float | None = None) -> list[tuple[list[int], str]]:
@@ -102,3 +103,54 @@ def test_collapser_takes_a_line_printed_thousands_of_times_in_a_blink() -> None:
         collapser.add(0, "stdout", "x", 0.0)
     assert len(shown(collapser)) == 30_000
     assert time.process_time() - start < 1.0
+
+
+class PlainCollapser:
+    """What `Collapser` is to do, without any of its indexes."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self.waiting: list[Waiting] = []
+        self.last: dict[int, tuple[int, int]] = {}
+
+    def add(self, rank: int, stream: str, text: str, now_s: float) -> None:
+        """Join the first equal line below the rank's last one, or begin a line."""
+        last = self.last.get(rank, (0, -1))
+        same = [each for each in self.waiting if (each.stream, each.text) == (stream, text) and each.place > last]
+        if not same:
+            same = [Waiting(stream, text, now_s, (last[0] + 1, rank), [])]
+            self.waiting += same
+        entry = min(same, key=lambda each: each.place)
+        entry.ranks.append(rank)
+        self.last[rank] = entry.place
+
+    def ready(self, now_s: float) -> Iterator[Waiting]:
+        """The first line for as long as it is complete, or any line has waited for the window."""
+        while self.waiting:
+            first = min(self.waiting, key=lambda each: each.place)
+            oldest_s = min(each.since_s for each in self.waiting)
+            if len(first.ranks) < self.num_ranks and now_s < oldest_s + WINDOW_S:
+                return
+            self.waiting.remove(first)
+            yield first
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["stdout", "stderr"]), st.sampled_from("abc"), st.booleans()))
+)
+@settings(deadline=None)
+def test_collapser_shows_what_a_plain_search_would(lines: list[tuple[int, str, str, bool]]) -> None:
+    """Ranks, text and order are the same, wherever lines are shown in between."""
+    ours, plain = Collapser(3), PlainCollapser(3)
+    for number, (rank, stream, text, is_shown) in enumerate(lines):
+        now_s = number * WINDOW_S / 4
+        shown = []
+        for each in (ours, plain):
+            each.add(rank, stream, text, now_s)
+            shown.append([(entry.ranks, entry.stream, entry.text) for entry in each.ready(now_s)] if is_shown else [])
+        assert shown[0] == shown[1]
+    later_s = len(lines) + 1.0
+    assert [(each.ranks, each.text) for each in ours.ready(later_s)] == [
+        (each.ranks, each.text) for each in plain.ready(later_s)
+    ]
+    assert ours.next_due_s() is None

@@ -76,3 +76,12 @@ def test_line_splitter_stays_small_under_an_endless_bar() -> None:
     for _ in range(50):
         splitter.feed(b"\r" + b"#" * 70_000)
         assert len(splitter._pending) <= 64 * 1024 + 1
+
+
+@given(st.lists(st.binary(max_size=8).map(lambda raw: raw.replace(b"\r", b"").replace(b"\x1b", b"")), max_size=20))
+@settings(deadline=None)
+def test_line_splitter_decodes_lines_of_one_chunk_as_each_alone(raws: list[bytes]) -> None:
+    """Bytes that are no UTF-8 never reach over the end of their line."""
+    lines = [raw.replace(b"\n", b"") for raw in raws]
+    found = LineSplitter().feed(b"".join(line + b"\n" for line in lines))
+    assert found == [Line(line.decode(errors="replace")) for line in lines]
