@@ -3,19 +3,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ddpilot.data.devices import to_device
 from ddpilot.data.options import naming_rank
 from ddpilot.errors import LoopError
 from ddpilot.training.accumulating import Accumulation
 from ddpilot.training.batch_norm import check_batch_norms
+from ddpilot.training.closures import check_closure, needs_closure
 from ddpilot.training.grouping import Loader, check_loader, is_at_end, iterate_groups
 from ddpilot.training.keeping.place import describe_data
 from ddpilot.training.loop_keeping import KeepingLoop
@@ -212,7 +214,7 @@ class Loop(PreparingLoop, KeepingLoop, LookingLoop):
         nn.utils.clip_grads_with_norm_(given, max_norm, norm)
         return norm
 
-    def step(self, optimizer: Optimizer, scheduler: Any = None) -> bool:
+    def step(self, optimizer: Optimizer, scheduler: Any = None, *, closure: Callable[[], object] | None = None) -> bool:
         """Update the weights, clear the gradients, step the `scheduler`; whether it did. Collective.
 
         False, and nothing done, while gradients are still accumulated; False too where fp16 skips the update, on all
@@ -220,16 +222,22 @@ class Loop(PreparingLoop, KeepingLoop, LookingLoop):
         ranks: for parameters that are in no prepared model, and in `batches` for gradients without any `loop.backward`;
         with several ranks for those of a forward pass that went round DDP.
         For what is meant otherwise call `optimizer.step()`.
+
+        `scheduler`: a ReduceLROnPlateau gets the mean loss of the update over all ranks; it has to be prepared.
+        `closure`: for optimizers that compute the loss several times per update (LBFGS, SAM): a function that runs
+        forward and `loop.backward`. Gradients are cleared before each call, and the optimizer gets the loss over all
+        ranks, whatever the closure returns, so all ranks take the same steps; that costs a small collective per call.
+        Not with `accumulate` or fp16. A NonFiniteError leaves the weights where the optimizer was trying them.
         """
         if not self.is_update:
             return False
         try:
-            return self._step(optimizer, scheduler)
+            return self._step(optimizer, scheduler, closure)
         except LoopError as error:
             self._updates.locate(error)
             raise
 
-    def _step(self, optimizer: Optimizer, scheduler: Any) -> bool:
+    def _step(self, optimizer: Optimizer, scheduler: Any, closure: Callable[[], object] | None) -> bool:
         if not hasattr(optimizer, "param_groups"):
             found = f"a {type(optimizer).__name__} in place of an optimizer"
             raise LoopError("updating the weights", found=found, fix="Write loop.step(optimizer).", rank=self.rank)
@@ -238,7 +246,7 @@ class Loop(PreparingLoop, KeepingLoop, LookingLoop):
         self._updates.settle()
         self._updates.check(optimizer)
         try:
-            done = self._precision.step(optimizer)
+            done = self._update(optimizer, closure)
         except (RuntimeError, MemoryError) as error:  # an optimizer makes its state in its first step
             if not is_out_of_memory(error):
                 raise
@@ -248,6 +256,32 @@ class Loop(PreparingLoop, KeepingLoop, LookingLoop):
         if self._updates.batch is None:
             self._precision.settle(self._optimizers)
         if done and scheduler is not None:
-            scheduler.step()
+            self._step_scheduler(scheduler)
         self._place.num_updates += done and (not self._optimizers or optimizer is self._optimizers[0])
         return done
+
+    def _update(self, optimizer: Optimizer, closure: Callable[[], object] | None) -> bool:
+        if closure is not None:
+            check_closure(optimizer, self._accumulate, self._precision.scaler is not None, self.rank)
+            return self._precision.step(optimizer, lambda: self._updates.evaluate(closure, optimizer))
+        try:
+            return self._precision.step(optimizer)
+        except TypeError as error:
+            if "closure" not in str(error):
+                raise
+            raise needs_closure(optimizer, self.rank) from error
+
+    def _step_scheduler(self, scheduler: Any) -> None:
+        if not isinstance(scheduler, ReduceLROnPlateau):
+            scheduler.step()
+            return
+        objective = self._updates.objective
+        if objective is None or not objective.is_known:
+            raise LoopError(
+                "stepping a ReduceLROnPlateau",
+                found="it was not prepared, so the loss of the update was not kept for it",
+                fix="Write scheduler = loop.prepare(scheduler); or step it by yourself, once per epoch, with a value "
+                "that is the same on all ranks, as loop.reduce and loop.evaluate return it.",
+                rank=self.rank,
+            )
+        scheduler.step(objective.reduce().item())

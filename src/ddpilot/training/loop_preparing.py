@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -83,6 +84,8 @@ class PreparingLoop(LoopState):
             self._prepared.add_optimizer(optimizer)
             return optimizer
         if has_state(thing):
+            if isinstance(thing, ReduceLROnPlateau):
+                self._updates.keep_objective()
             return thing
         raise LoopError(
             "preparing",

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from ddpilot.group.protocol import GroupLike
+
 NUM_COUNTS = 8
 """Counts travel in multiples of this number, so that ranks with different losses send messages of one size."""
 _NAME_VALUES = 1 << 20
@@ -58,6 +60,49 @@ def decode(sums: Sequence[float], world_size: int) -> tuple[float, ...] | None:
     """The counts of all ranks together, padded; None if the ranks have different losses. The same on every rank."""
     names, squares, *counts = sums
     return tuple(counts) if names * names == world_size * squares else None
+
+
+class Objective:
+    """The loss that an update goes down on, over all ranks: what closures return and plateaus are found by."""
+
+    def __init__(self, group: GroupLike) -> None:
+        self._group = group
+        self._parts: list[tuple[torch.Tensor, float]] = []
+        self._is_over = False
+
+    @property
+    def is_known(self) -> bool:
+        """True if a backward pass has run."""
+        return bool(self._parts)
+
+    def begin(self) -> None:
+        """Forget the backward passes so far."""
+        self._parts.clear()
+        self._is_over = False
+
+    def end(self) -> None:
+        """An update was made: the next backward pass belongs to a further one."""
+        self._is_over = True
+
+    def add(self, loss: torch.Tensor, share: float, correction: float = 1.0) -> None:
+        """Take a backward pass of `loss`, this rank's mean, which has a `share` of the mean of all ranks.
+
+        `correction`: what the shares so far are multiplied by, with this one.
+        """
+        if self._is_over:
+            self.begin()
+        self._parts.append((loss.detach(), share))
+        if correction != 1.0:
+            self._parts = [(one, old * correction) for one, old in self._parts]
+
+    def reduce(self) -> torch.Tensor:
+        """The sum over all ranks, shape () in float64, the same on every rank. Collective."""
+        wide = torch.float32 if self._group.device.type == "mps" else torch.float64
+        total = torch.zeros((), dtype=wide, device=self._group.device)
+        for loss, share in self._parts:
+            if share:  # a mean over nothing may be NaN
+                total += loss.to(wide) * share
+        return self._group.all_reduce(total) if self._group.world_size > 1 else total
 
 
 class _Zeros(torch.autograd.Function):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from ddpilot.group.protocol import GroupLike
 from ddpilot.training.bypassing import BypassWatch
 from ddpilot.training.deciding import Decider, Decision
 from ddpilot.training.grouping import CurrentBatch
-from ddpilot.training.losses import NamedLoss, decode, encode, read_losses, walk, zeros_for
+from ddpilot.training.losses import NamedLoss, Objective, decode, encode, read_losses, walk, zeros_for
 from ddpilot.training.nonfinite import FiniteWatch, raise_nonfinite
 from ddpilot.training.passes import GraphWatch, GroupWatch
 from ddpilot.training.reducing import is_gather
@@ -53,6 +53,8 @@ class Updates:
         self._stand_ins = StandIns()
         self._loss: weakref.ref[torch.Tensor] | None = None
         self._last_count = 0
+        self.objective: Objective | None = None
+        """What the backward passes of the update at hand add up to; None if nothing asks for it."""
         self._is_whole = False  # the last backward pass is known to have left nothing out
         self._reduced: set[int] = set()
         self._checked: set[int] = set()
@@ -98,6 +100,8 @@ class Updates:
         if batch.is_first:
             self._totals.clear()
             self._groups.begin()
+            if self.objective is not None:
+                self.objective.begin()
             self._has_backward = False
 
     def count_behind(self, value: object) -> float:
@@ -131,6 +135,8 @@ class Updates:
         if correction != 1.0:
             gradients = [p.grad for model in self.accumulating for p in model.parameters() if p.grad is not None]
             torch._foreach_mul_(gradients, correction)
+        if self.objective is not None:
+            self.objective.add(loss, num_local / total if total else 0.0, correction)
 
     def backward_several(
         self, losses: Mapping[Any, Any], count: float | None, scaler: torch.amp.GradScaler | None, retain_graph: bool
@@ -144,6 +150,9 @@ class Updates:
         self._has_backward = True
         factor = self._num_factors(scaler)
         weights = [num * factor / total if num and total else 0.0 for num, total in self._shares(parts)]
+        if self.objective is not None:
+            for one, weight in zip(parts, weights, strict=True):
+                self.objective.add(one.value, weight / factor)
         live = [(one, weight) for one, weight in zip(parts, weights, strict=True) if weight]
         idle = [one.value for one, weight in zip(parts, weights, strict=True) if not weight]
         if not live:
@@ -200,6 +209,37 @@ class Updates:
     def after_step(self) -> None:
         """The gradients that were accumulated are applied, and cleared."""
         self._groups.begin()
+        if self.objective is not None:
+            self.objective.end()
+
+    def keep_objective(self) -> Objective:
+        """From now on add up what the backward passes of an update go down on."""
+        if self.objective is None:
+            self.objective = Objective(self._group)
+        return self.objective
+
+    def evaluate(self, closure: Callable[[], object], optimizer: Optimizer) -> torch.Tensor:
+        """Run `closure`, which computes gradients for `optimizer`; the loss over all ranks. Collective.
+
+        Raises LoopError if it runs no backward pass of `backward`, and NonFiniteError on all ranks alike.
+        """
+        objective = self.keep_objective()
+        objective.begin()
+        self._checked.clear()
+        clear_gradients(optimizer)
+        with torch.enable_grad():
+            closure()
+        if not objective.is_known:
+            raise LoopError(
+                "updating the weights with a closure",
+                found="the closure did not call loop.backward()",
+                fix="Write loop.backward(loss) in the closure instead of loss.backward().",
+                rank=self._group.rank,
+            )
+        self.check_backward(optimizer)
+        self.settle()
+        self.check(optimizer)
+        return objective.reduce()
 
     def settle(self) -> None:
         """Learn what all ranks decide, with an update that has an exchange. Collective.

@@ -211,3 +211,21 @@ def test_gather_batch_and_gather_of_one_rank_refuse_what_has_no_rows() -> None:
     with pytest.raises(LoopError, match="which has no rows"):
         loop.gather(torch.ones(()))
     assert loop.gather([1, 2]) == [1, 2]
+
+
+def test_closures_and_plateaus_that_cannot_work_are_refused() -> None:
+    """An optimizer without its closure, a closure with accumulation or fp16 or no loop.backward, a lonely scheduler."""
+    loop, model, (optimizer, _), loader = make(4)
+    lbfgs = torch.optim.LBFGS(model.parameters())
+    for (x,) in loop.batches(loader):
+        loop.backward(torch.cat(model(x)).mean())
+        with pytest.raises(LoopError, match="LBFGS computes the loss by itself.*closure=closure"):
+            loop.step(lbfgs)
+        with pytest.raises(LoopError, match="the closure did not call"):
+            loop.step(lbfgs, closure=lambda: torch.cat(model(torch.ones(4, 1))).mean().backward())  # type: ignore[no-untyped-call]
+        with pytest.raises(LoopError, match=r"was not prepared.*loop.prepare\(scheduler\)"):
+            loop.step(optimizer, torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
+    for options, said in (({"accumulate": 2}, "`accumulate` is 2"), ({"precision": "fp16"}, "'fp16', whose")):
+        loop, _, (optimizer, _), loader = make(8, **options)
+        with pytest.raises(LoopError, match=said):
+            [loop.step(optimizer, closure=lambda: None) for _ in loop.batches(loader)]
