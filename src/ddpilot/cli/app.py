@@ -76,7 +76,9 @@ def topology(
 def explain(
     words: Annotated[
         list[str] | None,
-        typer.Argument(help="A code (DDP201), a name (desync), or a message as it was printed; - reads it from stdin."),
+        typer.Argument(
+            help="A code (DDP201), a name (desync), a message as printed, or plain words (hang); - reads stdin."
+        ),
     ] = None,
 ) -> None:
     """Say what a finding or an error message means, and what to do; without words, list all findings."""

@@ -3,21 +3,63 @@
 
 from __future__ import annotations
 
+import re
+
 from ddpilot.errors import DdpilotError
-from ddpilot.findings.catalog import Entry, all_entries, find_entry, find_known
+from ddpilot.findings.catalog import Entry, all_entries, find_asked, find_entry
+
+_HANG = (218, 207, 208, 220, 201, 209, 215, 213)
+_WRONG = (401, 406, 320, 324, 321, 405, 333, 414, 408, 407)
+_SUBJECTS: tuple[tuple[str, str, tuple[int, ...]], ...] = (
+    (
+        "hang",
+        r"hang(s|ing)?|hung|stuck|fr[eo]ez\w*|frozen|deadlock\w*|forever",
+        (218, 207, 208, 220, 201, 209, 215, 213),
+    ),
+    ("timeout", r"time(d)?[ -]?out\w*", (218, 209, 105, 104, 207, 220)),
+    ("not a number", r"nans?|inf|infinite|infinity|diverg\w+|explod\w+", (409, 414, 501, 325)),
+    ("slow", r"slow\w*|speed(up)?|throughput|faster|utili[sz]ation", (217, 504, 502, 213, 221, 330)),
+    ("port", r"ports?|address in use", (103, 104, 116)),
+    ("memory", r"memory|oom|ram|vram", (703, 702, 601, 410, 118, 604)),
+    ("killed", r"killed|sigkill|-9", (702, 607, 601, 703)),
+    ("crash", r"crash\w*|segfault\w*|sigsegv|sigabrt|abort\w*|core dump\w*|-11|-6", (707, 202, 203, 606, 607)),
+    ("failed", r"torchrun|elastic|exit ?codes?", (701, 702, 707)),
+    ("nccl", r"nccl", (704, 107, 108, 218)),
+    ("gloo", r"gloo", (106, 209, 202)),
+    ("connection", r"connect\w*|refused|reset|closed|unreachable|rendezvous|network", (104, 105, 209, 106, 107)),
+    ("wrong numbers", r"wrong|accura\w+|worse|different|differs?|not learning|converge\w*|reproducib\w+", _WRONG),
+    ("checkpoint", r"checkpoints?|state_?dict|load\w*|sav(e|ing)|resum\w+", (602, 603)),
+    ("notebook", r"notebooks?|jupyter|colab|spawn\w*|fork\w*|pickl\w+", (112, 111, 113, 114, 115)),
+    ("zombie", r"zombies?|orphan\w*|left ?over", (116, 605, 103)),
+    ("unused parameters", r"unused|find_unused\w*", (308, 503, 212, 502)),
+    ("data", r"dataloader|workers?|samplers?|shuffl\w+|epochs?|batch(es)?", (401, 402, 404, 403, 213, 607, 413)),
+)
+"""What people call what they see: the words, and the pages that fit, the likeliest first."""
+
+_MAX_PLAIN_WORDS = 10
+"""A question of more words is a message."""
 
 
 def explain(words: str) -> str:
-    """The page of the code or the name `words`, or those of the message that `words` are; of nothing, the list of all.
+    """The page of a code, a name or a message, the pages that fit plain words such as "hang"; of nothing, all of them.
 
-    Raises `DdpilotError` where there is no such page, or none knows the message.
+    Raises `DdpilotError` if no page fits.
     """
     if not words.strip():
         return list_entries(all_entries())
-    if len(words.split()) == 1:
+    if len(words.split()) == 1 and _is_entry(words):
         return find_entry(words).text
-    known = find_known(words)
+    known = find_asked(words)
     if not known:
+        fitting = find_fitting(words)
+        if fitting:
+            head = f"Pages that fit {_shorten(words)}, the likeliest first:"
+            tail = (
+                f"`ddpilot explain {fitting[0].code}` prints one; `ddpilot watch` says what a job waits for or died of."
+            )
+            return f"{head}\n\n{list_entries(fitting)}\n{tail}\n"
+        if len(words.split()) == 1:
+            return find_entry(words).text
         raise DdpilotError(
             "looking up a message",
             found=f"no page knows {_shorten(words)}",
@@ -25,6 +67,28 @@ def explain(words: str) -> str:
         )
     more = f"\nAlso possible: {', '.join(f'{entry.code} {entry.name}' for entry in known[1:])}\n" if known[1:] else ""
     return known[0].text + more
+
+
+def find_fitting(words: str) -> tuple[Entry, ...]:
+    """The pages that fit a few plain words, the likeliest first; none for a long text."""
+    if len(words.split()) > _MAX_PLAIN_WORDS:
+        return ()
+    text = words.lower()
+    numbers = [
+        number
+        for _, pattern, pages in _SUBJECTS
+        if re.search(rf"(?<![\w-])(?:{pattern})(?!\w)", text)
+        for number in pages
+    ]
+    return tuple(find_entry(f"DDP{number}") for number in dict.fromkeys(numbers))
+
+
+def _is_entry(word: str) -> bool:
+    try:
+        find_entry(word)
+    except DdpilotError:
+        return False
+    return True
 
 
 def list_entries(entries: tuple[Entry, ...]) -> str:

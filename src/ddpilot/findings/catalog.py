@@ -25,8 +25,11 @@ _OF_CHILD = re.compile(
 SHIP_ERROR = "ShipError"
 """ddpilot's own error for what cannot be pickled: it quotes Python's message, and knows better what to do."""
 
+_GENERAL = "general: yes"
 _GAP = "..."
 _MAX_GAP_CHARS = 300
+_MIN_PART_CHARS = 10
+"""A part of a message that is shorter, such as "rank", is in too many."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +47,13 @@ class Entry:
     """Messages that users see, word for word; ``...`` stands for what differs from case to case."""
     text: str
     """The whole page, in Markdown."""
+    is_general: bool = False
+    """True for a page about a message that does not say what is wrong: `explain` shows it, no report names it."""
 
-    def matches(self, message: str) -> bool:
-        """Whether one of the symptoms is in `message`, whatever its line breaks."""
+    def matches(self, message: str, *, any_case: bool = False) -> bool:
+        """Whether one of the symptoms is in `message`, whatever its line breaks; with `any_case` also in other case."""
         words = " ".join(message.split())
-        return any(pattern.search(words) for pattern in _patterns(self.symptoms))
+        return any(pattern.search(words) for pattern in _patterns(self.symptoms, any_case))
 
     def section(self, heading: str) -> str:
         """What stands under `heading`, one of `SECTIONS`."""
@@ -87,9 +92,30 @@ def find_entry(code_or_name: str) -> Entry:
 
 
 def find_known(message: str) -> tuple[Entry, ...]:
-    """The pages that have a symptom which is in `message`, the one with the longest first."""
-    found = [entry for entry in all_entries() if entry.matches(message)]
-    return tuple(sorted(found, key=lambda entry: -_longest_in(entry, message)))
+    """The pages that have a symptom which is in `message`, the one with the longest first; none that is general."""
+    return _find_by_symptom(message, is_general=False, any_case=False)
+
+
+def find_asked(message: str) -> tuple[Entry, ...]:
+    """The pages about a message that a person asks about: those of `find_known`, then general ones.
+
+    If there is none: those that fit but for upper and lower case, then those of whose symptoms `message` is a part.
+    """
+    for any_case in (False, True):
+        kinds = (_find_by_symptom(message, is_general=general, any_case=any_case) for general in (False, True))
+        found = tuple(entry for kind in kinds for entry in kind)
+        if found:
+            return found
+    part = " ".join(message.lower().split())
+    if len(part) < _MIN_PART_CHARS:
+        return ()
+    return tuple(entry for entry in all_entries() if any(part in symptom.lower() for symptom in entry.symptoms))
+
+
+def _find_by_symptom(message: str, *, is_general: bool, any_case: bool) -> tuple[Entry, ...]:
+    candidates = (entry for entry in all_entries() if entry.is_general is is_general)
+    found = [entry for entry in candidates if entry.matches(message, any_case=any_case)]
+    return tuple(sorted(found, key=lambda entry: -_longest_in(entry, message, any_case)))
 
 
 def find_cause(said: str, written: Sequence[str]) -> tuple[Entry, ...]:
@@ -128,22 +154,24 @@ def parse_page(text: str) -> Entry:
         severity=cast(Severity, severity),
         title=title["title"],
         symptoms=tuple(found["text"] for found in _SYMPTOM.finditer(seen)),
-        text="\n".join(lines).strip() + "\n",
+        text="\n".join(line for line in lines if line != _GENERAL).strip() + "\n",
+        is_general=lines[2] == _GENERAL,
     )
 
 
 @cache
-def _patterns(symptoms: tuple[str, ...]) -> tuple[re.Pattern[str], ...]:
+def _patterns(symptoms: tuple[str, ...], any_case: bool = False) -> tuple[re.Pattern[str], ...]:
+    flags = re.IGNORECASE if any_case else re.RegexFlag(0)
     gap = f".{{0,{_MAX_GAP_CHARS}}}?"
     return tuple(
-        re.compile(gap.join(re.escape(" ".join(part.split())) for part in symptom.strip(". ").split(_GAP)))
+        re.compile(gap.join(re.escape(" ".join(part.split())) for part in symptom.strip(". ").split(_GAP)), flags)
         for symptom in symptoms
     )
 
 
-def _longest_in(entry: Entry, message: str) -> int:
+def _longest_in(entry: Entry, message: str, any_case: bool) -> int:
     words = " ".join(message.split())
-    hits = zip(entry.symptoms, _patterns(entry.symptoms), strict=True)
+    hits = zip(entry.symptoms, _patterns(entry.symptoms, any_case), strict=True)
     return max(len(symptom) for symptom, pattern in hits if pattern.search(words))
 
 

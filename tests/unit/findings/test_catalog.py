@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ddpilot.errors import DdpilotError
-from ddpilot.findings.catalog import Entry, all_entries, find_entry, find_known, parse_page
+from ddpilot.findings.catalog import Entry, all_entries, find_asked, find_entry, find_known, parse_page
 
 SOURCE = Path(__file__).parents[3] / "src" / "ddpilot"
 PAGE = """# DDP999 a-name: What it is
@@ -65,7 +65,7 @@ def test_every_page_is_found_by_its_code_its_name_and_its_symptoms(entry: Entry)
     """Codes, names and symptoms are each page's own, and every section says something."""
     assert find_entry(entry.code) is find_entry(entry.name) is find_entry(entry.code[3:]) is entry
     for symptom in entry.symptoms:
-        assert find_known(f"SomeError: {symptom.replace('...', '17')} and more")[0] is entry, symptom
+        assert find_asked(f"SomeError: {symptom.replace('...', '17')} and more")[0] is entry, symptom
     for heading in ("What it means", "Why it happens", "How to fix it", "Sources"):
         assert entry.section(heading), heading
     assert entry.first_fix
@@ -75,6 +75,16 @@ def test_find_entry_names_what_is_near() -> None:
     """A code that does not exist gives those of its hundred."""
     with pytest.raises(DdpilotError, match="Near it: .*DDP308 unused-parameters"):
         find_entry("DDP399")
+
+
+def test_general_pages_answer_a_person_and_explain_no_rank() -> None:
+    """A message such as torchrun's summary names no cause: a report of ddpilot's looks further."""
+    summary = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: ... exitcode  : -9 (pid: 7)"
+    assert find_known(summary) == ()
+    assert [entry.name for entry in find_asked(summary)] == ["child-failed", "killed"]
+    both = "DistBackendError: NCCL error in: x.cpp, Duplicate GPU detected : rank 1 and rank 0 both on CUDA device"
+    assert [entry.name for entry in find_asked(both)] == ["one-device", "nccl-error"]
+    assert parse_page(PAGE.replace("warning\n", "warning\ngeneral: yes\n")).is_general
 
 
 def test_every_code_in_the_source_has_a_page() -> None:
