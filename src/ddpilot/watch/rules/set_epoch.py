@@ -15,6 +15,7 @@ from ddpilot.watch.rules.waiting import WaitingRule
 
 _Pass = tuple[int, int, int]  # rank, loader, number of the pass
 _MAX_PASSES = 4096
+_MIN_BATCHES = 8
 
 
 @dataclass
@@ -24,40 +25,59 @@ class _Seen:
     is_sorted: bool = True
     num_batches: int = 0
     model: int | None = None
+    is_fresh: bool = False
+    """Whether weights were loaded before it, or its optimizer is new: it begins another training."""
 
 
 class SetEpochForgotten(WaitingRule):
-    """Two passes in a row that trained the same model, with the same epoch in the sampler, in the same order."""
+    """Two passes in a row that trained the same model, with the same epoch in the sampler, in the same order.
+
+    A search over learning rates, or one fold after the other, begins with the first epoch again: nothing is said where
+    the program loads weights between two passes, or goes on with a new optimizer.
+    """
 
     codes: tuple[str, ...] = ("DDP402",)
-    kinds: tuple[str, ...] = ("loader_pass", "order", "batch", "trains")
+    kinds: tuple[str, ...] = ("loader_pass", "order", "batch", "trains", "pass_end", "load", "unit")
 
     def __init__(self, context: RuleContext) -> None:
         super().__init__(context)
         self._passes: Newest[_Pass, _Seen] = Newest(_MAX_PASSES)
+        self._newest: dict[int, _Seen] = {}
+        self._has_loaded: set[int] = set()
         self._last: Newest[tuple[int, int], _Pass] = Newest(_MAX_PASSES)
 
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
         """What `rank` noted."""
         values = entry.values
         if entry.kind == "loader_pass" and (values.get("sampler") or {}).get("shuffle"):
-            self._passes[rank, values["loader"], values["pass"]] = _Seen(dict(values))
-            return ()
-        if entry.kind not in ("order", "batch", "trains"):
-            return ()
+            self._newest[rank] = seen = _Seen(dict(values), is_fresh=rank in self._has_loaded)
+            self._passes[rank, values["loader"], values["pass"]] = seen
+            self._has_loaded.discard(rank)
+        elif entry.kind == "load":
+            self._has_loaded.add(rank)
+        elif entry.kind == "unit":
+            if rank in self._newest:
+                self._newest[rank].is_fresh = True
+        elif entry.kind != "loader_pass":
+            self._follow(rank, entry)
+        return ()
+
+    def _follow(self, rank: int, entry: Entry) -> None:
+        values = entry.values
         key = (rank, values["loader"], values["pass"])
         seen = self._passes.get(key)
         if seen is None:
-            return ()
+            return
         if entry.kind == "order":
             seen.order, seen.is_sorted = values["order"], values["sorted"]
         elif entry.kind == "batch":
             seen.num_batches = max(seen.num_batches, values["batch"])
-        else:
+        elif entry.kind == "trains":
             seen.model = values["model"]
-        if seen.model is not None and seen.order is not None:
+        # By then a step was taken, also where gradients are accumulated: a new optimizer is known.
+        is_known = entry.kind == "pass_end" or seen.num_batches >= _MIN_BATCHES
+        if is_known and seen.model is not None and seen.order is not None:
             self._judge(rank, seen.model, key, entry.time_ns)
-        return ()
 
     def _judge(self, rank: int, model: int, key: _Pass, now_ns: int) -> None:
         last, seen = self._passes.get(self._last.get((rank, model), (-1, -1, -1))), self._passes[key]
@@ -65,7 +85,9 @@ class SetEpochForgotten(WaitingRule):
             return
         self._last[rank, model] = key
         # A first batch that was only looked at is no epoch.
-        if last is None or last.num_batches < 2 or seen.is_sorted:
+        if last is None or last.num_batches < 2 or seen.is_sorted or seen.is_fresh:
+            return
+        if seen.facts.get("part") != last.facts.get("part"):
             return
         names = ("replicas", "rank", "seed", "epoch")
         mine, theirs = seen.facts["sampler"], last.facts["sampler"]

@@ -121,6 +121,7 @@ def pass_of(number: int, order: int, *, epoch: int = 0, num_batches: int = 4, is
         (0, "order", {**key, "order": order, "sorted": is_sorted}),
         (0, "trains", {**key, "model": 1, "join": False}),
         (0, "batch", {**key, "batch": num_batches, "print": 1, "rows": 2}),
+        (0, "pass_end", {**key, "batches": num_batches, "samples": 2 * num_batches, "evaluates": False}),
     ]
 
 
@@ -132,6 +133,12 @@ def test_set_epoch_is_missed_in_the_second_pass_in_a_row() -> None:
     assert "epoch 0" in finding.summary
 
 
+def test_set_epoch_is_missed_in_long_passes_that_are_left_early() -> None:
+    """The first pass has a new optimizer, as every training; the second one does not."""
+    notes = [*pass_of(1, 7, num_batches=8)[:-1], (0, "unit", {"u": 1}), *pass_of(2, 7, num_batches=8)[:-1]]
+    assert [finding.code for finding in judge(SetEpochForgotten, notes)] == ["DDP402"]
+
+
 @pytest.mark.parametrize(
     "notes",
     [
@@ -139,8 +146,13 @@ def test_set_epoch_is_missed_in_the_second_pass_in_a_row() -> None:
         pass_of(1, 7, num_batches=1) + pass_of(2, 7),
         pass_of(1, 7, is_sorted=True) + pass_of(2, 7, is_sorted=True),
         pass_of(1, 7) + pass_of(2, 8, epoch=1) + pass_of(3, 7),
+        [*pass_of(1, 7), (0, "load", {"group": "world", "ordinal": "/0", "site": SITE}), *pass_of(2, 7)],
+        [*pass_of(1, 7), *pass_of(2, 7)[:-1], (0, "unit", {"u": 2}), *pass_of(2, 7)[-1:]],
     ],
-    ids=["called", "one batch was looked at", "in order", "a second training from the beginning"],
+    ids=[
+        *("called", "one batch was looked at", "in order", "a second training from the beginning"),
+        *("the first weights are loaded", "a new optimizer"),
+    ],
 )
 def test_set_epoch_is_not_missed_in_right_programs(notes: list[Note]) -> None:
     """Nothing is said."""
