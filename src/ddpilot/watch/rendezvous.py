@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.words import render_ranks
+from ddpilot.record.log import RankLog
 from ddpilot.watch.absent import describe_absence, say_where
 from ddpilot.watch.causes import NAMES
 from ddpilot.watch.fates import Fate
@@ -19,6 +20,8 @@ from ddpilot.watch.words import lay_out, merge_rows, place_of, say_place, who_do
 _STACK_AGE_NS = 5_000_000_000
 _ALL_INSIDE_NS = 10_000_000_000
 """So long after the start, or after a group was left, it is odd that all ranks make a group and have none."""
+_STARTS_NS = 10_000_000_000
+"""The longest that ranks are let import and join before a line says how many have."""
 _MAX_STACKS = 64
 
 
@@ -52,14 +55,48 @@ def find_rendezvous(
         return found
     absent = [rank for rank in range(view.world_size) if rank not in inside]
     gone = [rank for rank in absent if fates[rank].is_gone]
+    if _is_outdated(view, inside, absent):
+        found.needs_stacks = inside[:_MAX_STACKS]
+        return found
+    waited_ns = max(_age_ns(view, rank) for rank in inside)
+    elsewhere = {rank: _say_elsewhere(view, earlier, fates, rank) for rank in absent}
     rows = [(rank, "waits in init_process_group", say_place(_line(view, rank))) for rank in inside]
-    rows += [(rank, *_say_elsewhere(view, earlier, fates, rank)) for rank in absent]
-    merged = merge_rows(rows)
-    said = "; ".join(f"{ranks} {what}" + (f": {where}" if where else "") for ranks, what, where in merged[:4])
-    found.status.append(f"the group is not complete: {said}")
-    if gone or max(_age_ns(view, rank) for rank in inside) > warn_ns:
+    merged = merge_rows([*rows, *((rank, *said) for rank, said in elsewhere.items())])
+    if gone or waited_ns > _STARTS_NS:
+        found.status.append(_say_joined(view, len(inside), elsewhere))
+    if gone or waited_ns > warn_ns:
         found.findings.append(_explain_rendezvous(view, inside, gone or absent, lay_out(merged), bool(gone)))
     return found
+
+
+def _say_joined(view: JobView, num_inside: int, elsewhere: Mapping[int, tuple[str, str]]) -> str:
+    """How many have joined, and where most of the others are, as far as that is a line."""
+    line = f"{num_inside} of {view.world_size} ranks have joined the group"
+    others = [row for row in merge_rows((rank, *said) for rank, said in elsewhere.items()) if row[2]]
+    return line + "".join(f"; {ranks} {what}: {where}" for ranks, what, where in others[:1])
+
+
+def _is_outdated(view: JobView, inside: list[int], absent: list[int]) -> bool:
+    """True if ranks have ended, or have met those `inside`, since these were looked at: then they may have joined."""
+    for rank in absent:
+        seen = view.ranks.get(rank)
+        log = seen.log if seen is not None else None
+        ended_ns = (seen.process.ended_ns if seen is not None else None) or (log.closed_ns if log is not None else None)
+        for other in inside:
+            stack = view.ranks[other].stack
+            if stack is not None and ended_ns is not None and stack.taken_ns < ended_ns:
+                return True
+            if log is not None and _has_met(log, other, view.now_ns - _age_ns(view, other)):
+                return True
+    return False
+
+
+def _has_met(log: RankLog, other: int, since_ns: int) -> bool:
+    """True if the rank of `log` has been through a collective with the rank `other` since then."""
+    return any(
+        entry.state == "done" and entry.start_ns > since_ns and entry.group is not None and other in entry.group.ranks
+        for entry in reversed(log.collectives)
+    )
 
 
 def _say_vacancy(found: Rendezvous, vacancy: Vacancy, fates: Mapping[int, Fate], stall_ns: int, warn_ns: int) -> None:

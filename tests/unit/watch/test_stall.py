@@ -526,14 +526,31 @@ def rendezvous(*others: RankView, after_s: float) -> Analysis:
 
 
 def test_a_group_that_is_not_complete_says_who_is_missing() -> None:
-    """A status, then a warning; an error where one of them is gone."""
+    """Nothing while ranks may be importing, a status, then a warning; an error where one of them is gone."""
     elsewhere = alive(Writer(1, WORLD), stack=at(7, "download()"))
-    early = rendezvous(elsewhere, after_s=3)
-    assert "rank 1 is elsewhere: train.py:7  download()" in early.status[0]
+    assert not rendezvous(elsewhere, after_s=8).status
+    early = rendezvous(elsewhere, after_s=12)
+    assert early.status == ("1 of 2 ranks have joined the group; rank 1 is elsewhere: train.py:7  download()",)
     assert not early.findings
     assert codes(rendezvous(elsewhere, after_s=40)) == [("DDP215", "warning")]
-    gone = rendezvous(returned(Writer(1, WORLD)), after_s=3)
+    gone = rendezvous(returned(Writer(1, WORLD)), after_s=6)
     assert [(each.code, each.severity, each.ranks) for each in gone.findings] == [("DDP215", "error", (1,))]
+
+
+def test_a_start_of_many_ranks_takes_one_short_line() -> None:
+    """Some are importing, some wait for the rest."""
+    importing = [alive(Writer(rank, group_of(*range(32)))) for rank in range(1, 32)]
+    assert rendezvous(*importing, after_s=12).status == ("1 of 32 ranks have joined the group",)
+
+
+def test_a_rank_that_has_ended_since_the_other_was_looked_at_has_not_stayed_away() -> None:
+    """Its ring was read later: it may have joined, worked with the other one, and left."""
+    world = group_of(0, 1)
+    ended = replace(returned(Writer(1, world)), process=ProcessView(pid=1, state="ended", exitcode=0, ended_ns=104 * S))
+    late = rendezvous(ended, after_s=3)
+    assert (late.status, list(late.findings)) == ((), [])
+    met = Writer(1, world).call("all_reduce", 3)
+    assert not rendezvous(alive(met, log=met.log(closed_ns=101 * S)), after_s=12).status
 
 
 @pytest.mark.parametrize(("left_s", "expected"), [(None, []), (100.0, [("DDP215", "warning")])])
