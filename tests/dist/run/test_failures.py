@@ -107,6 +107,25 @@ def test_run_restarts_all_ranks_and_says_why(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(120)
+def test_run_shows_what_was_proven_about_an_attempt_before_it_restarts(tmp_path: Path) -> None:
+    """Once while attempts fail in the same way, and with the error that ends the run."""
+    write(
+        tmp_path,
+        "train.py",
+        "import os, torch, torch.distributed as dist\ndist.init_process_group('gloo')\n"
+        "dist.all_reduce(torch.ones(4 if dist.get_rank() else 1000))\n",
+    )
+    done = run(tmp_path, "-n", 2, "--max_restarts=2", "train.py")
+    assert done.status == 1
+    restart, found, again, report = done.notes()
+    assert restart.startswith("ddpilot: restart 1 of 2: rank 1 was aborted (SIGABRT)")
+    assert found.startswith("ddpilot: size-mismatch  DDP202  collective #0 of the default group differs")
+    assert "train.py:3  dist.all_reduce(" in done.err.partition(found)[2].partition(again)[0]
+    assert again.startswith("ddpilot: restart 2 of 2: rank 1 was aborted")
+    assert "size-mismatch  DDP202" in done.err.partition(report)[2]
+
+
+@pytest.mark.timeout(120)
 def test_run_says_what_a_rank_raised_while_that_takes_its_time_to_end(tmp_path: Path) -> None:
     """What it does at exit is done, after the line; the whole report and the exit status are what they were."""
     write(

@@ -15,7 +15,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException, SubprocessContext
 
-from ddpilot.errors import DdpilotError, LaunchError, RankError, RendezvousError
+from ddpilot.errors import DdpilotError, LaunchError, RankError, RendezvousError, WatchError
 from ddpilot.findings.words import render_ranks
 from ddpilot.launching.elastic.forerunner import Forerunner
 from ddpilot.launching.elastic.local_ranks import FAILED_GRACE_S, LocalRank, LocalRanks
@@ -51,6 +51,7 @@ class Agent(LocalElasticAgent):
         self._ranks = LocalRanks([], screen.note)
         self._forerunner = Forerunner(screen.note)
         self._has_passed_on = False
+        self._shown: list[tuple[str, str]] = []
         self.report: Path | None = None
         """What the rank that failed first wrote down, where it is one of this node and raised."""
         self.error: DdpilotError | None = None
@@ -102,6 +103,7 @@ class Agent(LocalElasticAgent):
         total = worker_group.spec.max_restarts
         why = "the nodes have changed" if self.error is None else self.error.found.splitlines()[0]
         self._screen.note(f"restart {total - self._remaining_restarts} of {total}: {why}")
+        self._show_findings()
         super()._restart_workers(worker_group)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **options: Any) -> None:
@@ -116,6 +118,14 @@ class Agent(LocalElasticAgent):
         self._meeting.wait_until_all_are_done(self._saw_failure_elsewhere)
 
     # what we do
+
+    def _show_findings(self) -> None:
+        """Show what is proven about the attempt that has failed, unless an attempt before it failed in the same way."""
+        findings = self.error.findings if isinstance(self.error, (RankError, WatchError)) else ()
+        keys = [(finding.code, finding.summary) for finding in findings]
+        if findings and keys != self._shown:
+            self._screen.note(str(findings))
+            self._shown = keys
 
     def _choose(self, failures: Sequence[Failure]) -> Failure | None:
         now = time.monotonic()
