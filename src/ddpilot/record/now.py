@@ -14,6 +14,9 @@ from ddpilot.record.reading import read_ring
 NUM_NEWEST = 64
 """How many of the rank's newest records are looked at."""
 
+_DEFAULT = "0"
+"""The name of the default group."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class GroupNow:
@@ -33,7 +36,8 @@ class RankNow:
     rank: int
     pid: int
     waiting: Collective | None
-    """The last one that began and was not seen to be over; its `start_ns` says since when. None where there is none."""
+    """The last one that began and was not seen to be over; its `start_ns` says since when. None if there is none; those
+    of groups that were destroyed, as by a rebuild, do not count."""
     groups: tuple[GroupNow, ...]
     """Of the groups that the newest records are of, the one used last first."""
     num_begun: int
@@ -47,7 +51,8 @@ class RankNow:
 def read_now(path: str | os.PathLike[str]) -> RankNow:
     """What the rank that records there is in now. Raises as `ddpilot.record.reading.read_ring` does."""
     log = read_ring(path, newest=NUM_NEWEST)
-    unfinished = [entry for entry in log.collectives if entry.state == "begun"]
+    since_ns = max(log.left_ns or 0, _newest_start_ns(log.collectives))
+    unfinished = [entry for entry in log.collectives if entry.state == "begun" and entry.start_ns >= since_ns]
     return RankNow(
         rank=log.rank,
         pid=log.pid,
@@ -57,6 +62,17 @@ def read_now(path: str | os.PathLike[str]) -> RankNow:
         heartbeat_ns=log.heartbeat_ns,
         closed_ns=log.closed_ns,
     )
+
+
+def _newest_start_ns(collectives: Sequence[Collective]) -> int:
+    """When the newest default group was used first, if there was one before it: with that all its groups are gone."""
+    groups = [
+        (entry.group.attempt, entry.group.incarnation, entry.start_ns)
+        for entry in collectives
+        if entry.group is not None and entry.group.name == _DEFAULT and entry.group.incarnation > 1
+    ]
+    newest = max((group[:2] for group in groups), default=None)
+    return min((start_ns for *age, start_ns in groups if tuple(age) == newest), default=0)
 
 
 def _count(collectives: Sequence[Collective]) -> Iterator[GroupNow]:

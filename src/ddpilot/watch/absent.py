@@ -11,6 +11,9 @@ from ddpilot.watch.stacks import innermost, passes
 from ddpilot.watch.view import Frame, RankView, StackView
 from ddpilot.watch.words import say_place, say_s
 
+SUBPROCESS = "/subprocess.py:"
+"""In the stack of a rank that waits for a child process, or reads what one writes."""
+
 Moves = Literal["moves", "stands", "unknown"]
 
 _NO_PYTHON_NS = 1_000_000_000
@@ -20,6 +23,7 @@ _COMPILES = (  # its functions: a module of it may only be imported
     *("/convert_frame.py:_compile", "/compile_fx.py:compile_fx", "/async_compile.py:wait"),
     "/triton/compiler/compiler.py:compile",
 )
+_WAITS_FOR_CHILD = "waits for a process that it has started"
 _KINDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("DDP213", "waits for a worker process of its DataLoader", (":_try_get_data", ":_get_data")),
     ("DDP216", "is leaving its group (destroy_process_group)", (":destroy_process_group",)),
@@ -29,6 +33,7 @@ _KINDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         (":init_process_group", ":_store_based_barrier", ":_new_process_group_helper", ":new_group", "/rendezvous.py:"),
     ),
     ("DDP221", "compiles (torch.compile)", _COMPILES),
+    ("DDP214", _WAITS_FOR_CHILD, (SUBPROCESS,)),
     (
         "DDP214",
         "is reading or writing: a checkpoint, a file or the network",
@@ -44,7 +49,6 @@ _KINDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             *(
                 "/fsspec/",
                 "/huggingface_hub/",
-                "/subprocess.py:",
                 "/numpy/lib/npyio.py:",
                 "/pathlib.py:read",
                 "/tarfile.py:",
@@ -107,6 +111,8 @@ def describe_absence(rank: RankView, earlier: RankView | None, now_ns: int) -> A
     at = innermost(rank.stack)
     moves = has_moved(rank, earlier)
     code, words = _kind(rank, at)
+    if words == _WAITS_FOR_CHILD and rank.stack is not None and rank.stack.child:
+        words += f": {rank.stack.child}"
     if moves == "moves" and code == "DDP218":
         code, words = "DDP217", "is slow: its Python line moves"
     if rank.process.os_state in ("T", "t"):

@@ -14,10 +14,12 @@ from ddpilot.record.hook import journal_path, ring_path
 from ddpilot.record.journal import Entry
 from ddpilot.record.log import RankLog
 from ddpilot.record.reading import read_ring
+from ddpilot.watch.absent import SUBPROCESS
 from ddpilot.watch.journals import JournalReader
-from ddpilot.watch.processes import look_at
+from ddpilot.watch.processes import look_at, name_child
 from ddpilot.watch.rings import LogReader, passed_by_all
 from ddpilot.watch.stack_files import read_stack, take_stacks
+from ddpilot.watch.stacks import passes
 from ddpilot.watch.view import ErrorView, JobView, ProcessView, RankView, StackView
 
 _NUM_KEPT = 256
@@ -125,7 +127,10 @@ class Gatherer:
     def add_stacks(self, view: JobView, ranks: Sequence[int]) -> JobView:
         """`view` with the stacks of `ranks` as they are now, as far as they answer within 0.3 s."""
         pids = {rank: view.ranks[rank].process.pid for rank in ranks if view.ranks[rank].process.state == "running"}
-        self._stacks |= take_stacks(self._folder, pids)
+        taken = take_stacks(self._folder, pids)
+        for rank, stack in taken.items():
+            is_in_child = passes(stack, SUBPROCESS) is not None
+            self._stacks[rank] = replace(stack, child=name_child(pids[rank])) if is_in_child else stack
         return self._with_stacks(view)
 
     def add_last_stacks(self, view: JobView) -> JobView:

@@ -87,8 +87,10 @@ def _blame(view: JobView, gone: Sequence[int], fates: Mapping[int, Fate]) -> tup
 def _party(view: JobView, wait: Wait, held: tuple[int, ...]) -> Party:
     if wait.meeting is not None:
         return make_party(view, wait.meeting.progress, held, wait.meeting.seq)
-    entry = wait.held[held[0]]
-    return Party(ranks=held, chain=chain_of(view.ranks[held[0]], entry), entry=entry)
+    entry, log = wait.held[held[0]], view.ranks[held[0]].log
+    entries = (*(each for each in (log.collectives if log is not None else ()) if each.is_p2p), entry)
+    lines = frozenset((each.line.file, each.line.line) for each in entries if each.line is not None)
+    return Party(ranks=held, chain=chain_of(view.ranks[held[0]], entry), entry=entry, lines=lines)
 
 
 def _find_cause(

@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import platform
+from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 from ddpilot.watch.view import ProcessView
 
@@ -20,3 +23,22 @@ def look_at(pid: int) -> ProcessView:
         state = "ended" if Path("/proc/self/stat").exists() else "unknown"
         return ProcessView(pid=pid, host=_HOST, state=state)  # type: ignore[arg-type]
     return ProcessView(pid=pid, host=_HOST, state="ended" if os_state in "ZX" else "running", os_state=os_state)
+
+
+def name_child(pid: int) -> str:
+    """The program that the process `pid` has started last, such as ``rsync (pid 4711)``; empty if there is none.
+
+    Copies of itself, such as workers of a DataLoader, do not count.
+    """
+    found = []
+    try:
+        parent = psutil.Process(pid)
+        own = parent.cmdline()
+        for child in parent.children():
+            with suppress(psutil.Error):  # it has ended meanwhile
+                words = child.cmdline()
+                if words and words != own and not any(word.startswith("from multiprocessing") for word in words):
+                    found.append((child.create_time(), f"{child.name()} (pid {child.pid})"))
+    except psutil.Error:
+        return ""
+    return max(found)[1] if found else ""

@@ -157,9 +157,14 @@ class Source:
         """Name, whether it is an attribute's, and value."""
         for node in ast.walk(self._tree):
             if isinstance(node, ast.Assign) and len(node.targets) == 1:
-                target = node.targets[0]
+                pairs = _unpack(node.targets[0], node.value)
+            elif isinstance(node, (ast.AnnAssign, ast.NamedExpr)) and node.value is not None:
+                pairs = [(node.target, node.value)]
+            else:
+                continue
+            for target, value in pairs:
                 if isinstance(target, (ast.Name, ast.Attribute)):
-                    yield _name_of(target), isinstance(target, ast.Attribute), node.value
+                    yield _name_of(target), isinstance(target, ast.Attribute), value
 
     def is_the_same_everywhere(self, test: ast.expr) -> bool:
         """Whether a condition is made of constants, settings and counters only: the same on all ranks."""
@@ -259,6 +264,15 @@ def _part_holding(node: ast.AST, line: int) -> tuple[str, list[ast.stmt]] | None
         if _holding(case.body, line) is not None:
             return f"case {number}", case.body
     return None
+
+
+def _unpack(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
+    """What is assigned to what: of ``a, b = c, d`` each by itself, and of ``a, b = f()`` the call to both."""
+    if not isinstance(target, (ast.Tuple, ast.List)):
+        return [(target, value)]
+    values = value.elts if isinstance(value, (ast.Tuple, ast.List)) else []
+    alike = len(values) == len(target.elts) and not any(isinstance(each, ast.Starred) for each in target.elts)
+    return list(zip(target.elts, values if alike else [value] * len(target.elts), strict=True))
 
 
 def _name_of(node: ast.AST) -> str:

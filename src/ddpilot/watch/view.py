@@ -50,6 +50,8 @@ class StackView:
     """Frames, innermost first, by the operating system's id of the thread; where that is not known by any number."""
     main: int = 0
     """Which of them is the main thread."""
+    child: str = ""
+    """The process that it has started last, such as ``rsync (pid 4711)``, where the stack is in `subprocess`."""
 
     @property
     def main_frames(self) -> tuple[Frame, ...]:

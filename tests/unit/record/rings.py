@@ -33,11 +33,13 @@ def open_ring(path: Path, *, num_records: int = 4, page_bytes: int = 4096, publi
     return ring
 
 
-def begin(ring: RingWriter, start_ns: int, *, seq: int = 0, shape: tuple[int, ...] = (2,), flags: int = 0) -> int:
-    """Write an all_reduce of a tensor of `shape`, with everything that it refers to."""
+def begin(
+    ring: RingWriter, start_ns: int, *, seq: int = 0, shape: tuple[int, ...] = (2,), flags: int = 0, **group: Any
+) -> int:
+    """Write an all_reduce of a tensor of `shape` in the default group, changed by `group`, with all it refers to."""
     facts = (
         {"op": "all_reduce", "operator": "c10d::allreduce_"},
-        GROUP,
+        {**GROUP, **group},
         {"file": "train.py", "line": 88, "function": "step", "text": "loss.backward()", "via": "Tensor.backward"},
         {"inputs": [["float32", list(shape), "cpu"]], "num_inputs": 1},
     )

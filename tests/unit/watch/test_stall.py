@@ -379,6 +379,29 @@ def test_a_stage_that_waits_for_a_message_is_only_a_status() -> None:
     assert "rank 0 is elsewhere" in analysis.status[0]
 
 
+@pytest.mark.parametrize(
+    ("begin", "told"),
+    [
+        ("r, w = dist.get_rank(), 2", "the send at train.py:3 is inside `if r == 0:` (train.py:2)"),
+        ("r, w = setup()", ""),
+    ],
+)
+@pytest.mark.parametrize("num_rounds", [0, 1])
+def test_a_loop_with_messages_that_only_one_rank_runs_has_not_ended_on_the_other(
+    begin: str, told: str, num_rounds: int
+) -> None:
+    """The condition around it is the reason, where it is known to ask for the rank; else no reason is given."""
+    source = f"{begin}\nif r == 0:\n    for x in xs: dist.send(x, 1)\ndist.barrier()\n"
+    zero, one = (Writer(rank, WORLD, texts=texts_of(source)) for rank in (0, 1))
+    for rank in (zero, one) * num_rounds:
+        rank.call("barrier", 4)
+    waits = [zero.wait("send", 3, peer=1, tag=0, via="send"), one.wait("barrier", 4)]
+    (finding,) = analyze(job([alive(each, *IN_BARRIER) for each in waits], sources={FILE: source})).findings
+    assert finding.code == "DDP219"
+    assert told in finding.why
+    assert "ended earlier" not in finding.why
+
+
 def test_a_message_of_a_destroyed_group_does_not_answer_one_of_the_group_that_has_its_name() -> None:
     """As a session's rebuild leaves behind: the receiver still waits, and the status says so."""
     zero, one = pair()
