@@ -14,6 +14,9 @@ from ddpilot.errors import LoopError
 Forward = Callable[[nn.Module, Any], tuple[Any, Any]]
 """Of a model and a batch to (output, target): what the loss and the metrics are called with."""
 
+_IGNORED = -100
+"""The label that torch's cross entropy leaves out, and so transformers' models."""
+
 
 def forward_batch(model: nn.Module, batch: Any) -> tuple[Any, Any]:
     """(output, target) of a batch. LoopError where it has no target.
@@ -54,3 +57,32 @@ def check_attached(loss: Any, rank: int) -> None:
             fix="Return a tensor that is computed from the output, without `.detach()`, `.item()` or `no_grad`.",
             rank=rank,
         )
+
+
+def check_weighted(loss: Any, output: Any, batch: Any, rank: int) -> None:
+    """Raise LoopError for a loss of a transformers model, given without a count, that is not a mean over samples.
+
+    Its own loss is a mean over the labels that are not -100, of which a rank's samples have more or fewer.
+    """
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or not _is_own_loss(loss, output):
+        return
+    num_counted = int((labels != _IGNORED).sum())
+    if num_counted < labels.numel():
+        counts = f"(batch['labels'] != {_IGNORED}).sum()"
+        shifted = counts.replace("'labels']", "'labels'][:, 1:]")
+        raise LoopError(
+            "training a batch",
+            found=f"`loss_fn` returned `output.loss`, which is a mean over the {num_counted} of {labels.numel()} "
+            f"labels that are not {_IGNORED}; without that count it would be taken for a mean over {len(labels)} "
+            "samples, and the numbers would be others on each number of ranks",
+            fix=f"Return (output.loss, {counts}); of a causal language model, which shifts its labels, "
+            f"(output.loss, {shifted}).",
+            rank=rank,
+        )
+
+
+def _is_own_loss(loss: Any, output: Any) -> bool:
+    """Is `loss` what a transformers model returned as its `loss`?"""
+    is_theirs = any(base.__module__.partition(".")[0] == "transformers" for base in type(output).__mro__)
+    return is_theirs and loss is getattr(output, "loss", None)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from ddpilot.errors import LoopError, RankError
-from ddpilot.trainer.batches import check_attached, with_count
+from ddpilot.trainer.batches import check_attached, check_weighted, with_count
 from ddpilot.trainer.checking import check_fit, check_goal, naming_arguments
 from ddpilot.trainer.fitting import Fit, fit_here
 from ddpilot.trainer.history import History
@@ -24,6 +24,9 @@ from ddpilot.training.inside import run_inside
 from ddpilot.training.signals import StopSignals
 
 _WHICH_SIZE = "Say `global_batch_size`, of all ranks together, or `batch_size_per_rank`."
+
+_NUM_CHECKED = 8
+"""Batches of an epoch whose labels are looked at, which makes the host wait for a GPU."""
 
 
 class Trainer(LookingTrainer):
@@ -152,6 +155,8 @@ class Trainer(LookingTrainer):
             output, target = run_inside(wrapped, lambda model: self.forward(model, batch))
             loss, count = with_count(self.loss_fn(output, target))
             check_attached(loss, loop.rank)
+            if count is None and loop.batch is not None and loop.batch.index < _NUM_CHECKED:
+                check_weighted(loss, output, batch, loop.rank)
             loop.backward(loss, count)
         if self.clip_norm is not None:
             loop.clip_grad_norm_(run.model.parameters(), self.clip_norm)

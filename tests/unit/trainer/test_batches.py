@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -12,10 +13,11 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from ddpilot.errors import LoopError
 from ddpilot.group.fake import FakeGroup
-from ddpilot.trainer.batches import forward_batch, predict_batch, with_count
+from ddpilot.trainer.batches import check_weighted, forward_batch, predict_batch, with_count
 from ddpilot.trainer.calling import call_model
 from ddpilot.trainer.loading import NO_SIZES, make_loader_of
 from ddpilot.trainer.places import is_on_ranks
+from ddpilot.trainer.trainer import Trainer
 
 
 class Add(nn.Module):
@@ -109,3 +111,38 @@ def test_is_on_ranks_looks_for_a_launcher(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert is_on_ranks() is (True if expected is None else expected)
+
+
+def test_check_weighted_refuses_the_loss_of_a_transformers_model_without_a_count() -> None:
+    """Only its very own loss, and only where some labels are left out; of how many it is the mean is said."""
+    outputs = pytest.importorskip("transformers.modeling_outputs")
+    loss, full = torch.tensor(2.0), torch.ones(2, 3, dtype=torch.int64)
+    output, batch = outputs.MaskedLMOutput(loss=loss), {"labels": full.masked_fill(torch.eye(2, 3).bool(), -100)}
+    with pytest.raises(LoopError, match=r"a mean over the 4 of 6 labels that are not -100; .* a mean over 2 samples"):
+        check_weighted(loss, output, batch, 0)
+    check_weighted(loss, output, {"labels": full}, 0)
+    check_weighted(loss * 1, output, batch, 0)
+    check_weighted(loss, {"loss": loss}, batch, 0)
+    check_weighted(loss, output, (full, full), 0)
+
+
+def test_fit_refuses_the_loss_of_a_transformers_model_without_a_count() -> None:
+    """On one rank too, where it would be right: on two it would not be."""
+    outputs = pytest.importorskip("transformers.modeling_outputs")
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(1, 3)
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+            logits = self.layer(x)
+            return outputs.TokenClassifierOutput(loss=nn.functional.cross_entropy(logits, labels), logits=logits)
+
+    data: Any = [{"x": torch.ones(1), "labels": torch.tensor(label)} for label in (1, -100, 2, 0)]
+    given: dict[str, Any] = {"global_batch_size": 4, "nproc_per_node": 0, "progress": False}
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    with pytest.raises(LoopError, match=r"which is a mean over the 3 of 4 labels .* Return \(output\.loss, \(batch"):
+        Trainer(Model(), lambda output, batch: output.loss, sgd).fit(data, **given)
+    counted = Trainer(Model(), lambda output, batch: (output.loss, (batch["labels"] != -100).sum()), sgd)
+    assert counted.fit(data, **given).epochs[0]["loss"] > 0
