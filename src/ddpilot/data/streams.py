@@ -110,7 +110,7 @@ class StreamReader(Dataset[Any]):
         if hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(order.epoch)
         self._position = 0
-        if order.state is not None:
+        if order.state is not None and hasattr(self._dataset, "load_state_dict"):
             self._dataset.load_state_dict(order.state)
             self._position = order.first_batch * self._plan.global_batch_size
         self._seed(order.epoch)

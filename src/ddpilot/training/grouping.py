@@ -52,22 +52,34 @@ class CurrentBatch:
     """Is this the first batch of its accumulation group?"""
     is_last: bool
     """Is this the last batch of its accumulation group, after which the weights are updated?"""
+    stream_state: Any = None
+    """Of an iterable dataset with `state_dict`: its state after this batch, the same on every rank. Else None."""
 
 
 def iterate_groups(
-    loader: Loader, group: GroupLike, *, epoch: int, first_batch: int = 0, accumulation: int = 1
+    loader: Loader,
+    group: GroupLike,
+    *,
+    epoch: int,
+    first_batch: int = 0,
+    accumulation: int = 1,
+    stream_state: Any = None,
 ) -> Generator[CurrentBatch, None, None]:
     """The batches of an epoch with their place in accumulation groups of `accumulation` batches each.
 
     A group's batches are read before the first of them is given out. Where ranks may have unequal numbers of samples
     and do not know each other's, they add them up, in one small collective per group; the epoch ends for all of them
-    when none has a sample. Collective. Raises DataError on all ranks where they would read different epochs, or see
+    when none has a sample. `stream_state`: that of batch `first_batch` - 1, with which a stream goes there without
+    reading what lies before. Collective. Raises DataError on all ranks where they would read different epochs, or see
     different streams.
     """
     check_loader(loader, group)
     with naming_rank(group.rank):
         _check_agreement(loader, group)
-    batches = loader.iterate(epoch, first_batch)
+    if isinstance(loader, StreamLoader):
+        batches = loader.iterate(epoch, first_batch, stream_state)
+    else:
+        batches = loader.iterate(epoch, first_batch)
     # Every rank reads the whole of a stream: that all see the same one is what the division rests on.
     is_seen_by_all = isinstance(loader, StreamLoader) and not loader.is_joint and group.world_size > 1
     try:
@@ -141,6 +153,7 @@ def _group(
                 size,
                 place == 0,
                 place == size - 1,
+                batch.stream_state,
             )
         if size < len(members):
             return

@@ -96,7 +96,12 @@ class Loop(PreparingLoop, KeepingLoop, LookingLoop):
             return
         groups = self._waiting.over(
             iterate_groups(
-                loader, self.group, epoch=self.epoch, first_batch=self.next_batch, accumulation=self._accumulate
+                loader,
+                self.group,
+                epoch=self.epoch,
+                first_batch=self.next_batch,
+                accumulation=self._accumulate,
+                stream_state=self._place.stream_state(self.next_batch),
             )
         )
         shown = self.progress.epoch(self.epoch, self._num_epochs, self.next_batch, loader)
@@ -117,6 +122,7 @@ class Loop(PreparingLoop, KeepingLoop, LookingLoop):
                     if self._precision.scaler is not None:
                         self._precision.settle()
                     self._place.samples_seen += batch.group_count
+                    self._place.note_stream(batch.index + 1, batch.stream_state)
                     self._keeper.after_update(batch.index + 1, leaves=self.should_stop)
                 if batch.is_last and self.should_stop and not is_at_end(loader, batch):
                     self.next_batch = batch.index + 1

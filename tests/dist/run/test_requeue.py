@@ -44,4 +44,4 @@ def test_run_ends_with_75_after_a_checkpoint_and_the_same_command_goes_on(tmp_pa
     again = run(tmp_path, "-n", 2, "train.py")
     assert again.status == 0, again.err
     assert "done True" in again.out
-    assert "ddpilot: goes on from ckpt/save-" in again.err
+    assert "ddpilot: continues from ckpt/save-" in again.err

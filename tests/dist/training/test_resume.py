@@ -159,7 +159,9 @@ def test_training_goes_on_when_there_is_no_space(tmp_path: Path, capfd: pytest.C
     """What does not fit is told each time; the last good one stays until there is room."""
     results = launch(2, train_on_a_full_disk, tmp_path)
     assert [epoch for epoch, _ in results] == [4, 4]
-    assert {tuple(entries) for _, entries in results} == {("latest", "save-000001-step-0", "save-000002-step-0")}
+    assert {tuple(entries) for _, entries in results} == {
+        (".writer", "latest", "save-000001-step-0", "save-000002-step-0")
+    }
     told = [line for line in capfd.readouterr().err.splitlines() if "no checkpoint was written" in line]
     assert len(told) == 2, told
     for line in told:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -17,7 +18,7 @@ from ddpilot.errors import CheckpointError, CorruptCheckpointError
 from ddpilot.training.checkpoint.aside import move_aside
 from ddpilot.training.checkpoint.background import Background
 from ddpilot.training.checkpoint.choosing import better, parse_best
-from ddpilot.training.checkpoint.files import probe, remove_stale, replace_text
+from ddpilot.training.checkpoint.files import Writer, WriterTakenError, probe, remove_stale, replace_text
 from ddpilot.training.checkpoint.manifest import Progress
 from ddpilot.training.checkpoint.names import plain_names
 from ddpilot.training.checkpoint.reading import Checkpoint, read_checkpoint
@@ -25,6 +26,7 @@ from ddpilot.training.checkpoint.safetensors_file import check_dtypes
 from ddpilot.training.checkpoint.snapshot import Snapshots
 from ddpilot.training.checkpoint.telling import render_failure, tell_stderr
 from ddpilot.training.checkpoint.writing import STAGING_PREFIX, Contents, write_checkpoint
+from ddpilot.training.memory import is_out_of_memory
 
 LATEST = "latest"
 BEST = "best"
@@ -59,11 +61,13 @@ class CheckpointDir:
         self._tell = tell
         self._snapshots = Snapshots()
         self._background = Background()
+        self._writer: Writer | None = None
 
     def check_writable(self) -> None:
-        """Make the directory and write a probe in it, before training starts.
+        """Make the directory, write a probe in it and become its writer, before training starts.
 
-        CheckpointError where that fails, and where `latest` or `best` in there is somebody else's.
+        CheckpointError where that fails, where another live process writes its checkpoints there, and where `latest` or
+        `best` is a file of some other program. One that is damaged, next to checkpoints, is moved aside, which is told.
         """
         try:
             probe(self.path)
@@ -73,13 +77,38 @@ class CheckpointDir:
                 found=f"{error.strerror} ({type(error).__name__})",
                 fix="Training has not started. Choose a `checkpoint_dir` that this user may write to.",
             ) from error
+        self.claim()
         for pointer in (LATEST, BEST):
-            if not self._is_ours(pointer):
+            if self._is_ours(pointer):
+                continue
+            if not self.names():
                 raise CheckpointError(
                     f"making ready to save in {self.path}",
                     found=f"there is a `{pointer}` that no checkpoint wrote, and the next one would replace it",
-                    fix="Training has not started. Choose a `checkpoint_dir` of its own.",
+                    fix="Training has not started. Choose a `checkpoint_dir` of its own, or remove that file.",
                 )
+            aside = self._move_damaged(pointer)
+            self._tell(
+                f"`{pointer}` in {self.path} is damaged (it names no checkpoint), and is now {aside.name}; the "
+                "checkpoints next to it are used without it"
+            )
+
+    def claim(self) -> None:
+        """Become the process that writes here, until `close`; it may be that already.
+
+        CheckpointError where another live process does, on this machine or, with a file system that shares locks,
+        another one.
+        """
+        if self._writer is not None or not self.path.is_dir():
+            return
+        try:
+            self._writer = Writer.of(self.path)
+        except WriterTakenError as error:
+            raise CheckpointError(
+                f"making ready to save in {self.path}",
+                found=f"another job writes its checkpoints there: {error.owner}",
+                fix="Give this one a `checkpoint_dir` of its own, or wait until that job has ended.",
+            ) from error
 
     def set_aside(self) -> Path | None:
         """Move all checkpoints into a new directory beside them, and return it; None where there are none.
@@ -112,9 +141,11 @@ class CheckpointDir:
         `weights`: state dicts by the name of the model, `{"model": model.state_dict()}`, also of wrapped models.
         `state`: further state dicts by name, equal on all ranks. `parts`: what each rank has for itself, one for each
         rank of `progress.world_size`, or none. `metrics`: numbers to choose the best by. It becomes `latest` once all
-        of it is on the disk. Raises CheckpointError where something cannot be saved by its kind.
+        of it is on the disk. Raises CheckpointError where something cannot be saved by its kind, and where another
+        process writes here.
         """
         self.wait()
+        self.claim()
         if len(parts) not in (0, progress.world_size):
             raise CheckpointError(
                 f"saving step {progress.step}",
@@ -124,9 +155,11 @@ class CheckpointDir:
         plain = {name: _plain(name, tensors) for name, tensors in weights.items()}
         try:
             copied = self._snapshots.take({"weights": plain, "state": dict(state or {}), "parts": list(parts)})
-        except OSError as error:  # no memory for the copy
+        except (OSError, RuntimeError, MemoryError) as error:
+            if not (isinstance(error, OSError) or is_out_of_memory(error)):
+                raise
             self._background.fail()
-            self._tell_failure(error)
+            self._tell_failure(error if isinstance(error, OSError) else _as_os_error(error))
             return
         contents = Contents(progress=progress, metrics={n: float(v) for n, v in (metrics or {}).items()}, **copied)
         self._background.start(lambda: self._write(contents))
@@ -151,8 +184,11 @@ class CheckpointDir:
             self.wait()
 
     def close(self) -> bool:
-        """The same as `wait`; another `save` may follow."""
-        return self.wait()
+        """Wait as `wait` does, and let other processes write here; another `save` may follow."""
+        try:
+            return self.wait()
+        finally:
+            self._writer = None
 
     def names(self) -> list[str]:
         """The names of all finished checkpoints here, the one written last first. Not checked."""
@@ -217,7 +253,7 @@ class CheckpointDir:
     def _reserve(self, num_bytes: int) -> None:
         try:
             self._snapshots.reserve(num_bytes)
-        except OSError as error:
+        except (OSError, MemoryError) as error:
             self._background.note(f"no memory for the copies of checkpoints, {num_bytes / 1e6:.1f} MB: {error}")
 
     def _write(self, contents: Contents) -> None:
@@ -264,6 +300,8 @@ class CheckpointDir:
                 # A crash in the middle of deleting must not leave something that looks like a torn checkpoint.
                 going = (self.path / name).rename(self.path / f"{_DELETING_PREFIX}{name}")
                 shutil.rmtree(going)
+            except FileNotFoundError:  # somebody else has deleted it
+                continue
             except OSError as error:
                 self._background.note(f"deleting the old checkpoint {name} in {self.path}: {error}. Delete it by hand")
 
@@ -276,6 +314,14 @@ class CheckpointDir:
             return (self.path / pointer).read_text(encoding="utf-8", errors="replace").strip()
         except (FileNotFoundError, NotADirectoryError):
             return None
+        except IsADirectoryError:
+            return ""
+
+    def _move_damaged(self, pointer: str) -> Path:
+        number = 1
+        while (aside := self.path / f"{pointer}-damaged-{number}").exists():
+            number += 1
+        return (self.path / pointer).rename(aside)
 
     def _tell_failure(self, failure: OSError) -> None:
         try:
@@ -283,6 +329,12 @@ class CheckpointDir:
         except OSError as error:
             last = f"`{LATEST}` cannot be read now ({error})"
         self._tell(render_failure(self.path, failure, last))
+
+
+def _as_os_error(error: BaseException) -> OSError:
+    """torch's ways to say that memory ran out, pinned memory too, as the kernel's."""
+    said = next(iter(str(error).splitlines()), type(error).__name__)
+    return OSError(errno.ENOMEM, f"{os.strerror(errno.ENOMEM)} ({said})")
 
 
 def _plain(name: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

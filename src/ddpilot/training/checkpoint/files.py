@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
 import secrets
 import shutil
+import socket
 import tempfile
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +21,11 @@ from types import TracebackType
 CHUNK_BYTES = 1 << 24
 """How much is hashed and written at a time."""
 _LOCK = ".lock"
+_NEW = ".new"
+"""End of the name of what one process makes and renames at once."""
+_WRITER = ".writer"
+_UNSUPPORTED = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
+"""What a file system answers that has no locks."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +103,7 @@ def sync_folder(folder: Path) -> None:
 
 def replace_text(path: Path, text: str) -> None:
     """Make `text` the contents of `path` in one step: a reader finds the old or the new, also after a crash."""
-    new = path.parent / f".{path.name}.new"
+    new = path.parent / f".{path.name}.{secrets.token_hex(4)}{_NEW}"
     try:
         with open(new, "w", encoding="utf-8") as file:
             file.write(text)
@@ -123,11 +131,13 @@ def staging(folder: Path, prefix: str) -> Iterator[Path]:
 
     The lock is the kernel's, so that it ends with the process however that ends.
     """
-    made = folder / f"{prefix}{secrets.token_hex(4)}"
+    token = secrets.token_hex(4)
+    made = folder / f".{token}{_NEW}"  # `remove_stale` knows no such name: it finds the directory with its lock
     made.mkdir()
     try:
         with open(made / _LOCK, "wb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
+            made = made.rename(folder / f"{prefix}{token}")
             yield made
     except BaseException:
         shutil.rmtree(made, ignore_errors=True)
@@ -160,3 +170,64 @@ def _is_locked(staged: Path) -> bool:
     except OSError:
         return True
     return False
+
+
+class WriterTakenError(Exception):
+    """A live process writes there: `owner` is what it wrote about itself, such as "process 4242 on node7"."""
+
+    def __init__(self, owner: str) -> None:
+        self.owner = owner
+        super().__init__(owner)
+
+
+class Writer:
+    """The right of one process to write in a directory, until nothing refers to this object or the process ends.
+
+    The lock is the kernel's, of the whole process: a second `Writer.of` in the same process returns the same object,
+    and a forked worker does not hold it. Without locks, on some file systems, nothing is known of other writers.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self.pid = os.getpid()
+        weakref.finalize(self, os.close, descriptor)
+
+    @classmethod
+    def of(cls, folder: Path) -> Writer | None:
+        """The right to write in `folder`, which is there; None where it cannot be locked. Raises WriterTakenError."""
+        path = folder / _WRITER
+        with contextlib.suppress(FileNotFoundError):
+            held = _held.get(_identity(os.stat(path)))
+            if held is not None and held.pid == os.getpid():
+                return held
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError:  # of another user, say: `probe` looks whether one can write here
+            return None
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            owner = os.pread(descriptor, 1000, 0).decode(errors="replace").strip()
+            os.close(descriptor)
+            if error.errno in _UNSUPPORTED:
+                return None
+            raise WriterTakenError(owner or "a process that has not written its number yet") from error
+        with contextlib.suppress(OSError):  # a full disk: the lock is what counts
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        _remove_new(folder)
+        made = _held[_identity(os.fstat(descriptor))] = cls(descriptor)
+        return made
+
+
+_held: weakref.WeakValueDictionary[tuple[int, int], Writer] = weakref.WeakValueDictionary()
+"""By the lock file's device and inode. To close a second descriptor of it would let go of the process's lock."""
+
+
+def _identity(facts: os.stat_result) -> tuple[int, int]:
+    return facts.st_dev, facts.st_ino
+
+
+def _remove_new(folder: Path) -> None:
+    """Delete what a process that was killed left half made; called while no other one may write."""
+    for path in folder.glob(f".*{_NEW}"):
+        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)

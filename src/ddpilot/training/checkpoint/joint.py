@@ -64,9 +64,9 @@ class JointCheckpoints:
         own: CheckpointError | dict[str, Any]
         try:
             own = self._snapshots.take({RNG: capture_rng(self._group.device), **(part or {})})
-        except CheckpointError as error:
-            error.rank = self._group.rank
-            own = error
+        except Exception as error:  # noqa: BLE001  (whatever it is, all ranks raise it)
+            own = _as_checkpoint_error("copying this rank's part of a checkpoint", error, self._group)
+            own.rank = self._group.rank
         parts: list[Any] = self._group.all_gather_object(own) if self._group.world_size > 1 else [own]
         _raise_first(parts)
         self._on_rank_zero(
@@ -98,7 +98,7 @@ class JointCheckpoints:
         except CorruptCheckpointError as error:
             found = f"this rank cannot read it: {error.found}"
         else:
-            if own.manifest == chosen.manifest:
+            if own.manifest.checksum == chosen.manifest.checksum:
                 return own, None
             found = "this rank sees another one under that name"
         return None, CheckpointError(
@@ -116,9 +116,8 @@ class JointCheckpoints:
                 outcome[0] = call()
             except CheckpointError as error:
                 outcome[1] = error
-            except OSError as error:
-                outcome[1] = CheckpointError(f"using {self.folder.path}", found=str(error), rank=0)
-                outcome[1].__cause__ = error
+            except Exception as error:  # noqa: BLE001  (whatever it is, all ranks raise it)
+                outcome[1] = _as_checkpoint_error(f"using {self.folder.path}", error, self._group)
         own_failure = outcome[1]
         value, failure = self._group.broadcast_object(outcome) if self._group.world_size > 1 else outcome
         _raise_first([own_failure or failure])  # its own has the cause
@@ -132,16 +131,25 @@ def load_jointly(model: nn.Module, path: str | os.PathLike[str], name: str, grou
 
 
 def on_all_ranks(group: GroupLike, call: Callable[[], Value]) -> Value:
-    """What `call` returns, on every rank; the CheckpointError of one that cannot is raised on all. Collective."""
+    """What `call` returns, on every rank; what one rank raises is raised on all, as CheckpointError. Collective."""
     value, failure = None, None
     try:
         value = call()
-    except CheckpointError as error:
-        error.rank = group.rank if group.world_size > 1 else None
-        failure = error
+    except Exception as error:  # noqa: BLE001  (whatever it is, all ranks raise it)
+        failure = _as_checkpoint_error("using a checkpoint", error, group)
+        failure.rank = group.rank if group.world_size > 1 else None
     failures = group.all_gather_object(failure)
     _raise_first([failure, *failures])  # its own has the cause
     return cast(Value, value)
+
+
+def _as_checkpoint_error(did: str, error: Exception, group: GroupLike) -> CheckpointError:
+    if isinstance(error, CheckpointError):
+        return error
+    found = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+    made = CheckpointError(did, found=found, rank=group.rank)
+    made.__cause__ = error
+    return made
 
 
 def _raise_first(outcomes: Sequence[object]) -> None:

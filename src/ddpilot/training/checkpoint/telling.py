@@ -8,6 +8,8 @@ import shutil
 import sys
 from pathlib import Path
 
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 
 def tell_stderr(text: str) -> None:
     """Say `text` on stderr, as ddpilot."""
@@ -19,10 +21,10 @@ def render_failure(folder: Path, failure: OSError, last: str | None) -> str:
     stays = f"the last good one stays: {last}" if last else "there is none yet"
     if failure.errno == errno.ENOMEM:
         return f"no checkpoint was written in {folder}: no memory for its copy ({failure}). Training goes on; {stays}."
-    return (
-        f"no checkpoint was written in {folder}: {failure}. Training goes on; {stays}. "
-        f"{_free(folder)} Make room, or keep fewer (`keep`)."
-    )
+    said = f"no checkpoint was written in {folder}: {failure}. Training goes on; {stays}. {_free(folder)}"
+    if failure.errno in _NO_ROOM:
+        return f"{said} Make room, or keep fewer (`keep`)."
+    return f"{said} Look at the directory and at its file system."
 
 
 def _free(folder: Path) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ddpilot.errors import CorruptCheckpointError, LoopError
 from ddpilot.group.protocol import GroupLike
@@ -15,7 +15,7 @@ from ddpilot.training.checkpoint.choosing import parse_best
 from ddpilot.training.checkpoint.directory import CheckpointDir
 from ddpilot.training.checkpoint.joint import RNG, JointCheckpoints, on_all_ranks
 from ddpilot.training.checkpoint.reading import Checkpoint
-from ddpilot.training.checkpoint.snapshot import measure
+from ddpilot.training.checkpoint.snapshot import can_hold, measure
 from ddpilot.training.checkpoint.telling import tell_stderr
 from ddpilot.training.deciding import Decider
 from ddpilot.training.keeping.options import KeepOptions
@@ -23,6 +23,7 @@ from ddpilot.training.keeping.place import Place
 from ddpilot.training.keeping.sentences import (
     LEFT_BY_BREAK,
     SAVED_BEFORE,
+    STREAM_NOT_SAVED,
     say_finished,
     say_left,
     say_no_metric,
@@ -33,6 +34,7 @@ from ddpilot.training.keeping.sentences import (
 from ddpilot.training.keeping.things import Things
 
 _FACTS = "passes"
+_STREAM = "stream"
 _REQUEUE = ("SIGTERM", "SIGUSR1")
 
 
@@ -59,9 +61,8 @@ class Keeper:
         self._decider = decider
         self._options = options
         self._joint: JointCheckpoints | None = None
-        self._has_begun = False
+        self._has_begun = self._is_measured = self._is_stream_missed = False
         self.is_in_epochs = False
-        """Does `Loop.epochs` count the epochs?"""
         """Does `Loop.epochs` count the epochs?"""
         self._is_asked = self._is_unsaid = self._is_metric_missed = False
         self._resumed = ""
@@ -84,14 +85,15 @@ class Keeper:
 
         Raises CheckpointError, on all ranks alike, where something could not be saved, before training starts.
         """
-        if self._joint is None or self._options is None or self._has_begun:
+        if self._joint is None or self._options is None:
             return
-        if self._options.resume:
+        if not self._has_begun and self._options.resume:
             self.resume()
-        elif (aside := self._joint.set_aside()) is not None:
+        elif not self._has_begun and (aside := self._joint.set_aside()) is not None:
             self._tell(f"begins anew; the checkpoints that were in {self._joint.folder.path} are in {aside}")
         self._has_begun = True
-        self._measure()
+        if not self._is_measured:
+            self._measure()
 
     def resume(self, *, other_data: bool = False) -> bool:
         """See `Loop.resume`. Collective."""
@@ -111,7 +113,14 @@ class Keeper:
         same_size = found.manifest.progress.world_size == self._group.world_size
         part = found.part(self._group.rank if same_size else 0) or {}
         facts = part.get(_FACTS, ())
-        self._place.go_on(found.manifest.progress, facts, part.get(RNG), other_data, source=str(found.path))
+        self._place.go_on(
+            found.manifest.progress,
+            facts,
+            part.get(RNG),
+            other_data,
+            source=str(found.path),
+            stream_state=part.get(_STREAM),
+        )
         self._resumed = say_resumed(
             found.path, found.manifest.progress, self._group.world_size, self._place.accumulation
         )
@@ -205,7 +214,7 @@ class Keeper:
             self._is_asked = False
             self._tell(SAVED_BEFORE if kind is None else LEFT_BY_BREAK)
         if self._group.is_rank_zero:
-            self._joint.folder.wait()
+            self._joint.folder.close()
 
     def _match(self, found: Checkpoint) -> Callable[[], None]:
         progress = found.manifest.progress
@@ -232,7 +241,7 @@ class Keeper:
             self._place.progress(next_batch),
             weights=weights,
             state=state,
-            part={_FACTS: self._place.facts},
+            part={_FACTS: self._place.facts, **self._stream_state(next_batch)},
             metrics=self._metrics,
         )
         self._is_asked, self._is_unsaid, self._metrics = False, True, {}
@@ -240,7 +249,20 @@ class Keeper:
         self._saved_s = time.monotonic()
         self.held_up_s += time.perf_counter() - began_s
 
+    def _stream_state(self, next_batch: int) -> dict[str, Any]:
+        """What the stream that is being read needs to go on there, to be saved; nothing where that cannot be."""
+        state = self._place.stream_state(next_batch)
+        if state is None:
+            return {}
+        if can_hold(state):
+            return {_STREAM: state}
+        if not self._is_stream_missed:
+            self._is_stream_missed = True
+            self._tell(STREAM_NOT_SAVED)
+        return {}
+
     def _measure(self) -> int:
+        self._is_measured = True
         weights, state = self._things.collect(self._group)
         return measure({"weights": weights, "state": state})
 

@@ -41,6 +41,7 @@ class Place:
         self._source = ""
         self._resumed_facts: Sequence[Facts] = ()
         self._rng: Mapping[str, Any] | None = None
+        self._stream: tuple[int, Any] = (0, None)
 
     def go_to(self, epoch: int) -> None:
         """Be at `epoch`, of which no pass has begun."""
@@ -84,7 +85,17 @@ class Place:
     def end_pass(self) -> None:
         """All of it was read, or the loop over it was left for good."""
         self.next_batch = 0
+        self._stream = (0, None)
         self._passes += 1
+
+    def note_stream(self, next_batch: int, state: Any) -> None:
+        """Before batch `next_batch` of this pass, its stream has `state`; None where it has none to say."""
+        self._stream = (next_batch, state)
+
+    def stream_state(self, next_batch: int) -> Any:
+        """What a stream needs to go on with batch `next_batch`; None where it is not known."""
+        known_batch, state = self._stream
+        return state if next_batch and known_batch == next_batch else None
 
     def end_epoch(self) -> None:
         """The next epoch begins."""
@@ -125,11 +136,13 @@ class Place:
         other_data: bool,
         *,
         source: str = "",
+        stream_state: Any = None,
     ) -> None:
         """Be where `progress` says.
 
         `facts`: as they were then; `rng`: random state to go on with, for a place in the middle of a pass.
-        `other_data`: an epoch may begin with other data. `source` names the checkpoint in errors.
+        `other_data`: an epoch may begin with other data. `source` names the checkpoint in errors. `stream_state`: of a
+        stream in the middle of a pass.
         """
         self.epoch, self.next_batch = progress.epoch, progress.batch
         self.num_updates, self.samples_seen = progress.step, progress.samples_seen
@@ -138,6 +151,7 @@ class Place:
         self._resumed, self._source = progress, source
         self._resumed_facts = () if other_data and not progress.batch else facts
         self._rng = rng if progress.batch else None
+        self._stream = (progress.batch, stream_state)
 
     def _check(self, now: Facts, before: Facts) -> None:
         assert self._resumed is not None  # the caller has looked

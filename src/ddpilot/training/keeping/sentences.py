@@ -15,18 +15,23 @@ LEFT_BY_BREAK = (
     "a checkpoint that loop.save() asked for was not made: the epoch was left before its end. To end training early, "
     "call loop.stop() instead of `break`."
 )
+STREAM_NOT_SAVED = (
+    "what the dataset's state_dict() returns cannot be saved: a run that continues from here reads the stream from its "
+    "start and leaves out what lies before. Return numbers, texts, tensors, and dicts, lists and tuples of them."
+)
 _REASONS = {"SIGINT": "Ctrl-C", "time": "the time is up (`max_time_s`)"}
 
 
 def say_resumed(path: Path, progress: Progress, world_size: int, accumulation: int) -> str:
     """From where a run goes on, and what is another now."""
     place = f"epoch {progress.epoch}" + (f", batch {progress.batch}" if progress.batch else "")
+    counts = " (`loop.batch.index` counts from there; enumerate() begins at 0)" if progress.batch else ""
     sizes = f", on {world_size} rank{'s' * (world_size > 1)}"
     if progress.world_size != world_size:
         sizes += f" instead of {progress.world_size}"
     if progress.accumulate not in (None, accumulation):
         sizes += f", with accumulate={accumulation} instead of {progress.accumulate}"
-    return f"goes on from {path}: {place}, after {progress.step} updates{sizes}"
+    return f"continues from {path}: {place}, after {progress.step} updates{sizes}{counts}"
 
 
 def say_finished(folder: Path, num_done: int, num: int) -> str:

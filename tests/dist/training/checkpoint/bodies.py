@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from ddpilot.data.plan import Plan
 from ddpilot.errors import CheckpointError
 from ddpilot.group.protocol import GroupLike
 from ddpilot.training.checkpoint.directory import CheckpointDir
-from ddpilot.training.checkpoint.joint import RNG, JointCheckpoints
+from ddpilot.training.checkpoint.joint import RNG, JointCheckpoints, on_all_ranks
 from ddpilot.training.checkpoint.loading import load_into
 from ddpilot.training.checkpoint.manifest import Progress
 from ddpilot.training.checkpoint.rng import restore_rng
@@ -123,6 +124,13 @@ def failure(call: Callable[[], object]) -> str:
     return "nothing was raised"
 
 
+class Unreadable(float):
+    """A metric of which rank 0 makes no number."""
+
+    def __float__(self) -> float:
+        raise RuntimeError("no value")
+
+
 def fail_jointly(folder: Path) -> list[str]:
     """What each joint call that one rank cannot do says on this rank; and that the ranks can go on after it."""
     with ddpilot.init_group("gloo") as group:
@@ -135,9 +143,14 @@ def fail_jointly(folder: Path) -> list[str]:
             failure(refused.check_writable),
             failure(lambda: checkpoints.save(progress, weights={}, part={"fn": len} if group.rank == 1 else {})),
             failure(lambda: checkpoints.save(progress, weights={}, state={"fn": len} if group.rank == 0 else {})),
+            failure(lambda: checkpoints.save(progress, weights={}, metrics={"loss": Unreadable()})),
+            failure(lambda: on_all_ranks(group, lambda: dict[str, int]()["it"] if group.rank == 1 else None)),
         ]
         assert checkpoints.latest() is None
-        checkpoints.save(progress, weights={"model": {"w": torch.ones(2)}}, part={"rank": group.rank})
+        undefined = {"auc": math.nan}  # no metric of its own is a reason to take it for another checkpoint
+        checkpoints.save(
+            progress, weights={"model": {"w": torch.ones(2)}}, part={"rank": group.rank}, metrics=undefined
+        )
         assert checkpoints.wait()
         found = checkpoints.latest()
         assert found is not None

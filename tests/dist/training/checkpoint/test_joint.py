@@ -86,5 +86,7 @@ def test_joint_calls_fail_on_all_ranks_when_one_cannot(tmp_path: Path) -> None:
     assert "File exists (FileExistsError). Training has not started" in first[0]
     assert first[1].startswith("[rank 1] copying what is to be saved: ['fn'] is a builtins.builtin_function")
     assert first[2].startswith("copying what is to be saved: ['state']['fn'] is a builtins.builtin_function")
-    assert first[3].startswith("[rank 1] opening the checkpoint that rank 0 found")
-    assert "this rank cannot read it: manifest.json cannot be read" in first[3]
+    assert first[3] == f"[rank 0] using {tmp_path}/good: RuntimeError: no value"
+    assert first[4] == "[rank 1] using a checkpoint: KeyError: 'it'"
+    assert first[5].startswith("[rank 1] opening the checkpoint that rank 0 found")
+    assert "this rank cannot read it: manifest.json cannot be read" in first[5]

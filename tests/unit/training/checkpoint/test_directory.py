@@ -4,12 +4,16 @@
 from __future__ import annotations
 
 import resource
+import socket
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -200,6 +204,71 @@ def test_check_writable_refuses_when_a_file_is_in_the_way(tmp_path: Path) -> Non
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"trying to write in .*file/checkpoints: Not a directory"):
         CheckpointDir(tmp_path / "file" / "checkpoints").check_writable()
+
+
+HOLD = "import sys; from pathlib import Path; from ddpilot.training.checkpoint.files import Writer; "
+HOLD += "held = Writer.of(Path(sys.argv[1])); print(held is not None, flush=True); sys.stdin.read()"
+
+
+def test_one_process_writes_in_a_directory(tmp_path: Path) -> None:
+    """Another one is refused before training and when it saves, until the first has ended; this one may come again."""
+    weights = {"model": {"w": torch.ones(1)}}
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    directory = CheckpointDir(tmp_path)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "True\n"
+        said = (
+            f"another job writes its checkpoints there: process {other.pid} on {socket.gethostname()}. Give this one a"
+        )
+        with pytest.raises(CheckpointError, match=said):
+            directory.check_writable()
+        with pytest.raises(CheckpointError, match=said):
+            directory.save(Progress(step=1), weights=weights)
+        other.kill()
+    directory.check_writable()
+    with CheckpointDir(tmp_path) as second:
+        second.check_writable()
+    assert subprocess.run(command, input="", capture_output=True, text=True, check=False).returncode == 1
+    directory.close()
+    assert subprocess.run(command, input="", capture_output=True, text=True, check=True).stdout == "True\n"
+
+
+def test_a_damaged_pointer_next_to_checkpoints_is_moved_aside(tmp_path: Path) -> None:
+    """It is told by name, and the newest that is whole is gone on with; without checkpoints it is somebody else's."""
+    for number, damage in enumerate((b"", b"\xff\xfe", None)):
+        told: list[str] = []
+        folder = tmp_path / str(number)
+        with CheckpointDir(folder, best="min loss", tell=told.append) as directory:
+            save(directory, 1, metrics={"loss": 1.0})
+            for pointer in ("latest", "best"):
+                (folder / pointer).unlink()
+                (folder / pointer).mkdir() if damage is None else (folder / pointer).write_bytes(damage)
+            directory.check_writable()
+            assert [text.partition(" in ")[0] for text in told] == ["`latest`", "`best`"]
+            assert "is damaged (it names no checkpoint), and is now latest-damaged-1; the checkpoints" in told[0]
+            found = directory.latest()
+            assert found is not None
+            save(directory, 2, metrics={"loss": 2.0})
+            assert len(told) == 2
+    (tmp_path / "latest").write_text("")
+    with pytest.raises(CheckpointError, match=r"a `latest` that no checkpoint wrote.* of its own, or remove that file"):
+        CheckpointDir(tmp_path).check_writable()
+
+
+def test_save_tells_when_torch_has_no_memory_for_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pinned memory and torch's allocator raise RuntimeError; training continues as with the kernel's OSError."""
+    told: list[str] = []
+    directory = CheckpointDir(tmp_path, tell=told.append)
+    for error in (RuntimeError("CUDA error: out of memory\nMore"), MemoryError()):
+        monkeypatch.setattr(directory._snapshots, "take", Mock(side_effect=error))
+        directory.save(Progress(step=1), weights={})
+        assert not directory.wait()
+    assert "no memory for its copy ([Errno 12] Cannot allocate memory (CUDA error: out of memory)). Trai" in told[0]
+    assert "no memory for its copy ([Errno 12] Cannot allocate memory (MemoryError)). Training" in told[1]
+    monkeypatch.setattr(directory._snapshots, "take", Mock(side_effect=RuntimeError("another mistake")))
+    with pytest.raises(RuntimeError, match="another mistake"):
+        directory.save(Progress(step=1), weights={})
 
 
 def test_save_refuses_what_cannot_be_saved(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def test_epochs_save_after_each_and_go_on_there(tmp_path: Path, capsys: pytest.C
     assert torch.equal(second.model.weight, whole.model.weight)
     assert Run(tmp_path).train(3).seen == []
     said = capsys.readouterr().err.splitlines()
-    assert said[0] == f"ddpilot: goes on from {tmp_path}/save-000001-step-3: epoch 1, after 3 updates, on 1 rank"
+    assert said[0] == f"ddpilot: continues from {tmp_path}/save-000001-step-3: epoch 1, after 3 updates, on 1 rank"
     done = f"ddpilot: the run in {tmp_path} is finished: it has made 3 epochs, and 3 are asked for. Ask for more epochs"
     assert said[1:] == [f"{done} to train longer, or begin anew with `resume=False`."]
 
@@ -384,3 +384,78 @@ def test_batches_that_ranks_divide_themselves_are_refused_in_the_middle_at_anoth
             for _ in batches:
                 loop.stop()
     pytest.fail("it went on")
+
+
+class Unsaveable:
+    """Returns what no checkpoint can hold."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"fn": len}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError(state)
+
+
+def test_what_cannot_be_saved_is_refused_before_training_also_after_resume(tmp_path: Path) -> None:
+    """As a Trainer resumes, whose fit calls `resume` itself."""
+    run = Run(tmp_path)
+    run.loop.track(odd=Unsaveable())
+    assert not run.loop.resume()
+    with pytest.raises(CheckpointError, match=r"\['odd'\]\['fn'\] is a builtins"):
+        run.train(1)
+    assert run.seen == []
+
+
+class Numbers(IterableDataset[tuple[torch.Tensor]]):
+    """A stream with a state, which holds more than can be saved where `extra` says so."""
+
+    def __init__(self, num: int, extra: Any = None) -> None:
+        self.num, self.extra = num, extra
+        self.position = 0
+        self.read: list[int] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position, "extra": self.extra}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor]]:
+        while self.position < self.num:
+            self.position += 1
+            self.read.append(self.position - 1)
+            yield (torch.tensor([float(self.position - 1)]),)
+        self.position = 0
+
+
+def test_a_stream_with_a_state_goes_there_at_once(tmp_path: Path) -> None:
+    """After a stop in the middle nothing that lies before is read again."""
+    stream_run(tmp_path, Numbers(22), stops=True)
+    again = stream_run(tmp_path, Numbers(22))
+    assert again.loader.dataset.read == [*range(8, 22), *range(22)]
+    assert [int(number) for _, batch in again.seen for number in batch] == again.loader.dataset.read
+
+
+def test_a_stream_whose_state_cannot_be_saved_is_read_from_its_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which is said once; the samples are the same."""
+    stream_run(tmp_path, Numbers(22, extra=len), stops=True)
+    assert "ddpilot: what the dataset's state_dict() returns cannot be saved: a run that" in capsys.readouterr().err
+    again = stream_run(tmp_path, Numbers(22, extra=len))
+    assert [int(number) for _, batch in again.seen for number in batch] == [*range(8, 22), *range(22)]
+    assert again.loader.dataset.read == [*range(22), *range(22)]
+    said = f"continues from {tmp_path}/save-000001-step-2: epoch 0, batch 2, after 2 updates, on 1 rank "
+    assert f"{said}(`loop.batch.index` counts from there; enumerate() begins at 0)" in capsys.readouterr().err
+
+
+def stream_run(folder: Path, dataset: Numbers, *, stops: bool = False) -> Run:
+    """Two epochs over `dataset`; with `stops` up to the second batch of the first."""
+    run = Run(folder)
+    run.loader = run.loop.loader(dataset, global_batch_size=4)
+
+    def stop() -> None:
+        if stops and run.loop.num_updates == 2:
+            run.loop.stop(everywhere=True)
+
+    return run.train(2, stop)
