@@ -15,6 +15,7 @@ from ddpilot.findings.words import render_ranks
 from ddpilot.launching.contract import EXIT_REQUEUE
 from ddpilot.launching.crash import find_crash_line, tidy_lines
 from ddpilot.launching.local.report import Exited, Raised
+from ddpilot.launching.messages import shorten_message
 from ddpilot.launching.processes import is_ending
 from ddpilot.launching.shipping.sources import name_cells
 
@@ -111,7 +112,7 @@ def build_error(
     elif raised is not None and raised.type_name == "ShipError":
         found += name_cells(raised.message)
     elif raised is not None:
-        message = name_cells(raised.message)
+        message = name_cells(shorten_message(raised.message) if raised.traceback else raised.message)
         found += f"raised {raised.type_name}: {message}" if message else f"raised {raised.type_name}"
     else:
         assert exited is not None

@@ -10,6 +10,8 @@ from keyword import iskeyword
 
 from ddpilot.errors import LaunchError
 
+_SHELL_NAMES = ("get_ipython", "display", "In", "Out", "exit", "quit")
+
 OWN_NAMES = ("rank", "world_size", "device", "group")
 """Names that a session gives every rank."""
 
@@ -69,6 +71,10 @@ def check_values(values: object) -> Mapping[str, object]:
     odd = [name for name in values if not (isinstance(name, str) and name.isidentifier() and not iskeyword(name))]
     if odd:
         raise LaunchError("pushing", found=f"{odd[0]!r} is no name of a variable", fix='Give {"name": value}')
+    shells = next((name for name in values if name in _SHELL_NAMES), None)
+    if shells is not None:
+        found = f"`{shells}` belongs to the notebook's own IPython, and every rank has one of its own"
+        raise LaunchError("pushing", found=found, fix="Leave it out")
     own = next((name for name in values if name in OWN_NAMES), None)
     if own is not None:
         raise LaunchError(

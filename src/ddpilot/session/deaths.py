@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ddpilot.errors import LaunchError
+from ddpilot.errors import LaunchError, RankError
 from ddpilot.findings.words import render_ranks
 from ddpilot.session.events import Ended
 
@@ -35,6 +35,15 @@ def make_dead_error(did: str, ranks: Sequence[int], dead: Mapping[int, str], *, 
         fix=again if can_restart else BEGIN_ANEW,
         rank=ranks[0],
     )
+
+
+def blame_dead(error: RankError, dead: Mapping[int, str]) -> None:
+    """Let `error` begin with the ranks in `dead`, which what failed on its rank needed: by rank, of what they died."""
+    gone = ", ".join(f"rank {rank}, which is dead (it {dead[rank].partition(';')[0]})" for rank in sorted(dead))
+    error.found = f"rank {error.rank} needed {gone}"
+    error.fix = f"`%ddp restart {' '.join(map(str, sorted(dead)))}` brings {_them(sorted(dead))} back"
+    error.others = ""
+    error.args = (error.render(),)
 
 
 def describe_death(rank: int, reason: str, respawns: bool) -> str:

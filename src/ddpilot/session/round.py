@@ -13,7 +13,7 @@ from ddpilot.findings.words import render_ranks
 from ddpilot.launching.failures import Failure, build_error, choose_failure
 from ddpilot.launching.local.jobs import STORE
 from ddpilot.launching.local.report import Raised
-from ddpilot.session.deaths import BEGIN_ANEW
+from ddpilot.session.deaths import BEGIN_ANEW, blame_dead
 from ddpilot.session.events import Ended, Event, Said, Wrote
 from ddpilot.session.ladder import Ladder
 from ddpilot.session.outcome import Outcome, Part
@@ -244,8 +244,7 @@ class Round:
         )
         dead = self._ranks.standing.dead
         if chosen.is_victim and dead:
-            gone = "; ".join(f"rank {rank} {reason}" for rank, reason in sorted(dead.items()))
-            error.others = f"It needed a rank that is dead: {gone}. `restart` brings it back. {error.others}".rstrip()
+            blame_dead(error, dead)
         if self._lookout is not None and not (chosen.is_victim and dead.keys() - self._outcome.parts):
             self._lookout.explain(error)  # not where the others have no group: how far each gets in it explains nothing
         self._fail(error)

@@ -44,10 +44,23 @@ def test_a_group_of_the_users_own_is_adopted_left_and_made_again(start: Start, v
         session.execute("dist.barrier()")
         session.execute("dist.destroy_process_group()")
     session.execute("group.barrier(); assert not group.adopted")
-    with pytest.raises(RankError, match="twice"):
+    with pytest.raises(RankError, match="twice! The session enters the group at the first collective"):
         session.execute("dist.init_process_group('gloo')")
     session.execute("group.leave(); assert not group.is_entered")
     session.execute("dist.barrier()")
+
+
+def test_the_sessions_names_come_back(start: Start, view: Kept) -> None:
+    """After `del` and `%reset` in the next cell; a `rank` that a loop has set is told, once."""
+    session = start(2)
+    session.execute("for rank in range(world_size): pass")
+    said = "ddpilot: `rank` is 1 now, and was 0: `del rank` brings the session's back in the next cell\n"
+    assert view.texts == {0: said}
+    session.execute("rank = 5; del device, group")
+    session.execute("assert rank == 5; group.barrier(); device.type; del rank")
+    assert session.pull("rank") == [0, 1]
+    session.execute("%reset -f")
+    assert session.pull("(rank, world_size)") == [(0, 2), (1, 2)]
 
 
 def test_a_failure_on_the_way_into_the_group_does_not_spoil_the_next_try(start: Start) -> None:
@@ -77,7 +90,7 @@ def test_entering_from_a_cell_on_some_ranks_is_refused_with_what_to_do(start: St
     session = start(3)
     with pytest.raises(RankError, match="this cell runs on ranks 0,2 alone, and rank 1 would have to enter") as caught:
         session.execute("group.barrier()", ranks=[0, 2])
-    assert "`group.barrier()` in a cell on all ranks" in str(caught.value)
+    assert "Run this cell on all ranks" in str(caught.value)
     session.execute("group.barrier()")
     session.execute("import torch.distributed as dist; assert dist.get_world_size() == 3", ranks=[0])
 

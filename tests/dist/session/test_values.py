@@ -128,6 +128,20 @@ def cell(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, Any]]:
     return run
 
 
+def test_what_is_the_sessions_own_is_said_to_be(start: Start) -> None:
+    """`group`, an attribute of the model in a DDP model, and the notebook's IPython."""
+    session = start(1)
+    session.execute("import torch\nddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))")
+    with pytest.raises(LaunchError, match="it is the session's own and stays on its rank"):
+        session.pull("group", rank=0)
+    with pytest.raises(LaunchError, match=r"has no attribute 'in_features'. .*write `.module.in_features` in place"):
+        session.pull("ddp.in_features", rank=0)
+    with pytest.raises(LaunchError, match="has no attribute 'nosuch'$"):
+        session.pull("ddp.nosuch", rank=0)
+    with pytest.raises(LaunchError, match="`get_ipython` belongs to the notebook's own IPython"):
+        session.push({"get_ipython": print})
+
+
 def test_push_of_a_function_leaves_the_ranks_variables_alone(
     start: Start, view: Kept, cell: Callable[[str], dict[str, Any]]
 ) -> None:

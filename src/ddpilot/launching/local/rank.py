@@ -26,7 +26,7 @@ from ddpilot.launching.interrupts import RankInterrupt, saw_interrupt
 from ddpilot.launching.local import wire
 from ddpilot.launching.local.process import write_to
 from ddpilot.launching.local.report import Raised, RankStart, Returned, Taken
-from ddpilot.launching.messages import message_of
+from ddpilot.launching.messages import leave_out_guard, message_of
 from ddpilot.launching.shipping.blame import ship
 from ddpilot.launching.shipping.pickling import importable_from_main, map_parcel, open_parcel, pack_parcel
 from ddpilot.launching.shipping.sources import install_sources
@@ -157,8 +157,8 @@ def describe_raised(error: BaseException) -> Raised:
     return Raised(
         time_s=time.monotonic(),
         type_name=type(error).__qualname__,
-        message=message_of(error)[:_MAX_TEXT_CHARS],
-        traceback=user_traceback(error)[-_MAX_TEXT_CHARS:],
+        message=leave_out_guard(message_of(error))[:_MAX_TEXT_CHARS],
+        traceback=leave_out_guard(user_traceback(error))[-_MAX_TEXT_CHARS:],
         is_victim=is_victim(error),
         interrupted=isinstance(error, KeyboardInterrupt),
         exitcode=exitcode_of(error),

@@ -38,13 +38,16 @@ def ship(
             did,
             path=path,
             found=f"`{path}` ({kind}) cannot be pickled: {type(error).__name__}: {error}",
-            fix=_fix(culprit, is_result="result" in parts),
+            fix=_fix(culprit, is_result="result" in parts, is_call=name != "ddpilot-push"),
             rank=rank,
         ) from error
 
 
-def _fix(culprit: Any, *, is_result: bool) -> str:
-    """What to do about `culprit`, in something that a rank returns (`is_result`) or that is sent to the ranks."""
+def _fix(culprit: Any, *, is_result: bool, is_call: bool) -> str:
+    """What to do about `culprit`, in something that a rank returns (`is_result`) or that is sent to the ranks.
+
+    `is_call`: it is sent as a part of a call.
+    """
     if isinstance(culprit, (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)):
         verb = "Return" if is_result else "Send"
         return (
@@ -55,7 +58,8 @@ def _fix(culprit: Any, *, is_result: bool) -> str:
         return f"{leave}: what belongs to a process group stays on its rank"
     if is_result:
         return f"{leave}, or return numbers, text or tensors made of it"
-    return f"{leave}, inside the function{': call `torch.compile` there' if is_compiled(culprit) else ''}"
+    where = ", inside the function" if is_call else ""
+    return f"{leave}{where}{': call `torch.compile` there' if is_compiled(culprit) else ''}"
 
 
 def blame(parts: Mapping[str, Any], known: list[Any] | None) -> tuple[str, Any]:

@@ -23,7 +23,7 @@ from traitlets import Instance
 from ddpilot.launching.messages import message_of
 from ddpilot.launching.victims import is_victim
 from ddpilot.session.rank.hurried import TooSlow, hurried, uninterrupted
-from ddpilot.session.rank.raised import CELL, cell_traceback, group_state, holds_group, report_error
+from ddpilot.session.rank.raised import CELL, cell_traceback, group_state, holds_group, prune_guard, report_error
 from ddpilot.session.rank.tidy import forget_error, tidy
 from ddpilot.session.report import BEGUN, FREE, REPLY, REPORT_KEY, REQUEST, Report, writable
 
@@ -74,6 +74,7 @@ class RankShell(ZMQInteractiveShell):
         if error is not None and self.failure is None:
             self.failure = (error, time.monotonic())
         with uninterrupted():
+            prune_guard(error)
             if isinstance(error, SystemExit):  # IPython shows no line, and then warns how a person leaves it
                 warnings.filterwarnings("ignore", message="To exit: use")
                 self._last_traceback = cell_traceback(error).splitlines()
@@ -192,6 +193,8 @@ class RankKernel(IPythonKernel):
             reply = {"status": "error", "ename": type(error).__name__, "evalue": message_of(error), "traceback": text}
         finally:
             self.requests.space.end()
+        if changed := self.requests.space.describe_changed():
+            sys.stderr.write(f"ddpilot: {changed}\n")
         if reply["status"] == "ok" and shell.failure is not None:  # such as a `__repr__` that raises
             sys.stderr.write("\n".join(shell._last_traceback or ()) + "\n")
         for name in ("ename", "evalue"):

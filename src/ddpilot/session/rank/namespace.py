@@ -40,6 +40,7 @@ class Space:
             "group": SessionGroup(self.topology, self.device, self.enter_group),
         }
         """What the session calls `rank`, `world_size`, `device` and `group` in the namespace."""
+        self._told: set[str] = set()
         self._blocked = ""
         self._running: tuple[int, ...] = ()
         self._group: Group | None = None
@@ -48,7 +49,12 @@ class Space:
         self._cleanup = ExitStack()
 
     def begin(self, ranks: tuple[int, ...], blocked: str) -> None:
-        """A cell or request starts that runs on `ranks`; () where all ranks run it. `blocked`: why no group can be."""
+        """A cell or request starts that runs on `ranks`; () where all ranks run it. `blocked`: why no group can be.
+
+        What was deleted of the session's names comes back.
+        """
+        for name, value in self.names.items():
+            self.namespace.setdefault(name, value)
         self._running = ranks
         self._blocked = blocked
         self.counter.begin()
@@ -56,6 +62,17 @@ class Space:
     def end(self) -> None:
         """It is over."""
         self._running = ()
+
+    def describe_changed(self) -> str:
+        """A line if a cell has set `rank` or `world_size` to another value, such as by a loop; once for each name."""
+        for name in ("rank", "world_size"):
+            value, own = self.namespace.get(name, self.names[name]), self.names[name]
+            if name in self._told or (isinstance(value, int) and value == own):
+                continue
+            self._told.add(name)
+            now = value if isinstance(value, int) else f"of type {type(value).__name__}"
+            return f"`{name}` is {now} now, and was {own}: `del {name}` brings the session's back in the next cell"
+        return ""
 
     def enter_group(self) -> Group:
         """The group that this rank is in; where it is in none, enter one. Collective then."""
@@ -85,7 +102,7 @@ class Space:
                 did,
                 found=f"this cell runs on {render_ranks(self._running)} alone, and {render_ranks(missing)} "
                 "would have to enter too",
-                fix="Run `group.barrier()` in a cell on all ranks first; then this cell finds the group there",
+                fix="Run this cell on all ranks: a collective needs every one of them",
                 rank=self.topology.rank,
             )
 

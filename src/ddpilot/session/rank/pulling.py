@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpilot.errors import ShipError
 from ddpilot.launching.shipping.blame import ship
+from ddpilot.session.rank.lazy import SessionGroup
 from ddpilot.session.refusals import MISSING, refuse
 
 
@@ -25,6 +26,15 @@ def pack_pulled(expression: str, names: dict[str, Any]) -> tuple[list[int], dict
         value = eval(expression, names)
     except NameError as error:
         return [], refuse(str(error))
+    except AttributeError as error:
+        model: Any = error.obj
+        if DistributedDataParallel not in type(model).__mro__:
+            raise
+        is_inside = hasattr(model.module, error.name or "")
+        fix = f"The model in it has one: write `.module.{error.name}` in place of `.{error.name}`" if is_inside else ""
+        return [], refuse(str(error), fix)
+    if isinstance(value, SessionGroup):
+        return [], refuse("it is the session's own and stays on its rank", "Pull what it gives, such as `group.rank`")
     if isinstance(value, DistributedDataParallel):
         return [], refuse(
             "it is a DDP model, and its process group stays on its rank",

@@ -11,11 +11,13 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ddpilot.launching.exitcode import exitcode_of
-from ddpilot.launching.messages import message_of
+from ddpilot.launching.messages import leave_out_guard, message_of
 from ddpilot.launching.victims import is_victim
 from ddpilot.session.report import Report
 
 CELL = "Cell In["
+_GUARD = "/ddpilot/guard/"
+_TWICE = "trying to initialize the default process group twice"
 
 
 def cell_traceback(error: BaseException) -> str:
@@ -34,12 +36,34 @@ def report_error(error: BaseException, text: str, time_s: float, num_collectives
         **group_state(),
         num_collectives=num_collectives,
         type_name=type(error).__qualname__,
-        message=message_of(error),
-        traceback=text or "".join(traceback.format_exception_only(error)),
+        message=_explain(leave_out_guard(message_of(error))),
+        traceback=leave_out_guard(text or "".join(traceback.format_exception_only(error))),
         is_victim=is_victim(error),
         interrupted=isinstance(error, (KeyboardInterrupt, asyncio.CancelledError)),
         in_backward=came_from_backward(error),
         exitcode=exitcode_of(error),
+    )
+
+
+def prune_guard(error: BaseException | None) -> None:
+    """Take the frames of guard's wrappers out of the traceback of `error`, and of those that it was raised for."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        frames = error.__traceback__
+        while frames is not None:
+            while frames.tb_next is not None and _GUARD in frames.tb_next.tb_frame.f_code.co_filename:
+                frames.tb_next = frames.tb_next.tb_next
+            frames = frames.tb_next
+        error = error.__cause__ or error.__context__
+
+
+def _explain(message: str) -> str:
+    if _TWICE not in message:
+        return message
+    return (
+        f"{message} The session enters the group at the first collective: leave `init_process_group` out, or call "
+        "`group.leave()` before it"
     )
 
 
