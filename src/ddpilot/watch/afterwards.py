@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
+
+import psutil
 
 from ddpilot.errors import DdpilotError
 from ddpilot.findings.finding import Finding
@@ -25,16 +28,23 @@ _BETWEEN_S = 1.0
 
 
 def find_job(word: str) -> tuple[Path, JobAbout]:
-    """The job that `word` means: the beginning of its id, the number of a process of it, or its folder.
+    """The job that `word` means: its id or a part of it, the number of one of its processes, or its folder.
 
-    Raises `DdpilotError` where there is none, or more than one.
+    A process of a job is a rank, what has started the ranks, and what these have started. Raises `DdpilotError` if
+    there is none, or more than one.
     """
-    if Path(word).is_dir():
+    if os.sep in word and Path(word).is_dir():
         return Path(word), read_about(Path(word))
     jobs = list_jobs()
-    found = [job for job in jobs if job[1].id == word] or [job for job in jobs if _is_meant(word, *job)]
+    found = (
+        [job for job in jobs if job[1].id == word]
+        or (_find_by_process(int(word), jobs) if word.isdecimal() else [])
+        or [job for job in jobs if job[1].id.startswith(word) or job[1].id.endswith(f"-{word}")]
+    )
     if len(found) == 1:
         return found[0]
+    if not found and Path(word).is_dir():
+        return Path(word), read_about(Path(word))
     known = ", ".join(about.id for _, about in (found or jobs)[:5]) or "none"
     raise DdpilotError(
         f"looking for the job {word!r}",
@@ -43,10 +53,35 @@ def find_job(word: str) -> tuple[Path, JobAbout]:
     )
 
 
-def _is_meant(word: str, folder: Path, about: JobAbout) -> bool:
-    if about.id.startswith(word) or about.id.endswith(f"-{word}"):
-        return True
-    return word.isdecimal() and int(word) in {about.pid, *_pids(folder).values()}
+def _find_by_process(pid: int, jobs: Sequence[tuple[Path, JobAbout]]) -> list[tuple[Path, JobAbout]]:
+    """The jobs that the process `pid` belongs to most closely; of those that run, if any does."""
+    ancestors = _ancestors(pid)
+    closest: dict[int, list[tuple[Path, JobAbout]]] = {}
+    for job in jobs:
+        distance = _distance(pid, ancestors, *job)
+        if distance is not None:
+            closest.setdefault(distance, []).append(job)
+    found = closest[min(closest)] if closest else []
+    return [job for job in found if job[1].is_running] or found
+
+
+def _distance(pid: int, ancestors: Container[int], folder: Path, about: JobAbout) -> int | None:
+    """0 for a rank and for what observes the job, 1 for what is above or below these; None if it is no part of it."""
+    ranks = _pids(folder).values()
+    if pid in (about.pid, *ranks):
+        return 0
+    if not about.is_running:
+        return None  # another process may have the number of one that has ended
+    if any(rank in ancestors or pid in _ancestors(rank) for rank in ranks):
+        return 1
+    return 1 if about.pid in ancestors else None
+
+
+def _ancestors(pid: int) -> set[int]:
+    try:
+        return {parent.pid for parent in psutil.Process(pid).parents()}
+    except psutil.Error:
+        return set()
 
 
 def _pids(folder: Path) -> Mapping[int, int]:

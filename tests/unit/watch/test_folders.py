@@ -3,13 +3,18 @@
 
 from __future__ import annotations
 
+import os
 import stat
+import subprocess
+import time
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from ddpilot.errors import DdpilotError
+from ddpilot.record.hook import ring_path
 from ddpilot.watch.afterwards import find_job
 from ddpilot.watch.folders import (
     JOBS_VARIABLE,
@@ -21,6 +26,7 @@ from ddpilot.watch.folders import (
     remove_old,
     write_about,
 )
+from tests.unit.record.rings import ABOUT, open_ring
 
 
 @pytest.fixture(autouse=True)
@@ -80,6 +86,51 @@ def test_find_job_takes_an_id_its_end_a_process_and_a_folder(root: Path) -> None
         assert find_job(word) == (folder, about)
     with pytest.raises(DdpilotError, match=rf"looking for the job 'other': 0 of the 1 jobs .*{about.id}"):
         find_job("other")
+
+
+def test_find_job_takes_any_process_of_a_job(root: Path) -> None:
+    """What observes it, what one of its processes has started, and what has started it; not a process beside it."""
+    folder, about = make_job_folder("train", 1)
+    with subprocess.Popen(["sh", "-c", "sleep 60 & wait"]) as child:
+        try:
+            (grandchild,) = wait_for_children(child.pid)
+            write_about(folder, replace(about, pid=child.pid, pid_started_s=psutil.Process(child.pid).create_time()))
+            write_ring(ring_path(folder, 0), child.pid)
+            for pid in (child.pid, grandchild.pid, os.getpid()):
+                assert find_job(str(pid))[0] == folder
+            with subprocess.Popen(["sleep", "60"]) as other:
+                with pytest.raises(DdpilotError, match="0 of the 1 jobs"):
+                    find_job(str(other.pid))
+                other.kill()
+        finally:
+            grandchild.kill()
+            child.kill()
+
+
+def wait_for_children(pid: int) -> list[psutil.Process]:
+    """The children of `pid`, once it has any."""
+    while not (found := psutil.Process(pid).children()):
+        time.sleep(0.01)
+    return found
+
+
+def write_ring(path: Path, pid: int) -> None:
+    """The ring of a rank with the process `pid`."""
+    ring = open_ring(path, publish=False)
+    ring.publish({**ABOUT, "pid": pid})
+    ring.close(1)
+
+
+def test_find_job_takes_a_number_for_a_job_although_a_folder_has_that_name(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder in the working directory that is no job's; with a separator a folder is meant."""
+    folder, about = make_job_folder("train", 1)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / str(about.pid)).mkdir()
+    assert find_job(str(about.pid)) == (folder, about)
+    with pytest.raises(DdpilotError, match="reading the job in"):
+        find_job(f"./{about.pid}")
 
 
 def test_remove_old_keeps_jobs_of_other_machines_that_have_not_said_that_they_ended(root: Path) -> None:
