@@ -15,7 +15,7 @@ from ddpilot.watch.rules.by_hand import Averaged, find_averaging, tell_left_out
 from ddpilot.watch.rules.causes import Cause
 from ddpilot.watch.rules.fingerprints import compare
 from ddpilot.watch.rules.moment import Moment, When
-from ddpilot.watch.rules.other_reductions import MIN_EXCHANGED, may_be_reduced, num_exchanged
+from ddpilot.watch.rules.other_reductions import MIN_EXCHANGED, is_never_exchanged, may_be_reduced, num_exchanged
 from ddpilot.watch.rules.passes import PassesBegun
 from ddpilot.watch.rules.rule import RuleContext
 from ddpilot.watch.rules.steps_taken import MAX_STEPS, Skipped, StepsTaken
@@ -65,6 +65,7 @@ class Comparison:
         self._num_local = 0
         self._num_reduced = 0
         self._num_asked = 0
+        self._never_exchanges: bool | None = None
         self._weighed: Moment | None = None
         self.alike_at = 0
         """The newest step at which parameters were the same on all ranks; 0 where they never were."""
@@ -189,7 +190,7 @@ class Comparison:
     def _is_proven(self, moment: Moment) -> bool:
         if self.is_free:
             return (
-                self._num_local >= NUM_FREE_STEPS
+                self._num_local >= self._num_free_steps()
                 and self._cause(self._first_bad or moment).code == causes.NEVER_WRAPPED.code
                 and not self._is_reduced_otherwise()
             )
@@ -199,6 +200,17 @@ class Comparison:
         is_asked_for = self._cause(self._first_bad or moment) is causes.NO_SYNC
         needed = NUM_FREE_STEPS if is_asked_for else NUM_LOCAL_STEPS
         return self._num_local >= needed and not self._is_reduced_otherwise()
+
+    def _num_free_steps(self) -> int:
+        """Fewer where the program has thrown a DDP wrapper away, or nothing in it says that ranks ever exchange."""
+        if self._num_local < NUM_LOCAL_STEPS:
+            return NUM_LOCAL_STEPS
+        if self._never_exchanges is None:
+            sites = [unit.get(name) or {} for unit in self.units.values() for name in ("site", "made")]
+            is_dropped = any(unit.get("dropped") for unit in self.units.values())
+            files = {site.get("file", "") for site in sites}
+            self._never_exchanges = is_dropped or is_never_exchanged(files, self._context.sources())
+        return NUM_LOCAL_STEPS if self._never_exchanges else NUM_FREE_STEPS
 
     def _is_one_model(self, moment: Moment) -> bool:
         """Whether no DDP model has these parameters, which began alike and got gradients that are not."""

@@ -3,13 +3,32 @@
 
 from __future__ import annotations
 
+import linecache
 import math
+import re
+from collections.abc import Iterable, Mapping
 
 from ddpilot.record.log import Collective, RankLog
 
 MIN_EXCHANGED = 32
 """Elements of a collective, or of a point-to-point operation, that is no metric: parts of one model in every other step
 talk like this."""
+
+_EXCHANGES = re.compile(
+    r"reduce|broadcast|gather|scatter|send|recv|exchang|averag|avg(?!_?pool)|sync|merg|mix|shar(e|ing)|gossip|consensus|"
+    r"fed|diloco|local_?sgd|outer|ensemble|member|fold|replica|independent|island|population",
+    re.IGNORECASE,
+)
+"""Words of programs whose ranks train apart on purpose, for a while or for ever."""
+
+
+def is_never_exchanged(files: Iterable[str], texts: Mapping[str, str]) -> bool:
+    """True if the user's `files` are known, and nothing in them suggests that ranks exchange or mean to train apart.
+
+    `texts`: of those that lie in no file, by name.
+    """
+    sources = [texts.get(file) or "".join(linecache.getlines(file)) for file in files if file]
+    return bool(sources) and all(source and not _EXCHANGES.search(source) for source in sources)
 
 
 def may_be_reduced(log: RankLog, since_ns: int, num_elements: int) -> bool:

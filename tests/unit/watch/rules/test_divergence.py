@@ -36,11 +36,12 @@ class Job:
         reduced: int | None = None,
         key: Sequence[Any] = ("ddp", "world", 0, 0),
         exchanged: int = 0,
+        source: str = "",
     ) -> None:
         self.world_size = world_size
         self.reduced = reduced
         self.exchanged = exchanged
-        self.book = RuleBook(world_size, log=self._log, rules=[Divergence])
+        self.book = RuleBook(world_size, log=self._log, rules=[Divergence], sources=lambda: {"train.py": source})
         self.index = 0
         self.now_ns = 0
         self.key = list(key)
@@ -338,6 +339,25 @@ def test_divergence_of_a_model_that_was_never_wrapped_needs_one_start_and_no_oth
         for rank in range(2):
             apart.step(rank, number, p=number + rank, g=rank)
     assert apart.finish() == []
+
+
+@pytest.mark.parametrize(
+    ("source", "is_early"),
+    [
+        ("model = Net()\nfor x in loader:\n    model(x).backward()\n    optimizer.step()\n", True),
+        ("if step % 32 == 0:\n    average(model)\n", False),
+        ("for member in ensemble:\n    optimizer.step()\n", False),
+        ("", False),
+    ],
+)
+def test_divergence_of_a_model_that_was_never_wrapped_comes_early_where_ranks_exchange_nothing(
+    source: str, is_early: bool
+) -> None:
+    """Nothing in the program's text suggests that it averages later, or means ranks to train apart."""
+    free = ("free", 123, "train.py:7", 0)
+    assert run(Job(2, key=free, source=source), NUM_LOCAL_STEPS - 1).said == []
+    early = run(Job(2, key=free, source=source), NUM_LOCAL_STEPS + 1)
+    assert [finding.code for finding in early.said] == ["DDP324"] * is_early
 
 
 def test_divergence_takes_no_copy_for_a_model_that_was_never_wrapped() -> None:
