@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from ddpilot.errors import LaunchError, RankError
+from ddpilot.errors import LaunchError, LaunchInterrupted, RankError
 from ddpilot.findings.words import render_ranks
 from ddpilot.magics.options import describe_options
 from ddpilot.magics.usage import MagicUsageError
@@ -75,7 +75,12 @@ class Desk:
             self.say(f"{count_ranks(running)} run already, with their variables{hint}")
             return running
         began_s = time.monotonic()
-        self._session = Session(**arguments, view=self._make_view(options))
+        try:
+            self._session = Session(**arguments, view=self._make_view(options))
+        except LaunchInterrupted:
+            raise
+        except KeyboardInterrupt:  # while modules were being imported: their frames say nothing
+            raise LaunchInterrupted("starting the ranks was stopped: none of them runs") from None
         self.say(f"{count_ranks(self._session)} ready in {time.monotonic() - began_s:.1f} s")
         return self._session
 

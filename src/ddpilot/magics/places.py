@@ -98,10 +98,13 @@ class Places:
             place = self._by_id.get((rank, rich.display_id))
             if place is None or rank not in place.members:
                 continue
+            was_blank = place.members[place.lead].is_blank
             place.members[rank] = rich
             self._changed[place.display_id] = place
             if rank == place.lead:
                 self._publish(place.display_id, rich.data, rich.metadata, update=True)
+                if rich.is_blank != was_blank:
+                    self._label(place, update=True)
 
     def settle(self) -> list[Place]:
         """At a cell's end: ranks whose object has become another than the one on the screen get a place of their own.
@@ -158,9 +161,11 @@ class Places:
             self._publish(place.display_id, rich.data, rich.metadata, update=True)
 
     def _label(self, place: Place, *, update: bool = False) -> None:
+        """Show whose object it is; nothing above one that shows nothing, such as a bar that was taken away."""
         if self.is_labelled:
-            label = f"[{render_ranks(sorted(place.members))}]"
-            data = {"text/plain": label, "text/html": _LABEL_HTML.format(label=label)}
+            is_blank = not place.members or place.members[place.lead].is_blank
+            label = "" if is_blank else f"[{render_ranks(sorted(place.members))}]"
+            data = {"text/plain": label, "text/html": _LABEL_HTML.format(label=label) if label else ""}
             self._publish(f"{place.display_id}-label", data, {}, update=update)
 
     def _publish(

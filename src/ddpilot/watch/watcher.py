@@ -26,6 +26,7 @@ from ddpilot.watch.gathering import RankFacts
 from ddpilot.watch.known import find_known_error, put_first, without_waits
 from ddpilot.watch.observer import Observer
 from ddpilot.watch.options import WatchOptions
+from ddpilot.watch.repeated import Repeated
 from ddpilot.watch.report import Report
 from ddpilot.watch.view import ErrorView, ProcessView
 
@@ -58,6 +59,7 @@ class Watcher:
         self._lines: queue.SimpleQueue[tuple[str, bool]] = queue.SimpleQueue()
         self._error: WatchError | None = None
         self._num_resumed = 0
+        self._repeated = Repeated()
         self._caller = self._make_caller()
         self._since_ns = 0
         self._observer: Observer | None = None
@@ -124,6 +126,7 @@ class Watcher:
         def begin() -> None:
             self._name, self._since_ns, self._error = name, since_ns, None
             self._num_resumed += 1
+            self._repeated.begin()
             self._caller = self._make_caller()
             # What the last look at an earlier cell has found comes too late to be of use.
             for text, is_of_cell in [self._lines.get_nowait() for _ in range(self._lines.qsize())]:
@@ -168,7 +171,7 @@ class Watcher:
         found, findings = without_waits(found, known), without_waits(findings, known)
         if known is not None:
             error.fix = put_first(known, findings) or error.fix
-        error.findings = Findings(findings)
+        error.findings = Findings(self._repeated.without(findings))
         cause = find_cause_of_end(found)
         if cause is not None and failed is not None and failed.raised is not None and failed.raised.is_victim:
             # It lost its connection to others: why is what to read first, and what to do about that.
@@ -214,7 +217,8 @@ class Watcher:
             self._error = self._error or make_error(self._name, report)
             return
         # Where a rank has failed, the error that comes of it holds the findings.
-        shown = [each for each in report.findings if each.severity != "error" or not self._has_failed()]
+        new = self._repeated.without(report.findings)
+        shown = [each for each in new if each.severity != "error" or not self._has_failed()]
         if shown:
             self._say(str(Findings(shown)), is_of_cell=True)
         if self._caller is not None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from IPython.core.completer import CompletionContext
 
+from ddpilot.errors import LaunchInterrupted
 from ddpilot.magics.completion import make_matcher
 from ddpilot.magics.desk import Desk
 from ddpilot.magics.extension import load_ipython_extension, unload_ipython_extension
@@ -112,6 +113,18 @@ def test_stop_says_that_nothing_runs(shell: Any, capsys: pytest.CaptureFixture[s
     """Stopping twice is no mistake."""
     shell.run_line_magic("ddp", "stop")
     assert capsys.readouterr().out == "ddpilot: no ranks run\n"
+
+
+def test_start_that_is_stopped_while_modules_load_says_so(shell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line instead of frames of Python's import system; no rank was started yet."""
+
+    def stop(**_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ddpilot.magics.desk.Session", stop)
+    with pytest.raises(LaunchInterrupted, match="starting the ranks was stopped: none of them runs") as caught:
+        shell.run_line_magic("ddp", "start -n 2")
+    assert caught.value.__suppress_context__
 
 
 def test_auto_alone_says_how_it_is(shell: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -135,3 +135,14 @@ def test_places_have_no_labels_when_one_rank_alone_is_shown() -> None:
     places.is_labelled = False
     places.show(alike([0], "A"))
     assert front.texts == ["A"]
+
+
+def test_places_label_nothing_that_cannot_be_seen() -> None:
+    """A bar that its library takes away at the end leaves no label, nor does a style sheet; what comes back has one."""
+    places, front, _ = make()
+    places.show(alike([0, 1], "bar", "id"))
+    places.update(alike([0, 1], " ", "id"))
+    places.show(alike([0], "<style>b {}</style>"))
+    assert [text for text in front.texts if text.startswith("[")] == []
+    places.update(alike([0, 1], "result", "id"))
+    assert front.texts[:2] == ["[ranks 0,1]", "result"]

@@ -17,6 +17,8 @@ WIDGET = "application/vnd.jupyter.widget-view+json"
 
 _ADDRESS = re.compile(r"\b0x[0-9a-f]{6,16}\b")
 _ELEMENT_ID = re.compile(r"""\bid=(?:"([^"]+)"|'([^']+)')""")
+_UNSEEN = re.compile(r"<style\b.*?</style>|<!--.*?-->", re.DOTALL | re.IGNORECASE)
+
 _SOURCE = re.compile(r"application/vnd\.[^;]*\+json")
 """Data from which the front end draws, such as plotly's; the HTML beside it is for those that cannot."""
 
@@ -40,6 +42,12 @@ class Rich:
     def is_plain(self) -> bool:
         """Whether it is text that nothing will ever change: a line is enough for it."""
         return not self.display_id and not set(self.data) - {_TEXT}
+
+    @property
+    def is_blank(self) -> bool:
+        """True if nothing of it can be seen: HTML without a word or an element but style sheets."""
+        html = self.data.get(_HTML)
+        return isinstance(html, str) and not set(self.data) - {_HTML, _TEXT} and not _UNSEEN.sub("", html).strip()
 
     @property
     def widget_id(self) -> str:

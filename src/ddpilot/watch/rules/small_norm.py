@@ -45,6 +45,6 @@ class SmallBatchNorm(WaitingRule):
             ),
             why="Each rank normalises with its own samples only, so results depend on the number of ranks, and "
             f"statistics of fewer than {MIN_SAMPLES} samples are noisy.",
-            fix="Use GroupNorm, a larger batch, or SyncBatchNorm.convert_sync_batchnorm(model) on GPUs.",
+            fix="Use GroupNorm or a larger batch; on GPUs SyncBatchNorm.convert_sync_batchnorm(model) helps too.",
             source="ddpilot explain DDP408",
         )
