@@ -14,7 +14,6 @@ from typing import Any
 
 from ddpilot.cli.run_words import OPTIONS, Words, split_words
 from ddpilot.errors import DdpilotError, LaunchError, RankError, WatchError
-from ddpilot.launching.contract import EXIT_REQUEUE
 from ddpilot.launching.elastic.options import RunOptions, TargetKind
 from ddpilot.launching.elastic.run import prepare_run, run_prepared
 from ddpilot.launching.elastic.stopping import OutputClosedError, RunStoppedError, check_signals
@@ -41,7 +40,7 @@ Options, with - or _, with = or a blank; torchrun's PET_... variables count too:
 
 def run_words(words: Sequence[str], show: Callable[[DdpilotError], str], environ: Mapping[str, str]) -> int:
     """Do what the words after `ddpilot run` say; returns the exit status, as torchrun's: 0, or 1 for a failure;
-    75 where a rank has saved where it stands, and asks to be started again.
+    75 if every rank of this node left with 75, which asks to be started again.
 
     `show`: an error as text. Raises DdpilotError for what is wrong with the words, the script or this node, before
     anything starts.
@@ -66,7 +65,7 @@ def run_words(words: Sequence[str], show: Callable[[DdpilotError], str], environ
         return FAILED_STATUS
     except RankError as error:
         print(f"ddpilot: {error}", file=sys.stderr)
-        return EXIT_REQUEUE if error.exitcode == EXIT_REQUEUE else FAILED_STATUS
+        return FAILED_STATUS
     except DdpilotError as error:
         print(show(error), file=sys.stderr)
         return FAILED_STATUS

@@ -20,7 +20,7 @@ WATCHED_VARIABLE = "DDPILOT_WATCHED"
 """Is set in ranks whose output somebody sees as it comes: in a terminal or in a notebook."""
 
 EXIT_REQUEUE = 75
-"""Exit code of a rank that has saved where it stands and is to be started again: EX_TEMPFAIL of sysexits.h."""
+"""Exit code of a rank that asks to be started again, as a Loop's that has saved: EX_TEMPFAIL of sysexits.h."""
 
 _LOOPBACK_INTERFACE = "lo" if sys.platform == "linux" else "lo0"
 _IMPORT_TIME_PREFIXES = (

@@ -105,8 +105,8 @@ def build_error(
     exitcode = raised.exitcode if raised is not None else exited.exitcode if exited is not None else 1
     is_requeue = exitcode == EXIT_REQUEUE
     if is_requeue:
-        found += f"left with exit code {EXIT_REQUEUE}: it was asked to stop, and has saved where it stands"
-        fix = "Start the same again: it goes on from there"
+        found += f"left with exit code {EXIT_REQUEUE} (EX_TEMPFAIL), which asks to be started again"
+        fix = "Start the same again: a Loop leaves so once it has saved, and resumes from there"
     elif raised is not None and raised.type_name == "SystemExit":
         found += f"called sys.exit with code {raised.exitcode}"
     elif raised is not None and raised.type_name == "ShipError":

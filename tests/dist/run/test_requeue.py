@@ -45,3 +45,18 @@ def test_run_ends_with_75_after_a_checkpoint_and_the_same_command_goes_on(tmp_pa
     assert again.status == 0, again.err
     assert "done True" in again.out
     assert "ddpilot: continues from ckpt/save-" in again.err
+
+
+def test_run_ends_with_75_only_if_every_rank_left_with_it(tmp_path: Path) -> None:
+    """One rank's exit code says nothing of the others, which are ended; ranks that follow within 5 s are awaited."""
+    write(
+        tmp_path,
+        "leave.py",
+        "import os, sys, time\ntime.sleep(float(sys.argv[int(os.environ['RANK']) + 1]))\nsys.exit(75)\n",
+    )
+    together = run(tmp_path, "-n", 2, "leave.py", 0, 2.5)
+    assert together.status == 75
+    assert "every rank of `leave.py` left with exit code 75, which asks for the same command again" in together.err
+    alone = run(tmp_path, "-n", 2, "leave.py", 0, 60)
+    assert alone.status == 1
+    assert "rank 0 left with exit code 75 (EX_TEMPFAIL), which asks to be started again" in alone.err

@@ -143,8 +143,8 @@ def test_error_of_a_rank_that_asks_to_be_started_again_says_so() -> None:
     for failure in (left, ending(0, 75 << 8)):
         error = error_of(failure)
         assert error.exitcode == 75
-        assert error.render().startswith("rank 0 left with exit code 75: it was asked to stop, and has saved where it")
-        assert "Start the same again: it goes on from there" in error.render()
+        assert error.render().startswith("rank 0 left with exit code 75 (EX_TEMPFAIL), which asks to be started again")
+        assert "Start the same again: a Loop leaves so once it has saved" in error.render()
         assert error.rank_traceback == ""
 
 

@@ -17,6 +17,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException, Subpr
 
 from ddpilot.errors import DdpilotError, LaunchError, RankError, RendezvousError, WatchError
 from ddpilot.findings.words import render_ranks
+from ddpilot.launching.contract import EXIT_REQUEUE
 from ddpilot.launching.elastic.forerunner import Forerunner
 from ddpilot.launching.elastic.local_ranks import FAILED_GRACE_S, LocalRank, LocalRanks
 from ddpilot.launching.elastic.logs import PipedLogs
@@ -85,7 +86,7 @@ class Agent(LocalElasticAgent):
         if self._meeting is not None and (failures or self._ranks.live):
             self._check_nodes(self._meeting)
         chosen = self._choose(failures)
-        if chosen is not None and self._ranks.is_leaving(chosen.rank):
+        if chosen is not None and (self._ranks.is_leaving(chosen.rank) or self._may_be_followed(chosen)):
             self._foretell(chosen, worker_group)
         elif chosen is not None:
             self._end_by(chosen, worker_group)
@@ -160,6 +161,11 @@ class Agent(LocalElasticAgent):
         self._ranks.end(signal.SIGTERM, FAILED_GRACE_S, partial(self._forerunner.tell, error))
         if self._meeting is not None:
             self._meeting.tell_failure(error)
+
+    def _may_be_followed(self, chosen: Failure) -> bool:
+        """True while the other ranks of a `Loop` have time to leave with the exit code for a requeue, too."""
+        exited = chosen.exited
+        return exited is not None and exited.exitcode == EXIT_REQUEUE and self._ranks.are_leaving(chosen.since_s)
 
     def _foretell(self, chosen: Failure, worker_group: WorkerGroup) -> None:
         """Say why the ranks are about to be ended where the one that failed takes its time to end."""

@@ -16,7 +16,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError as TorchRendezv
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from ddpilot.errors import LaunchError, RendezvousError
+from ddpilot.errors import LaunchError, RankError, RendezvousError
 from ddpilot.launching.contract import EXIT_REQUEUE
 from ddpilot.launching.elastic import worker_main
 from ddpilot.launching.elastic.agent import Agent
@@ -113,6 +113,9 @@ def _run(agent: Agent, me: NodeState, options: RunOptions) -> None:
         raise RendezvousError(f"meeting by {options.rdzv_backend}", found=found, fix=fix) from error
     if agent.error is not None:
         _hand_up(agent.report)
+        if agent.wants_requeue and isinstance(agent.error, RankError) and agent.error.exitcode == EXIT_REQUEUE:
+            found = f"every rank of {who} left with exit code {EXIT_REQUEUE}, which asks for the same command again"
+            raise RunStoppedError(did, found=found, exitcode=EXIT_REQUEUE)
         raise agent.error
     if result.state != WorkerState.SUCCEEDED:
         fix = "LOGLEVEL=INFO shows what torch's agent says"

@@ -123,7 +123,15 @@ class LocalRanks:
     @property
     def want_requeue(self) -> bool:
         """Whether every rank has left with the exit code that asks to be started again."""
-        return all(each.exited is not None and each.exited.exitcode == EXIT_REQUEUE for each in self._ranks)
+        return bool(self._ranks) and all(
+            each.exited is not None and each.exited.exitcode == EXIT_REQUEUE for each in self._ranks
+        )
+
+    def are_leaving(self, since_s: float) -> bool:
+        """True while ranks may still follow one that left with the code for a requeue at `since_s` (monotonic)."""
+        ended = [each.exited.exitcode for each in self._ranks if each.exited is not None]
+        is_in_time = time.monotonic() - since_s <= STUCK_EXIT_S
+        return is_in_time and len(ended) < len(self._ranks) and all(code == EXIT_REQUEUE for code in ended)
 
     @property
     def succeeded(self) -> tuple[int, ...]:

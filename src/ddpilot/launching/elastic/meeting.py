@@ -35,7 +35,7 @@ from ddpilot.launching.elastic.nodes import (
 )
 from ddpilot.launching.elastic.peers import Peers
 from ddpilot.launching.elastic.post import Post
-from ddpilot.launching.elastic.vigil import Vigil, silent_nodes
+from ddpilot.launching.elastic.vigil import Standstill, Vigil, silent_nodes
 
 _STORE_TIMEOUT_S = 60.0
 _PAUSE_S = 0.05
@@ -62,7 +62,8 @@ class Meeting(RendezvousHandler):
         self._run_id = run_id
         self._timeout_s = timeout_s
         self._say = say
-        self._vigil = Vigil(node_timeout_s, say)
+        self._standstill = Standstill()
+        self._vigil = Vigil(node_timeout_s, say, self._standstill)
         self._server: TCPStore | None = None
         self._ranks_server: TCPStore | None = None
         self._store: Store | None = None
@@ -175,6 +176,7 @@ class Meeting(RendezvousHandler):
                 break
             time.sleep(_PAUSE_S)
         peers.stop()
+        self._standstill.stop()
 
     # opening it
 
@@ -188,6 +190,7 @@ class Meeting(RendezvousHandler):
         base = self._server if self._server is not None else self._connect(self._endpoint.port)
         if self._me.nnodes > 1:
             self._peers = Peers(self._join, self._me)
+            self._standstill.start()
         return PrefixStore(f"ddpilot-run/{self._run_id}", base)
 
     def _open_for_ranks(self) -> int:

@@ -31,6 +31,7 @@ class NodeState:
     nnodes: int
     nproc_per_node: int
     target: str
+    max_restarts: int = 0
     beat: int = 0
     attempt: int = 0
     phase: str = READY
@@ -80,14 +81,18 @@ def render_nodes(nodes: Iterable[int], states: Mapping[int, NodeState]) -> str:
 
 
 def check_agreement(mine: NodeState, states: Mapping[int, NodeState]) -> None:
-    """Raise RendezvousError where another node was started with another `--nnodes`."""
+    """Raise RendezvousError if a node was started with a different `--nnodes` or `--max-restarts`."""
     for other in states.values():
-        if other.nnodes != mine.nnodes:
-            raise RendezvousError(
-                "comparing what the nodes were started with",
-                found=f"{mine.place} has --nnodes {mine.nnodes}, {other.place} has --nnodes {other.nnodes}",
-                fix="Start every node with the same --nnodes",
-            )
+        for option, ours, theirs in (
+            ("--nnodes", mine.nnodes, other.nnodes),
+            ("--max-restarts", mine.max_restarts, other.max_restarts),
+        ):
+            if ours != theirs:
+                raise RendezvousError(
+                    "comparing what the nodes were started with",
+                    found=f"{mine.place} has {option} {ours}, {other.place} has {option} {theirs}",
+                    fix=f"Start every node with the same {option}",
+                )
 
 
 def pack_error(error: DdpilotError) -> dict[str, Any]:

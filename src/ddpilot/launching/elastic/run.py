@@ -8,7 +8,7 @@ import os
 import platform
 import tempfile
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from ddpilot.launching.elastic.options import RunOptions
 from ddpilot.launching.elastic.screen import Screen
 from ddpilot.launching.elastic.stopping import RunStoppedError, StopSignal, signals_raise
 from ddpilot.launching.elastic.target import check_stream, check_target
-from ddpilot.launching.elastic.waiting import check_endpoint
+from ddpilot.launching.elastic.waiting import check_backend, check_endpoint
 from ddpilot.launching.output.display import Display
 
 CPP_LEVEL_VARIABLE = "TORCH_CPP_LOG_LEVEL"
@@ -53,6 +53,7 @@ def prepare_run(options: RunOptions, environ: Mapping[str, str]) -> PreparedRun:
     interface that cannot work) and RendezvousError (a name that does not resolve, a port in use).
     """
     check_target(options.kind, options.target)
+    check_backend(options.rdzv_backend)
     if options.log_dir is not None:
         _check_log_dir(options.log_dir)
     display = Display("labelled", None)
@@ -63,6 +64,7 @@ def prepare_run(options: RunOptions, environ: Mapping[str, str]) -> PreparedRun:
     count = count_ranks(options.nproc_per_node, environ, notes.append)
     if options.kind == "script":
         check_stream(options.target, count, options.max_restarts)
+    _check_filter(options, count, notes.append)
     one_node = options.is_static and options.nnodes[1] == 1
     run_id = uuid.uuid4().hex if one_node else options.rdzv_id
     variables = {
@@ -86,8 +88,25 @@ def prepare_run(options: RunOptions, environ: Mapping[str, str]) -> PreparedRun:
         nnodes=options.nnodes[1],
         nproc_per_node=count,
         target=options.name,
+        max_restarts=options.max_restarts,
     )
     return PreparedRun(options=options, me=me, run_id=run_id, endpoint=endpoint, variables=variables, display=display)
+
+
+def _check_filter(options: RunOptions, count: int, say: Callable[[str], None]) -> None:
+    """Raise LaunchError if --local-ranks-filter names a rank that the only node does not have."""
+    wanted = options.shown_local_ranks
+    if wanted is None or max(wanted) < count:
+        return
+    given, has = (
+        ",".join(map(str, sorted(wanted))),
+        f"local rank{'s' * (count > 1)} 0{f' to {count - 1}' * (count > 1)}",
+    )
+    if options.nnodes[1] == 1:
+        fix = "Name local ranks that there are; they count from 0"
+        raise LaunchError("reading --local-ranks-filter", found=f"{given}, but the node has {has}", fix=fix)
+    if min(wanted) >= count:  # nodes may differ in their number of ranks
+        say(f"--local-ranks-filter {given}: this node has {has}, so nothing of its output is shown")
 
 
 def _check_log_dir(folder: Path) -> None:

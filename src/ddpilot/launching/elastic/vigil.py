@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 
 from ddpilot.errors import DdpilotError, RendezvousError
@@ -12,18 +14,65 @@ SILENCE_S = 5.0
 """Silence of a node that is worth a line, seconds."""
 
 
-class Vigil:
-    """Looks at one view after another. `limit_s`: the silence that ends this node; `say` shows a line."""
+_TICK_S = 0.25
+_STANDSTILL_S = 2.0
+_CATCH_UP_S = 2.0
+"""Seconds after this process stood still in which it reads what the other nodes have written meanwhile."""
 
-    def __init__(self, limit_s: float, say: Callable[[str], None]) -> None:
+
+class Standstill:
+    """Measures when this process itself did not run: it was stopped, or its machine suspended or out of CPU time."""
+
+    def __init__(self) -> None:
+        self._ticked_s = time.monotonic()
+        self._stopping = threading.Event()
+        self.length_s = 0.0
+        """Length of the last standstill."""
+        self.ended_s = 0.0
+        """When it ended, on the monotonic clock."""
+
+    def start(self) -> None:
+        """Measure in a thread from now on, until `stop`."""
+        self._ticked_s = time.monotonic()
+        threading.Thread(target=self._run, name="ddpilot-standstill", daemon=True).start()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stopping.set()
+
+    def tick(self, now_s: float) -> None:
+        """Take note that this process runs now."""
+        gap_s, self._ticked_s = now_s - self._ticked_s, now_s
+        if gap_s >= _STANDSTILL_S:
+            self.length_s, self.ended_s = gap_s, now_s
+
+    def _run(self) -> None:
+        while not self._stopping.wait(_TICK_S):
+            self.tick(time.monotonic())
+
+
+class Vigil:
+    """Looks at one view after another. `limit_s`: the silence that ends this node; `say` shows a line.
+
+    `standstill`: of this process, after which it first has to catch up with what the other nodes have written.
+    """
+
+    def __init__(self, limit_s: float, say: Callable[[str], None], standstill: Standstill) -> None:
         self._limit_s = limit_s
         self._say = say
+        self._standstill = standstill
+        self._said_standstill_s = 0.0
         self._told: dict[int, float] = {}
 
     def look(self, view: View) -> None:
         """Say what is new. Raises RendezvousError for a node that is gone, or has been silent for too long."""
         if view.link_error is not None:
             raise _link_lost(view)
+        now = time.monotonic()
+        self._standstill.tick(now)
+        if self._standstill.length_s and now - self._standstill.ended_s < _CATCH_UP_S:
+            self._say_standstill()
+            return
         for node, silent_s in sorted(view.silent_s.items()):
             state = view.states[node]
             if state.phase != READY:
@@ -45,6 +94,14 @@ class Vigil:
                 self._told[node] = silent_s
             elif node in self._told:
                 self._say(f"{state.place} is back after {self._told.pop(node):.0f} s")
+
+    def _say_standstill(self) -> None:
+        if self._said_standstill_s != self._standstill.ended_s:
+            self._said_standstill_s = self._standstill.ended_s
+            self._say(
+                f"`ddpilot run` on this node stood still for {self._standstill.length_s:.0f} s: "
+                "was it stopped, or the machine suspended or out of CPU time?"
+            )
 
 
 def silent_nodes(view: View, limit_s: float) -> list[NodeState]:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import difflib
+import importlib.metadata
 import queue
 import socket
 import struct
@@ -13,7 +15,7 @@ from typing import Generic, TypeVar
 
 import psutil
 
-from ddpilot.errors import RendezvousError
+from ddpilot.errors import LaunchError, RendezvousError
 from ddpilot.group.address import is_loopback, listen
 
 Result = TypeVar("Result")
@@ -26,6 +28,9 @@ _PAUSE_S = 0.1
 _ANSWER_S = 0.5
 _TORCHS_PORT = 29400
 """Where torch's c10d rendezvous is if no port is given."""
+
+_BACKENDS = ("static", "c10d", "etcd", "etcd-v2")
+_BACKEND_ENTRIES = "torchrun.handlers"  # where torch looks for those of other packages
 
 _MAGIC, _VALIDATE, _PING = 0x3C85F7CE, 0, 13
 """How a client of torch's TCPStore begins, and a question that changes nothing (TCPStoreBackend.hpp)."""
@@ -69,6 +74,16 @@ class Waiter(Generic[Result]):
             self._answer.put((None, error))
         else:
             self._answer.put((result, None))
+
+
+def check_backend(name: str) -> None:
+    """Raise LaunchError if torch has no rendezvous of that name; those of installed packages count."""
+    known = [*_BACKENDS, *sorted(entry.name for entry in importlib.metadata.entry_points(group=_BACKEND_ENTRIES))]
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=1)
+        guess = f"Did you mean {close[0]}? " if close else ""
+        fix = f"{guess}Backends are {', '.join(known[:-1])} and {known[-1]}; static is ddpilot's own"
+        raise LaunchError("reading --rdzv-backend", found=f"{name!r}", fix=fix)
 
 
 def check_endpoint(endpoint: str) -> None:

@@ -75,3 +75,6 @@ def test_check_agreement_names_both_when_they_were_started_differently() -> None
     check_agreement(ZERO, {0: ZERO})
     with pytest.raises(RendezvousError, match="node 0 .here. has --nnodes 2, node 1 .there. has --nnodes 3"):
         check_agreement(ZERO, {0: ZERO, 1: other})
+    restarts = replace(ZERO, node_rank=1, host="there", max_restarts=2)
+    with pytest.raises(RendezvousError, match="has --max-restarts 0, node 1 .there. has --max-restarts 2. Start every"):
+        check_agreement(ZERO, {0: ZERO, 1: restarts})

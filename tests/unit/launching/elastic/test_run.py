@@ -39,3 +39,15 @@ def test_prepare_run_says_nothing_before_an_error(script: str, capsys: pytest.Ca
     with pytest.raises(LaunchError, match="no address of node 0 is given"):
         prepare_run(RunOptions(target=script, nnodes=(2, 2)), {})
     assert capsys.readouterr().err == ""
+
+
+def test_prepare_run_refuses_a_filter_for_local_ranks_that_are_not_there(script: str) -> None:
+    """Nothing would be shown; local ranks count from 0."""
+    with pytest.raises(LaunchError, match="reading --local-ranks-filter: 5, but the node has local ranks 0 to 1. Name"):
+        prepare_run(RunOptions(target=script, nproc_per_node=2, shown_local_ranks=frozenset({5})), {})
+
+
+def test_prepare_run_refuses_a_rendezvous_backend_that_torch_does_not_have(script: str) -> None:
+    """Before anything starts, and with the name that was meant."""
+    with pytest.raises(LaunchError, match="reading --rdzv-backend: 'c10b'. Did you mean c10d. Backends are static, c1"):
+        prepare_run(RunOptions(target=script, nproc_per_node=1, rdzv_backend="c10b"), {})
