@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from ddpilot.errors import LaunchError, LaunchInterrupted, RankError
+from ddpilot.errors import LaunchError, LaunchInterrupted, RankError, WatchError
 from ddpilot.findings.words import render_ranks
 from ddpilot.magics.options import describe_options
 from ddpilot.magics.usage import MagicUsageError
@@ -153,9 +153,9 @@ def briefly() -> Iterator[None]:
     """A rank's error was shown by the view already: what IPython shows of it is one line."""
     try:
         yield
-    except RankError as error:
+    except (RankError, WatchError) as error:
         where = "is in what was captured" if isinstance(sys.stderr, io.StringIO) else "is above"
-        line = f"RankError: {error.found} (the whole of it {where})"
+        line = f"{type(error).__name__}: {error.found} (the whole of it {where})"
         vars(error)["_render_traceback_"] = functools.partial(list, (line,))
         raise
 

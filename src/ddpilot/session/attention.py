@@ -25,12 +25,22 @@ class Attention:
         self._release = release
         self._consumer: queue.SimpleQueue[Event] | None = None
         self._taken = threading.Lock()
+        self._holder = 0
         self.switch = threading.RLock()
 
     @property
     def is_taken(self) -> bool:
         """Whether somebody is told what comes now."""
         return self._consumer is not None
+
+    def end_turn(self, event: Event, limit_s: float) -> None:
+        """If another thread has the attention: hand it `event`, by which its turn ends, and wait for that."""
+        with self.switch:
+            if self._consumer is None or self._holder == threading.get_ident():
+                return
+            self._consumer.put(event)
+        if self._taken.acquire(timeout=limit_s):
+            self._taken.release()
 
     def put(self, event: Event) -> None:
         """Hand an event to whoever is to have it."""
@@ -49,6 +59,7 @@ class Attention:
             raise LaunchError(
                 did, found="the ranks are busy with another cell", fix="Wait for its end, or interrupt it"
             )
+        self._holder = threading.get_ident()
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         is_interrupted = is_stopped = False
         try:

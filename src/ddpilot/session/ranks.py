@@ -47,6 +47,7 @@ from ddpilot.watch.watcher import Watcher
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _END_LIMIT_S = 30.0
+_TURN_END_S = 5.0
 
 
 class Ranks:
@@ -186,11 +187,16 @@ class Ranks:
         for stop in stops:
             events.put(stop)  # for whoever waits next
 
+    def end_turn(self) -> None:
+        """End what another thread runs on the ranks, with an error that says so: the session is being stopped."""
+        self._attention.end_turn(Ended(STORE, None, "the session was stopped while it ran"), _TURN_END_S)
+
     def close(self) -> None:
         """End every rank and give everything back; a second call, or one in a fork of this process, does nothing."""
         if self.is_closed or os.getpid() != self._owner_pid:
             return
         self.is_closed = self.outside.is_ending = True
+        self.end_turn()
         atexit.unregister(self.close)
         try:
             try:

@@ -185,9 +185,9 @@ class Round:
 
     def _on_store_end(self, ended: Ended) -> None:
         """A rank may be on its way into a group, and waits there for a store that is gone."""
-        text = self._ranks.standing.store_end
         if ended.exited is None:  # no rank can be reached any more
-            raise LaunchError(f"running {self._name}", found=text, fix=BEGIN_ANEW)
+            raise LaunchError(f"running {self._name}", found=ended.reason, fix=BEGIN_ANEW)
+        text = self._ranks.standing.store_end
         if self._outcome.was_cut:
             self._ranks.view.note(f"{text}; {BEGIN_ANEW}")
         else:

@@ -295,6 +295,7 @@ class Session:
                 "the stop was cut short: the ranks were killed before they were through with their exit handlers"
             ):
                 try:
+                    self._ranks.end_turn()
                     self._work.finish()
                 finally:
                     with Stops(queue.SimpleQueue()):

@@ -180,3 +180,29 @@ def test_ranks_store_and_server_end_with_a_killed_parent(forked: bool, tmp_path:
         assert len(pids) == 4, "and the store"
         parent.kill()
         wait_until(lambda: not any(map(is_alive, pids)), limit_s=2.0)
+
+
+def _leave_with_a_handler(folder: Path) -> None:
+    """Rank 0 is in its exit handlers when rank 1 raises, and has a handler of SIGTERM of its own."""
+    import atexit
+
+    def handle(_number: int, _frame: object) -> None:
+        raise RuntimeError("Received SIGTERM: 15")
+
+    if os.environ["RANK"] == "0":
+        signal.signal(signal.SIGTERM, handle)
+        atexit.register(time.sleep, 600)
+        atexit.register((folder / "leaves").touch)
+        return
+    while not (folder / "leaves").exists():
+        time.sleep(0.005)
+    raise ValueError("the first")
+
+
+def test_a_rank_that_is_ended_in_its_exit_handlers_says_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The SIGTERM handler of a library, such as Lightning's, does not raise there: the error of the other is read."""
+    with pytest.raises(RankError, match="rank 1 raised ValueError: the first"):
+        Launcher(nproc_per_node=2).run(_leave_with_a_handler, tmp_path)
+    assert "Received SIGTERM" not in "".join(capfd.readouterr())

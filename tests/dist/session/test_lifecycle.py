@@ -7,6 +7,8 @@ import gc
 import os
 import signal
 import tempfile
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -69,6 +71,21 @@ def test_a_session_in_a_directory_that_was_removed_is_refused(tmp_path: Path, mo
         Session(1)
     with pytest.raises(LaunchError, match="the working directory of this process was removed"):
         launch(os.getpid)
+    assert folders() == before
+
+
+def test_a_session_that_another_thread_stops_ends_its_cell(start: Start) -> None:
+    """At once, with an error that says so; nothing of the session is left."""
+    before = folders()
+    session = start(2)
+    stopper = threading.Timer(0.7, session.stop)
+    stopper.start()
+    began_s = time.monotonic()
+    with pytest.raises(LaunchError, match="the session was stopped while it ran"):
+        session.execute("import time; time.sleep(60)")
+    assert time.monotonic() - began_s < 30
+    stopper.join()
+    assert not session.is_running
     assert folders() == before
 
 

@@ -197,6 +197,7 @@ def _finish(exitcode: int) -> NoReturn:
     """
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the handler of a library would raise in an exit handler
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
     except BaseException:
