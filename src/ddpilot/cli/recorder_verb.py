@@ -11,7 +11,7 @@ def build_recorder() -> str:
 
     Raises `RecordError` where it cannot be built.
     """
-    path = native.built_path()
-    is_there = path.exists()
-    native.build()
+    known = native.built_path()
+    is_there = known is not None and known.exists()
+    path = native.build()
     return f"the compiled recorder {'was there already' if is_there else 'is built'}: {path}\n"

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from ddpilot.errors import DdpilotError
+from ddpilot.findings.words import printable
 from ddpilot.watch.afterwards import explain_job, find_job
 from ddpilot.watch.folders import JobAbout, jobs_root, list_jobs, read_about
 from ddpilot.watch.report import Report
@@ -58,9 +59,11 @@ def render_jobs(jobs: list[tuple[Path, JobAbout]]) -> str:
         return f"no jobs in {jobs_root()}: those that ended well leave nothing"
     rows = []
     for folder, about in jobs:
-        state = "running" if about.is_running else "ended"
+        state = "running" if about.is_running else "ended" if about.is_over else "elsewhere"
+        where = f" on {about.host}" if about.is_elsewhere else ""
         saved = ", with a report" if (folder / "report.txt").exists() else ""
         when = time.strftime("%m-%d %H:%M", time.localtime(about.started_s))
         ranks = f"{about.world_size} rank{'s' * (about.world_size > 1)}"
-        rows.append(f"{about.id}  {state:<7}  {when}  {ranks:<9}  {about.name}{saved}")
+        name = " ".join(printable(f"{about.name}{where}").split("\n"))
+        rows.append(f"{about.id}  {state:<9}  {when}  {ranks:<9}  {name}{saved}")
     return "\n".join(rows)

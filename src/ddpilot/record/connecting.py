@@ -14,6 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
+from ddpilot.environments.own_files import write_own_text
+
 _RENDEZVOUS = os.path.join("torch", "distributed", "rendezvous.py")
 _STORE = "TCPStore"
 
@@ -50,9 +52,7 @@ class ConnectNotes:
             self._path.unlink(missing_ok=True)
             return
         text = "".join(f'  File "{file}", line {line} in {function}\n' for file, line, function in calls)
-        draft = self._path.with_suffix(".draft")
-        draft.write_text(text, encoding="utf-8")
-        os.replace(draft, self._path)
+        write_own_text(self._path, text)
 
 
 def _find_calls() -> tuple[tuple[str, int, str], ...]:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ddpilot.environments.own_files import open_own_file
 from ddpilot.errors import RecordError
 from ddpilot.record.forks import ForkGuard
 from ddpilot.record.pieces import DAMAGES, Pieces
@@ -173,7 +174,7 @@ def read_journal(path: str | os.PathLike[str], after: int = 0) -> Journal:
     May be called at any time. Raises `RecordError` where the file is no journal, one of another version or kind of
     machine, or damaged; `OSError` where it cannot be read: `FileNotFoundError` until the rank has made it.
     """
-    with open(path, "rb", buffering=0) as file:
+    with open(open_own_file(path), "rb", buffering=0) as file:
         try:
             return _read(Pieces(file), path, after)
         except DAMAGES as error:

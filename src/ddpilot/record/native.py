@@ -22,6 +22,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from ddpilot.environments.own_files import make_own_folder, open_own_file
 from ddpilot.errors import RecordError
 from ddpilot.record import journal, layout
 from ddpilot.record.kernels import NAMESPACE, install_kernels
@@ -35,14 +36,21 @@ PYTHON_KEY = "TESTING_ONLY_GenericWrapper"
 _NO_WORK, _BUILD_LIMIT_S = -2, 600.0
 
 
-def built_path() -> Path:
-    """Where the compiled part for this source, torch, Python and machine is, or would be."""
+def built_path() -> Path | None:
+    """Where the compiled part for this source, torch, Python and machine is, or would be; None without a cache folder.
+
+    A relative XDG_CACHE_HOME counts for nothing, as its specification says: what is loaded must not depend on the
+    working directory.
+    """
     import torch
+
+    cache = next(filter(os.path.isabs, [os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~/.cache")]), None)
+    if cache is None:
+        return None
 
     about = [str(torch.__version__), sys.implementation.cache_tag, sys.abiflags, platform.machine()]
     texts = [path.read_bytes() for path in sorted(SOURCES.glob("*.[ch]*"))]
     digest = hashlib.sha256(b"".join(texts) + "\n".join(about).encode()).hexdigest()[:16]
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(cache) / "ddpilot" / f"recorder-{digest}.so"
 
 
@@ -52,7 +60,10 @@ def build() -> Path:
     Raises `RecordError` where that cannot be done: no Linux, no compiler, errors of it, or no place to keep it.
     """
     path = built_path()
+    if path is None:
+        raise _failed("it cannot be kept: this user has no home folder", "Let XDG_CACHE_HOME name a folder of yours")
     if path.exists():
+        _check_owner(path)
         return path
     if sys.platform != "linux":
         raise _failed(f"this is {sys.platform}, and it is for Linux")
@@ -62,12 +73,19 @@ def build() -> Path:
             "no C++ compiler: neither $CXX, c++, g++ nor clang++", "Install one (Debian, Ubuntu: apt install g++)"
         )
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_own_folder(path.parent)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             os.replace(_compile(compiler, Path(folder) / path.name), path)
     except OSError as error:
         raise _failed(f"it cannot be kept there: {error}", "Let XDG_CACHE_HOME name a folder of yours") from error
     return path
+
+
+def _check_owner(path: Path) -> None:
+    try:
+        os.close(open_own_file(path, may_be_roots=True))
+    except OSError as error:
+        raise _failed(str(error), f"Remove {path}, or let XDG_CACHE_HOME name a folder of yours") from error
 
 
 def _compile(compiler: str, path: Path) -> Path:
@@ -93,25 +111,40 @@ def find(source: str) -> Any:
         return None
     try:
         path = built_path()
-        return load(path) if path.exists() else None
+        return load(path) if path is not None and path.exists() else None
     except Exception:  # noqa: BLE001 - whatever it is, the recording says it
         return None
 
 
 @lru_cache(maxsize=1)  # its types can be there once in a process
 def load(path: Path) -> Any:
-    """The module that is built at `path`. Raises `ImportError` where it is not of this torch or Python."""
+    """The module that is built at `path`. Raises `ImportError` if it does not belong to this torch or Python, or if
+    `path` belongs to another user than this one and root, or if others can write to it.
+    """
     import torch  # noqa: F401 - has the libraries that it needs
 
-    loader = importlib.machinery.ExtensionFileLoader(MODULE, str(path))
-    spec = importlib.util.spec_from_file_location(MODULE, path, loader=loader)
-    if spec is None:
-        raise ImportError(f"no module at {path}")
-    module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
+    try:
+        fd = open_own_file(path, may_be_roots=True)
+    except OSError as error:
+        raise ImportError(str(error)) from error
+    try:
+        # By its descriptor, so that what is loaded is what was checked.
+        module = _load_from(f"/proc/self/fd/{fd}" if os.path.exists(f"/proc/self/fd/{fd}") else str(path))
+    finally:
+        os.close(fd)
     versions, ours = (module.LAYOUT_VERSION, module.JOURNAL_VERSION), (layout.VERSION, journal.VERSION)
     if versions != ours:
         raise ImportError(f"it writes versions {versions} of ring and journal, and these are {ours}")
+    return module
+
+
+def _load_from(place: str) -> Any:
+    loader = importlib.machinery.ExtensionFileLoader(MODULE, place)
+    spec = importlib.util.spec_from_file_location(MODULE, place, loader=loader)
+    if spec is None:
+        raise ImportError(f"no module at {place}")
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
     return module
 
 

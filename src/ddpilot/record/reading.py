@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from ddpilot.environments.own_files import open_own_file
 from ddpilot.errors import RecordError
 from ddpilot.record import layout
 from ddpilot.record.decoding import Decoder
@@ -23,10 +24,10 @@ def read_ring(path: str | os.PathLike[str], *, after: int = 0, newest: int | Non
 
     May be called at any time: a record that is just being written is left out and counted. Raises `RecordError` where
     the file is no ring, one of another version or of another kind of machine, cut off or damaged; `OSError` where it
-    cannot be read: `FileNotFoundError` until the rank has begun to record.
+    cannot be read, also because it belongs to another user: `FileNotFoundError` until the rank has begun to record.
     """
     name = os.fspath(path)
-    with open(path, "rb", buffering=0) as file:
+    with open(open_own_file(path), "rb", buffering=0) as file:
         try:
             return _read(Pieces(file), name, after, newest)
         except DAMAGES as error:

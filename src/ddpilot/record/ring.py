@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ddpilot.environments.own_files import open_own_file
 from ddpilot.errors import RecordError
 from ddpilot.record import layout
 
@@ -188,9 +189,10 @@ def draft_of(path: Path) -> Path:
 def open_draft(path: Path) -> int:
     """Create the file for the ring that will be moved to `path`, for this user only, and return its descriptor.
 
-    Raises `RecordError` where something that is no ring lies at `path`; `OSError` where the file cannot be created.
+    Raises `RecordError` where something that is no ring lies at `path`; `OSError` where the file cannot be created, and
+    where a file of another user lies at `path`.
     """
-    with suppress(FileNotFoundError), open(path, "rb") as found:
+    with suppress(FileNotFoundError), open(open_own_file(path), "rb") as found:
         start = found.read(len(layout.MAGIC))
         if start not in (layout.MAGIC, b""):
             raise RecordError(

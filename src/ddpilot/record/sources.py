@@ -66,7 +66,7 @@ def connect(ring: RingWriter, source: str, tell: Callable[[str], None]) -> Conne
 
 def _connect_native(ring: RingWriter, tell: Callable[[str], None]) -> Connection:
     path = native.built_path()
-    if not path.exists():
+    if path is None or not path.exists():
         raise NotImplementedError("not built, `ddpilot build-recorder` does")
     module = native.load(path)
     parts = _Parts()

@@ -9,6 +9,8 @@ import signal
 import threading
 from pathlib import Path
 
+from ddpilot.environments.own_files import is_own_process, open_own_file
+
 WATCH_SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR1) + 6
 """Asks for it. A real-time signal, since SIGUSR1 and SIGUSR2 are the user's and Slurm's."""
 
@@ -24,7 +26,7 @@ def answer_with_stacks(path: Path) -> None:
     Of the main thread alone: the fault handler reads it at rest, and others while they run. Raises `OSError` where the
     file cannot be made.
     """
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    fd = open_own_file(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
     if threading.current_thread() is threading.main_thread():
         # What is left when Python takes its handlers back as it ends: the default would end a rank that is asked then.
         signal.signal(WATCH_SIGNAL, signal.SIG_IGN)
@@ -32,7 +34,9 @@ def answer_with_stacks(path: Path) -> None:
 
 
 def is_answering(pid: int) -> bool:
-    """Whether the process `pid` handles `WATCH_SIGNAL`: one that does not would be ended by it. Linux; else False."""
+    """True if the process `pid` is this user's and handles `WATCH_SIGNAL`, which would end it otherwise. Linux only."""
+    if not is_own_process(pid):
+        return False
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:

@@ -13,6 +13,7 @@ import psutil
 from ddpilot.errors import DdpilotError
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.sequence import Findings
+from ddpilot.findings.words import printable
 from ddpilot.record.hook import find_rings
 from ddpilot.watch.deaths import OF_ENDS
 from ddpilot.watch.folders import JobAbout, jobs_root, list_jobs, read_about
@@ -139,11 +140,15 @@ def _analyze(gatherer: Gatherer, view: JobView, earlier: JobView | None) -> Anal
 
 
 def _describe_state(about: JobAbout, view: JobView) -> str:
+    command = printable(" ".join(about.command))
+    if about.is_elsewhere and about.ended_s is None:
+        seen = "whether it still runs can be seen only there"
+        return f"was started {_when(about.started_s)} on {about.host}, {seen}: {command}"
     live = [rank for rank, each in view.ranks.items() if each.process.state == "running"]
     if live or about.is_running:
-        return f"running since {_when(about.started_s)} on {about.host}: {' '.join(about.command)}"
+        return f"running since {_when(about.started_s)} on {about.host}: {command}"
     how = "" if any(each.log and each.log.closed_ns for each in view.ranks.values()) else ", and not in an orderly way"
-    return f"has ended{how}; it was started {_when(about.started_s)} on {about.host}: {' '.join(about.command)}"
+    return f"has ended{how}; it was started {_when(about.started_s)} on {about.host}: {command}"
 
 
 def _when(seconds: float) -> str:

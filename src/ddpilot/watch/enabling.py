@@ -1,28 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Watch ranks that somebody else has started: torchrun, srun, mpirun. Each rank records, the first of a node has an
-observer started, which is a process of its own and ends with the ranks.
+"""Watch ranks that ddpilot has not started, but torchrun, srun or mpirun. Each rank records, the first of a node starts
+an observer, which is a process of its own and ends with the ranks.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import os
+import platform
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace, TracebackType
 
 import psutil
 
 from ddpilot.environments.detect import detect_topology
+from ddpilot.environments.own_files import check_own_folder, lock_file, open_own_file, write_own_text
 from ddpilot.environments.topology import Topology
+from ddpilot.errors import LaunchError
 from ddpilot.record.hook import HOOK, RING_DIR_VARIABLE
 from ddpilot.record.on_import import when_imported
-from ddpilot.watch.folders import jobs_root, open_root
-from ddpilot.watch.options import OnFinding, WatchOptions
+from ddpilot.watch.folders import OBSERVER, jobs_root, locked, open_root
+from ddpilot.watch.options import Action, WatchOptions
+from ddpilot.watch.rank_processes import RankProcess, error_path, read_rank_process
 from ddpilot.watch.reaching import describe_way
 
 WATCH_VARIABLE = "DDPILOT_WATCH"
@@ -30,32 +37,48 @@ WATCH_VARIABLE = "DDPILOT_WATCH"
 
 GUARD_VARIABLE = "DDPILOT_GUARD"
 ACTION_VARIABLE = "DDPILOT_ON_FINDING"
-_OWNER_VARIABLE = "DDPILOT_WATCHED_PID"
+OWNER_VARIABLE = "DDPILOT_WATCHED_PID"
+"""Set in the environment of a watched rank, for the processes that it starts: its process id."""
+
 GUARD_HOOK = "ddpilot.guard.hook:start"
 _ABOUT_A_RANK = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
-_DETACH = "import os, sys\nif os.fork(): os._exit(0)\nimport runpy\nrunpy.run_module(sys.argv[1], run_name='__main__')"
+_ABOUT_A_JOB = (
+    *("MASTER_PORT", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"),
+    *("SLURM_STEP_ID", "PMIX_NAMESPACE"),
+)
+_DETACH = (
+    "import sys; sys.path[:] = filter(None, sys.path)\n"  # a module of the working directory is not Python's own
+    "import os\nif os.fork(): os._exit(0)\nimport runpy\nrunpy.run_module(sys.argv[1], run_name='__main__')"
+)
+_enabled_pid = 0
 
 
 def enable(
-    *, guard: bool = True, on_finding: OnFinding = None, stall_warn_s: float = 30.0, name: str | None = None
+    *, guard: bool = True, on_finding: Action | None = None, stall_warn_s: float = 30.0, name: str | None = None
 ) -> Path | None:
     """Record this rank's collectives from now on, and have the ranks of this node observed, until they end.
 
     To be called on every rank, early, by a script that torchrun, srun or mpirun has started; not collective. Returns
-    the job's folder; None where nothing is to be done: in a process that is no rank, or one that is watched already.
-    `guard`, `on_finding` ("stop" or "report"; None: "stop") and `stall_warn_s` as in `Launcher`: what the first rank of
-    a node says counts. "stop" shows the report on stderr and sends SIGTERM to the ranks of this node. Raises
-    LaunchError for a value that cannot be meant; whatever fails later is said in one line, and the script goes on.
+    the job's folder; None if there is nothing to do: in a process that is not a rank, or one that is watched already.
+    `guard`, `on_finding` ("stop" or "report"; None: "stop") and `stall_warn_s` as in `Launcher`: the values of the
+    first rank of a node count. "stop" shows the report on stderr and sends SIGTERM to the ranks of this node. `name`:
+    of the job, in `ddpilot watch`; default: the script's. Raises LaunchError for a value that is not one of these;
+    whatever fails later is said in one line, and the script goes on.
     """
+    if callable(on_finding):
+        raise LaunchError(
+            "reading `on_finding`",
+            found=f"a function, {on_finding!r}: the observer is a process of its own and cannot call it",
+            fix='Give "stop" or "report"; `Launcher` takes a function',
+        )
     options = WatchOptions(guard=guard, on_finding=on_finding, stall_warn_s=stall_warn_s)
-    if os.environ.get(RING_DIR_VARIABLE) or os.environ.get(_OWNER_VARIABLE):
-        return None
     topology = detect_topology(os.environ)
-    if not topology.is_distributed:
+    if not topology.is_distributed or _enabled_pid == os.getpid():
         return None
     try:
-        return _enable(options, topology, name or Path(sys.argv[0]).name or "python")
-    except (OSError, psutil.Error) as error:
+        origin = find_origin(os.environ)
+        return None if origin is None else _enable(options, topology, str(name or Path(sys.argv[0]).name), origin)
+    except (OSError, psutil.Error, subprocess.SubprocessError) as error:
         sys.stderr.write(f"ddpilot: rank {topology.rank}: this job is not watched: {error}\n")
         return None
 
@@ -71,12 +94,93 @@ def enable_from_environment(environ: Mapping[str, str] = os.environ) -> None:
         sys.stderr.write(f"ddpilot: {WATCH_VARIABLE}=1: this job is not watched: {error}\n")
 
 
-def _enable(options: WatchOptions, topology: Topology, name: str) -> Path:
-    folder = open_root(jobs_root()) / _job_id()
-    folder.mkdir(mode=0o700, exist_ok=True)
-    # What this rank starts, such as a DataLoader's worker, inherits its variables and is no rank.
-    os.environ[_OWNER_VARIABLE] = str(os.getpid())
-    _note_exceptions(folder / f"rank{topology.rank}.error")
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """The processes that this rank comes from."""
+
+    launcher: psutil.Process
+    """The nearest ancestor that is not of this rank alone."""
+    shell: psutil.Process
+    """The outermost process of this rank alone: this process, or the shell that started it."""
+
+
+def find_origin(environ: Mapping[str, str]) -> Origin | None:
+    """Where this rank comes from; None in a process that a watched rank has started as its own, such as a worker.
+
+    A rank of a job that a watched rank has launched is a rank of its own: between the two is its launcher.
+    """
+    this = psutil.Process()
+    began_with = _environ(this) or {}
+    # A rank that was forked has its variables from its own code, and a script may add some; wrappers know neither.
+    mine = began_with if any(name in began_with for name in _ABOUT_A_RANK) else environ
+    line = [(each, _environ(each)) for each in this.parents()]
+    if not line:
+        return None
+    num_below = _count_below_owner(line, environ)
+    if num_below is None:
+        below = line
+    elif num_below >= 0:
+        below = line[:num_below]
+    else:
+        return None
+    at = _first_different(below, mine, _ABOUT_A_RANK)
+    if at is None and num_below is not None:
+        at = _first_different(below, mine, _ABOUT_A_JOB)
+        if at is None:
+            return None
+    at = len(line) - 1 if at is None else at
+    return Origin(launcher=line[at][0], shell=line[at - 1][0] if at else this)
+
+
+_Line = list[tuple[psutil.Process, Mapping[str, str] | None]]
+
+
+def _count_below_owner(line: _Line, environ: Mapping[str, str]) -> int | None:
+    """How many of the ancestors in `line` were started, one by the other, by a watched rank; None without such a rank.
+
+    -1 if this process itself is watched by its launcher, or comes from a watched rank that is not an ancestor any more.
+    """
+    owner = int(environ.get(OWNER_VARIABLE) or 0)
+    folder = environ.get(RING_DIR_VARIABLE)
+    with_folder = [at for at, (_, theirs) in enumerate(line) if folder and (theirs or {}).get(RING_DIR_VARIABLE) == folder]
+    found = [at for at, (process, _) in enumerate(line) if process.pid == owner]
+    if folder and not with_folder:
+        return -1
+    found += with_folder[-1:]
+    if not found:
+        return None if owner in (0, os.getpid()) else -1
+    return min(found)
+
+
+def _first_different(line: _Line, mine: Mapping[str, str], names: tuple[str, ...]) -> int | None:
+    """The first in `line` whose variables `names` are not `mine`; those of another user's process are unknown."""
+    for at, (_, theirs) in enumerate(line):
+        if theirs is None or any(theirs.get(name) != mine.get(name) for name in names):
+            return at
+    return None
+
+
+def _environ(process: psutil.Process) -> Mapping[str, str] | None:
+    """What `process` began with; None if it is another user's, or gone."""
+    try:
+        return process.environ()
+    except (psutil.Error, OSError):
+        return None
+
+
+def _enable(options: WatchOptions, topology: Topology, name: str, origin: Origin) -> Path | None:
+    global _enabled_pid
+    root = open_root(jobs_root())
+    with locked(root):
+        folder = _open_folder(root, origin.launcher)
+        before = read_rank_process(folder, topology.rank)
+        if before is not None and before.is_running and before.pid != os.getpid():
+            return None  # a second process of this rank at the same time: the first is the rank
+        number = 0 if before is None else before.number + 1
+        error_path(folder, topology.rank).unlink(missing_ok=True)
+        _describe(options, topology, name, origin, number).write(folder, topology.rank)
+        is_observed = topology.local_rank != 0 or _is_observed(folder)
+    _note_exceptions(error_path(folder, topology.rank))
     start = SimpleNamespace(rank=topology.rank, environ={**os.environ, RING_DIR_VARIABLE: str(folder)})
     hooks = (HOOK, GUARD_HOOK) if options.guard else (HOOK,)
 
@@ -89,50 +193,78 @@ def _enable(options: WatchOptions, topology: Topology, name: str) -> Path:
             getattr(importlib.import_module(module), function)(start)
 
     when_imported("torch", "ddpilot.watch", begin)
-    if topology.local_rank == 0:
-        _start_observer(folder, options, topology, name)
+    if not is_observed:
+        _start_observer(folder)
+    _enabled_pid = os.getpid()
+    # What this rank starts, such as a DataLoader's worker, inherits its variables and is not a rank.
+    os.environ[OWNER_VARIABLE] = str(os.getpid())
     return folder
 
 
-def _job_id() -> str:
-    """The same for all ranks of a node: made of the process that started them, and of how often it has."""
-    launcher = _find_launcher()
-    began = time.strftime("%m%d-%H%M%S", time.localtime(launcher.create_time()))
+def _open_folder(root: Path, launcher: psutil.Process) -> Path:
+    """The folder of the job, the same for all ranks that `launcher` has started on this node in this attempt."""
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return f"{began}-{launcher.pid}" + (f"-{attempt}" if attempt != "0" else "")
+    about = (platform.node(), _pid_namespace(), str(launcher.pid), _start_of(launcher), attempt)
+    key = hashlib.blake2b("\n".join(about).encode(), digest_size=4).hexdigest()
+    found = next(iter(sorted(root.glob(f"*-{key}"))), None)
+    if found is not None:
+        return check_own_folder(found)
+    folder = root / f"{time.strftime('%m%d-%H%M%S')}-{key}"
+    folder.mkdir(mode=0o700)
+    return folder
 
 
-def _find_launcher() -> psutil.Process:
-    """The nearest ancestor that is not of this rank alone, as a shell script between it and its launcher is."""
-    mine = {variable: os.environ.get(variable) for variable in _ABOUT_A_RANK}
-    process = psutil.Process(os.getppid())
-    while True:
-        try:
-            environ, parent = process.environ(), process.parent()
-        except (psutil.Error, OSError):  # of another user: the launcher's
-            return process
-        if parent is None or {variable: environ.get(variable) for variable in _ABOUT_A_RANK} != mine:
-            return process
-        process = parent
+def _start_of(process: psutil.Process) -> str:
+    """When `process` was started: on Linux in ticks since the machine was, which no change of the clock moves."""
+    with suppress(OSError, IndexError):
+        return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19]
+    return str(round(process.create_time()))
 
 
-def _start_observer(folder: Path, options: WatchOptions, topology: Topology, name: str) -> None:
-    said = {
-        "folder": str(folder),
-        "name": name,
-        "command": [sys.executable, *sys.argv],
-        "world_size": topology.world_size,
-        "local_world_size": topology.local_world_size,
-        "rank_pid": os.getpid(),
-        "on_finding": options.on_finding if isinstance(options.on_finding, str) else "stop",
-        "stall_warn_s": options.stall_warn_s,
-        "way": describe_way(topology, name, os.environ),
-    }
+def _pid_namespace() -> str:
+    """Which numbers of processes these are: a container has its own, and may share a folder with others."""
+    with suppress(OSError):
+        return os.readlink("/proc/self/ns/pid")
+    return ""
+
+
+def _describe(options: WatchOptions, topology: Topology, name: str, origin: Origin, number: int) -> RankProcess:
+    this = psutil.Process()
+    return RankProcess(
+        pid=this.pid,
+        started_s=this.create_time(),
+        shell_pid=origin.shell.pid,
+        shell_started_s=origin.shell.create_time(),
+        since_ns=time.monotonic_ns(),
+        number=number,
+        job={
+            "name": name or "python",
+            "command": [sys.executable, *sys.argv],
+            "world_size": topology.world_size,
+            "local_world_size": topology.local_world_size,
+            "local_rank": topology.local_rank,
+            "on_finding": options.on_finding or "stop",
+            "stall_warn_s": options.stall_warn_s,
+            "way": describe_way(topology, name, os.environ),
+        },
+    )
+
+
+def _is_observed(folder: Path) -> bool:
+    """True if an observer runs for `folder`: it will see this process too."""
+    fd = open_own_file(folder / OBSERVER, os.O_RDWR | os.O_CREAT)
+    try:
+        return not lock_file(fd, wait=False)
+    finally:
+        os.close(fd)
+
+
+def _start_observer(folder: Path) -> None:
     environ = {key: value for key, value in os.environ.items() if key not in (WATCH_VARIABLE, *_ABOUT_A_RANK)}
-    environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    # It is nobody's child in the end: the script's own may be all that it waits for.
+    environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if isinstance(path, str) and path)
+    # In the end it is not a child of this process: the script may wait for all of its own.
     subprocess.run(
-        [sys.executable, "-c", _DETACH, "ddpilot.watch.observing", json.dumps(said)],
+        [sys.executable, "-c", _DETACH, "ddpilot.watch.observing", str(folder)],
         stdin=subprocess.DEVNULL,
         env=environ,
         start_new_session=True,
@@ -141,14 +273,15 @@ def _start_observer(folder: Path, options: WatchOptions, topology: Topology, nam
 
 
 def _note_exceptions(path: Path) -> None:
-    theirs = sys.excepthook
+    theirs, pid = sys.excepthook, os.getpid()
 
     def hook(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
         try:
-            import traceback
+            if os.getpid() == pid:  # not in a process that the rank has forked
+                import traceback
 
-            text = "".join(traceback.format_exception(kind, error, frames))
-            path.write_text(json.dumps([kind.__qualname__, str(error)[:10_000], text[-10_000:]]), encoding="utf-8")
+                text = "".join(traceback.format_exception(kind, error, frames))
+                write_own_text(path, json.dumps([kind.__qualname__, str(error)[:10_000], text[-10_000:]]))
         except Exception as fault:  # noqa: BLE001 - the user's exception matters more
             sys.stderr.write(f"ddpilot: what was raised could not be noted: {fault!r}\n")
         theirs(kind, error, frames)

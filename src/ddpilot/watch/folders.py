@@ -3,24 +3,35 @@
 
 from __future__ import annotations
 
-import getpass
 import json
+import math
 import os
 import platform
+import re
 import shutil
-import stat
 import sys
-import tempfile
 import time
 import uuid
-from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from ddpilot.errors import DdpilotError
+from ddpilot.environments.own_files import (
+    check_own_folder,
+    lock_file,
+    make_own_folder,
+    open_own_file,
+    own_temporary_folder,
+    read_own_text,
+    write_own_text,
+)
+from ddpilot.errors import DdpilotError, RecordError
+from ddpilot.record.hook import find_rings
+from ddpilot.record.reading import read_ring
 
 JOBS_VARIABLE = "DDPILOT_JOBS_DIR"
 """Names the folder that jobs have theirs in; default: one of the user's own in the temporary directory."""
@@ -31,7 +42,17 @@ NUM_KEPT = 20
 _FORGOTTEN_S = 30 * 24 * 3600.0
 """The longest that a job of another machine is taken for a running one: nobody here can look at its process."""
 
+OBSERVER = "observer"
+"""Locked in a job's folder by the process that observes it."""
+
 _ABOUT = "job.json"
+_LOCK = ".lock"
+_LOST_S = 3600.0
+"""A folder without a readable `job.json` is removed when nothing in it has changed for so long."""
+
+_ID = re.compile(r"\d{4}-\d{6}-[0-9a-f]{4,}")
+_FILES = re.compile(r"(rank\d+\.\w+|job\.json|report\.(json|txt)|observer)(\.new)?")
+_MAX_WORLD_SIZE = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +74,14 @@ class JobAbout:
     """When it ended, in seconds since 1970; None while it runs, and where who watched it was killed."""
 
     @property
+    def is_elsewhere(self) -> bool:
+        """True for a job of another machine: whether its processes live can be seen only there."""
+        return self.host != platform.node()
+
+    @property
     def is_running(self) -> bool:
         """Whether it has not ended, and the process that watches it lives, as far as can be told on this machine."""
-        if self.ended_s is not None or self.host != platform.node():
+        if self.ended_s is not None or self.is_elsewhere:
             return False
         try:
             process = psutil.Process(self.pid)
@@ -67,28 +93,45 @@ class JobAbout:
     @property
     def is_over(self) -> bool:
         """Whether it has ended for certain. On another machine a job that never said so is over after 30 days."""
-        if self.ended_s is not None or self.host == platform.node():
+        if self.ended_s is not None or not self.is_elsewhere:
             return not self.is_running
         return time.time() - self.started_s > _FORGOTTEN_S
 
 
 def jobs_root(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where this user's jobs have their folders, existing or not."""
+    """Where this user's jobs have their folders, existing or not.
+
+    In a folder that several users share, such as one with mode 1777, that is one of this user's own.
+    """
     given = environ.get(JOBS_VARIABLE)
-    return Path(given) if given else Path(tempfile.gettempdir()) / f"ddpilot-{_user()}"
-
-
-def _user() -> str:
-    return str(os.getuid()) if hasattr(os, "getuid") else getpass.getuser()
+    if not given:
+        return own_temporary_folder()
+    root = Path(os.path.realpath(given))
+    with suppress(FileNotFoundError, NotADirectoryError):
+        try:
+            check_own_folder(root)
+        except PermissionError:
+            return root / own_temporary_folder().name
+    return root
 
 
 def open_root(root: Path) -> Path:
-    """`root`, made where it is not there. Raises `OSError` where that fails, or where somebody else has the place."""
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = os.lstat(root)
-    if hasattr(os, "getuid") and (not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid()):
-        raise PermissionError(f"{root} is not a folder of this user; {JOBS_VARIABLE} can name another one")
-    return root
+    """`root`, made if it does not exist. Raises `OSError` if that fails, or if other users can write to it."""
+    try:
+        return make_own_folder(root)
+    except (PermissionError, NotADirectoryError) as error:
+        raise type(error)(f"{error}; {JOBS_VARIABLE} can name another one") from error
+
+
+@contextmanager
+def locked(root: Path) -> Iterator[None]:
+    """While it is entered, no other process of this user makes, takes over or removes a job's folder in `root`."""
+    fd = open_own_file(root / _LOCK, os.O_RDWR | os.O_CREAT)
+    try:
+        lock_file(fd)
+        yield
+    finally:
+        os.close(fd)
 
 
 def make_job_folder(name: str, world_size: int, ranks: tuple[int, ...] = ()) -> tuple[Path, JobAbout]:
@@ -121,17 +164,18 @@ def make_job_folder(name: str, world_size: int, ranks: tuple[int, ...] = ()) -> 
 
 def write_about(folder: Path, about: JobAbout) -> None:
     """Write `job.json`: all of it or nothing."""
-    draft = folder / f"{_ABOUT}.new"
-    draft.write_text(json.dumps(asdict(about), indent=1), encoding="utf-8")
-    os.replace(draft, folder / _ABOUT)
+    write_own_text(folder / _ABOUT, json.dumps(asdict(about), indent=1))
 
 
 def read_about(folder: Path) -> JobAbout:
-    """Who the job of `folder` is. Raises `DdpilotError` where that is no job's folder."""
+    """Who the job of `folder` is. Raises `DdpilotError` if that is not the folder of a job of this user."""
     try:
-        said = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))
-        return JobAbout(**{**said, "command": tuple(said["command"]), "ranks": tuple(said["ranks"])})
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        check_own_folder(folder)
+        said = json.loads(read_own_text(folder / _ABOUT))
+        about = JobAbout(**{**said, "command": tuple(said["command"]), "ranks": tuple(said["ranks"])})
+        _check(about)
+        return about
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DdpilotError(
             f"reading the job in {folder}",
             found=f"{type(error).__name__}: {error}",
@@ -139,20 +183,90 @@ def read_about(folder: Path) -> JobAbout:
         ) from error
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_time(value: object) -> bool:
+    return _is_number(value) and 0 <= float(value) < 1e11  # type: ignore[arg-type]  # a number
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 1 << 31
+
+
+_CHECKS: Mapping[str, Callable[[Any], bool]] = {
+    "str": lambda value: isinstance(value, str),
+    "int": _is_count,
+    "float": _is_time,
+    "float | None": lambda value: value is None or _is_time(value),
+    "tuple[str, ...]": lambda value: all(isinstance(each, str) for each in value),
+    "tuple[int, ...]": lambda value: all(map(_is_count, value)),
+}
+"""By the type of a field of `JobAbout`."""
+
+
+def _check(about: JobAbout) -> None:
+    """Raise `TypeError` if a field of `about` does not have its type, or a number nobody can have written."""
+    for field in fields(about):
+        value = getattr(about, field.name)
+        if not _CHECKS[str(field.type)](value):
+            raise TypeError(f"`{field.name}` is {value!r}")
+    if not 1 <= about.world_size <= _MAX_WORLD_SIZE or any(rank >= about.world_size for rank in about.ranks):
+        raise TypeError(f"`world_size` is {about.world_size}, with the ranks {about.ranks[:8]}")
+
+
 def list_jobs(root: Path | None = None) -> list[tuple[Path, JobAbout]]:
-    """The folders of this user's jobs on this machine, the newest first."""
+    """The folders of this user's jobs, the newest first. Folders of other users are left out."""
+    root = root or jobs_root()
     found = []
-    for folder in (root or jobs_root()).glob("*/"):
-        with suppress(DdpilotError):  # one that is just being made or removed
-            found.append((folder, read_about(folder)))
+    with suppress(OSError):  # there is none, or it is another user's
+        for folder in check_own_folder(root).glob("*/"):
+            with suppress(DdpilotError):  # one that is just being made or removed
+                found.append((folder, read_about(folder)))
     return sorted(found, key=lambda job: -job[1].started_s)
 
 
 def remove_old(root: Path, num_kept: int = NUM_KEPT) -> None:
-    """Remove the folders of jobs that have ended, except the newest."""
-    ended = [folder for folder, about in list_jobs(root) if about.is_over]
+    """Remove the folders of jobs that have ended, except the newest, and those that no job can be read from."""
+    jobs = list_jobs(root)
+    ended = [folder for folder, about in jobs if about.is_over]
     for folder in ended[num_kept:]:
         remove(folder)
+    known = {folder for folder, _ in jobs}
+    with suppress(OSError):
+        for folder in root.glob("*/"):
+            if folder not in known and _is_lost(folder):
+                remove(folder)
+
+
+def _is_lost(folder: Path) -> bool:
+    """True for the folder of a job whose observer never wrote who it is, and which nothing uses any more."""
+    if not _ID.fullmatch(folder.name):
+        return False
+    try:
+        check_own_folder(folder)
+        entries = [*os.scandir(folder)]
+        changed_s = max(os.lstat(each).st_mtime for each in (folder, *entries))
+    except OSError:
+        return False
+    if not all(_FILES.fullmatch(each.name) for each in entries) or time.time() - changed_s < _LOST_S:
+        return False
+    return not any(map(_may_run, find_rings(folder).values()))
+
+
+def _may_run(ring: Path) -> bool:
+    """True unless the process that records into `ring` is known to be gone."""
+    try:
+        log = read_ring(ring, newest=1)
+    except (RecordError, OSError):
+        return False
+    if log.host != platform.node():
+        return time.time() - log.started_unix_ns / 1e9 < _FORGOTTEN_S
+    try:
+        return psutil.Process(log.pid).create_time() < log.started_unix_ns / 1e9 + 1.0
+    except psutil.Error:
+        return False
 
 
 def close_job(folder: Path, about: JobAbout, *, is_clean: bool) -> None:

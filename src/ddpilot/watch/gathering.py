@@ -110,7 +110,7 @@ class Gatherer:
             self._stacks.pop(rank, None)  # it has gone on since then
             self._num_begun[rank] = log.num_begun
         if facts is None:
-            facts = RankFacts(process=look_at(log.pid)) if log is not None else RankFacts()
+            facts = RankFacts(process=look_at(log.pid, log.host)) if log is not None else RankFacts()
         elif facts.process.state == "running":
             # Whether it runs is for its parent to say: a process is gone before anybody knows of what.
             facts = replace(facts, process=replace(look_at(facts.process.pid), state="running"))

@@ -14,8 +14,10 @@ from ddpilot.watch.view import ProcessView
 _HOST = platform.node()
 
 
-def look_at(pid: int) -> ProcessView:
-    """The process `pid` of this machine: running, ended (nobody can say how), or unknown where that cannot be seen."""
+def look_at(pid: int, host: str = _HOST) -> ProcessView:
+    """The process `pid` of `host`: running, ended (nobody can say how), or unknown if that cannot be seen from here."""
+    if host != _HOST:
+        return ProcessView(pid=pid, host=host, state="unknown")
     try:
         # The first field after the name, which may hold anything.
         os_state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

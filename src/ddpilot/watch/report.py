@@ -4,16 +4,16 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ddpilot.environments.own_files import read_own_text, write_own_text
 from ddpilot.errors import DdpilotError
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.sequence import Findings
-from ddpilot.findings.words import render_ranks
+from ddpilot.findings.words import printable, render_ranks
 
 FORMAT = 1
 _JSON, _TEXT = "report.json", "report.txt"
@@ -44,7 +44,7 @@ class Report:
             lines.append(f"  not seen from here: {render_ranks(self.unseen)}")
         if not (self.findings or self.status):
             lines.append("  nothing is wrong as far as can be seen")
-        return "\n".join(lines) + (f"\n\n{self.findings}" if self.findings else "")
+        return printable("\n".join(lines)) + (f"\n\n{self.findings}" if self.findings else "")
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: ARG002 - IPython's signature
         printer.text(str(self))
@@ -66,16 +66,14 @@ class Report:
     def save(self, folder: Path) -> None:
         """Write it as JSON and as text into `folder`, each all of it or nothing. Raises `OSError`."""
         for name, text in ((_JSON, json.dumps(self.to_dict(), indent=1, ensure_ascii=False)), (_TEXT, str(self))):
-            draft = folder / f"{name}.new"
-            draft.write_text(f"{text}\n", encoding="utf-8", errors="backslashreplace")
-            os.replace(draft, folder / name)
+            write_own_text(folder / name, f"{text}\n")
 
 
 def read_report(folder: Path) -> Report | None:
     """The report that was saved in `folder`; None where there is none. Raises `DdpilotError` for a damaged one."""
     path = folder / _JSON
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
+        said = json.loads(read_own_text(path))
         return Report(
             job=said["job"],
             name=said["name"],

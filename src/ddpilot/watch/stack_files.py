@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+from ddpilot.environments.own_files import open_own_file, read_own_text
 from ddpilot.record.connecting import connecting_path
 from ddpilot.record.stacks import WATCH_SIGNAL, is_answering, stacks_path
 from ddpilot.watch.view import Frame, StackView
@@ -52,7 +53,7 @@ def read_stack(folder: Path, rank: int, pid: int) -> StackView | None:
     text = _read(path)
     if not text:
         return None
-    age_ns = max(0, time.time_ns() - path.stat().st_mtime_ns)
+    age_ns = max(0, time.time_ns() - os.lstat(path).st_mtime_ns)
     return parse_stack(text, pid, time.monotonic_ns() - age_ns)
 
 
@@ -76,7 +77,7 @@ def _ask(path: Path, pid: int) -> bool:
     if not is_answering(pid):
         return False
     try:
-        os.truncate(path, 0)
+        os.close(open_own_file(path, os.O_WRONLY | os.O_TRUNC))
         psutil.Process(pid).send_signal(WATCH_SIGNAL)
     except (OSError, psutil.Error):
         return False
@@ -85,5 +86,5 @@ def _ask(path: Path, pid: int) -> bool:
 
 def _read(path: Path) -> str:
     with suppress(OSError):
-        return path.read_text(encoding="utf-8", errors="replace")
+        return read_own_text(path)
     return ""

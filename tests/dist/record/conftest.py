@@ -15,7 +15,7 @@ from ddpilot.record.recording import SOURCE_VARIABLE
 def recorder(request: pytest.FixtureRequest) -> Iterator[str]:
     """What records in the ranks that the test starts."""
     source: str = request.param
-    if source == "native" and not native.built_path().exists():
+    if source == "native" and not ((built := native.built_path()) is not None and built.exists()):
         pytest.skip("the compiled part of recording is not built: `ddpilot build-recorder`")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(SOURCE_VARIABLE, source)

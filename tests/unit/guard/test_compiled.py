@@ -22,7 +22,7 @@ from ddpilot.record.journal import NUM_STEPS, JournalWriter, read_journal
 @pytest.fixture(scope="module")
 def compiled() -> Any:
     """The compiled part of recording."""
-    if not native.built_path().exists():
+    if not ((built := native.built_path()) is not None and built.exists()):
         pytest.skip("the compiled part of recording is not built: `ddpilot build-recorder`")
     return native.find("native")
 

@@ -30,8 +30,11 @@ def test_built_path_is_another_for_another_torch(cache: Path, monkeypatch: pytes
     """What was built for one release is never loaded into another."""
     ours = native.built_path()
     monkeypatch.setattr(torch, "__version__", "2.99.0")
-    assert (ours.parent, native.built_path().parent) == (cache, cache)
-    assert native.built_path() != ours
+    theirs = native.built_path()
+    assert ours is not None
+    assert theirs is not None
+    assert (ours.parent, theirs.parent) == (cache, cache)
+    assert theirs != ours
 
 
 def test_build_without_a_compiler_says_what_to_install(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

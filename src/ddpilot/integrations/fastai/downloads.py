@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+
+from ddpilot.environments.own_files import lock_file, make_own_folder, open_own_file, own_temporary_folder
 
 
 @contextlib.contextmanager
@@ -20,22 +20,27 @@ def one_at_a_time(what: str) -> Iterator[None]:
     A lock and no barrier: whoever comes later may not even ask, because the file is there.
     """
     digest = hashlib.blake2b(what.encode(), digest_size=8).hexdigest()
-    path = Path(tempfile.gettempdir()) / f"ddpilot-{os.getuid()}-{digest}.lock"
-    with _locked(path):
-        try:
-            yield
-        finally:
-            path.unlink()
+    path = make_own_folder(own_temporary_folder()) / f"{digest}.lock"
+    fd = _locked(path)
+    try:
+        yield
+    finally:
+        path.unlink()
+        os.close(fd)
 
 
-def _locked(path: Path) -> IO[str]:
+def _locked(path: Path) -> int:
     while True:
-        file = path.open("a")
-        fcntl.flock(file, fcntl.LOCK_EX)
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                return file
-        file.close()  # whoever had it before has removed it
+        fd = open_own_file(path, os.O_RDWR | os.O_CREAT)
+        try:
+            lock_file(fd)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(fd), path.stat()):
+                    return fd
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)  # the process that had it before has removed it
 
 
 def untar_once(original: Callable[..., Path], url: str, *args: Any, **kwargs: Any) -> Path:

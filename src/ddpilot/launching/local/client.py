@@ -24,7 +24,8 @@ from ddpilot.launching.local import wire
 from ddpilot.launching.local.report import Hello
 
 _BOOT = (
-    "import sys, json; given = json.loads(sys.argv[1]); sys.path[:] = given['sys_path']; sys.argv[:] = ['ddpilot'];"
+    "import sys; sys.path[:] = filter(None, sys.path);"  # not the working directory's json.py
+    "import json; given = json.loads(sys.argv[1]); sys.path[:] = given['sys_path']; sys.argv[:] = ['ddpilot'];"
     "from ddpilot.launching.local.server import serve;"
     "serve(given['fd'], given['parent'], tuple(given['preload']), given['may_fork'])"
 )

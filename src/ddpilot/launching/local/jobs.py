@@ -191,7 +191,7 @@ def _run(rank: int, fds: list[int]) -> None:
 def _argv(rank: int, fds: list[int]) -> list[str]:
     module, name = ("store", "run_store") if rank == STORE else ("rank", "run_rank")
     code = (
-        f"import sys, json; sys.path[:] = json.loads(sys.argv.pop()); "
+        f"import sys; sys.path[:] = filter(None, sys.path); import json; sys.path[:] = json.loads(sys.argv.pop()); "
         f"from ddpilot.launching.local.{module} import {name}; {name}(*{fds!r})"
     )
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
