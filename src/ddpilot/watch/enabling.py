@@ -142,7 +142,9 @@ def _count_below_owner(line: _Line, environ: Mapping[str, str]) -> int | None:
     """
     owner = int(environ.get(OWNER_VARIABLE) or 0)
     folder = environ.get(RING_DIR_VARIABLE)
-    with_folder = [at for at, (_, theirs) in enumerate(line) if folder and (theirs or {}).get(RING_DIR_VARIABLE) == folder]
+    with_folder = [
+        at for at, (_, theirs) in enumerate(line) if folder and (theirs or {}).get(RING_DIR_VARIABLE) == folder
+    ]
     found = [at for at, (process, _) in enumerate(line) if process.pid == owner]
     if folder and not with_folder:
         return -1
@@ -261,7 +263,7 @@ def _is_observed(folder: Path) -> bool:
 
 def _start_observer(folder: Path) -> None:
     environ = {key: value for key, value in os.environ.items() if key not in (WATCH_VARIABLE, *_ABOUT_A_RANK)}
-    environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if isinstance(path, str) and path)
+    environ["PYTHONPATH"] = os.pathsep.join(str(path) for path in sys.path if str(path))
     # In the end it is not a child of this process: the script may wait for all of its own.
     subprocess.run(
         [sys.executable, "-c", _DETACH, "ddpilot.watch.observing", str(folder)],

@@ -33,6 +33,8 @@ class RankFacts:
     process: ProcessView = field(default_factory=lambda: ProcessView(pid=0))
     error: ErrorView | None = None
     returned: bool = False
+    is_away: bool = False
+    """True if its process has ended and another one may come: what it has left says nothing of the job."""
 
 
 class Gatherer:
@@ -44,6 +46,7 @@ class Gatherer:
         self._name = name
         self._readers = {rank: LogReader(ring_path(folder, rank)) for rank in ranks}
         self._journals = {rank: JournalReader(journal_path(folder, rank)) for rank in ranks}
+        self._away: set[int] = set()
         self._unread: dict[int, tuple[Entry, ...]] = {}
         self._stacks: dict[int, StackView] = {}
         self._num_begun: dict[int, int] = {}
@@ -61,7 +64,7 @@ class Gatherer:
 
     def _read_journals(self) -> None:
         for rank, journal in self._journals.items():
-            entries = journal.read()
+            entries = () if rank in self._away else journal.read()
             if entries:
                 self._unread[rank] = (*self._unread.get(rank, ()), *entries)
 
@@ -88,8 +91,10 @@ class Gatherer:
 
     def gather(self, facts: Mapping[int, RankFacts], since_ns: int = 0) -> JobView:
         """The job as it is now. `facts`: by rank, also of ranks that record nothing."""
+        self._away = {rank for rank, each in facts.items() if each.is_away}
         self._read_journals()
-        self.logs = logs = {rank: log for rank, reader in self._readers.items() if (log := reader.read()) is not None}
+        present = [(rank, reader) for rank, reader in self._readers.items() if rank not in self._away]
+        self.logs = logs = {rank: log for rank, reader in present if (log := reader.read()) is not None}
         now_ns = time.monotonic_ns()
         passed = passed_by_all(logs.values())
         for reader in self._readers.values():

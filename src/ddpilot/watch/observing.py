@@ -9,152 +9,233 @@ import platform
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from ddpilot.record.hook import find_rings
+from ddpilot.environments.own_files import lock_file, open_own_file, read_own_text
+from ddpilot.errors import RecordError
+from ddpilot.findings.sequence import Findings
+from ddpilot.record.hook import ring_path
+from ddpilot.record.log import RankLog
+from ddpilot.record.reading import read_ring
 from ddpilot.watch.exchange import Exchange
-from ddpilot.watch.folders import JobAbout, remove, remove_old, write_about
+from ddpilot.watch.folders import OBSERVER, JobAbout, locked, remove, remove_old, write_about
 from ddpilot.watch.gathering import RankFacts
 from ddpilot.watch.observer import Observer
 from ddpilot.watch.options import WatchOptions
 from ddpilot.watch.processes import look_at
+from ddpilot.watch.rank_processes import RankProcess, error_path, find_rank_processes
 from ddpilot.watch.reaching import Way
 from ddpilot.watch.report import Report
+from ddpilot.watch.told import keys_of
 from ddpilot.watch.view import ErrorView
 
 _PAUSE_S = 0.1
 
 _GATHER_S = 10.0
-"""A rank that does not call `enable` so long after the first one did is not waited for."""
+"""The observation begins without the ranks that do not record so long after the first one did; later ones join it."""
+
+_SETTLED_NS = 1_000_000_000
+"""A folder that changed so long ago has not changed again without another time of change."""
 
 _TERM_GRACE_S = 3.0
 """Between SIGTERM and SIGKILL to ranks that are ended."""
 
 
 class Observing:
-    """Observes the ranks that record in `said["folder"]`, by what `enable` says of them."""
+    """Observes the ranks that record in `folder`, until all of them have ended.
 
-    def __init__(self, said: dict[str, Any]) -> None:
-        self._said = said
-        self._folder = Path(said["folder"])
-        self._pids: dict[int, psutil.Process] = {}
-        self._first = _find_process(said["rank_pid"])
-        self._options = WatchOptions(on_finding=said["on_finding"], stall_warn_s=said["stall_warn_s"])
+    The processes that the ranks have at one time are observed together. A new process of a rank, such as a shell's
+    second try, and a rank that comes late begin the observation again: what earlier processes did counts for nothing.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._ranks: dict[int, RankProcess] = {}
+        self._job: Mapping[str, Any] = {}
+        self._options = WatchOptions()
+        self._way: Way | None = None
+        self._shown: set[object] = set()
+        self._looked_ns = 0
         self._is_stopping = self._has_errors = self._has_ended_ranks = False
 
     def run(self) -> None:
-        """Observe until no rank is left."""
-        self._await_ranks()
+        """Observe until no rank is left; nothing happens if another process observes them."""
+        root = self._folder.parent
+        with locked(root):
+            fd = open_own_file(self._folder / OBSERVER, os.O_RDWR | os.O_CREAT)
+            if not lock_file(fd, wait=False):
+                os.close(fd)
+                return
+        is_over = False
+        while not is_over:
+            is_clean = self._observe()
+            with locked(root):  # a rank that comes after this starts an observer of its own
+                is_over = not any(self._is_new(*each) for each in find_rank_processes(self._folder).items())
+                if is_over:
+                    if is_clean:
+                        remove(self._folder)
+                    os.close(fd)
+        remove_old(root)
+
+    def _is_new(self, rank: int, process: RankProcess) -> bool:
+        return self._ranks.get(rank) != process and process.is_running
+
+    def _observe(self) -> bool:
+        """Observe the present processes until they have ended, or others are there; True if all of them ended well."""
+        self._ranks = self._await_ranks()
+        if not self._ranks:
+            return not self._has_errors
+        first = min(self._ranks.values(), key=lambda each: int(each.job["local_rank"]))
+        self._job = first.job
+        if first.number:
+            _write_to_stderr_of(first)
+        self._options = WatchOptions(on_finding=self._job["on_finding"], stall_warn_s=self._job["stall_warn_s"])
         self._write_about()
-        way = Way(self._said["way"]) if self._said["way"] is not None else None
-        observer = Observer(
-            self._folder,
-            self._said["world_size"],
-            facts=self._facts,
-            tell=self._hear,
-            options=self._options,
-            name=self._said["name"],
-            ranks=tuple(self._pids),
-            exchange=Exchange(way.post, tuple(self._pids)) if way is not None else None,
-        )
+        if self._way is None and self._job["way"] is not None:
+            self._way = Way(self._job["way"])
+        observer = self._make_observer()
         observer.start()
-        while any(map(_is_running, self._pids.values())):
+        while not all(map(_is_over, self._ranks.values())):
             time.sleep(_PAUSE_S)
             if self._is_stopping:
                 observer.stop()
                 self._end_ranks()
+            if self._has_changed():
+                observer.stop()
+                return False
         observer.stop()
         observer.finish(is_caused=self._has_ended_ranks)
-        if way is not None:
+        if self._way is not None:
             observer.say_farewell()
-            way.close()
-        facts = self._facts().values()
-        if not self._has_errors and all(each.returned for each in facts):
-            remove(self._folder)
-        remove_old(self._folder.parent)
+            self._close_way()
+        return not self._has_errors and all(each.returned for each in self._facts().values())
 
-    def _await_ranks(self) -> None:
-        """Until all ranks of this node record; or, where some do not, `_GATHER_S` after the first does."""
+    def _make_observer(self) -> Observer:
+        ranks = tuple(self._ranks)
+        return Observer(
+            self._folder,
+            self._job["world_size"],
+            facts=self._facts,
+            tell=self._hear,
+            options=self._options,
+            name=self._job["name"],
+            ranks=ranks,
+            exchange=Exchange(self._way.post, ranks) if self._way is not None else None,
+        )
+
+    def _close_way(self) -> None:
+        if self._way is not None:
+            self._way.close()
+            self._way = None
+
+    def _await_ranks(self) -> dict[int, RankProcess]:
+        """The ranks of this node that record: all of them, or those that do `_GATHER_S` after the first one does."""
         since_s = None
-        while len(self._pids) < self._said["local_world_size"] and _is_running(self._first):
-            for rank in find_rings(self._folder):
-                if rank not in self._pids and (process := self._find(rank)) is not None:
-                    self._pids[rank] = process
-            since_s = since_s or (time.monotonic() if self._pids else None)
+        while True:
+            present = find_rank_processes(self._folder)
+            found = {rank: each for rank, each in present.items() if self._records(rank, each, present)}
+            num_expected = max((each.job["local_world_size"] for each in present.values()), default=1)
+            if len(found) >= num_expected or all(map(_is_over, present.values())):
+                return found
+            since_s = since_s or (time.monotonic() if found else None)
             if since_s is not None and time.monotonic() - since_s > _GATHER_S:
-                return
+                return found
             time.sleep(_PAUSE_S)
 
-    def _find(self, rank: int) -> psutil.Process | None:
-        from ddpilot.errors import RecordError
-        from ddpilot.record.hook import ring_path
-        from ddpilot.record.reading import read_ring
+    def _records(self, rank: int, process: RankProcess, present: Mapping[int, RankProcess]) -> bool:
+        """True if `process` records, and not in a group of before, to which a newer process of a rank cannot belong."""
+        if self._ranks.get(rank) == process:
+            return True
+        log = self._read(rank) if process.is_running else None
+        if log is None or log.pid != process.pid or log.started_ns < process.since_ns:
+            return False
+        newest_ns = max((each.since_ns for each in present.values() if each.number), default=0)
+        return all(entry.start_ns > newest_ns for entry in log.collectives[:1])
 
-        with suppress(RecordError, OSError, psutil.Error):
-            log = read_ring(ring_path(self._folder, rank), newest=1)
-            if log.closed_ns is None:  # else of a job that had this folder before
-                return psutil.Process(log.pid)
+    def _read(self, rank: int) -> RankLog | None:
+        with suppress(RecordError, OSError):
+            return read_ring(ring_path(self._folder, rank))
         return None
+
+    def _has_changed(self) -> bool:
+        """True if a rank has a new process, or one has begun to record that is not observed."""
+        changed_ns = os.stat(self._folder).st_mtime_ns
+        if changed_ns == self._looked_ns:
+            return False
+        self._looked_ns = changed_ns if time.time_ns() - changed_ns > _SETTLED_NS else 0
+        present = find_rank_processes(self._folder)
+        if any(present.get(rank) != each for rank, each in self._ranks.items()):
+            self._forget()
+            return True
+        return any(self._records(rank, each, present) for rank, each in present.items() if rank not in self._ranks)
+
+    def _forget(self) -> None:
+        self._ranks = {}
+        self._shown = set()
+        self._has_errors = self._has_ended_ranks = self._is_stopping = False
+        self._close_way()
+        for name in ("report.json", "report.txt"):
+            (self._folder / name).unlink(missing_ok=True)
 
     def _write_about(self) -> None:
         about = JobAbout(
             id=self._folder.name,
-            name=self._said["name"],
-            command=tuple(self._said["command"]),
-            world_size=self._said["world_size"],
+            name=self._job["name"],
+            command=tuple(self._job["command"]),
+            world_size=self._job["world_size"],
             host=platform.node(),
             pid=os.getpid(),
             pid_started_s=psutil.Process().create_time(),
             started_s=time.time(),
-            ranks=tuple(sorted(self._pids)),
+            ranks=tuple(sorted(self._ranks)),
         )
-        for name in ("report.json", "report.txt"):
-            (self._folder / name).unlink(missing_ok=True)
         write_about(self._folder, about)
 
     def _facts(self) -> dict[int, RankFacts]:
         found = {}
-        for rank, process in self._pids.items():
+        for rank, process in self._ranks.items():
             view = look_at(process.pid)
-            error = self._read_error(rank)
-            found[rank] = RankFacts(
-                process=view, error=error, returned=view.state == "ended" and error is None and self._is_closed(rank)
-            )
+            may_return = process.may_return
+            if process.is_running:
+                # Its shell may try again, as after a failed download: that is not the end of the rank.
+                found[rank] = RankFacts(process=view, error=None if may_return else self._read_error(rank))
+            elif may_return:
+                found[rank] = RankFacts(process=replace(view, state="unknown"), is_away=True)
+            else:
+                log, error = self._read(rank), self._read_error(rank)
+                is_closed = log is not None and log.closed_ns is not None
+                view = replace(view, state="ended")
+                found[rank] = RankFacts(process=view, error=error, returned=is_closed and error is None)
         return found
-
-    def _is_closed(self, rank: int) -> bool:
-        from ddpilot.errors import RecordError
-        from ddpilot.record.hook import ring_path
-        from ddpilot.record.reading import read_ring
-
-        try:
-            return read_ring(ring_path(self._folder, rank), newest=1).closed_ns is not None
-        except (OSError, RecordError):  # of a ring that is damaged, `Observer` says so
-            return False
 
     def _read_error(self, rank: int) -> ErrorView | None:
         try:
-            name, message, text = json.loads((self._folder / f"rank{rank}.error").read_text(encoding="utf-8"))
+            name, message, text = json.loads(read_own_text(error_path(self._folder, rank)))
         except (OSError, ValueError):
             return None
         return ErrorView(type_name=name, message=message, traceback=text)
 
     def _hear(self, report: Report) -> None:
         for line in (*report.notes, *report.status):
-            _say(line)
-        if not report.findings:
+            if line in report.status or line not in self._shown:
+                _say(line)
+        news = Findings(each for each in report.findings if self._shown.isdisjoint(keys_of(each)))
+        self._shown.update(report.notes, *map(keys_of, report.findings))
+        if not news:
             return
-        _say(str(report.findings))
-        if any(finding.severity == "error" for finding in report.findings):
+        _say(str(news))
+        if any(finding.severity == "error" for finding in news):
             self._has_errors = True
             self._is_stopping = self._options.action() == "stop"
 
     def _end_ranks(self) -> None:
-        live = [process for process in self._pids.values() if _is_running(process)]
+        live = [found for each in self._ranks.values() if (found := _find(each)) is not None]
         if live:
             self._has_ended_ranks = True
             _say(f"the ranks of this node are ended because of it; `ddpilot watch {self._folder.name}` shows it again")
@@ -166,22 +247,33 @@ class Observing:
         self._is_stopping = False
 
 
+def _is_over(process: RankProcess) -> bool:
+    return not (process.is_running or process.may_return)
+
+
+def _find(process: RankProcess) -> psutil.Process | None:
+    with suppress(psutil.Error):
+        return psutil.Process(process.pid) if process.is_running else None
+    return None
+
+
+def _write_to_stderr_of(process: RankProcess) -> None:
+    """This observer was started by an earlier process of the rank, whose stderr may be a file of its own."""
+    with suppress(OSError):  # a socket, or no /proc: it stays as it is
+        fd = os.open(f"/proc/{process.pid}/fd/2", os.O_WRONLY | os.O_APPEND | os.O_NOCTTY | os.O_CLOEXEC)
+        os.dup2(fd, 2)
+        os.close(fd)
+
+
 def _signal(processes: list[psutil.Process], number: signal.Signals) -> None:
     for process in processes:
         with suppress(psutil.Error):  # psutil looks whether it still is that process
             process.send_signal(number)
 
 
-def _find_process(pid: int) -> psutil.Process | None:
+def _is_running(process: psutil.Process) -> bool:
     try:
-        return psutil.Process(pid)
-    except psutil.Error:  # it has ended meanwhile
-        return None
-
-
-def _is_running(process: psutil.Process | None) -> bool:
-    try:
-        return process is not None and process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False
 
@@ -192,5 +284,13 @@ def _say(text: str) -> None:
         sys.stderr.flush()
 
 
+def main(folder: Path) -> None:
+    """Observe the ranks in `folder`; an error in here is said in one line, and the ranks go on."""
+    try:
+        Observing(folder).run()
+    except Exception as error:  # noqa: BLE001 - said, and never in the way of training
+        _say(f"watching has ended by an error of its own, and the job goes on: {type(error).__name__}: {error}")
+
+
 if __name__ == "__main__":
-    Observing(json.loads(sys.argv[-1])).run()
+    main(Path(sys.argv[-1]))

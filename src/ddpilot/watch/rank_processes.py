@@ -84,4 +84,3 @@ def _is_running(pid: int, started_s: float) -> bool:
         return is_it and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False
-

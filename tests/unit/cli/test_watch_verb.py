@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -92,7 +93,8 @@ def rings(job: tuple[Path, JobAbout]) -> Iterator[tuple[RingWriter, RingWriter]]
     writers = []
     for rank in (0, 1):
         ring = open_ring(ring_path(job[0], rank), num_records=16, page_bytes=4096, publish=False)
-        ring.publish({**ABOUT, "rank": rank, "pid": 2**22 - 1 - rank, "started_ns": 1})  # no process has that
+        mine = {"rank": rank, "pid": 2**22 - 1 - rank, "host": platform.node(), "started_ns": 1}  # no process has that
+        ring.publish({**ABOUT, **mine})
         group = {"name": "0", "incarnation": 1, "size": 2, "rank": rank, "ranks": "0-1"}
         refs = [ring.write_fact(fact) for fact in ({"op": "barrier", "operator": "c10d::barrier"}, group, LINE)]
         usual = layout.USUAL.pack(*refs, 0, *[layout.NO_NUMBER] * 3, layout.NOT_ASYNC | layout.ASKED_ANY_TIME, 0)

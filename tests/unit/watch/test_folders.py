@@ -6,6 +6,9 @@ from __future__ import annotations
 import os
 import stat
 import subprocess
+import json
+import os
+import stat
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +16,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ddpilot.cli.watch_verb import render_jobs
 from ddpilot.errors import DdpilotError
 from ddpilot.record.hook import ring_path
 from ddpilot.watch.afterwards import find_job
+from ddpilot.watch.afterwards import explain_job, find_job
 from ddpilot.watch.folders import (
     JOBS_VARIABLE,
     close_job,
@@ -65,6 +70,92 @@ def test_remove_old_keeps_the_newest_and_those_that_run(root: Path) -> None:
     remove_old(root, num_kept=2)
     assert {about.name for _, about in list_jobs()} == {"running", "job2", "job3"}
     assert running.exists()
+
+
+def test_remove_old_keeps_jobs_that_may_run_on_another_machine(root: Path) -> None:
+    """Of a shared folder only those go that said that they had ended, or that began a month ago."""
+    now_s = time.time()
+    for name, started_s, ended_s in (
+        ("runs", now_s - 86400, None),
+        ("ended", now_s - 86400, now_s),
+        ("forgotten", now_s - 40 * 86400, None),
+    ):
+        folder, about = make_job_folder(name, 1)
+        write_about(folder, replace(about, host="elsewhere", started_s=started_s, ended_s=ended_s))
+    remove_old(root, num_kept=0)
+    ((_, about),) = list_jobs()
+    assert (about.name, about.is_running, about.has_ended) == ("runs", False, False)
+    assert "elsewhere" in render_jobs(list_jobs())
+
+
+def test_remove_old_removes_folders_that_no_job_can_be_read_from(root: Path) -> None:
+    """Such as of an observer that was killed at its start; not what ddpilot has not made, and not what is new."""
+    hour_ago = time.time() - 4000
+    lost, fresh, foreign, other = (
+        root / name for name in ("0101-000000-abcd", "0101-000001-abcd", "0102-000000-abcd", "x")
+    )
+    for folder, file in ((lost, "rank0.ring"), (fresh, "rank0.ring"), (foreign, "thesis.txt"), (other, "job.json")):
+        folder.mkdir(parents=True, mode=0o700)
+        (folder / file).write_text("")
+        if folder != fresh:
+            os.utime(folder / file, (hour_ago, hour_ago))
+            os.utime(folder, (hour_ago, hour_ago))
+    root.chmod(0o700)
+    remove_old(root)
+    assert {path.name for path in root.iterdir()} == {fresh.name, foreign.name, other.name}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"started_s": None},
+        {"started_s": 1e300},
+        {"world_size": "x"},
+        {"world_size": 10**9},
+        {"ranks": ["a"]},
+        {"ranks": [7]},
+        {"pid": -1},
+        {"pid": "x"},
+        {"pid_started_s": None},
+        {"command": [1, None]},
+        {"name": None},
+    ],
+)
+def test_a_job_with_a_damaged_field_is_refused_and_stops_no_other(root: Path, damage: dict[str, object]) -> None:
+    """The list leaves it out, the next launch makes its folder, and asking for it says which field it is."""
+    folder, _ = make_job_folder("damaged", 2)
+    (folder / "job.json").write_text(json.dumps(json.loads((folder / "job.json").read_text()) | damage))
+    _, about = make_job_folder("sound", 1)
+    assert [each.name for _, each in list_jobs(root)] == [about.name]
+    with pytest.raises(DdpilotError, match=rf"`({next(iter(damage))}|world_size)` is"):
+        read_about(folder)
+
+
+def test_a_shared_folder_of_jobs_has_one_of_this_user_in_it(root: Path) -> None:
+    """Where others may write, their folders lie apart."""
+    root.mkdir()
+    root.chmod(0o1777)
+    folder, _ = make_job_folder("train", 1)
+    assert folder.parent.parent == root
+    assert folder.parent.name == f"ddpilot-{os.geteuid()}"
+
+
+def test_files_of_a_job_are_for_this_user_alone_whatever_the_umask() -> None:
+    """Also with a umask of 0."""
+    before = os.umask(0)
+    try:
+        folder, _ = make_job_folder("train", 1)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((folder / "job.json").stat().st_mode) == 0o600
+
+
+def test_names_of_jobs_are_listed_without_their_terminal_commands(root: Path) -> None:
+    """A name is what the command line said."""
+    folder, about = make_job_folder("train\x1b]0;owned\x07", 1)
+    write_about(folder, replace(about, command=("x\x1b[2J",)))
+    assert "\x1b" not in render_jobs(list_jobs())
+    assert "\x1b" not in str(explain_job(*find_job(about.id)))
 
 
 def test_jobs_root_is_the_users_own_where_none_is_named() -> None:

@@ -10,17 +10,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ddpilot.environments.own_files import lock_file, make_own_folder, open_own_file, own_temporary_folder
+from ddpilot.environments.own_files import lock_file, open_own_file, own_temporary_folder
 
 
 @contextlib.contextmanager
 def one_at_a_time(what: str) -> Iterator[None]:
     """Wait until no other process of this user on this machine is inside with the same `what`.
 
-    A lock and no barrier: whoever comes later may not even ask, because the file is there.
+    A lock and no barrier: whoever comes later may not even ask, because the file is there. Raises `PermissionError` if
+    another user has put a file in the lock's place.
     """
     digest = hashlib.blake2b(what.encode(), digest_size=8).hexdigest()
-    path = make_own_folder(own_temporary_folder()) / f"{digest}.lock"
+    path = own_temporary_folder().with_name(f"{own_temporary_folder().name}-{digest}.lock")
     fd = _locked(path)
     try:
         yield
