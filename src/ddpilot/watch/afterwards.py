@@ -6,6 +6,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -17,7 +19,7 @@ from ddpilot.findings.words import printable
 from ddpilot.record.hook import find_rings
 from ddpilot.watch.deaths import OF_ENDS
 from ddpilot.watch.folders import JobAbout, jobs_root, list_jobs, read_about
-from ddpilot.watch.gathering import Gatherer
+from ddpilot.watch.gathering import Gatherer, RankFacts
 from ddpilot.watch.report import Report, read_report
 from ddpilot.watch.rules.book import RuleBook, rules_for
 from ddpilot.watch.stall import Analysis, analyze, say_end
@@ -99,7 +101,7 @@ def explain_job(folder: Path, about: JobAbout) -> Report:
     earlier = gatherer.gather({}) if about.is_running else None
     if earlier is not None:
         time.sleep(_BETWEEN_S)
-    view = gatherer.add_last_stacks(gatherer.gather({}))
+    view = gatherer.add_last_stacks(_gather(gatherer, about))
     analysis = _analyze(gatherer, view, earlier)
     findings = [*(saved.findings if saved else ()), *rules.feed(gatherer.read_entries(), view.now_ns)]
     findings += [
@@ -118,6 +120,15 @@ def explain_job(folder: Path, about: JobAbout) -> Report:
         unseen=unseen,
         notes=(_describe_state(about, view), *dict.fromkeys((*(saved.notes if saved else ()), *complaints, *end))),
     )
+
+
+def _gather(gatherer: Gatherer, about: JobAbout) -> JobView:
+    """The job now; on another machine its processes have ended if its observer said so."""
+    view = gatherer.gather({})
+    if not (about.is_elsewhere and about.is_over):
+        return view
+    ended = {rank: replace(each.process, state="ended") for rank, each in view.ranks.items() if each.log is not None}
+    return gatherer.gather({rank: RankFacts(process=process) for rank, process in ended.items()})
 
 
 def _without_told_ends(findings: Iterable[Finding], saved: Report | None) -> list[Finding]:

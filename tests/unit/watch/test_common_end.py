@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import platform
 from dataclasses import replace
 from pathlib import Path
 
@@ -95,7 +96,8 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Job
     folder, about = make_job_folder("train.py", 2, (0, 1))
     for rank in (0, 1):
         ring = open_ring(ring_path(folder, rank), num_records=16, page_bytes=4096, publish=False)
-        ring.publish({**ABOUT, "rank": rank, "pid": 2**22 - 1 - rank, "started_ns": 1})  # no process has that
+        mine = {"rank": rank, "pid": 2**22 - 1 - rank, "host": platform.node(), "started_ns": 1}  # no process has that
+        ring.publish({**ABOUT, **mine})
         refs = [ring.write_fact({"op": "barrier", "operator": "c10d::barrier"}), 0, 0]
         usual = layout.USUAL.pack(*refs, 0, *[layout.NO_NUMBER] * 3, layout.NOT_ASYNC | layout.ASKED_ANY_TIME, 0)
         ring.finish(ring.begin(1000, 0, os.getpid(), 0, usual), 2000, layout.DONE)

@@ -72,20 +72,19 @@ def test_remove_old_keeps_the_newest_and_those_that_run(root: Path) -> None:
     assert running.exists()
 
 
-def test_remove_old_keeps_jobs_that_may_run_on_another_machine(root: Path) -> None:
-    """Of a shared folder only those go that said that they had ended, or that began a month ago."""
-    now_s = time.time()
-    for name, started_s, ended_s in (
-        ("runs", now_s - 86400, None),
-        ("ended", now_s - 86400, now_s),
-        ("forgotten", now_s - 40 * 86400, None),
-    ):
-        folder, about = make_job_folder(name, 1)
-        write_about(folder, replace(about, host="elsewhere", started_s=started_s, ended_s=ended_s))
-    remove_old(root, num_kept=0)
-    ((_, about),) = list_jobs()
-    assert (about.name, about.is_running, about.has_ended) == ("runs", False, False)
+def test_a_job_of_another_machine_is_listed_with_its_name_and_ended_when_it_said_so(root: Path) -> None:
+    """Its processes cannot be seen, and those with the same numbers here are not taken for them."""
+    folder, about = make_job_folder("train", 1)
+    write_about(folder, replace(about, host="elsewhere"))
+    ring = open_ring(ring_path(folder, 0), publish=False)
+    ring.publish({**ABOUT, "rank": 0, "pid": os.getpid(), "host": "elsewhere"})
     assert "elsewhere" in render_jobs(list_jobs())
+    report = str(explain_job(*find_job(str(folder))))
+    assert "can be seen only there" in report
+    assert "running since" not in report
+    write_about(folder, replace(about, host="elsewhere", ended_s=2.0))
+    assert "DDP209" in str(explain_job(*find_job(str(folder))))
+    ring.close(1)
 
 
 def test_remove_old_removes_folders_that_no_job_can_be_read_from(root: Path) -> None:

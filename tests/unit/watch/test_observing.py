@@ -13,39 +13,39 @@ import pytest
 
 from ddpilot.record.hook import ring_path
 from ddpilot.watch.observing import Observing
+from ddpilot.watch.rank_processes import RankProcess
 
 
 @pytest.fixture
-def ended_pid() -> int:
-    """The number of a process that has ended."""
-    process = subprocess.Popen([sys.executable, "-S", "-c", ""])
-    process.wait()
-    return process.pid
+def ended() -> RankProcess:
+    """A rank, the only one of its job, that has ended."""
+    with subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE) as process:
+        pid, started_s = process.pid, psutil.Process(process.pid).create_time()
+        process.communicate(b"\n")
+    job = {"world_size": 1, "local_world_size": 1, "local_rank": 0}
+    return RankProcess(
+        pid=pid, started_s=started_s, shell_pid=pid, shell_started_s=started_s, since_ns=1, number=0, job=job
+    )
 
 
-def said(folder: Path, pid: int) -> dict[str, Any]:
-    """What `enable` passes on, of one rank."""
-    about = {"folder": str(folder), "name": "train.py", "command": ["train.py"], "rank_pid": pid, "way": None}
-    return {**about, "world_size": 1, "local_world_size": 1, "on_finding": "stop", "stall_warn_s": 60.0}
-
-
-def test_a_rank_that_ended_before_its_observer_began_is_no_error(tmp_path: Path, ended_pid: int, capsys: Any) -> None:
+def test_a_rank_that_ended_before_its_observer_began_is_no_error(
+    tmp_path: Path, ended: RankProcess, capsys: Any
+) -> None:
     """Nothing is left to watch, and nothing is printed."""
-    folder = tmp_path / "job"
-    folder.mkdir()
-    Observing(said(folder, ended_pid)).run()
+    folder = tmp_path / "jobs" / "0101-000000-abcd"
+    folder.mkdir(parents=True)
+    ended.write(folder, 0)
+    Observing(folder).run()
     assert capsys.readouterr().err == ""
     assert not folder.exists()
 
 
 def test_a_damaged_ring_of_a_rank_that_has_ended_ends_the_watching_without_an_error(
-    tmp_path: Path, ended_pid: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, ended: RankProcess
 ) -> None:
     """It was not closed, as far as can be read."""
     ring_path(tmp_path, 0).write_bytes(b"\0" * 5000)
-    observing = Observing(said(tmp_path, ended_pid))
-    process = psutil.Process()
-    monkeypatch.setattr(process, "_pid", ended_pid)
-    observing._pids[0] = process
+    observing = Observing(tmp_path)
+    observing._ranks = {0: ended}
     (facts,) = observing._facts().values()
-    assert not facts.returned
+    assert (facts.process.state, facts.returned) == ("ended", False)
