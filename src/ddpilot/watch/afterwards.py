@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Container, Iterable, Mapping, Sequence
-from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 

@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-import os
-import stat
-import subprocess
 import json
 import os
 import stat
+import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +17,6 @@ import pytest
 from ddpilot.cli.watch_verb import render_jobs
 from ddpilot.errors import DdpilotError
 from ddpilot.record.hook import ring_path
-from ddpilot.watch.afterwards import find_job
 from ddpilot.watch.afterwards import explain_job, find_job
 from ddpilot.watch.folders import (
     JOBS_VARIABLE,
