@@ -7,7 +7,7 @@ import functools
 import linecache
 import sys
 from collections.abc import Callable, Sequence
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, Protocol
 
 from ddpilot.guard.importlib_bootstrap_like import Hook, Hooks, Wrapping, keep_dynamo_out
@@ -58,6 +58,10 @@ class Notes:
     def user_frame(self) -> FrameType | None:
         """The innermost frame of the caller's stack that is the user's, else a library's; None where there is none."""
         return self._finder.walk(sys._getframe(1))[0]
+
+    def user_call(self) -> tuple[FrameType | None, CodeType | None]:
+        """As `user_frame`, and the function that its line called."""
+        return self._finder.walk(sys._getframe(1))[:2]
 
     def site(self, frame: FrameType | None = None, line: int | None = None) -> dict[str, Any]:
         """The user's line from `frame` (default: the caller's) outwards, as `Place` takes it; empty where none is.

@@ -13,6 +13,7 @@ from ddpilot.guard.probes.bypass_call import BypassCalls
 from ddpilot.guard.probes.gradients import Looks, look_at_gradients
 from ddpilot.guard.probes.groups import describe_group
 from ddpilot.guard.probes.reductions import Reductions
+from ddpilot.guard.probes.synced import SyncedBackwards
 
 _MAX_SAMPLES = 4
 _HOOK_MODULES = ("torch.", "ddpilot.")
@@ -58,6 +59,10 @@ class DdpModel:
         trainable = [parameter for parameter in ddp.module.parameters() if id(parameter) in self.names]
         self.first: Callable[[], Any] = weakref.ref(trainable[0]) if trainable else _nothing
         """Gives its first trainable parameter; None when that is gone."""
+        self.synced: SyncedBackwards | None = None if self.is_alone else SyncedBackwards(trainable)
+        """Looks at its first steps; None once it is over."""
+        self.synced_site: dict[str, Any] = {}
+        """Where the newest backward is that it looked at."""
         self.born = {id(parameter): (parameter.dtype, parameter.device) for parameter in trainable}
         spread = range(0, len(trainable), -(-len(trainable) // _MAX_SAMPLES) or 1)
         looks: Looks = getattr(compiled, "look_at_gradients", look_at_gradients)([trainable[at] for at in spread])

@@ -158,6 +158,11 @@ class StepProbe:
                 model.why_local = why = model.reductions.backward(syncs=syncs, retains=bool(retains))
                 if why or not syncs:
                     self._explain(model, ddp, why)
+                if model.synced is not None:
+                    model.synced_site = site = self._notes.site()
+                    line = site.get("file", ""), site.get("line", 0)
+                    is_reduced = syncs and not why and not retains
+                    model.synced.backward(line, state, model.gradient_state(), is_reduced=is_reduced)
 
     def _no_sync_begins(self, ddp: Any) -> None:
         for model in self._models:

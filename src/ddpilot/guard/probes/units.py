@@ -186,7 +186,7 @@ class UnitBook:
                 self._note(unit, optimizer, count, events, is_due)
         for unit in units:
             if unit.model is not None:
-                unit.model.reductions.step()
+                self._stepped(unit.model)
 
     def begin_step(self, optimizer: Optimizer, era: str) -> OpenStep:
         """As `step` for one with a closure. Parameters are looked at now, before the optimizer may move them for what
@@ -213,7 +213,17 @@ class UnitBook:
                 self._note(part.unit, opened.optimizer, count, events, is_due, part)
         for part in opened.parts:
             if part.unit.model is not None:
-                part.unit.model.reductions.step()
+                self._stepped(part.unit.model)
+
+    def _stepped(self, model: DdpModel) -> None:
+        model.reductions.step()
+        synced = model.synced
+        if synced is not None:
+            synced.step()
+            if synced.facts:
+                self._notes.write("synced", **synced.facts, site=model.synced_site)
+            if synced.is_over:
+                model.synced = None
 
     def _units_of(self, optimizer: Optimizer, era: str) -> tuple[list[Unit], bool]:
         """The units of `optimizer`, and whether its parameters have just been looked at for that."""

@@ -9,6 +9,7 @@ from functools import partial
 from ddpilot.findings.finding import Finding
 from ddpilot.record.journal import Entry
 from ddpilot.record.log import RankLog
+from ddpilot.watch.rules.collectives import NotAwaited, NotMember
 from ddpilot.watch.rules.ddp_use import DataParallel, GradientsMissing, NeedlessFindUnused, NoSyncInVain
 from ddpilot.watch.rules.divergence import Divergence
 from ddpilot.watch.rules.evaluation import MeanOfMeans, PaddedEvaluation
@@ -22,6 +23,7 @@ from ddpilot.watch.rules.set_epoch import SetEpochForgotten
 from ddpilot.watch.rules.shards import ShardsOverlap
 from ddpilot.watch.rules.small_norm import SmallBatchNorm
 from ddpilot.watch.rules.streams import SameRandomStreams
+from ddpilot.watch.rules.synced import AccumulationSynced
 from ddpilot.watch.rules.undivided import Undivided
 from ddpilot.watch.rules.unequal import UnequalBatches
 from ddpilot.watch.rules.workers import WorkersReadAlike
@@ -46,6 +48,9 @@ RULES: tuple[Callable[[RuleContext], Rule], ...] = (
     DataParallel,
     NeedlessFindUnused,
     GradientsMissing,
+    AccumulationSynced,
+    NotAwaited,
+    NotMember,
 )
 """Every rule."""
 
@@ -59,6 +64,9 @@ RULES_OF_ONE_RANK: tuple[Callable[[RuleContext], Rule], ...] = (
     DataParallel,
     NeedlessFindUnused,
     GradientsMissing,
+    AccumulationSynced,
+    NotAwaited,
+    NotMember,
 )
 """Those that look at each rank by itself: where ranks of other nodes are out of sight, a comparison would miss them."""
 

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Notes collectives that do nothing, or whose result is used before it is there."""
+
+from __future__ import annotations
+
+import dis
+import weakref
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from ddpilot.guard.probe import Notes
+
+_ASYNCHRONOUS = ("all_reduce", "broadcast")
+_MAX_LINES = 256
+_MAX_NOTED = 16
+_MAX_DROPPED = 64
+_C10D = "distributed_c10d.py"
+
+
+class CollectiveProbe:
+    """Looks at calls of torch.distributed by the program itself, not by libraries, which may mean it."""
+
+    name = "collectives"
+
+    def __init__(self) -> None:
+        self._noted: set[tuple[str, CodeType, int]] = set()
+        self._is_dropped: dict[tuple[CodeType, int], bool] = {}
+        self._dropped: list[tuple[weakref.ref[torch.Tensor], int, dict[str, Any]]] = []
+        self._pre_hook: Any = None
+
+    def install(self, notes: Notes) -> Callable[[], None]:
+        """As `Probe.install`."""
+        self._notes = notes
+        around = notes.around
+        undo = [around(distributed_c10d, "_warn_not_in_group", before=self._left_out)]
+        undo.append(around(dist, "barrier", after=self._met, aliases=(distributed_c10d,)))
+        for name in _ASYNCHRONOUS:
+            undo.append(around(dist, name, after=self._watcher(name), aliases=(distributed_c10d,)))
+
+        def uninstall() -> None:
+            while undo:
+                undo.pop()()
+            if self._pre_hook is not None:
+                self._pre_hook.remove()
+
+        return uninstall
+
+    def _left_out(self, op: str, *_: Any) -> None:
+        """Torch is about to warn that this rank is not in the group of `op`, which then does nothing."""
+        frame, called = self._notes.user_call()
+        if frame is not None and called is not None and called.co_filename.endswith(_C10D):
+            self._note_once("not_member", frame, {"op": op})
+
+    def _note_once(self, kind: str, frame: FrameType, facts: dict[str, Any]) -> None:
+        key = kind, frame.f_code, frame.f_lineno
+        if key not in self._noted and len(self._noted) < _MAX_NOTED:
+            self._noted.add(key)
+            self._notes.write(kind, **facts, site=self._notes.site(frame))
+
+    def _watcher(self, name: str) -> Callable[..., None]:
+        def started(_: None, returned: bool, work: Any, *args: Any, **kwargs: Any) -> None:
+            if work is not None and returned:
+                self._started(name, args[0] if args else kwargs.get("tensor"))
+
+        return started
+
+    def _started(self, name: str, tensor: Any) -> None:
+        # On a device, waiting for a later collective, or for the device, makes up for it.
+        if not isinstance(tensor, torch.Tensor) or not tensor.is_cpu or len(self._dropped) >= _MAX_DROPPED:
+            return
+        frame, called = self._notes.user_call()
+        if frame is None or called is None or called.co_filename != __file__:
+            return  # torch's own, or a library's
+        key = frame.f_code, frame.f_lasti
+        if key not in self._is_dropped:
+            if len(self._is_dropped) >= _MAX_LINES:
+                return
+            self._is_dropped[key] = drops_result(*key)
+        if self._is_dropped[key]:
+            facts = {"op": name, "numel": tensor.numel(), "site": self._notes.site(frame)}
+            self._dropped.append((weakref.ref(tensor), tensor._version, facts))
+            if self._pre_hook is None:
+                self._pre_hook = register_optimizer_step_pre_hook(self._notes.safely(self._before_step))
+
+    def _met(self, *_: Any, **__: Any) -> None:
+        """All that was started before a barrier is over after it."""
+        self._dropped.clear()
+
+    def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        if not self._dropped:
+            return
+        dropped, self._dropped = self._dropped, []
+        gradients = {
+            id(one.grad) for group in optimizer.param_groups for one in group["params"] if one.grad is not None
+        }
+        for reference, version, facts in dropped:
+            tensor = reference()
+            if tensor is None:
+                continue
+            how = "changed" if tensor._version != version else "stepped with" if id(tensor) in gradients else ""
+            key = "not_awaited", facts["site"].get("file"), facts["site"].get("line")
+            if how and key not in self._noted and len(self._noted) < _MAX_NOTED:
+                self._noted.add(key)
+                self._notes.write("not_awaited", **facts, how=how)
+
+
+def drops_result(code: CodeType, at: int) -> bool:
+    """Whether what the call at byte `at` of `code` returns is thrown away, or given a name that nothing reads."""
+    following = [each for each in dis.get_instructions(code) if each.offset > at and each.opname != "CACHE"]
+    if not following:
+        return False
+    first = following[0]
+    if first.opname == "POP_TOP":
+        return True
+    if first.opname not in ("STORE_FAST", "STORE_NAME"):
+        return False
+    name = first.argval
+    return not any(_reads(each, name) for each in _codes_of(code))
+
+
+def _codes_of(code: CodeType) -> list[CodeType]:
+    inner = [each for each in code.co_consts if isinstance(each, CodeType)]
+    return [code, *(deeper for each in inner for deeper in _codes_of(each))]
+
+
+def _reads(code: CodeType, name: str) -> bool:
+    for each in dis.get_instructions(code):
+        names = each.argval if isinstance(each.argval, tuple) else (each.argval,)
+        if each.opname.startswith("LOAD_") and name in names and each.opname != "LOAD_CONST":
+            return True
+        if "LOAD_FAST" in each.opname and name in names:  # such as STORE_FAST_LOAD_FAST
+            return True
+    return False

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DDP222 and DDP223: a collective whose result is used before it is there, and one that does nothing here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from ddpilot.findings.finding import Finding
+from ddpilot.findings.words import render_ranks
+from ddpilot.record.journal import Entry
+from ddpilot.watch.rules.rule import line_of, place_of
+from ddpilot.watch.rules.waiting import WaitingRule
+
+
+class NotAwaited(WaitingRule):
+    """Says what a probe noted: the work of an asynchronous collective was thrown away, and its tensor used."""
+
+    codes: tuple[str, ...] = ("DDP222",)
+    kinds: tuple[str, ...] = ("not_awaited",)
+
+    def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
+        """What `rank` noted."""
+        self._waiting.put(line_of(entry.values["site"]), rank, entry.values, entry.time_ns)
+        return ()
+
+    def _finding(self, by_rank: dict[int, Any]) -> Finding:
+        values = next(iter(by_rank.values()))
+        used = "it was changed in place" if values["how"] == "changed" else "the optimizer took a step with it"
+        return Finding(
+            code=self.codes[0],
+            name="work-not-awaited",
+            severity="warning",
+            summary=f"the result of an asynchronous {values['op']} is used, and nothing waits for it",
+            ranks=tuple(by_rank),
+            place=place_of(values["site"]),
+            evidence=(
+                "the line throws away the work that it gets, or nothing reads the name that it is given",
+                f"{used}, a tensor of {values['numel']} elements, and no barrier came before that",
+            ),
+            why="With async_op=True the call returns before the values are there: what reads them gets the rank's own, "
+            "or a part of the result, as it happens",
+            fix=f"Keep the work, `work = dist.{values['op']}(..., async_op=True)`, and call `work.wait()` before the "
+            "tensor is used; or leave async_op out",
+            source="ddpilot explain DDP222",
+        )
+
+
+class NotMember(WaitingRule):
+    """Says what a probe noted: torch passed over a collective, since this rank is not in its group."""
+
+    codes: tuple[str, ...] = ("DDP223",)
+    kinds: tuple[str, ...] = ("not_member",)
+
+    def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
+        """What `rank` noted."""
+        self._waiting.put(line_of(entry.values["site"]), rank, entry.values, entry.time_ns)
+        return ()
+
+    def _finding(self, by_rank: dict[int, Any]) -> Finding:
+        values = next(iter(by_rank.values()))
+        ranks = render_ranks(by_rank)
+        return Finding(
+            code=self.codes[0],
+            name="not-in-group",
+            severity="warning",
+            summary=f"{values['op']} did nothing on {ranks}, which {'is' if len(by_rank) == 1 else 'are'} not in its "
+            "group",
+            ranks=tuple(by_rank),
+            place=place_of(values["site"]),
+            why="`dist.new_group(ranks)` has to be called on every rank, and gives those that are not among `ranks` a "
+            "placeholder: a collective on it returns at once, and its tensor stays as it was",
+            fix="Call it on the members only, `if dist.get_rank() in ranks:`; or give the group all ranks that need "
+            "the result",
+            source="ddpilot explain DDP223",
+        )

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a call's result is thrown away, read from the code around it."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+from ddpilot.guard.probes.collectives import drops_result
+
+
+@pytest.mark.parametrize(
+    ("source", "is_dropped"),
+    [
+        ("note(start(1))", False),
+        ("start(1); note(1)", True),
+        ("work = start(1)", True),
+        ("work = start(1)\nprint = work.path", False),
+        ("work = start(1)\ndef wait():\n    return work.path", False),
+        ("works.append(start(1))", False),
+        ("start(1).path", False),
+        ("a, b = start(1), 2", False),
+        ("def f():\n    work = start(1)\nf()", True),
+        ("def f():\n    work = start(1)\n    return work\nf()", False),
+        ("def f():\n    work = start(1)\n    def g():\n        return work\n    return g\nf()", False),
+        ("def f():\n    work = start(1)\n    x = 1\n    return x, work\nf()", False),
+        ("def f():\n    for x in [1]:\n        start(x)\nf()", True),
+        ("def f():\n    return start(1)\nf()", False),
+        ("[start(x) for x in [1]]", False),
+    ],
+)
+def test_drops_result_sees_whether_anything_can_read_what_a_call_returns(source: str, is_dropped: bool) -> None:
+    """By the instruction that follows the call, and by what reads the name that it is given."""
+    places: list[tuple[Any, int]] = []
+
+    def remember(*_: object) -> Any:
+        frame = sys._getframe(1)
+        places.append((frame.f_code, frame.f_lasti))
+        return sys
+
+    exec(compile(source, "train.py", "exec"), {"start": remember, "works": [], "note": lambda _: None})
+    ((code, at),) = places
+    assert drops_result(code, at) is is_dropped
