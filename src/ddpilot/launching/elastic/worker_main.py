@@ -24,6 +24,7 @@ from types import TracebackType
 
 from ddpilot.launching.exitcode import exitcode_of
 from ddpilot.launching.messages import message_of
+from ddpilot.launching.unjoined import show_connections
 from ddpilot.launching.victims import is_victim
 
 REPORT_VARIABLE = "TORCHELASTIC_ERROR_FILE"
@@ -180,6 +181,7 @@ def _report(error: BaseException) -> None:
     if not path or exitcode == 0:
         return
     try:
+        show_connections(error)
         _write_report(path, error, exitcode, time.monotonic())
     except Exception as failure:  # the user's exception matters more: its own `__str__` may raise, the disk be full
         sys.stderr.write(f"ddpilot: this exception could not be reported to the agent: {failure!r}\n")

@@ -30,6 +30,7 @@ from ddpilot.launching.messages import leave_out_guard, message_of
 from ddpilot.launching.shipping.blame import ship
 from ddpilot.launching.shipping.pickling import importable_from_main, map_parcel, open_parcel, pack_parcel
 from ddpilot.launching.shipping.sources import install_sources
+from ddpilot.launching.unjoined import show_connections
 from ddpilot.launching.victims import is_victim
 
 PARCEL_VARIABLE = "DDPILOT_PARCEL"
@@ -139,6 +140,7 @@ def _send_error(control: socket.socket, start: RankStart, error: BaseException, 
     if report.exitcode == 0:
         _send_value(control, start, None, known)
         return 0
+    show_connections(error)
     try:
         fds, _ = pack_parcel("ddpilot-error", error, known)
     except Exception as unpicklable:  # its text travels all the same
