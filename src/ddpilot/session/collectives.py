@@ -9,7 +9,8 @@ from pathlib import Path
 from ddpilot.errors import RecordError
 from ddpilot.record.hook import ring_path
 from ddpilot.record.layout import NUM_BEGUN
-from ddpilot.record.now import read_now
+from ddpilot.record.now import NUM_NEWEST
+from ddpilot.record.reading import read_ring
 
 _WORD_BYTES = 8
 _RECORDED_LATE_S = 0.15
@@ -27,14 +28,18 @@ def count_begun(folder: Path, rank: int) -> int | None:
         return None
 
 
-def has_unfinished(folder: Path, rank: int) -> bool:
-    """Whether a collective of the rank is not over, or that is unknown. Ends are recorded up to 50 ms late."""
+def has_unfinished(folder: Path, rank: int, *, p2p_only: bool = False) -> bool:
+    """Whether a collective of the rank is not over, or that is unknown. Ends are recorded up to 50 ms late.
+
+    With `p2p_only` of sends and receives: a collective that all ranks have begun comes to its end by itself.
+    """
     limit_s = time.monotonic() + _RECORDED_LATE_S
     while True:
         try:
-            is_unfinished = read_now(ring_path(folder, rank)).waiting is not None
+            newest = read_ring(ring_path(folder, rank), newest=NUM_NEWEST).collectives
         except (RecordError, OSError):
             return True
+        is_unfinished = any(each.state == "begun" and (each.is_p2p or not p2p_only) for each in newest)
         if not is_unfinished or time.monotonic() > limit_s:
             return is_unfinished
         time.sleep(_PAUSE_S)

@@ -138,7 +138,7 @@ class Ladder:
         )
 
     def _have_failed_alike(self, reports: Sequence[Report]) -> bool:
-        """True if every rank raised the same in the same line after the same number of collectives, all of them over.
+        """True if every rank raised the same in the same line after the same number of collectives.
 
         Not where one was interrupted or returned: it may have taken a step of the optimizer that another has not.
         """
@@ -148,7 +148,7 @@ class Ladder:
             and len({(report.type_name, report.message, report.traceback) for report in reports}) == 1
             and len({report.num_collectives for report in reports}) == 1
             and reports[0].num_collectives is not None
-            and not any(has_unfinished(self._ranks.ring_folder, rank) for rank in self._outcome.parts)
+            and not any(has_unfinished(self._ranks.ring_folder, rank, p2p_only=True) for rank in self._outcome.parts)
         )
 
     def _is_touched(self) -> bool:

@@ -58,6 +58,8 @@ class Ranks:
         self.view = view
         self.generation = 0
         """How often the group was rebuilt."""
+        self.lost: tuple[str, ...] = ()
+        """What went with a process group that was rebuilt, in words."""
         self.is_closed = False
         self._owner_pid = os.getpid()
         self._pids: dict[int, int] = {}

@@ -245,6 +245,12 @@ class Round:
         dead = self._ranks.standing.dead
         if chosen.is_victim and dead:
             blame_dead(error, dead)
+        elif chosen.is_victim and self._ranks.lost and len(others) + 1 == len(self._outcome.parts):
+            error.fix = (
+                f"{', '.join(self._ranks.lost)} went with a process group that was rebuilt: "
+                "if this uses it, run the cells that made it again"
+            )
+            error.args = (error.render(),)
         if self._lookout is not None and not (chosen.is_victim and dead.keys() - self._outcome.parts):
             self._lookout.explain(error)  # not where the others have no group: how far each gets in it explains nothing
         self._fail(error)

@@ -187,6 +187,7 @@ class Work:
             self._give_up_restart(ranks, events, stops)
         self._fresh = frozenset(ranks)
         if len(self._fresh) == self._ranks.world_size:
+            self._ranks.lost = ()
             self._wants_group, self._backend = False, None  # as after a start: entered at first use, or by the user
         self._regroup(events, stops)
         self._fresh = frozenset()
@@ -252,6 +253,7 @@ class Work:
         if not outcome.is_ok or not values:
             note("the process group could not be made anew; variables are kept, and the next cell tries again")
             return
+        self._ranks.lost = tuple(sorted({*self._ranks.lost, *(text for value in values for text in value["lost"])}))
         for text in describe_rebuilt(
             values, duration_s, any(rank not in self._fresh for rank in self._ranks.standing.live)
         ):

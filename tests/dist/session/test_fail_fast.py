@@ -226,6 +226,27 @@ def test_what_went_with_the_old_group_is_said(start: Start, view: Kept) -> None:
     with pytest.raises(RankError):
         session.execute("if rank == 0: 1 / 0\ndist.barrier()")
     assert any("gone with the old group" in note and "1 group of `new_group`" in note for note in view.notes)
+    with pytest.raises(RankError, match="1 group of `new_group` went with a process group that was rebuilt") as caught:
+        session.execute("dist.barrier(pair)")
+    assert "Look at the first failure" not in str(caught.value)
+
+
+def test_a_plain_error_after_steps_of_fsdp_keeps_the_model_and_one_in_a_step_names_it(start: Start, view: Kept) -> None:
+    """All ranks failed alike, so the group is as it was; where it has to be rebuilt, the variable is named."""
+    session = start(2)
+    session.execute(
+        "import torch, torch.distributed as dist\nfrom torch.distributed.fsdp import fully_shard\n"
+        "net = torch.nn.Linear(4, 1); fully_shard(net)\n"
+        "def step(): net(torch.rand(2, 4)).sum().backward()\nstep()"
+    )
+    with pytest.raises(RankError, match="NameError"):
+        session.execute("for _ in range(3): step()\nno_such_name")
+    session.execute("step()")
+    with pytest.raises(RankError, match="boom"):
+        session.execute("if rank == 1: raise ValueError('boom')\nstep()")
+    assert any("gone with the old group" in note and "FSDPModule (`net`)" in note for note in view.notes)
+    with pytest.raises(RankError, match="made on a process group that was rebuilt since: run the cells that made it"):
+        session.execute("step()")
 
 
 def test_a_rank_that_is_interrupted_before_it_takes_the_function_is_not_waited_for(start: Start) -> None:

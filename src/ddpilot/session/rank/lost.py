@@ -1,30 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a new process group cannot be given to: it holds the old one, and only the user's code can make it anew."""
+"""What a new process group cannot be given to: it holds the old one, and only the user's code can make it again."""
 
 from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 from torch.distributed import distributed_c10d as c10d
 
-_HOLDERS = {
-    "torch.distributed.optim.zero_redundancy_optimizer": "ZeroRedundancyOptimizer",
-    "torch.distributed.fsdp.fully_shard": "FSDPModule",
-    "torch.distributed.fsdp": "FullyShardedDataParallel",
-    "torch.distributed.device_mesh": "DeviceMesh",
-}
+_HOLDERS = (
+    ("torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer"),
+    ("torch.distributed.fsdp", "FSDPModule"),
+    ("torch.distributed.fsdp", "FullyShardedDataParallel"),
+    ("torch.distributed.device_mesh", "DeviceMesh"),
+)
 
 
-def find_lost() -> list[str]:
-    """Kinds of objects of this process that go with its groups, in words; empty where there are none."""
+def find_lost(namespace: Mapping[str, Any]) -> list[str]:
+    """Kinds of objects of this process that go with its groups, with the variables of `namespace` that are one."""
     num_others = max(0, len(c10d._world.pg_map) - 1)
     found = [f"{num_others} group{'s' * (num_others > 1)} of `new_group`"] if num_others else []
-    kinds = {
-        name: getattr(sys.modules[module], name, None) for module, name in _HOLDERS.items() if module in sys.modules
-    }
+    kinds = {name: getattr(sys.modules[module], name, None) for module, name in _HOLDERS if module in sys.modules}
     kinds = {name: kind for name, kind in kinds.items() if isinstance(kind, type)}
     if not kinds:
         return found
     seen = {name for each in gc.get_objects() for name, kind in kinds.items() if kind in type(each).__mro__}
-    return found + sorted(seen)
+    return found + [name + _in_variables(kinds[name], namespace) for name in sorted(seen)]
+
+
+def _in_variables(kind: Any, namespace: Mapping[str, Any]) -> str:
+    names = [name for name, value in namespace.items() if name[0] != "_" and kind in type(value).__mro__]
+    return f" ({', '.join(f'`{name}`' for name in names)})" if names else ""

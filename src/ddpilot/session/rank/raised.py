@@ -17,6 +17,7 @@ from ddpilot.session.report import Report
 
 CELL = "Cell In["
 _GUARD = "/ddpilot/guard/"
+_UNKNOWN_GROUP = "is not initialized in the world group map"
 _TWICE = "trying to initialize the default process group twice"
 
 
@@ -59,6 +60,8 @@ def prune_guard(error: BaseException | None) -> None:
 
 
 def _explain(message: str) -> str:
+    if _UNKNOWN_GROUP in message:
+        return f"{message} It was made on a process group that was rebuilt since: run the cells that made it again"
     if _TWICE not in message:
         return message
     return (

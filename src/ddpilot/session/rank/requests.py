@@ -108,7 +108,7 @@ class Requests:
         with self._kernel.freeing:  # from the group before, to its end
             self.generation = generation
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(generation)
-        lost = find_lost()
+        lost = find_lost(self.space.namespace)
         if not enter:
             take_down(healthy=False)
             return {}
