@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -140,6 +141,24 @@ def test_debugger_asks_and_shows_the_lines_around(start: Start, view: Kept, stop
     assert "----> 4     return inside" in plain
     assert "42\n" in plain
     assert [prompt for _, prompt, _ in view.asked] == ["ipdb> ", "ipdb> "]
+
+
+def test_pdb_on_waits_for_a_person_and_debug_says_what_to_do(start: Start, view: Kept) -> None:
+    """Formatting a traceback has 0.7 s, an answer has all the time; afterwards the frames are gone."""
+    session, answers = start(1), iter(["p inside + 1", "q"])
+
+    def answer(rank: int, prompt: str, password: bool) -> str:  # noqa: ARG001
+        time.sleep(0.8)
+        return next(answers)
+
+    view.ask = answer  # type: ignore[method-assign]
+    session.execute("%pdb on")
+    with pytest.raises(RankError, match="ZeroDivisionError"):
+        session.execute("def f():\n    inside = 41\n    1 / 0\nf()")
+    assert "42\n" in view.texts[0]
+    assert next(answers, None) is None
+    session.execute("%pdb off\n%debug")
+    assert "`%pdb on` opens pdb at the next error" in view.texts[0]
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,11 @@ ranks that fail alike do it all at once."""
 
 _NO_EXIT = "a rank does not end by `exit` or `quit`; `%ddp stop`, or `session.stop()`, ends all"
 
+_NO_DEBUG = (
+    "`%debug` finds no error: a rank forgets the frames of an error after its cell, since they keep tensors in memory. "
+    "`%pdb on` opens pdb at the next error, `breakpoint()` at a line"
+)
+
 
 class RankCompiler(XCachingCompiler):
     """Names a cell's code as people do, so that every traceback, stack and ring entry says ``Cell In[7]``."""
@@ -65,6 +70,9 @@ class RankShell(ZMQInteractiveShell):
     unstored: int | None = None
     """The number of the cell that is about to run; None once its text is in `In`."""
 
+    _debugs: bool | None = None
+    """While a traceback is formatted: whether pdb is to open on it (`%pdb on`) as soon as that is done; else None."""
+
     is_freed = False
     """Whether the rank was freed while this cell ran: what it raises then follows from another rank's failure."""
 
@@ -84,11 +92,24 @@ class RankShell(ZMQInteractiveShell):
             elif error is not None and holds_group(error):  # IPython prints these at once, on every rank
                 self._last_traceback = cell_traceback(error).splitlines()
             else:
+                self._debugs = False
                 try:
                     with hurried(_COLOURS_S):
                         super().showtraceback(exc_tuple, *args, **kwargs)
                 except TooSlow:
                     self._last_traceback = cell_traceback(error).splitlines() if error is not None else None
+        wants_debugger, self._debugs = self._debugs, None
+        if wants_debugger:
+            super().debugger(force=True)
+
+    def debugger(self, force: bool = False) -> None:
+        """Open pdb on the last error: at once, except while a traceback is formatted, which has little time."""
+        if self._debugs is not None:
+            self._debugs = True
+        elif getattr(self.InteractiveTB, "tb", None) is None:
+            sys.stderr.write(f"{_NO_DEBUG}\n")
+        else:
+            super().debugger(force=force)
 
     def _showtraceback(self, _etype: Any, _evalue: Any, stb: list[str]) -> None:
         self._last_traceback = stb
