@@ -147,7 +147,7 @@ def test_pdb_on_waits_for_a_person_and_debug_says_what_to_do(start: Start, view:
     """Formatting a traceback has 0.7 s, an answer has all the time; afterwards the frames are gone."""
     session, answers = start(1), iter(["p inside + 1", "q"])
 
-    def answer(rank: int, prompt: str, password: bool) -> str:  # noqa: ARG001
+    def answer(rank: int, prompt: str, password: bool) -> str:
         time.sleep(0.8)
         return next(answers)
 
