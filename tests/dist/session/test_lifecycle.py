@@ -39,7 +39,7 @@ def test_restart_of_a_rank_that_is_not_there_restarts_none(start: Start) -> None
 
 
 def test_a_restarted_rank_works_where_the_session_was_started(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Start, view: Kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Directory and path of the start, not of now; with the directory gone no rank is lost for a restart."""
     first, second = tmp_path / "first", tmp_path / "second"
@@ -58,6 +58,8 @@ def test_a_restarted_rank_works_where_the_session_was_started(
     with pytest.raises(LaunchError, match="restarting rank 1: .*/first, the working directory of the session, was rem"):
         session.restart(1)
     assert session.pull("kept") == [0, 1]
+    session.stop()
+    assert view.raws == {}
 
 
 def test_a_session_in_a_directory_that_was_removed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import threading
 import time
@@ -135,6 +136,11 @@ class RankShell(ZMQInteractiveShell):
         for entries, text in ((history.input_hist_raw, raw), (history.input_hist_parsed, parsed)):
             entries.extend([""] * (number - len(entries)))
             entries.append(text.rstrip("\n"))
+
+    def atexit_operations(self) -> None:
+        """Do without what IPython asks of the working directory if that was removed."""
+        with contextlib.suppress(FileNotFoundError):
+            super().atexit_operations()
 
     def init_prompts(self) -> None:
         """Set no `sys.ps1`: libraries see by it a person at a prompt, and refuse or fork there (Lightning does)."""
