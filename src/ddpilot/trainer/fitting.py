@@ -76,6 +76,7 @@ def fit_here(trainer: Trainer, fit: Fit, signals: StopSignals) -> Exception | No
     loop.findings = trainer.findings
     train_loader, val_loader = _make_loaders(fit, loop)
     data = describe_data(train_loader)
+    trainer.batch_size = getattr(getattr(train_loader, "plan", None), "global_batch_size", None) or trainer.batch_size
     _start(loop, trainer.position, data)
     run, story = _prepare(trainer, loop, fit)
     if fit.checkpoints["checkpoint_dir"] is not None and fit.checkpoints["resume"]:

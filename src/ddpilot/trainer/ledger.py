@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ddpilot.errors import LoopError
 from ddpilot.trainer.batches import with_count
 from ddpilot.trainer.history import thin
 from ddpilot.training.loop import Loop
@@ -28,12 +29,12 @@ class Ledger:
         self._loop = loop
         self._before = before
         self._began_s = time.perf_counter()
-        self._names: tuple[str, ...] = ("loss",)
-        self._waiting: list[tuple[torch.Tensor, ...]] = []
+        self._names: list[str] = []
+        self._waiting: list[dict[str, torch.Tensor | float]] = []
         self._weights: list[float] = []
         self._ends: list[bool] = []
-        self._updates: list[list[float]] = []
-        """For each update the sums of this rank's losses, and their weight."""
+        self._updates: list[dict[str, tuple[float, float]]] = []
+        """For each update the sum of this rank's losses of each name, and the weight of that sum."""
         self._is_open = False
         self.num_samples = 0 if before is None else int(before["samples"])
         """Of all ranks together."""
@@ -46,14 +47,15 @@ class Ledger:
     def add(self, said: Any) -> torch.Tensor:
         """Take what a training step returned for the current batch; its first loss, detached.
 
-        `said`: a mean loss, (mean loss, count), or a dict of means with a name each.
+        `said`: a mean loss, (mean loss, count), or a dict of means with a name each, which may be others in each batch.
+        Raises LoopError for what is not one number.
         """
         batch = self._loop.batch
         assert batch is not None  # called inside `batches` only
         loss, count = with_count(said)
         named = dict(loss) if isinstance(loss, Mapping) else {"loss": loss}
-        self._names = tuple(named)
-        values = tuple(torch.as_tensor(value).detach() for value in named.values())
+        values = {name: _as_number(name, value, self._loop.rank) for name, value in named.items()}
+        self._names += [name for name in values if name not in self._names]
         self._waiting.append(values)
         # A rank without samples has the mean of none, which is NaN, and no part in the sum.
         self._weights.append((batch.count if count is None else count) if batch.count else 0.0)
@@ -61,18 +63,17 @@ class Ledger:
         self.num_samples += batch.global_count
         if len(self._waiting) >= _FLUSH:
             self._flush()
-        return values[0]
+        return torch.as_tensor(next(iter(values.values()), math.nan))
 
     def _flush(self) -> None:
-        if not self._waiting:
-            return
-        table = torch.stack(
-            [torch.stack([one.float() if one.dtype.itemsize < 4 else one for one in row]) for row in self._waiting]
-        )
-        for values, weight, is_end in zip(table.tolist(), self._weights, self._ends, strict=True):
-            sums = [value * weight if weight else 0.0 for value in values] + [weight]
+        rows = _fetch(self._waiting)
+        for values, weight, is_end in zip(rows, self._weights, self._ends, strict=True):
+            sums = {name: (value * weight if weight else 0.0, weight) for name, value in values.items()}
             if self._is_open:
-                self._updates[-1] = [a + b for a, b in zip(self._updates[-1], sums, strict=True)]
+                last = self._updates[-1]
+                for name, (total, part) in sums.items():
+                    before, others = last.get(name, (0.0, 0.0))
+                    last[name] = before + total, others + part
             else:
                 self._updates.append(sums)
             self._is_open = not is_end
@@ -81,35 +82,66 @@ class Ledger:
     def close(self, num_updates: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Means over the epoch, NaN where it had no samples, and the rows of its updates. Collective.
 
-        The last of them is number `num_updates`.
+        The last of them is number `num_updates`. A name that a row's batches did not have is NaN there.
         """
-        table = self._table()
-        totals = table.sum(0).tolist()
-        # There is no sample where a fit goes on behind the last batch of an epoch.
-        weight = totals[-1] or math.nan
-        means = {name: total / weight for name, total in zip(self._names, totals, strict=False)}
+        names, table = self._table()
+        # There is no sample where a fit continues behind the last batch of an epoch.
+        means = _means(names or ["loss"], table.sum(0).tolist())
         first = num_updates - len(table)
         rows: list[dict[str, Any]] = [
-            {"update": first + last} | {name: total / weight for name, total in zip(self._names, sums, strict=True)}
-            for last, (*sums, weight) in thin(table.tolist(), _MAX_ROWS)
-            if weight
+            {"update": first + last} | _means(names, sums)
+            for last, sums in thin(table.tolist(), _MAX_ROWS)
+            if any(sums[1::2])
         ]
         return means, rows
 
     def state_dict(self) -> dict[str, Any]:
         """The epoch up to now: a table of all ranks' sums and weights, with a row for each update. Collective."""
-        table = self._table()
-        return {"names": list(self._names), "table": table, "samples": self.num_samples, "seconds": self.seconds}
+        names, table = self._table()
+        return {"names": names, "table": table, "samples": self.num_samples, "seconds": self.seconds}
 
-    def _table(self) -> torch.Tensor:
+    def _table(self) -> tuple[list[str], torch.Tensor]:
+        """The names of all ranks and of the epoch's earlier part, and two columns for each: a sum and its weight."""
         self._flush()
-        mine = torch.tensor(self._updates, dtype=torch.float64).reshape(-1, len(self._names) + 1)
-        table = self._loop.reduce(mine, "sum").cpu()
-        before = self._before
-        if before is None:
-            return table
-        if not self._updates:
-            self._names = tuple(before["names"])
-        if list(self._names) != list(before["names"]):  # another program now: of what it did before, samples count
-            return table
-        return torch.cat([before["table"], table.reshape(-1, len(self._names) + 1)])
+        before = self._before or {"names": [], "table": torch.zeros(0, 0, dtype=torch.float64)}
+        everyone = [self._names]
+        if self._loop.world_size > 1:  # a rank may have had batches of other kinds
+            everyone = self._loop.group.all_gather_object(self._names)
+        names = list(dict.fromkeys([*before["names"], *(name for each in everyone for name in each)]))
+        mine = [[part for name in names for part in row.get(name, (0.0, 0.0))] for row in self._updates]
+        own = torch.tensor(mine, dtype=torch.float64).reshape(len(mine), 2 * len(names))
+        reduced = self._loop.reduce(own, "sum").cpu()
+        earlier = torch.zeros(len(before["table"]), 2 * len(names), dtype=torch.float64)
+        earlier[:, : before["table"].shape[1]] = before["table"]  # whose names come first
+        return names, torch.cat([earlier, reduced])
+
+
+def _as_number(name: str, value: Any, rank: int) -> torch.Tensor | float:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.detach().reshape(())
+    if isinstance(value, int | float):
+        return float(value)
+    what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"{value!r}"
+    found = f"`train_batch` returned {what} as {name!r}"
+    raise LoopError("recording a loss", found=found, fix="Return numbers: means over this rank's samples.", rank=rank)
+
+
+def _fetch(rows: list[dict[str, torch.Tensor | float]]) -> list[dict[str, float]]:
+    """`rows` as numbers, with one wait for each device."""
+    fetched = [{name: value for name, value in row.items() if isinstance(value, float)} for row in rows]
+    by_device: dict[torch.device, list[tuple[int, str, torch.Tensor]]] = {}
+    for index, row in enumerate(rows):
+        for name, value in row.items():
+            if isinstance(value, torch.Tensor):
+                by_device.setdefault(value.device, []).append((index, name, value))
+    for found in by_device.values():
+        stacked = torch.stack([one.float() if one.dtype.itemsize < 4 else one for _, _, one in found])
+        for (index, name, _), number in zip(found, stacked.tolist(), strict=True):
+            fetched[index][name] = number
+    return fetched
+
+
+def _means(names: list[str], sums: list[float]) -> dict[str, float]:
+    """Of columns of sums and weights; NaN without a weight."""
+    pairs = zip(names, sums[::2] or [0.0], sums[1::2] or [0.0], strict=True)
+    return {name: total / weight if weight else math.nan for name, total, weight in pairs}

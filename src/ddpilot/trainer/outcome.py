@@ -43,6 +43,7 @@ class Outcome:
     callbacks: list[dict[str, Any]]
     history: dict[str, Any]
     position: Position
+    batch_size: int
     findings: tuple[Finding, ...]
     explanation: Explanation | None
     late: tuple[Raised, bytes] | None = None
@@ -94,6 +95,7 @@ def _gather(trainer: Trainer, optimizers: dict[str, dict[str, Any]], late: Excep
         callbacks=[callback.state_dict() for callback in trainer.callbacks],
         history=trainer.history.state_dict(),
         position=trainer.position,
+        batch_size=trainer.batch_size,
         findings=trainer.findings,
         explanation=trainer.explanation,
         late=None if late is None else _pack(late),
@@ -119,6 +121,7 @@ def apply(trainer: Trainer, outcome: Outcome) -> None:
         callback.load_state_dict(state)
     trainer.history.load_state_dict(outcome.history)
     trainer.position = outcome.position
+    trainer.batch_size = outcome.batch_size
     trainer.findings = outcome.findings
     trainer.explanation = outcome.explanation
 

@@ -114,7 +114,6 @@ class Trainer(LookingTrainer):
             ddp=ddp or {},
         )
         check_fit(self, fit, has_own_step=self._has_own_step)
-        self.batch_size = global_batch_size or getattr(train_set, "batch_size", None) or self.batch_size
         if is_on_ranks():
             say_ignored(nproc_per_node)
             with StopSignals() as signals:

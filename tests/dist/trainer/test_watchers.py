@@ -131,7 +131,9 @@ def test_a_stop_of_all_ranks_keeps_what_was_learnt_and_the_next_fit_goes_on(
         ["epoch", "loss", "lr", "samples", "samples_per_s", "seconds", "update"]
     ]
     assert trainer.history.epochs[1]["samples"] == 24
-    assert re.search(r"stopped after update 4 in the middle of epoch 1 \(asked\)", capfd.readouterr().out)
+    assert re.search(
+        r"stopped after update 4 in the middle of epoch 1 \(a callback asked for it\)", capfd.readouterr().out
+    )
     trainer.callbacks.clear()
     fit(trainer, epochs=1)
     assert [(row["epoch"], row["samples"]) for row in trainer.history.epochs] == [(0, 53), (1, 24), (1, 29)]

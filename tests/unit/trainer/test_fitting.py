@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import ddpilot
 
@@ -64,9 +65,9 @@ class Lonely(ddpilot.Callback):
             run.loop.reduce(1.0)
 
 
-def make_trainer(**options: Any) -> ddpilot.Trainer:
+def make_trainer(kind: type[ddpilot.Trainer] = ddpilot.Trainer, **options: Any) -> Any:
     """With state in the optimizer and in a scheduler."""
-    return ddpilot.Trainer(
+    return kind(
         Faulty(2, 1).double(),
         nn.functional.mse_loss,
         lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
@@ -196,3 +197,44 @@ def test_a_callback_of_rank_zero_cannot_call_for_all_ranks(of_group: bool, name:
     """With several ranks it would wait for ever: it is refused with one, too."""
     with pytest.raises(ddpilot.LoopError, match=f"calling {name} in Lonely: `ranks` is 'zero'"):
         fit(make_trainer(callbacks=[Lonely(of_group)]))
+
+
+class Changing(ddpilot.Trainer):
+    """Has losses of other names in every second batch, a number among them."""
+
+    returned: Any = None
+
+    def train_batch(self, run: ddpilot.Run, batch: Any) -> Any:
+        loss = super().train_batch(run, batch)
+        if self.returned is not None:
+            return self.returned
+        assert run.loop.batch is not None
+        return {"loss": loss, "extra": 2.0 * run.loop.batch.index} if run.loop.batch.index % 2 else {"loss": loss}
+
+
+def test_a_step_may_return_losses_of_other_names_in_each_batch() -> None:
+    """Each is a mean over the batches that had it; a row without it has NaN. What is no number is named at once."""
+    plain, changing = make_trainer(), make_trainer(kind=Changing)
+    changing.model.load_state_dict(plain.model.state_dict())
+    for trainer in (plain, changing):
+        fit(trainer)
+    assert [row["loss"] for row in changing.history.updates] == [row["loss"] for row in plain.history.updates]
+    extra = [row["extra"] for row in changing.history.updates]
+    assert [index for index, value in enumerate(extra) if not math.isnan(value)] == [*range(1, len(extra), 2)]
+    assert changing.history.epochs[0]["loss"] == plain.history.epochs[0]["loss"]
+    given = [2.0 * index for index in range(1, len(extra), 2)]
+    assert min(given) <= changing.history.epochs[0]["extra"] <= max(given)
+    for returned, said in ((torch.ones(2), r"a tensor of shape \(2,\) as 'loss'"), ({"a": None}, "None as 'a'")):
+        changing.returned = returned
+        with pytest.raises(ddpilot.LoopError, match=f"recording a loss: `train_batch` returned {said}"):
+            fit(changing)
+
+
+def test_evaluations_have_the_batch_size_of_the_last_fit() -> None:
+    """Of all ranks together, however it was said."""
+    trainer = make_trainer()
+    assert trainer.batch_size == 64
+    trainer.fit(DATA, batch_size_per_rank=3, nproc_per_node=0, progress=False)
+    assert trainer.batch_size == 3
+    trainer.fit(DataLoader(DATA, batch_size=2), nproc_per_node=0, progress=False)
+    assert trainer.batch_size == 2

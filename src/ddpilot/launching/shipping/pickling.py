@@ -26,11 +26,13 @@ from ddpilot.launching.shipping.memory import map_private
 from ddpilot.launching.shipping.reductions import (
     ModuleGlobals,
     is_compiled,
+    is_parametrized,
     is_plain_exception,
     owning_module,
     reduce_cached,
     reduce_exception,
     reduce_lazy_module,
+    reduce_parametrized,
     reduce_torch_op,
 )
 
@@ -96,6 +98,8 @@ class ShipPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is 
                 return reduce_torch_op(obj)
             if isinstance(obj, torch.nn.parallel.DistributedDataParallel):
                 return _module_in_ddp, (obj.module,)
+            if is_parametrized(obj):
+                return reduce_parametrized(obj)
         by_name = reduce_lazy_module(obj)
         if by_name is not NotImplemented:
             return by_name

@@ -97,3 +97,29 @@ def _rebuild_exception(cls: type[BaseException], args: tuple[Any, ...]) -> BaseE
     error = cls.__new__(cls, *args)
     error.args = args
     return error
+
+
+def is_parametrized(module: Any) -> bool:
+    """Whether `torch.nn.utils.parametrize` gave this instance a class of its own, as spectral and weight norm do."""
+    parametrize = sys.modules.get("torch.nn.utils.parametrize")
+    if parametrize is None or type(module).__module__ != parametrize.__name__:
+        return False
+    return bool(parametrize.is_parametrized(module))
+
+
+def reduce_parametrized(module: Any) -> tuple[Any, ...]:
+    """A parametrized torch module, whose class refuses to be pickled: as its original class and its attributes."""
+    original = type(module).__mro__[1]
+    has_own = any("__getstate__" in vars(base) for base in original.__mro__[:-1])
+    state = original.__getstate__(module) if has_own else dict(vars(module))
+    # The attributes come after the object, which they may refer to.
+    return original.__new__, (original,), state, None, None, _set_parametrized
+
+
+def _set_parametrized(module: Any, state: Any) -> None:
+    from torch.nn.utils import parametrize
+
+    module.__setstate__(state)
+    parametrize._inject_new_class(module)
+    for name in module.parametrizations:
+        parametrize._inject_property(module, name)

@@ -210,7 +210,7 @@ class Writer:
             os.close(descriptor)
             if error.errno in _UNSUPPORTED:
                 return None
-            raise WriterTakenError(owner or "a process that has not written its number yet") from error
+            raise WriterTakenError(owner or "a process that has not written its number yet") from None
         with contextlib.suppress(OSError):  # a full disk: the lock is what counts
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
+from torch.nn.utils import parametrizations
 
 from ddpilot.launching.local import wire
 from ddpilot.launching.shipping.pickling import importable_from_main, map_parcel, open_parcel, pack_parcel
@@ -224,3 +226,57 @@ def test_pack_parcel_takes_functions_of_main_that_use_torch_s_operators(cell: Ca
     function = cell("import torch\ndef f(x): return torch.ops.aten.relu(x)\n")["f"]
     opened, _, _ = there(function)
     assert opened(torch.tensor([-1.0, 2.0])).tolist() == [0.0, 2.0]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # torch says which of its norms are the old ones
+@pytest.mark.parametrize(
+    "norm",
+    [
+        parametrizations.spectral_norm,
+        parametrizations.weight_norm,
+        parametrizations.orthogonal,
+        nn.utils.spectral_norm,
+        nn.utils.weight_norm,
+    ],
+)
+def test_parametrized_modules_travel(norm: Callable[[nn.Module], nn.Module]) -> None:
+    """To a rank and back, also after a forward pass: the same weights by the same rule, trained as before."""
+    first = nn.Linear(4, 4)
+    module = nn.Sequential(norm(first), nn.Tanh())
+    module.friend = first
+    x = torch.ones(2, 4)
+    module(x).sum().backward()
+    opened, defined, known = there(module)
+    returned = back(opened, known, defined)
+    for one in (opened, returned):
+        assert one.friend is one[0]
+        assert type(one[0]) is not type(module[0]) or not hasattr(module[0], "parametrizations")
+        assert dict(one.named_parameters()).keys() == dict(module.named_parameters()).keys()
+        module.eval()
+        one.eval()
+        torch.testing.assert_close(one(x), module(x), rtol=0, atol=0)
+        next(one.parameters()).data.add_(1.0)
+        assert not torch.equal(one(x), module(x))
+        module.train()
+
+
+def test_a_parametrized_module_of_a_cell_travels(
+    cell: Callable[[str], dict[str, Any]], rank_main: Callable[[], types.ModuleType]
+) -> None:
+    """Its class goes by value; a rule of the cell's too, and several for one weight."""
+    names = cell(
+        "import torch\n"
+        "from torch.nn.utils import parametrize, parametrizations\n"
+        "class Layer(torch.nn.Linear): pass\n"
+        "class Twice(torch.nn.Module):\n"
+        "    def forward(self, weight): return 2 * weight\n"
+        "layer = parametrizations.weight_norm(Layer(2, 1))\n"
+        "parametrize.register_parametrization(layer, 'weight', Twice())\n"
+        "expected = layer.weight.detach()"
+    )
+    fds, _ = pack_parcel("test", names["layer"])
+    rank_main()
+    opened, _ = open_parcel(map_parcel(fds))
+    wire.close_all(fds)
+    torch.testing.assert_close(opened.weight.detach(), names["expected"], rtol=0, atol=0)
+    assert type(opened).__mro__[1].__name__ == "Layer"
