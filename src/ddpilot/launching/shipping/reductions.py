@@ -109,7 +109,7 @@ def is_parametrized(module: Any) -> bool:
 
 def reduce_parametrized(module: Any) -> tuple[Any, ...]:
     """A parametrized torch module, whose class refuses to be pickled: as its original class and its attributes."""
-    original = type(module).__mro__[1]
+    original: Any = type(module).__mro__[1]
     has_own = any("__getstate__" in vars(base) for base in original.__mro__[:-1])
     state = original.__getstate__(module) if has_own else dict(vars(module))
     # The attributes come after the object, which they may refer to.
