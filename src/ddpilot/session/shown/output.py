@@ -17,6 +17,9 @@ _BAR_S = 0.05
 """A bar is redrawn so often at most: some loops redraw theirs thousands of times in a second."""
 
 
+_LOWER_BAR_S = 0.5
+"""A rank that is not the lowest draws its first bar so late: the lowest one's may be about to come."""
+
 _FLOOD_BYTES = 1 << 18
 """A flood is shown, and so counted for the limit, in such pieces, also where nobody finds the time to call `show`."""
 
@@ -29,12 +32,14 @@ class CellOutput:
 
     def __init__(self, ranks: Sequence[int], screen: Screen) -> None:
         self.screen = screen
-        self._lead = min(ranks, default=0)  # whose bars are shown
+        self._lead = min(ranks, default=0)  # whose bars are shown, if it draws any
+        self._first_bar_s: dict[int, float] = {}  # by rank: when it drew its first bar
+        self._unshown_bars: dict[int, tuple[str, str]] = {}  # by rank: stream and text of the last one
         self._collapser = Collapser(max(1, len(ranks)))
         self._splitters: dict[tuple[int, str, bool], OpenLineSplitter] = defaultdict(OpenLineSplitter)
         self._unfinished = UnfinishedLines(screen)
         self._rich: dict[int, deque[Rich]] = defaultdict(deque)  # by rank, in the order in which they wait
-        self._bar: tuple[str, str] | None = None  # stream, text; not drawn yet
+        self._bar: tuple[str, str, int] | None = None  # stream, text, rank; not drawn yet
         self._has_bar = False  # one that is not through yet
         self._drawn_s = 0.0
         self._is_new = False
@@ -126,15 +131,21 @@ class CellOutput:
     def close(self, now_s: float) -> None:
         """The cell is over."""
         self.finish_lines(now_s)
+        rank = min(self._first_bar_s, default=self._lead)
+        if rank in self._unshown_bars:  # it was over before it was clear that no lower rank draws one
+            self.screen.end_progress(*self._unshown_bars[rank], rank)
         self.screen.close()
 
     def _take(self, rank: int, stream: str, piece: Line | Progress, now_s: float) -> None:
         if isinstance(piece, Line) and not piece.is_progress:
             self._collapser.add(rank, stream, piece.text, now_s)
-        elif rank == self._lead:
+        elif not self._draws_bars(rank, now_s):
+            self._unshown_bars[rank] = stream, piece.text
+        else:
+            self._unshown_bars.pop(rank, None)
             if isinstance(piece, Progress):
                 self._unfinished.erase()
-                self._bar, self._has_bar = (stream, piece.text), True
+                self._bar, self._has_bar = (stream, piece.text, rank), True
             else:
                 self._bar = None
                 self.show(now_s)
@@ -142,6 +153,12 @@ class CellOutput:
                 self.screen.end_progress(stream, piece.text, rank)
                 self._has_bar = False
                 self.screen.flush()
+
+    def _draws_bars(self, rank: int, now_s: float) -> bool:
+        """True if bars of `rank` are shown: the lowest rank that draws any, a higher one if the lowest draws none."""
+        first_s = self._first_bar_s.setdefault(rank, now_s)
+        is_lowest = rank == min(self._first_bar_s)
+        return is_lowest and (rank == self._lead or now_s >= first_s + _LOWER_BAR_S)
 
     def _emit_ready(self, now_s: float) -> None:
         self._num_unshown_bytes = 0
@@ -151,7 +168,7 @@ class CellOutput:
     def _draw(self, now_s: float) -> None:
         if self._bar is not None:
             self._is_new = True
-            self.screen.progress(*self._bar, self._lead)
+            self.screen.progress(*self._bar)
             self._bar, self._drawn_s = None, now_s
 
     def _emit(self, entry: Waiting) -> None:

@@ -225,6 +225,28 @@ def test_output_shows_a_line_while_it_grows() -> None:
     ]
 
 
+def test_output_shows_a_bar_that_only_a_higher_rank_draws() -> None:
+    """Half a second later, or at the cell's end; a lower rank's bar takes its place."""
+    screen = ListScreen()
+    output = CellOutput([0, 1, 2], screen)
+    for step in range(7):
+        output.text(1, "stderr", f"\r{step}0%".encode(), step / 10)
+        output.text(2, "stderr", b"\r2", step / 10)
+        output.show(step / 10)
+    output.text(0, "stderr", b"\r0", 0.8)
+    output.text(1, "stderr", b"\r100%\n", 0.8)
+    output.show(0.9)
+    output.close(1.0)
+    bars = [("bar", "stderr", 1, "50%"), ("bar", "stderr", 1, "60%"), ("bar", "stderr", 0, "0")]
+    assert screen.without_flushes()[:3] == bars
+    short = ListScreen()
+    output = CellOutput([0, 1], short)
+    output.text(1, "stderr", b"\r50%\r100%\n", 0.0)
+    output.show(0.1)
+    output.close(0.2)
+    assert short.without_flushes() == [("bar's end", "stderr", 1, "100%"), ("closed",)]
+
+
 def test_output_draws_no_unfinished_line_over_a_bar() -> None:
     """The bar has the place, until it is through."""
     screen = ListScreen()
