@@ -26,7 +26,8 @@ def _render_block(finding: Finding) -> str:
     color = _COLORS[finding.severity]
     name = f'<b style="color:{color}">{_text(finding.name)}</b> <code>{_text(finding.code)}</code>'
     parts = [f"<div>{name} <i>{finding.severity}</i> {_text(finding.summary)}</div>"]
-    where = [_text(render_ranks(finding.ranks))] if finding.ranks and not finding.shows_place else []
+    names_ranks = bool(finding.ranks) and not (finding.shows_place or finding.says_ranks)
+    where = [_text(render_ranks(finding.ranks))] if names_ranks else []
     where += [f"<code>{_text(str(finding.place))}</code>"] if finding.place and not finding.shows_place else []
     if where:
         parts.append(f"<div>{' &nbsp; '.join(where)}</div>")

@@ -29,7 +29,8 @@ def _render_block(finding: Finding, width: int | None, color: bool) -> str:
     # Wrapped without the colours, which take no room on the screen.
     head = _fold(f"{finding.name}  {finding.code}  {label}{finding.summary}".rstrip(), "", width)
     head[0] = head[0].replace(finding.name, name, 1)
-    where = [] if finding.shows_place else [render_ranks(finding.ranks)] if finding.ranks else []
+    names_ranks = bool(finding.ranks) and not (finding.shows_place or finding.says_ranks)
+    where = [render_ranks(finding.ranks)] if names_ranks else []
     where += [str(finding.place)] if finding.place and not finding.shows_place else []
     lines = head + (_fold("  ".join(where), "  ", width) if where else [])
     for line in finding.evidence:

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, TypeVar, get_args
 
 from ddpilot.errors import DdpilotError
+from ddpilot.findings.words import render_ranks
 
 Severity = Literal["error", "warning", "info"]
 _T = TypeVar("_T")
@@ -67,6 +69,11 @@ class Finding:
     def shows_place(self) -> bool:
         """Whether a line of the evidence says the place already."""
         return self.place is not None and any(str(self.place) in line for line in self.evidence)
+
+    @property
+    def says_ranks(self) -> bool:
+        """True if the summary names the ranks, and there is no place to name with them."""
+        return self.place is None and re.search(rf"\b{render_ranks(self.ranks)}\b", self.summary) is not None
 
     def to_dict(self) -> dict[str, Any]:
         """The finding as plain values that JSON knows; tuples become lists."""

@@ -129,7 +129,7 @@ def build_error(
         exitcode=exitcode,
         signal_name=None if exited is None or raised is not None else exited.signal_name,
         rank_traceback="" if raised is None or is_requeue else name_cells(raised.traceback),
-        last_lines=tidy_lines(last_lines),
+        last_lines=tuple(map(name_cells, tidy_lines(last_lines))),
         others=_describe_others(failure, victims, returned, "ended" if is_script else "returned"),
     )
     error.__cause__ = failure.error

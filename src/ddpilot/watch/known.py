@@ -13,7 +13,9 @@ from ddpilot.findings.user_files import is_users_line
 from ddpilot.launching.crash import find_raised_line
 from ddpilot.watch.view import ErrorView
 
-_FAULT_FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)$')
+_FAULT_FRAME = re.compile(
+    r'^  (?:File "(?P<file>[^"]+)"|(?P<cell>Cell In\[\d+\])), line (?P<line>\d+) in (?P<function>.+)$'
+)
 _NEXT_IN_CHAIN = re.compile(
     r"^(?:The above exception was the direct cause of the following exception:"
     r"|During handling of the above exception, another exception occurred:)$",
@@ -115,9 +117,10 @@ def _find_crash_place(lines: Sequence[str]) -> Place | None:
     """The innermost line of what Python's fault handler wrote, which begins with the innermost call."""
     called = ""
     for frame in filter(None, map(_FAULT_FRAME.match, lines)):
-        if is_users_line(frame["file"], frame["function"], called):
-            return Place(file=frame["file"], line=int(frame["line"]), function=frame["function"])
-        called = frame["file"]
+        file = frame["file"] or frame["cell"]
+        if is_users_line(file, frame["function"], called):
+            return Place(file=file, line=int(frame["line"]), function=frame["function"])
+        called = file
     return None
 
 

@@ -19,6 +19,7 @@ from ddpilot.launching.companion import Carrier, RankState
 from ddpilot.record.hook import HOOK, RING_DIR_VARIABLE
 from ddpilot.watch import folders
 from ddpilot.watch.calling import Caller
+from ddpilot.watch.cells import label_cells, rename_in
 from ddpilot.watch.deaths import OF_ENDS, find_cause_of_end
 from ddpilot.watch.enabling import GUARD_HOOK
 from ddpilot.watch.exchange import Exchange
@@ -168,6 +169,8 @@ class Watcher:
         ]
         view = facts_of(failed).error if failed is not None else None
         known = find_known_error(failed.rank, view, error.last_lines) if failed is not None else None
+        if known is not None and known.place is not None:
+            known = rename_in(known, label_cells([known.place.file]))
         found, findings = without_waits(found, known), without_waits(findings, known)
         if known is not None:
             error.fix = put_first(known, findings) or error.fix

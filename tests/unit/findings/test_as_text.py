@@ -78,3 +78,15 @@ def test_render_text_keeps_4096_ranks_on_one_line() -> None:
     assert len(lines) == 2
     assert len(lines[1]) < 80
     assert lines[1].endswith("4094 (2048 in all)")
+
+
+def test_render_text_does_not_repeat_the_ranks_of_the_summary_in_a_row_of_their_own() -> None:
+    """There is no place to say with them."""
+    finding = Finding(code="DDP209", name="rank-died", severity="error", summary="rank 1 died of SIGSEGV", ranks=(1,))
+    assert render_text([finding]) == "rank-died  DDP209  rank 1 died of SIGSEGV"
+    assert "rank 11 died" in render_text(
+        [Finding(code="D", name="n", severity="error", summary="rank 11 died", ranks=(1,))]
+    )
+    assert "\n  rank 1" in render_text(
+        [Finding(code="D", name="n", severity="error", summary="rank 11 died", ranks=(1,))]
+    )

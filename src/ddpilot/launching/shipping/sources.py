@@ -26,14 +26,14 @@ def install_sources(sources: Mapping[str, list[str]]) -> None:
 
 
 def name_cells(text: str) -> str:
-    """A traceback with IPython's file names of cells as people know them: ``Cell In[3], line 4``."""
+    """A traceback or a place with IPython's file names of cells as people know them: ``Cell In[3], line 4``."""
     shell = getattr(sys.modules["__main__"], "get_ipython", lambda: None)()
     label = getattr(getattr(shell, "compile", None), "format_code_name", None)
     if label is None:
         return text
 
     def rename(match: re.Match[str]) -> str:
-        found = label(match[1])
+        found = label(match[1] or match[2])
         return match[0] if found is None else " ".join(found)
 
-    return re.sub(r'File "([^"\n]+)"(?=, line)', rename, text)
+    return re.sub(r'File "([^"\n]+)"(?=, line)|(/[^\s:"]+\.py)(?=:\d)', rename, text)

@@ -54,6 +54,7 @@ def test_name_cells_uses_the_shell_s_own_names(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(sys.modules["__main__"], "get_ipython", lambda: shell, raising=False)
     text = f'  File "{CELL}", line 2, in f\n  File "net.py", line 1, in g'
     assert name_cells(text) == '  Cell In[3], line 2, in f\n  File "net.py", line 1, in g'
+    assert name_cells(f"{CELL}:3 in seg, /a/net.py:7 in g") == "Cell In[3]:3 in seg, /a/net.py:7 in g"
 
 
 def test_name_cells_leaves_text_alone_outside_a_notebook() -> None:
