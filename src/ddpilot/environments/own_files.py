@@ -10,13 +10,18 @@ from __future__ import annotations
 import errno
 import getpass
 import os
+import shutil
 import stat
 import tempfile
-from contextlib import suppress
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _WITHOUT_LINKS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
 _ROOT = 0
+_UNLOCKED_S = 60.0
+"""A folder that is not locked after so long is one that a killed process has left."""
 
 
 def own_temporary_folder() -> Path:
@@ -30,6 +35,37 @@ def make_own_folder(folder: Path) -> Path:
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     return check_own_folder(folder)
+
+
+@contextmanager
+def scratch_folder(prefix: str) -> Iterator[Path]:
+    """A new folder of this user in the temporary directory while it is entered; its name begins with `prefix`.
+
+    It is locked, so that the next one with this prefix removes it if this process is killed.
+    """
+    parent = Path(tempfile.gettempdir())
+    with suppress(OSError):  # what cannot be listed stays
+        for folder in parent.glob(f"{prefix}*"):
+            if time.time() - os.lstat(folder).st_mtime > _UNLOCKED_S:
+                _remove_if_left(folder)
+    folder = Path(tempfile.mkdtemp(prefix=prefix))
+    fd = os.open(folder, os.O_RDONLY | _WITHOUT_LINKS)
+    try:
+        lock_file(fd, wait=False)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(fd)
+
+
+def _remove_if_left(folder: Path) -> None:
+    with suppress(OSError):  # it is another user's, or gone meanwhile
+        fd = os.open(check_own_folder(folder), os.O_RDONLY | _WITHOUT_LINKS)
+        try:
+            if lock_file(fd, wait=False):
+                shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(fd)
 
 
 def check_own_folder(folder: Path) -> Path:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from ddpilot.session.hub import Hub
@@ -24,6 +24,9 @@ class RankHost(Protocol):
 
     def attach(self, hub: Hub) -> None:
         """Begin; called once, before the first `start`."""
+
+    def accompany(self, hooks: tuple[str, ...], variables: Mapping[str, str]) -> None:
+        """Have every rank that is started from now on call `hooks` first, with `variables` in its environment."""
 
     def check_start(self, did: str) -> None:
         """Raise LaunchError where `did`, which starts ranks, could not: before any rank is ended for it."""

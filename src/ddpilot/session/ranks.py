@@ -65,12 +65,13 @@ class Ranks:
         self._pids: dict[int, int] = {}
         self.watcher: Watcher | None = None
         """Who looks at the ranks from outside; None where nobody is to."""
-        self.folder = self.ring_folder = make_folder()
+        self._folder: Path | None = None
         try:
             host = LocalRanks(self._launch_options(), self._kernel_start)
             self.host: RankHost = host
             self._incarnations = [0] * host.world_size
-            self._watch(host)
+            if options.watch:
+                self.watcher = Watcher(options, "the session", host.world_size)
             self.standing = Standing(host.world_size)
             self.outside = OutsideCells(view, host, self.standing, respawns=options.respawn)
             self._attention = Attention(self.outside.show, self.standing.set_all_idle)
@@ -87,6 +88,20 @@ class Ranks:
         """Number of ranks, dead ones included."""
         return self.host.world_size
 
+    @property
+    def folder(self) -> Path:
+        """The session's private folder. It is made when it is first asked for, which is when a rank server is there to
+        remove it, also if this process is killed.
+        """
+        if self._folder is None:
+            self._folder = make_folder()
+        return self._folder
+
+    @property
+    def ring_folder(self) -> Path:
+        """Where the ranks record."""
+        return (self.watcher.folder if self.watcher is not None else None) or self.folder
+
     def _launch_options(self) -> LaunchOptions:
         given = self.options.launch_options()
         # `gpus` takes the place of what the environment says.
@@ -95,18 +110,11 @@ class Ranks:
         preload = tuple(name for app in self.options.apps for name in present_modules(find_app(app)))
         return replace(given, preload=(*given.preload, *preload))
 
-    def _watch(self, host: LocalRanks) -> None:
-        """Rings are there in any case: by them a failure that has not touched the group leaves it as it is."""
-        hooks: tuple[str, ...] = (HOOK,)
-        if self.options.watch:
-            self.watcher = Watcher(self.options, "the session", host.world_size)
-            hooks, self.ring_folder = self.watcher.hooks or hooks, self.watcher.folder or self.folder
-        host.accompany(hooks, {RING_DIR_VARIABLE: str(self.ring_folder)})
-
     def _remove_folders(self) -> None:
         if self.watcher is not None:
             self.watcher.end(is_clean=True)
-        remove_folder(self.folder)
+        if self._folder is not None:
+            remove_folder(self._folder)
 
     def pid(self, rank: int) -> int | None:
         """Of the rank's process, also where it has ended."""
@@ -136,6 +144,9 @@ class Ranks:
         """Start all ranks and wait until they answer; where that fails nothing is left."""
         try:
             self.host.attach(self.hub)
+            # Rings are there in any case: by them a failure that has not touched the group leaves it as it is.
+            hooks = (self.watcher.hooks if self.watcher is not None else ()) or (HOOK,)
+            self.host.accompany(hooks, {RING_DIR_VARIABLE: str(self.ring_folder)})
             self.hub.start()
             with self.turn("starting the session") as (events, _):
                 self.start_processes(range(self.world_size), events)

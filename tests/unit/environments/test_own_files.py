@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import stat
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from ddpilot.environments.own_files import (
     make_own_folder,
     open_own_file,
     read_own_text,
+    scratch_folder,
     write_own_text,
 )
 
@@ -70,6 +72,24 @@ def test_write_own_text_is_for_this_user_alone_whatever_the_umask(tmp_path: Path
     assert read_own_text(tmp_path / "file") == "text"
     assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o600
     assert os.listdir(tmp_path) == ["file"]
+
+
+def test_scratch_folder_removes_what_a_killed_process_has_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not what another process uses, and not what is so new that it may not be locked yet."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    hour_ago = time.time() - 3600
+    left, new = tmp_path / "run-left", tmp_path / "run-new"
+    for folder in (left, new):
+        folder.mkdir(mode=0o700)
+        (folder / "file").write_text("")
+    os.utime(left, (hour_ago, hour_ago))
+    with scratch_folder("run-") as used:
+        assert not left.exists()
+        os.utime(used, (hour_ago, hour_ago))
+        with scratch_folder("run-") as other:
+            assert used.exists()
+            assert other != used
+    assert os.listdir(tmp_path) == ["run-new"]
 
 
 def test_is_own_process_is_false_for_one_that_is_gone() -> None:

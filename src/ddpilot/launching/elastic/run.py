@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from ddpilot.environments.own_files import scratch_folder
 from ddpilot.errors import LaunchError
 from ddpilot.launching.contract import LAUNCH_VARIABLE, choose_num_threads
 from ddpilot.launching.elastic.counting import count_ranks
@@ -144,7 +145,7 @@ def run_prepared(prepared: PreparedRun, accompany: Accompany | None = None) -> N
 def _run(prepared: PreparedRun, accompany: Accompany | None) -> None:
     with (
         Screen(prepared.display) as screen,
-        tempfile.TemporaryDirectory(prefix="ddpilot-run-") as folder,
+        scratch_folder("ddpilot-run-") as folder,
         _quiet_torch(),
         signals_raise(prepared.options.signals),
     ):
@@ -157,7 +158,7 @@ def _run(prepared: PreparedRun, accompany: Accompany | None) -> None:
             prepared.run_id,
             prepared.endpoint,
             screen,
-            Path(folder),
+            folder,
             prepared.variables,
             accompany,
         )

@@ -6,12 +6,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import multiprocessing.process
 import os
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -90,6 +92,10 @@ class Job:
         self._num_leftovers = 0
         self._ending = False
         self._folders: list[str] = []
+        # Python's multiprocessing makes a folder of its own in each process that needs one, and leaves it if killed.
+        with contextlib.suppress(OSError):
+            self._folders.append(tempfile.mkdtemp(prefix="pymp-"))
+        self._processes_folder = self._folders[0] if self._folders else None
 
     def owns(self, pid: int) -> bool:
         """Whether `pid` is the store or a rank of this launch, and not reaped yet."""
@@ -128,8 +134,9 @@ class Job:
             self.abandon()
 
     def _start(self, rank: int, fds: list[int]) -> None:
+        folder = self._processes_folder
         try:
-            pid = self._start_process(functools.partial(_run, rank, fds), _argv(rank, fds), fds)
+            pid = self._start_process(functools.partial(_run, rank, fds, folder), _argv(rank, fds, folder), fds)
         except OSError as error:  # no process or no memory left
             self._tell(NotStarted(rank, str(error)))
             return
@@ -178,7 +185,8 @@ def kill_orphans(recorded: set[int], launch_id: str | None) -> int:
     return found
 
 
-def _run(rank: int, fds: list[int]) -> None:
+def _run(rank: int, fds: list[int], folder: str | None) -> None:
+    keep_files_in(folder)
     if rank == STORE:
         from ddpilot.launching.local.store import run_store
 
@@ -188,10 +196,16 @@ def _run(rank: int, fds: list[int]) -> None:
     run_rank(*fds)
 
 
-def _argv(rank: int, fds: list[int]) -> list[str]:
+def keep_files_in(folder: str | None) -> None:
+    """Have Python's multiprocessing put its files there, also in processes that this one starts."""
+    multiprocessing.process.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
+
+
+def _argv(rank: int, fds: list[int], folder: str | None) -> list[str]:
     module, name = ("store", "run_store") if rank == STORE else ("rank", "run_rank")
     code = (
         f"import sys; sys.path[:] = filter(None, sys.path); import json; sys.path[:] = json.loads(sys.argv.pop()); "
+        f"from ddpilot.launching.local.jobs import keep_files_in; keep_files_in({folder!r}); "
         f"from ddpilot.launching.local.{module} import {name}; {name}(*{fds!r})"
     )
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]

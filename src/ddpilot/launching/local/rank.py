@@ -60,10 +60,9 @@ def _run(start: RankStart, parcel: list[int], control: socket.socket, interrupts
         _bind(known)
         with interrupts:
             value = function(*args, **kwargs)
-        _send_value(control, start, value, known)
+        return _send_value(control, start, value, known)
     except BaseException as error:  # every way out of the user's function is reported to the parent
         return _send_error(control, start, error, known)
-    return 0
 
 
 def _become(start: RankStart, parcel: list[int]) -> None:
@@ -126,13 +125,17 @@ def _say_taken(control: socket.socket) -> None:
         wire.send(control, Taken())
 
 
-def _send_value(control: socket.socket, start: RankStart, value: Any, known: list[Any]) -> None:
+def _send_value(control: socket.socket, start: RankStart, value: Any, known: list[Any]) -> int:
     did = f"could not send back what `{start.function_name}` returned"
     fds, _ = ship("ddpilot-result", {"result": value}, value, did=did, known=known)
     try:
         wire.send(control, Returned(time.monotonic(), saw_interrupt()), fds)
+    except OSError as closed:
+        _say_closed(start, closed)
+        return 1
     finally:
         wire.close_all(fds)
+    return 0
 
 
 def _send_error(control: socket.socket, start: RankStart, error: BaseException, known: list[Any]) -> int:
@@ -150,8 +153,20 @@ def _send_error(control: socket.socket, start: RankStart, error: BaseException, 
         wire.send(control, report, fds)
     except wire.Closed:
         traceback.print_exception(error)
+    except OSError as closed:
+        _say_closed(start, closed)
+        sys.stderr.write(report.traceback)
     wire.close_all(fds)
     return report.exitcode
+
+
+def _say_closed(start: RankStart, error: OSError) -> None:
+    """The parent gets neither a value nor an error any more: this is what it shows as the rank's last output."""
+    sys.stderr.write(
+        f"ddpilot: rank {start.rank}: the outcome of `{start.function_name}` cannot be sent ({error.strerror}): the "
+        "program closed descriptors that are not its own, as `os.closerange` does when a process becomes a daemon. "
+        "Close only what you opened\n"
+    )
 
 
 def describe_raised(error: BaseException) -> Raised:
