@@ -58,8 +58,10 @@ def test_a_function_that_closes_every_descriptor_is_told_so(function: object, sa
 def test_a_session_that_is_killed_while_it_starts_leaves_no_folder(tmp_path: Path) -> None:
     """There is none before the process is there that removes it."""
     (tmp_path / "tmp").mkdir()
+    # The rank server imports it, which lasts as long as the process that has started the server.
     (tmp_path / "slow.py").write_text(
-        "import time\nopen('begun', 'w').close()\ntime.sleep(60)\n"  # the rank server imports it
+        "import os, time\nopen('begun', 'w').close()\nparent = os.getppid()\n"
+        "while os.getppid() == parent:\n    time.sleep(0.01)\nos._exit(1)\n"
     )
     code = "import ddpilot\nddpilot.Session(1, preload=('slow',), watch=False)\n"
     env = {**os.environ, "TMPDIR": str(tmp_path / "tmp"), "PYTHONPATH": str(tmp_path)}
