@@ -183,13 +183,16 @@ def describe_raised(error: BaseException) -> Raised:
 
 
 def user_traceback(error: BaseException) -> str:
-    """The traceback without the frames of ddpilot that lead to the user's function."""
+    """The traceback without the frames of ddpilot that lead to the user's function; "" if there are no others."""
     frames = error.__traceback__
     package = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
     leading = tuple(os.path.join(package, name) + os.sep for name in ("launching", "session", "trainer"))
     while frames is not None and frames.tb_frame.f_code.co_filename.startswith(leading):
         frames = frames.tb_next
-    text = traceback.TracebackException(type(error), error, frames or error.__traceback__)
+    first = error.__traceback__
+    if frames is None and (first is None or first.tb_next is None):  # a call with wrong arguments, or of C code
+        return ""
+    text = traceback.TracebackException(type(error), error, frames or first)
     _leave_out(text, os.path.join(package, "guard") + os.sep)
     if isinstance(error, DdpilotError):  # the message says it all: only where the user's code was matters
         package += os.sep

@@ -15,6 +15,7 @@ import pickle
 import struct
 import sys
 import types
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -110,6 +111,8 @@ class ShipPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is 
         if isinstance(obj, functools._lru_cache_wrapper) and obj.__module__ == "__main__":
             self.defined[id(obj)] = obj
             return reduce_cached(obj)
+        if type(obj) is weakref.WeakKeyDictionary:  # the cache of each `functools.singledispatch` function
+            return weakref.WeakKeyDictionary, (dict(obj),)
         reduced = super().reducer_override(obj)
         is_definition = isinstance(obj, (type, types.FunctionType)) and obj.__module__ != "builtins"
         if is_definition and reduced is not NotImplemented:  # cloudpickle sends it by value

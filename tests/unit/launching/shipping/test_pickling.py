@@ -280,3 +280,18 @@ def test_a_parametrized_module_of_a_cell_travels(
     wire.close_all(fds)
     torch.testing.assert_close(opened.weight.detach(), names["expected"], rtol=0, atol=0)
     assert type(opened).__mro__[1].__name__ == "Layer"
+
+
+def test_pack_parcel_takes_singledispatch_functions_of_main(cell: Callable[[str], dict[str, Any]]) -> None:
+    """With what is registered, also after calls have filled the cache of weak references."""
+    dispatch = cell(
+        "import functools\n"
+        "@functools.singledispatch\n"
+        "def collate(x): return 'object'\n"
+        "@collate.register\n"
+        "def _(x: int): return 'number'\n"
+        "collate(3)\n"
+    )["collate"]
+    arrived, *_ = there(dispatch)
+    assert (arrived(3), arrived("3")) == ("number", "object")
+    assert int in arrived.registry
