@@ -74,9 +74,7 @@ def _distance(pid: int, ancestors: Container[int], folder: Path, about: JobAbout
         return 0
     if not about.is_running:
         return None  # another process may have the number of one that has ended
-    if any(rank in ancestors or pid in _ancestors(rank) for rank in ranks):
-        return 1
-    return 1 if about.pid in ancestors else None
+    return 1 if any(each in ancestors or pid in _ancestors(each) for each in (about.pid, *ranks)) else None
 
 
 def _ancestors(pid: int) -> set[int]:

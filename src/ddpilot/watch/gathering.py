@@ -133,9 +133,7 @@ class Gatherer:
         """`view` with the stacks of `ranks` as they are now, as far as they answer within 0.3 s."""
         pids = {rank: view.ranks[rank].process.pid for rank in ranks if view.ranks[rank].process.state == "running"}
         taken = take_stacks(self._folder, pids)
-        for rank, stack in taken.items():
-            is_in_child = passes(stack, SUBPROCESS) is not None
-            self._stacks[rank] = replace(stack, child=name_child(pids[rank])) if is_in_child else stack
+        self._stacks |= {rank: _with_child(stack, pids[rank]) for rank, stack in taken.items()}
         return self._with_stacks(view)
 
     def add_last_stacks(self, view: JobView) -> JobView:
@@ -144,9 +142,14 @@ class Gatherer:
             pid = each.log.pid if each.log is not None else each.process.pid
             stack = read_stack(self._folder, rank, pid)
             if stack is not None:
-                self._stacks[rank] = stack
+                self._stacks[rank] = _with_child(stack, pid)
         return self._with_stacks(view)
 
     def _with_stacks(self, view: JobView) -> JobView:
         ranks = {rank: replace(each, stack=self._stacks.get(rank)) for rank, each in view.ranks.items()}
         return replace(view, ranks=ranks)
+
+
+def _with_child(stack: StackView, pid: int) -> StackView:
+    """`stack` of the process `pid`, with the child that it waits for if it does."""
+    return stack if passes(stack, SUBPROCESS) is None else replace(stack, child=name_child(pid))
