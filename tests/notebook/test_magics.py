@@ -271,6 +271,11 @@ def test_pull_in_an_expression_returns_and_push_sees_a_functions_variables(kerne
     assert cell.shown == ["(10, ([10, 11], [0, 1]), 11)"], cell.error
     assert "mine" not in kernel.run("print(*globals())").stdout.split()
     assert kernel.run("%ddp pull mine").shown == []
+    wrong = kernel.run("%ddp pull mine as yours")
+    assert wrong.error.endswith("Did you mean `%ddp pull mine --as yours`?")
+    assert wrong.stdout == ""
+    assert kernel.run("%ddp run print('said')").shown == []
+    assert kernel.run("said = %ddp run print('said')\nlist(said)").shown == ["[None, None]"]
     cell = kernel.run(
         "def give(local_one):\n    %ddp push local_one\n    doubled = %ddp run (lambda: 2 * local_one)()\n"
         "    return list(doubled)\ngive(21)"

@@ -113,8 +113,7 @@ def _words(line: str, known: Iterable[str]) -> dict[str, Any]:
 
 def _options(parser: object) -> list[str]:
     actions = getattr(parser, "_actions", ())
-    shown = (action for action in actions if action.help != "==SUPPRESS==")
-    return [flag for action in shown for flag in action.option_strings if flag.startswith("--")]
+    return [flag for action in actions for flag in action.option_strings if flag.startswith("--")]
 
 
 def inspect_on_ranks(desk: Desk) -> Callable[[], None]:

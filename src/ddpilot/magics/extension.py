@@ -14,7 +14,7 @@ from ddpilot.magics.desk import Desk, count_ranks
 from ddpilot.magics.magic import DdpMagics
 from ddpilot.magics.names import NameHints
 from ddpilot.magics.router import Router
-from ddpilot.magics.values import PullsInExpressions
+from ddpilot.magics.values import MarkReturned
 from ddpilot.session.local import check_installed, warm_up
 
 _ATTRIBUTE = "_ddpilot_parts"
@@ -28,7 +28,7 @@ class _Parts:
         self.router = Router(self.desk)
         self.matcher = make_matcher(self.desk)
         self.hints = NameHints(self.desk)
-        self.pulls = PullsInExpressions()
+        self.marks = MarkReturned()
         self.desk.advise = self.hints.advise
         self.undo_inspect: Callable[[], None] = lambda: None
         self.is_loaded = False
@@ -43,7 +43,7 @@ def load_ipython_extension(shell: Any) -> None:
     shell.register_magics(DdpMagics(parts.desk))
     shell.input_transformers_cleanup.append(parts.router)
     shell.Completer.custom_matchers.append(parts.matcher)
-    shell.ast_transformers.append(parts.pulls)
+    shell.ast_transformers.append(parts.marks)
     parts.undo_inspect = inspect_on_ranks(parts.desk)
     shell.events.register("post_run_cell", parts.hints.after_cell)
     parts.is_loaded = True
@@ -71,8 +71,8 @@ def unload_ipython_extension(shell: Any) -> None:
     shell.input_transformers_cleanup.remove(parts.router)
     shell.Completer.custom_matchers.remove(parts.matcher)
     parts.undo_inspect()
-    if parts.pulls in shell.ast_transformers:  # IPython takes out one that has raised
-        shell.ast_transformers.remove(parts.pulls)
+    if parts.marks in shell.ast_transformers:  # IPython takes out one that has raised
+        shell.ast_transformers.remove(parts.marks)
     shell.events.unregister("post_run_cell", parts.hints.after_cell)
     parts.is_loaded = False
     if parts.desk.session is not None:

@@ -10,7 +10,7 @@ from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
 from ddpilot.magics.cells import make_cell_parser, run_cell, run_on_ranks
 from ddpilot.magics.desk import Desk
 from ddpilot.magics.usage import Helped, MagicUsageError, suggest
-from ddpilot.magics.values import SCOPE
+from ddpilot.magics.values import RETURNED, SCOPE
 from ddpilot.magics.verbs import VERBS
 
 WHOLE = "--whole"
@@ -66,11 +66,14 @@ class DdpMagics(Magics):
             raise Helped(overview())
         if name not in VERBS:
             raise MagicUsageError(f"reading `%ddp {line.strip()}`", found=f"`{name}` is no verb", fix=_right(name))
+        is_returned = rest.startswith(RETURNED)
         try:
-            words = VERBS[name].split(rest.strip())
+            words = VERBS[name].split(rest.removeprefix(RETURNED).strip())
         except ValueError as error:
             raise MagicUsageError(f"reading `%ddp {line}`", found=str(error), fix="Close the quotes") from error
-        return VERBS[name].run(self._desk, {**VERBS[name].parser().read(words), SCOPE: self._scope(local_ns)})
+        given = VERBS[name].parser().read(words)
+        given |= {SCOPE: self._scope(local_ns), "is_returned": is_returned}
+        return VERBS[name].run(self._desk, given)
 
     def _scope(self, local_ns: dict[str, Any] | None) -> dict[str, Any]:
         """The variables of the notebook that the line sees: within a function also the function's own."""

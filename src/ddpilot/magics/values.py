@@ -20,8 +20,8 @@ from ddpilot.session.session import Session
 SCOPE = "scope"
 """Among the arguments of a verb: the variables that its line sees."""
 
-RETURN = "--return"
-"""On a line of `%ddp pull` that ddpilot itself has written: what it pulls is used in an expression."""
+RETURNED = "--returned"
+"""On a line of `%ddp` that ddpilot itself has written: its value is used in an expression, such as an assignment."""
 
 
 def push_values(desk: Desk, given: Mapping[str, Any]) -> None:
@@ -49,21 +49,16 @@ def pull_values(desk: Desk, given: Mapping[str, Any]) -> Any:
         names = [" ".join(names)]  # one with spaces in it
     if other is not None:
         _check_other(other, names, is_returned)
-    for name in names:
-        if other is None and not is_returned and not name.isidentifier():
-            check_expression(name)
-            fix = f"Give it one: `%ddp pull {name} --as value`"
-            raise MagicUsageError("pulling", found=f"`{name}` is no name of a variable", fix=fix)
+    elif not is_returned:
+        _check_names_to_set(names)
     rank = None if given.get("all") else given.get("rank", 0)
     source = "all ranks, by rank" if rank is None else render_ranks([rank])
-    values = []
-    for name in names:
-        with briefly():
-            values.append(session.pull(name, rank=rank))
-        if not is_returned:
-            _bind(desk, other or name, values[-1], source)
+    with briefly():
+        values = [session.pull(name, rank=rank) for name in names]
     if is_returned:
         return values[0] if len(values) == 1 else tuple(values)
+    for name, value in zip(names, values, strict=True):
+        _bind(desk, other or name, value, source)
     return None
 
 
@@ -77,28 +72,39 @@ def _check_other(other: str, names: list[str], is_returned: bool) -> None:
         )
 
 
-class PullsInExpressions(ast.NodeTransformer):
-    """Marks `%ddp pull` in an expression, such as an assignment, whose value is returned; alone it sets variables."""
+def _check_names_to_set(names: list[str]) -> None:
+    for name in names:
+        if name == "as":
+            fix = f"Did you mean `%ddp pull {' '.join(names).replace(' as ', ' --as ')}`?"
+            raise MagicUsageError("pulling", found="`as` is no name of a variable", fix=fix)
+        if not name.isidentifier():
+            check_expression(name)
+            fix = f"Give it one: `%ddp pull {name} --as value`"
+            raise MagicUsageError("pulling", found=f"`{name}` is no name of a variable", fix=fix)
+
+
+class MarkReturned(ast.NodeTransformer):
+    """Marks `%ddp pull` and `%ddp run` in an expression: alone, one sets variables and the other shows no Nones."""
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST:  # ast's name
         """Leave a line that is nothing but the magic."""
-        return node if _is_pull(node.value) else self.generic_visit(node)
+        return node if _is_marked(node.value) else self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:  # ast's name
         """Mark the magic in any other place."""
-        if _is_pull(node):
-            line = node.args[1].value  # type: ignore[attr-defined]  # a constant, as `_is_pull` has seen
-            node.args[1] = ast.copy_location(ast.Constant(f"pull {RETURN} {line.partition('pull')[2]}"), node.args[1])
+        if _is_marked(node):
+            verb, _, rest = node.args[1].value.lstrip().partition(" ")  # type: ignore[attr-defined]  # a constant
+            node.args[1] = ast.copy_location(ast.Constant(f"{verb} {RETURNED} {rest}"), node.args[1])
         return self.generic_visit(node)
 
 
-def _is_pull(node: ast.expr) -> bool:
-    """True if `node` is IPython's call for a line `%ddp pull ...`."""
+def _is_marked(node: ast.expr) -> bool:
+    """True if `node` is IPython's call for a line `%ddp pull ...` or `%ddp run ...`."""
     is_magic = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and len(node.args) == 2
     if not is_magic or node.func.attr != "run_line_magic":  # type: ignore[attr-defined]
         return False
     name, line = (getattr(arg, "value", None) for arg in node.args)  # type: ignore[attr-defined]
-    return name == "ddp" and isinstance(line, str) and line.split()[:1] == ["pull"]
+    return name == "ddp" and isinstance(line, str) and line.split()[:1] in (["pull"], ["run"])
 
 
 def _is_expression(text: str) -> bool:
@@ -125,14 +131,19 @@ def _describe(value: object) -> str:
 
 
 def call_on_ranks(desk: Desk, given: Mapping[str, Any]) -> Any:
-    """What the call returns on each rank; function and arguments are the notebook's."""
+    """What the call returns on each rank; function and arguments are the notebook's.
+
+    None in place of nothing but Nones, unless that is used in an expression: IPython shows what a line returns.
+    """
     text = " ".join(given["call"])
     session = desk.need(f"running `{text}`")
     call = _parse_call(text)
     _check_names(call, given[SCOPE], session)
     fn, args, kwargs = _evaluate(call, given[SCOPE])
     with briefly():
-        return session.run(fn, *args, **kwargs)
+        results = session.run(fn, *args, **kwargs)
+    is_empty = all(result is None for result in results)
+    return None if is_empty and not given.get("is_returned") else results
 
 
 def _check_names(call: ast.Call, names: Mapping[str, Any], session: Session) -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from ddpilot.magics.boards import add_status, show_status
 from ddpilot.magics.desk import Desk, briefly
 from ddpilot.magics.options import add_options, to_arguments
 from ddpilot.magics.usage import MagicParser, parse_rank, parse_ranks
-from ddpilot.magics.values import RETURN, call_on_ranks, pull_values, push_values
+from ddpilot.magics.values import call_on_ranks, pull_values, push_values
 
 Arguments = dict[str, Any]
 
@@ -53,6 +52,8 @@ def _hint_start(word: str) -> str:
 
 
 def _hint_numbers(word: str) -> str:
+    if word == "--all":
+        return "Without a number all ranks are meant: `%ddp restart`"
     return "Numbers of ranks stand alone, as in `%ddp restart 0 1`" if word in ("--rank", "--ranks") else ""
 
 
@@ -108,7 +109,6 @@ def _add_pull(parser: MagicParser) -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--rank", metavar="R", type=parse_rank, help="from this rank; default: 0")
     which.add_argument("--all", action="store_true", help="from all ranks: a list with each one's value, by rank")
-    parser.add_argument(RETURN, dest="is_returned", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--as", dest="other", metavar="OTHER", help="the variable's name in the notebook")
 
 

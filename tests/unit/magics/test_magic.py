@@ -39,6 +39,7 @@ def shell() -> Iterator[Any]:
         ("start --nproc_per_node 2", "Did you mean `--nproc-per-node`?"),
         ("start --rank 0", "All ranks start, and `-n 2` says how many; `%%ddp --ranks 0` runs a cell on some of them"),
         ("restart --ranks 0", "Numbers of ranks stand alone, as in `%ddp restart 0 1`"),
+        ("restart --all", "Without a number all ranks are meant: `%ddp restart`"),
         ("start 'x", "No closing quotation. Close the quotes"),
         ("start --env A", "argument --env: 'A' is not NAME=value"),
         ("auto maybe", "argument state: invalid choice: 'maybe'"),
