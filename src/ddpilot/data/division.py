@@ -35,6 +35,11 @@ class Division:
         total = self.edges[-1]
         return -(-num * self.edges[rank] // total), -(-num * self.edges[rank + 1] // total)
 
+    def has_empty(self, num: int) -> bool:
+        """True if some rank takes none of `num` samples."""
+        pieces = (self.piece(num, rank) for rank in range(len(self.edges) - 1))
+        return any(start == stop for start, stop in pieces)
+
 
 @dataclass(frozen=True, eq=False)
 class Epoch:

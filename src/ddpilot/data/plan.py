@@ -119,7 +119,7 @@ class Plan:
         ends = np.minimum(np.asarray(starts, dtype=np.int64), self.epoch_size)
         are_drawn = self.weights is not None or self.sampler is not None
         are_kept = not are_drawn and (self.keep_batches or not self.shuffle)
-        return Epoch(order, ends, self._division, self._keys(epoch) if are_kept else None)
+        return Epoch(order, ends, self.division, self._keys(epoch) if are_kept else None)
 
     def fingerprint(self) -> str:
         """What has to be the same on all ranks, as a text: they would train on other batches, and nobody would see."""
@@ -127,7 +127,7 @@ class Plan:
 
     @cached_property
     def _fingerprint(self) -> str:
-        return digest(self.world_size, *self._division.edges, self.batches_fingerprint)
+        return digest(self.world_size, *self.division.edges, self.batches_fingerprint)
 
     @cached_property
     def batches_fingerprint(self) -> str:
@@ -152,12 +152,13 @@ class Plan:
         """Positions (start, stop) in the order that `rank` takes of global batch `batch`; equal where it has none."""
         if not 0 <= rank < self.world_size:
             raise IndexError(f"rank {rank} of {self.world_size} ranks")
-        start, stop = self._division.piece(self.batch_size(batch), rank)
+        start, stop = self.division.piece(self.batch_size(batch), rank)
         first = batch * self.global_batch_size
         return first + start, first + stop
 
     @cached_property
-    def _division(self) -> Division:
+    def division(self) -> Division:
+        """How each batch is divided among the ranks."""
         return Division.of(self.world_size, self.shares)
 
     def _check_order(self, order: NDArray[np.int64], epoch: int) -> NDArray[np.int64]:
@@ -198,7 +199,7 @@ class Plan:
                 "or use fewer ranks.",
             )
         for rank in range(self.world_size):
-            start, stop = self._division.piece(self.global_batch_size, rank)
+            start, stop = self.division.piece(self.global_batch_size, rank)
             if start == stop:
                 raise DataError(
                     did,

@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 from ddpilot.api.launch import Launcher
 from ddpilot.errors import LoopError
 from ddpilot.findings.finding import Finding
-from ddpilot.trainer.batches import Forward, forward_batch
+from ddpilot.trainer.batches import Forward
 from ddpilot.trainer.callback import Callback, check_callbacks
 from ddpilot.trainer.checking import (
     check_metrics,
@@ -24,6 +24,7 @@ from ddpilot.trainer.history import History
 from ddpilot.trainer.parts import make_ema, make_optimizers, make_schedulers
 from ddpilot.trainer.position import Position
 from ddpilot.training.explanation import Explanation
+from ddpilot.training.forwarding import forward_batch
 from ddpilot.training.precision import Kind
 from ddpilot.training.wrapping import class_name
 

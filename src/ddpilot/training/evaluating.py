@@ -13,6 +13,7 @@ from torch import nn
 from ddpilot.data.devices import to_device
 from ddpilot.errors import LoopError
 from ddpilot.group.protocol import GroupLike
+from ddpilot.training.forwarding import forward_batch, predict_batch
 from ddpilot.training.grouping import CurrentBatch, Loader, iterate_groups
 from ddpilot.training.metrics import divides_range, make_meters, naming_metric
 from ddpilot.training.wrapping import sync_buffers, unwrap
@@ -22,11 +23,13 @@ from ddpilot.training.wrapping import sync_buffers, unwrap
 def evaluation_mode(model: nn.Module, group: GroupLike) -> Iterator[nn.Module]:
     """The unwrapped model with equal buffers on all ranks, in `eval()` and without gradients. Collective.
 
-    Afterwards every layer is in the mode it was in, those that the user had frozen too.
+    Afterwards every layer is in the mode it was in, those that the user had frozen too, and torch's random state is
+    what it was: a model that draws in `eval()` does not change the training that follows.
     """
     inner = unwrap(model)
     sync_buffers(inner, group)
-    with eval_mode(inner), torch.no_grad():
+    devices = [group.device] if group.device.type == "cuda" else []
+    with torch.random.fork_rng(devices), eval_mode(inner), torch.no_grad():
         yield inner
 
 
@@ -63,7 +66,7 @@ def evaluate(
         for batch in iterate_groups(loader, group, epoch=0):
             arguments = None
             if batch.count:
-                arguments = (forward or _output_and_target)(inner, to_device(batch.data, group.device))
+                arguments = (forward or forward_batch)(inner, to_device(batch.data, group.device))
             is_divided = asks and divides_range(arguments, group)
             for name, meter in meters.items():
                 with naming_metric(name, batch.index, group.rank):
@@ -81,19 +84,5 @@ def local_outputs(
 ) -> Iterator[tuple[CurrentBatch, Any]]:
     """This rank's piece of every global batch with what the model says to it; None where it has no sample."""
     for batch in iterate_groups(loader, group, epoch=0):
-        output = (forward or _output)(model, to_device(batch.data, group.device)) if batch.count else None
+        output = (forward or predict_batch)(model, to_device(batch.data, group.device)) if batch.count else None
         yield batch, output
-
-
-def _output(model: nn.Module, data: Any) -> Any:
-    return model(data[0] if isinstance(data, list | tuple) else data)
-
-
-def _output_and_target(model: nn.Module, data: Any) -> tuple[Any, ...]:
-    if isinstance(data, list | tuple) and len(data) == 2:
-        return model(data[0]), data[1]
-    raise LoopError(
-        "evaluating a batch",
-        found=f"it is a {type(data).__name__}" + (f" of {len(data)}" if isinstance(data, list | tuple) else ""),
-        fix="Pass `forward=lambda model, batch: (output, target)`: what the metrics are called with.",
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
 from ddpilot.data.batches import LocalBatch
+from ddpilot.data.division import Division
 from ddpilot.data.options import naming_rank
 from ddpilot.data.plan import Plan
 from ddpilot.data.streaming import StreamLoader
@@ -54,6 +55,8 @@ class CurrentBatch:
     """Is this the last batch of its accumulation group, after which the weights are updated?"""
     stream_state: Any = None
     """Of an iterable dataset with `state_dict`: its state after this batch, the same on every rank. Else None."""
+    has_empty_rank: bool = False
+    """Does some rank have no sample of this batch? The same on every rank."""
 
 
 def iterate_groups(
@@ -84,7 +87,7 @@ def iterate_groups(
     is_seen_by_all = isinstance(loader, StreamLoader) and not loader.is_joint and group.world_size > 1
     try:
         with naming_rank(group.rank):
-            yield from _group(batches, group, epoch, accumulation, is_seen_by_all)
+            yield from _group(batches, group, epoch, accumulation, is_seen_by_all, _uneven_division(loader))
     finally:
         if isinstance(batches, Generator):  # its workers stop now, and not when it is collected
             batches.close()
@@ -130,16 +133,29 @@ def check_loader(loader: Any, group: GroupLike) -> None:
     )
 
 
+def _uneven_division(loader: Any) -> Division | None:
+    """How batches are divided among ranks, if some rank may have none of a batch with a sample for each rank."""
+    division = getattr(getattr(loader, "plan", None), "division", None)
+    is_even = division is None or len({stop - start for start, stop in pairwise(division.edges)}) == 1
+    return None if is_even else division
+
+
 def _group(
-    batches: Iterator[LocalBatch], group: GroupLike, epoch: int, accumulation: int, is_seen_by_all: bool
+    batches: Iterator[LocalBatch],
+    group: GroupLike,
+    epoch: int,
+    accumulation: int,
+    is_seen_by_all: bool,
+    uneven: Division | None,
 ) -> Iterator[CurrentBatch]:
+    num_ranks = group.world_size
     while True:
         members = list(islice(batches, accumulation))
         if is_seen_by_all:
             check_stream(members, group, epoch)
         if not members:
             return
-        counts = _global_counts(members, group)
+        counts, have_empty = _global_counts(members, group)
         total, size = sum(counts), len(counts)
         for place, (batch, count) in enumerate(zip(members, counts, strict=False)):
             yield CurrentBatch(
@@ -154,18 +170,25 @@ def _group(
                 place == 0,
                 place == size - 1,
                 batch.stream_state,
+                count < num_ranks or have_empty[place] or (uneven is not None and uneven.has_empty(count)),
             )
         if size < len(members):
             return
 
 
-def _global_counts(members: list[LocalBatch], group: GroupLike) -> list[int]:
-    """Samples of all ranks in each batch; only those up to the first that has none, which is the end of the data."""
+def _global_counts(members: list[LocalBatch], group: GroupLike) -> tuple[list[int], list[bool]]:
+    """Samples of all ranks in each batch; only those up to the first that has none, which is the end of the data.
+
+    And where that had to be exchanged, whether a rank has none; False elsewhere.
+    """
     known = [count for batch in members if (count := batch.global_count) is not None]
     if len(known) == len(members):
-        return known
-    counts = torch.tensor([float(batch.count) for batch in members], dtype=torch.float64)
+        return known, [False] * len(known)
+    num = len(members)
+    own = [*(float(batch.count) for batch in members), *(float(not batch.count) for batch in members)]
+    counts = torch.tensor(own, dtype=torch.float64)
     if group.world_size > 1:
         counts = group.all_reduce(counts.to(group.device)).cpu()
     summed = [round(count) for count in counts.tolist()]
-    return summed[: summed.index(0)] if 0 in summed else summed
+    end = summed.index(0) if 0 in summed[:num] else num
+    return summed[:end], [bool(empty) for empty in summed[num:]]

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import sys
+from typing import ClassVar
+from weakref import WeakKeyDictionary
 
 from torch.distributed.distributed_c10d import _get_process_group_store
 
@@ -28,10 +30,20 @@ class Leaving:
     look at, whether they left too.
     """
 
+    _num_loops: ClassVar[WeakKeyDictionary[object, int]] = WeakKeyDictionary()
+
     def __init__(self, group: GroupLike) -> None:
         self._group = group
+        self._num_passes = 0
+        self._loop = 0
+        if isinstance(group, Group):  # every rank makes the same loops, so that they count alike
+            self._loop = self._num_loops[group.process_group] = self._num_loops.get(group.process_group, 0) + 1
         self._left: tuple[CurrentBatch, Line] | None = None
         self._dropped_at: Line | None = None
+
+    def begin_pass(self) -> None:
+        """Every rank begins a pass: what was left before has names of its own in the store."""
+        self._num_passes += 1
 
     def note(self, batch: CurrentBatch | None, line: Line, *, drops: bool) -> None:
         """This rank left at `batch`, at `line` of the user's program. Not collective.
@@ -53,7 +65,7 @@ class Leaving:
             return
         (batch, line), self._left = self._left, None
         rank = self._group.rank
-        key = f"ddpilot/left/{batch.epoch}/{batch.index}/"
+        key = f"ddpilot/left/{self._loop}/{self._num_passes}/{batch.epoch}/{batch.index}/"
         others = {one: f"{key}{one}" for one in range(self._group.world_size) if one != rank}
         try:
             store = _get_process_group_store(self._group.process_group)

@@ -15,17 +15,18 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from ddpilot.data.devices import to_device
 from ddpilot.data.options import naming_rank
 from ddpilot.errors import LoopError
+from ddpilot.findings.finding import Finding
 from ddpilot.training.accumulating import Accumulation
 from ddpilot.training.batch_norm import check_batch_norms
 from ddpilot.training.closures import check_closure, needs_closure
-from ddpilot.training.grouping import Loader, check_loader, is_at_end, iterate_groups
+from ddpilot.training.grouping import CurrentBatch, Loader, check_loader, is_at_end, iterate_groups
 from ddpilot.training.keeping.place import describe_data
 from ddpilot.training.loop_keeping import KeepingLoop
 from ddpilot.training.loop_looking import LookingLoop
 from ddpilot.training.loop_preparing import PreparingLoop
 from ddpilot.training.losses import add_losses
 from ddpilot.training.memory import explain_out_of_memory, is_out_of_memory
-from ddpilot.training.notices import never_had_a_sample, say_findings, user_line
+from ddpilot.training.notices import never_had_a_sample, say_findings, say_unsaved, user_line
 from ddpilot.training.updating import clear_gradients
 
 
@@ -105,6 +106,7 @@ class Loop(PreparingLoop, KeepingLoop, LookingLoop):
             )
         )
         shown = self.progress.epoch(self.epoch, self._num_epochs, self.next_batch, loader)
+        this = self._open_pass = object()
         with self._signals, shown:
             for batch in groups:
                 self._updates.enter(batch)
@@ -113,17 +115,15 @@ class Loop(PreparingLoop, KeepingLoop, LookingLoop):
                 try:
                     yield to_device(batch.data, self.device)
                 except GeneratorExit:
-                    self._place.end_pass()
-                    self._leaving.note(batch, user_line(), drops=self._updates.drop_unfinished())
+                    self._leave_pass(batch, this)
                     raise
+                if self._open_pass is not this:
+                    self._check_pass(this)
                 self.progress.advance()
+                if batch.has_empty_rank:
+                    self._updates.share_buffers()
                 if batch.is_last:
-                    self._updates.settle()
-                    if self._precision.scaler is not None:
-                        self._precision.settle()
-                    self._place.samples_seen += batch.group_count
-                    self._place.note_stream(batch.index + 1, batch.stream_state)
-                    self._keeper.after_update(batch.index + 1, leaves=self.should_stop)
+                    self._end_update(batch)
                 if batch.is_last and self.should_stop and not is_at_end(loader, batch):
                     self.next_batch = batch.index + 1
                     break
@@ -131,7 +131,51 @@ class Loop(PreparingLoop, KeepingLoop, LookingLoop):
                 if self.next_batch and self._updates.batch is None and "dataset_length" not in describe_data(loader):
                     self._keeper.say_nothing_left()
                 self._place.end_pass()
+                self._tell_findings(self._drift.end_pass())
             self._updates.leave()
+            self._open_pass = None
+
+    def _end_update(self, batch: CurrentBatch) -> None:
+        """After the last batch of an accumulation group. Collective where something is due."""
+        self._updates.settle()
+        if self._precision.scaler is not None:
+            self._precision.settle()
+        self._place.samples_seen += batch.group_count
+        self._place.note_stream(batch.index + 1, batch.stream_state)
+        if self._drift.is_waiting and self._updates.has_backward:
+            self._tell_findings(self._drift.after_update())
+        if self._may_lack_checkpoints and self._updates.has_backward:
+            self._say_unsaved()
+        self._keeper.after_update(batch.index + 1, leaves=self.should_stop)
+
+    def _leave_pass(self, batch: CurrentBatch, this: object) -> None:
+        """The loop over `batches` was left by `break` or an exception, or its generator was dropped."""
+        if self._open_pass is this:
+            self._open_pass = None
+            self._place.end_pass()
+            self._leaving.note(batch, user_line(), drops=self._updates.drop_unfinished())
+
+    def _check_pass(self, this: object) -> None:
+        """Raise LoopError if a pass over other batches began while `this` was open, and is open still."""
+        if self._open_pass is None:  # that one has ended, within a batch of this one
+            self._open_pass = this
+            return
+        raise LoopError(
+            "reading the next batch",
+            found="a second loop.batches() was begun before this one ended, so losses were weighted by its samples",
+            fix="Iterate over one at a time. For pairs make one dataset: torch.utils.data.StackDataset(a, b), or "
+            "one whose __getitem__(i) returns (a[i], b[i % len(b)]); loop.loader(pairs) divides it.",
+            rank=self.rank,
+        )
+
+    def _say_unsaved(self) -> None:
+        self._may_lack_checkpoints = False
+        if not self._keeper.is_in_epochs:
+            say_unsaved(self.group)
+
+    def _tell_findings(self, found: tuple[Finding, ...]) -> None:
+        say_findings(new := tuple(one for one in found if one not in self.findings), self.group)
+        self.findings += new
 
     def _begin_pass(self, loader: Loader) -> bool:
         check_loader(loader, self.group)
@@ -145,13 +189,14 @@ class Loop(PreparingLoop, KeepingLoop, LookingLoop):
             if is_next:
                 self._place.begin_epoch_outside()
         self._leaving.settle()
+        self._leaving.begin_pass()
+        self._updates.share_owed_buffers()
         self._trained.begin()
         self._known = ()
         with naming_rank(self.rank):
             found = check_batch_norms(self._updates.models, getattr(loader, "plan", None), self.rank)
             is_open = self._place.begin_pass(loader, self.device)
-        say_findings(new := tuple(one for one in found if one not in self.findings), self.group)
-        self.findings += new
+        self._tell_findings(found)
         if is_open:
             self._decider.start()
             self._keeper.say_resumed()

@@ -99,6 +99,7 @@ class PreparingLoop(LoopState):
         self._updates.add(model)
         self._trained.remember(self._updates.models)
         self._unprepared.add(model)
+        self._drift.add(model)
         self._prepared.add_model(model, choices)
         return model
 

@@ -16,6 +16,7 @@ from ddpilot.group.enter import init_group, seed_all
 from ddpilot.group.protocol import GroupLike
 from ddpilot.training.arguments import check_numbers, naming_options
 from ddpilot.training.deciding import Decider
+from ddpilot.training.drifting import BufferDrift
 from ddpilot.training.explaining import Prepared
 from ddpilot.training.grouping import CurrentBatch
 from ddpilot.training.keeping.keeper import Keeper
@@ -79,6 +80,9 @@ class LoopState:
         self._unprepared = PreparedWatch(self.group.rank)
         self._known: tuple[nn.Module, ...] = ()  # what `accumulate` has looked at in this pass
         self._leaving = Leaving(self.group)
+        self._drift = BufferDrift(self.group)
+        self._open_pass: object | None = None
+        self._may_lack_checkpoints = checkpoint_dir is not None
         self._waiting = WaitClock()
         self._things = Things()
         self._place = Place(seed, self.group.rank, self.group.world_size, accumulate)

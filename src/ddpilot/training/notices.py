@@ -39,6 +39,17 @@ def say_dropped(line: Line, group: GroupLike) -> None:
         )
 
 
+def say_unsaved(group: GroupLike) -> None:
+    """Warn on rank 0 that a loop with a directory for checkpoints trains without making any by itself."""
+    if group.is_rank_zero:
+        _warn(
+            "this loop has a `checkpoint_dir`, but trains outside of loop.epochs(), so nothing is saved or resumed by "
+            "itself. Write `for epoch in loop.epochs(n):`; or call loop.resume() before it and loop.save() after "
+            "each epoch.",
+            user_line(),
+        )
+
+
 def user_line() -> Line:
     """The innermost line that is at work now and not ddpilot's; ("ddpilot", 0) where there is none."""
     frame: FrameType = sys._getframe(1)

@@ -25,7 +25,7 @@ from ddpilot.training.reducing import is_gather
 from ddpilot.training.reduction import Reductions, reduced
 from ddpilot.training.standing_in import StandIns
 from ddpilot.training.weighting import CountTotals, backward_weighted
-from ddpilot.training.wrapping import unwrap
+from ddpilot.training.wrapping import sync_buffers, unwrap
 
 
 def clear_gradients(optimizer: Optimizer) -> None:
@@ -53,6 +53,7 @@ class Updates:
         self._stand_ins = StandIns()
         self._loss: weakref.ref[torch.Tensor] | None = None
         self._last_count = 0
+        self._had_samples: bool | None = None  # in a batch of which some rank has none
         self.objective: Objective | None = None
         """What the backward passes of the update at hand add up to; None if nothing asks for it."""
         self._is_whole = False  # the last backward pass is known to have left nothing out
@@ -90,6 +91,8 @@ class Updates:
         """Go to the next batch."""
         self.leave()
         self.batch = batch
+        if batch.has_empty_rank:
+            self._had_samples = batch.count > 0
         if not batch.count:
             self._stand_ins.begin([unwrap(model) for model in self.models])
         self._is_due = batch.is_last and self._decider.next_update()
@@ -103,6 +106,31 @@ class Updates:
             if self.objective is not None:
                 self.objective.begin()
             self._has_backward = False
+
+    @property
+    def has_backward(self) -> bool:
+        """Did a backward pass of the accumulation group run?"""
+        return self._has_backward
+
+    def share_buffers(self) -> None:
+        """After a batch of which some rank has no sample: give all ranks the buffers of the first one with samples.
+
+        What a forward pass without rows writes to a buffer (a counter of steps, a power iteration) is nothing or wrong.
+        Collective.
+        """
+        had_samples, self._had_samples = self._had_samples, None
+        models = [one for one in map(unwrap, self.models) if one.training and any(True for _ in one.buffers())]
+        if self._group.world_size == 1 or not models or had_samples is None:
+            return
+        first = torch.tensor(self._group.rank if had_samples else self._group.world_size, device=self._group.device)
+        src = int(self._group.all_reduce(first, "min").item())
+        for model in models:
+            sync_buffers(model, self._group, src)
+
+    def share_owed_buffers(self) -> None:
+        """The same after a loop that was left in such a batch. Collective."""
+        if self._had_samples is not None:
+            self.share_buffers()
 
     def count_behind(self, value: object) -> float:
         """What `value` is a mean over on this rank: samples of the batch; after it, for its loss too; else 1."""

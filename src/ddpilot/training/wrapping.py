@@ -106,13 +106,17 @@ def crosses_as_fp16(model: nn.Module) -> bool:
     return ddp is not None and is_fp16(ddp)
 
 
-def sync_buffers(model: nn.Module, group: GroupLike) -> None:
-    """Make every buffer of `model` on all ranks what it is on rank 0, in one broadcast per device. Collective."""
+def sync_buffers(model: nn.Module, group: GroupLike, src: int = 0) -> None:
+    """Make every buffer of `model` on all ranks what it is on rank `src`, in one broadcast. Collective.
+
+    Buffers may be on any device: their bytes travel from and to that of the group.
+    """
     buffers = [buffer for buffer in unwrap(model).buffers() if buffer.numel()]
     if group.world_size == 1 or not buffers:
         return
-    flat = torch.cat([buffer.detach().reshape(-1).contiguous().view(torch.uint8) for buffer in buffers])
-    group.broadcast(flat)
+    device = group.device
+    flat = torch.cat([one.detach().to(device).reshape(-1).contiguous().view(torch.uint8) for one in buffers])
+    group.broadcast(flat, src)
     sizes = [buffer.numel() * buffer.element_size() for buffer in buffers]
     with torch.no_grad():
         for buffer, part in zip(buffers, torch.split(flat, sizes), strict=True):

@@ -13,11 +13,12 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from ddpilot.errors import LoopError
 from ddpilot.group.fake import FakeGroup
-from ddpilot.trainer.batches import check_weighted, forward_batch, predict_batch, with_count
+from ddpilot.trainer.batches import check_weighted, with_count
 from ddpilot.trainer.calling import call_model
 from ddpilot.trainer.loading import NO_SIZES, make_loader_of
 from ddpilot.trainer.places import is_on_ranks
 from ddpilot.trainer.trainer import Trainer
+from ddpilot.training.forwarding import forward_batch, predict_batch
 
 
 class Add(nn.Module):
