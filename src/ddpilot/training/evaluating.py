@@ -15,7 +15,7 @@ from ddpilot.errors import LoopError
 from ddpilot.group.protocol import GroupLike
 from ddpilot.training.forwarding import forward_batch, predict_batch
 from ddpilot.training.grouping import CurrentBatch, Loader, iterate_groups
-from ddpilot.training.metrics import divides_range, make_meters, naming_metric
+from ddpilot.training.metrics import divides_range, is_collection, make_meters, naming_metric
 from ddpilot.training.wrapping import sync_buffers, unwrap
 
 
@@ -48,12 +48,12 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 def evaluate(
     model: nn.Module,
     loader: Loader,
-    metrics: Mapping[str, Any],
+    metrics: Any,
     group: GroupLike,
     forward: Callable[[nn.Module, Any], tuple[Any, ...]] | None = None,
 ) -> dict[str, Any]:
     """The value of each metric over all samples of `loader`; see `Loop.evaluate`. Collective."""
-    if not isinstance(metrics, Mapping):
+    if not isinstance(metrics, Mapping) and not is_collection(metrics):
         raise LoopError(
             "evaluating",
             found=f"`metrics` is a {type(metrics).__name__}",

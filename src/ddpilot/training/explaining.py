@@ -44,6 +44,10 @@ class Prepared:
         self._optimizers = [one for one in self._optimizers if one is not optimizer]
         self._optimizers.append(optimizer)
 
+    def forget_optimizer(self, optimizer: Optimizer) -> None:
+        """A later optimizer has taken its place."""
+        self._optimizers = [one for one in self._optimizers if one is not optimizer]
+
     def explain(self, accumulation: int, name_of: Callable[[object], str]) -> Explanation:
         """See `Loop.explain`. Collective where there are several ranks.
 

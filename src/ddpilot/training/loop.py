@@ -107,33 +107,40 @@ class Loop(PreparingLoop, KeepingLoop, LookingLoop):
         )
         shown = self.progress.epoch(self.epoch, self._num_epochs, self.next_batch, loader)
         this = self._open_pass = object()
-        with self._signals, shown:
-            for batch in groups:
-                self._updates.enter(batch)
-                if batch.data is None:
-                    raise never_had_a_sample(batch, self.group)
-                try:
-                    yield to_device(batch.data, self.device)
-                except GeneratorExit:
-                    self._leave_pass(batch, this)
-                    raise
-                if self._open_pass is not this:
-                    self._check_pass(this)
-                self.progress.advance()
-                if batch.has_empty_rank:
-                    self._updates.share_buffers()
-                if batch.is_last:
-                    self._end_update(batch)
-                if batch.is_last and self.should_stop and not is_at_end(loader, batch):
-                    self.next_batch = batch.index + 1
-                    break
-            else:
-                if self.next_batch and self._updates.batch is None and "dataset_length" not in describe_data(loader):
-                    self._keeper.say_nothing_left()
-                self._place.end_pass()
-                self._tell_findings(self._drift.end_pass())
-            self._updates.leave()
-            self._open_pass = None
+        try:
+            with self._signals, shown:
+                for batch in groups:
+                    self._updates.enter(batch)
+                    if batch.data is None:
+                        raise never_had_a_sample(batch, self.group)
+                    try:
+                        yield to_device(batch.data, self.device)
+                    except GeneratorExit:
+                        self._leave_pass(batch, this)
+                        raise
+                    if self._open_pass is not this:
+                        self._check_pass(this)
+                    self.progress.advance()
+                    if batch.has_empty_rank:
+                        self._updates.share_buffers()
+                    if batch.is_last:
+                        self._end_update(batch)
+                    if batch.is_last and self.should_stop and not is_at_end(loader, batch):
+                        self.next_batch = batch.index + 1
+                        break
+                else:
+                    if (
+                        self.next_batch
+                        and self._updates.batch is None
+                        and "dataset_length" not in describe_data(loader)
+                    ):
+                        self._keeper.say_nothing_left()
+                    self._place.end_pass()
+                    self._tell_findings(self._drift.end_pass())
+                self._updates.leave()
+        finally:
+            if self._open_pass is this:
+                self._open_pass = None
 
     def _end_update(self, batch: CurrentBatch) -> None:
         """After the last batch of an accumulation group. Collective where something is due."""
@@ -144,14 +151,13 @@ class Loop(PreparingLoop, KeepingLoop, LookingLoop):
         self._place.note_stream(batch.index + 1, batch.stream_state)
         if self._drift.is_waiting and self._updates.has_backward:
             self._tell_findings(self._drift.after_update())
-        if self._may_lack_checkpoints and self._updates.has_backward:
-            self._say_unsaved()
+        if self._saves_by == "nothing" and self._updates.has_backward:
+            self._note_unsaved()
         self._keeper.after_update(batch.index + 1, leaves=self.should_stop)
 
     def _leave_pass(self, batch: CurrentBatch, this: object) -> None:
         """The loop over `batches` was left by `break` or an exception, or its generator was dropped."""
         if self._open_pass is this:
-            self._open_pass = None
             self._place.end_pass()
             self._leaving.note(batch, user_line(), drops=self._updates.drop_unfinished())
 
@@ -168,10 +174,15 @@ class Loop(PreparingLoop, KeepingLoop, LookingLoop):
             rank=self.rank,
         )
 
+    def _note_unsaved(self) -> None:
+        """After the first update of a loop with a `checkpoint_dir`: say it if nothing will be resumed or saved."""
+        self._saves_by = "user" if self._keeper.is_in_epochs else "unsaved epoch"
+        if not self._keeper.is_in_epochs and self._keeper.has_latest:
+            self._say_unsaved()
+
     def _say_unsaved(self) -> None:
-        self._may_lack_checkpoints = False
-        if not self._keeper.is_in_epochs:
-            say_unsaved(self.group)
+        self._saves_by = "user"
+        say_unsaved(self.group)
 
     def _tell_findings(self, found: tuple[Finding, ...]) -> None:
         say_findings(new := tuple(one for one in found if one not in self.findings), self.group)
@@ -186,6 +197,8 @@ class Loop(PreparingLoop, KeepingLoop, LookingLoop):
                 is_next = self._place.is_next_epoch(loader)
             if is_next and self.should_stop:
                 return False
+            if is_next and self._saves_by == "unsaved epoch":
+                self._say_unsaved()
             if is_next:
                 self._place.begin_epoch_outside()
         self._leaving.settle()
@@ -292,6 +305,10 @@ class Loop(PreparingLoop, KeepingLoop, LookingLoop):
         if not hasattr(optimizer, "param_groups"):
             found = f"a {type(optimizer).__name__} in place of an optimizer"
             raise LoopError("updating the weights", found=found, fix="Write loop.step(optimizer).", rank=self.rank)
+        if self._replaced is not None and optimizer in self._replaced:
+            found = f"this {type(optimizer).__name__} was replaced: one that has all its parameters was prepared later"
+            fix = "Step that one. If both are to be used, prepare them in one call: loop.prepare(first, second)."
+            raise LoopError("updating the weights", found=found, fix=fix, rank=self.rank)
         self._unprepared.check_optimizer(optimizer)
         self._updates.check_backward(optimizer)
         self._updates.settle()

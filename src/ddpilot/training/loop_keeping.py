@@ -34,7 +34,7 @@ class KeepingLoop(LoopState):
         one is made anyway; elsewhere at once, and it is on the disk on return. What goes wrong on the disk is told on
         stderr and ends nothing. Raises LoopError without a `checkpoint_dir`.
         """
-        self._may_lack_checkpoints = False
+        self._saves_by = "user"
         self._keeper.ask(metrics, in_batch=self._updates.batch is not None)
 
     def resume(self, *, other_data: bool = False) -> bool:
@@ -45,7 +45,7 @@ class KeepingLoop(LoopState):
         `other_data`: an epoch may begin with a dataset of another length. Raises CorruptCheckpointError where none is
         whole, and MismatchedCheckpointError, on all ranks and with nothing changed, where it is another run's.
         """
-        self._may_lack_checkpoints = False
+        self._saves_by = "user"
         return self._keeper.resume(other_data=other_data)
 
     def load(self, model: nn.Module, path: str | os.PathLike[str], *, name: str = "model") -> None:

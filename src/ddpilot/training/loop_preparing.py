@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from typing import Any, Literal
+from weakref import WeakSet
 
 from torch import nn
 from torch.optim import Optimizer
@@ -19,6 +20,7 @@ from ddpilot.training.ddp_options import DdpOptions
 from ddpilot.training.explanation import Explanation
 from ddpilot.training.keeping.things import has_state
 from ddpilot.training.loop_state import LoopState
+from ddpilot.training.precision import parameters_of
 from ddpilot.training.wrapping import prepare_optimizer, wrap
 
 
@@ -68,8 +70,11 @@ class PreparingLoop(LoopState):
                 sync_batch_norm=sync_batch_norm,
                 more=more,
             )
+            earlier = tuple(self._optimizers)
             for thing in things:
                 returned.append(self._prepare_thing(thing, options, shard))
+                if isinstance(returned[-1], Optimizer):
+                    self._replace_optimizers(earlier, returned[-1])
                 self._things.add(returned[-1])
         return returned[0] if len(returned) == 1 else tuple(returned)
 
@@ -80,7 +85,8 @@ class PreparingLoop(LoopState):
             return self._prepare_model(thing, options)
         if isinstance(thing, Optimizer):
             optimizer = prepare_optimizer(thing, self.group, shard)
-            self._optimizers.append(optimizer)
+            if not any(one is optimizer for one in self._optimizers):
+                self._optimizers.append(optimizer)
             self._prepared.add_optimizer(optimizer)
             return optimizer
         if has_state(thing):
@@ -93,6 +99,20 @@ class PreparingLoop(LoopState):
             fix="Pass models, optimizers, and what else has a state_dict; datasets go to loop.loader().",
             rank=self.rank,
         )
+
+    def _replace_optimizers(self, earlier: tuple[Optimizer, ...], optimizer: Optimizer) -> None:
+        """Put `optimizer` in the place of those of `earlier` whose parameters it has all taken over."""
+        taken = set(map(id, parameters_of(optimizer)))
+        for place, old in enumerate(self._optimizers):
+            is_earlier = any(one is old for one in earlier) and old is not optimizer
+            if not is_earlier or not taken.issuperset(map(id, parameters_of(old))):
+                continue
+            rest = [one for one in self._optimizers if one is not old and one is not optimizer]
+            self._optimizers = [*rest[:place], optimizer, *rest[place:]]
+            self._things.replace(old, optimizer)
+            self._prepared.forget_optimizer(old)
+            self._replaced = self._replaced or WeakSet()
+            self._replaced.add(old)
 
     def _prepare_model(self, given: nn.Module, options: DdpOptions) -> nn.Module:
         model, choices = wrap(given, self.group, options)

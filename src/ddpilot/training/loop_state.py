@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Literal
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -75,6 +76,7 @@ class LoopState:
         self._updates = Updates(self.group, self._decider, watch)
         self._signals = StopSignals(self._decider.ask)
         self._optimizers: list[Optimizer] = []
+        self._replaced: WeakSet[Optimizer] | None = None
         self._say_once = SayOnce(self.print)
         self._trained = TrainedWatch()
         self._unprepared = PreparedWatch(self.group.rank)
@@ -82,7 +84,7 @@ class LoopState:
         self._leaving = Leaving(self.group)
         self._drift = BufferDrift(self.group)
         self._open_pass: object | None = None
-        self._may_lack_checkpoints = checkpoint_dir is not None
+        self._saves_by: Literal["nothing", "unsaved epoch", "user"] = "user" if checkpoint_dir is None else "nothing"
         self._waiting = WaitClock()
         self._things = Things()
         self._place = Place(seed, self.group.rank, self.group.world_size, accumulate)

@@ -38,8 +38,23 @@ class Meter(Protocol):
 
 
 def make_meters(metrics: Mapping[str, Any], device: torch.device) -> dict[str, Meter]:
-    """A meter for each metric. LoopError for what is neither a callable nor has torchmetrics' methods."""
+    """A meter for each metric. LoopError for what is neither a callable nor has torchmetrics' methods.
+
+    `metrics` may be a torchmetrics MetricCollection, or have one among its values, whose value is a dict then.
+    """
+    if is_collection(metrics):
+        return {name: _make(name, metric, device) for name, metric in _items(metrics)}
     return {name: _make(name, metric, device) for name, metric in metrics.items()}
+
+
+def is_collection(metrics: Any) -> bool:
+    """True for a MetricCollection, which holds metrics by name and computes them together."""
+    return hasattr(metrics, "compute_groups") and hasattr(metrics, "add_metrics") and hasattr(metrics, "items")
+
+
+def _items(collection: Any) -> list[tuple[str, Any]]:
+    # A clone, since a metric of a group may refer to the states of another one.
+    return list(collection.clone().items(keep_base=False, copy_state=True))
 
 
 @contextmanager
@@ -60,6 +75,8 @@ def naming_metric(name: str, batch: int, rank: int) -> Iterator[None]:
 
 
 def _make(name: str, metric: Any, device: torch.device) -> Meter:
+    if is_collection(metric):
+        return CollectedMetrics({part: _make(part, one, device) for part, one in _items(metric)})
     if all(callable(getattr(metric, method, None)) for method in ("update", "compute", "reset", "clone")):
         own = metric.clone().to(device)
         own.reset()
@@ -188,6 +205,26 @@ class MergedMetric:
                     self._metric.merge_state(to_device(state, device))
                     self._metric._update_count += 1  # else compute() warns that there was nothing
         return plain(self._metric.compute())
+
+
+class CollectedMetrics:
+    """Several metrics under one name, each as it would be by itself."""
+
+    def __init__(self, meters: Mapping[str, Meter]) -> None:
+        self._meters = meters
+        self.asks_for_range = any(meter.asks_for_range for meter in meters.values())
+
+    def update(self, arguments: tuple[Any, ...], count: int) -> None:
+        for meter in self._meters.values():
+            meter.update(arguments, count)
+
+    def end_batch(self, group: GroupLike, is_divided: bool) -> None:
+        """Those of all of them, in their order. May be collective."""
+        for meter in self._meters.values():
+            meter.end_batch(group, is_divided)
+
+    def compute(self, group: GroupLike) -> dict[str, Any]:
+        return {name: meter.compute(group) for name, meter in self._meters.items()}
 
 
 class GatheredMetric:

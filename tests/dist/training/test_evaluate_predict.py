@@ -178,7 +178,7 @@ def test_predict_to_a_folder_holds_one_batch_in_memory(tmp_path: Path) -> None:
 
 def metrics_of_torchmetrics(num_samples: int, group: Any = None) -> dict[str, Any]:
     """A metric with sums, one with lists, one with means, one in a wrapper, and one that says nothing of its states."""
-    from torchmetrics import ClasswiseWrapper, MeanMetric, Metric, SpearmanCorrCoef
+    from torchmetrics import ClasswiseWrapper, MeanMetric, Metric, MetricCollection, SpearmanCorrCoef
     from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
     class Order(Metric):  # type: ignore[misc,unused-ignore]
@@ -209,6 +209,12 @@ def metrics_of_torchmetrics(num_samples: int, group: Any = None) -> dict[str, An
     means = {"mean": MeanMetric()}
     values |= loop.evaluate(nn.Identity(), loader, means, forward=lambda model, batch: (batch[0],))
     values |= values_near_probabilities(loop, loader)
+    both = MetricCollection({"a": MulticlassAccuracy(5), "b": MulticlassConfusionMatrix(5)}, prefix="my_")
+    collected = loop.evaluate(nn.Identity(), loader, {"both": both})["both"]
+    assert torch.equal(collected["my_b"], classes["matrix"])
+    itself: Any = both
+    assert loop.evaluate(nn.Identity(), loader, itself)["my_a"] == collected["my_a"]
+    values["collected"] = collected["my_a"]
     matrix = torch.zeros(5, 5, dtype=torch.long).index_put_(
         (targets, logits.argmax(1)), torch.ones(num_samples, dtype=torch.long), accumulate=True
     )

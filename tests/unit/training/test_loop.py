@@ -305,7 +305,7 @@ def test_evaluate_restores_modes_and_refuses_metrics_it_cannot_use() -> None:
         loop.evaluate(model, loader, {"bad": lambda y: torch.ones(1)}, **only_x)
     with pytest.raises(LoopError, match="evaluating the metric 'bad': it is a int"):
         loop.evaluate(model, loader, {"bad": 3}, **only_x)
-    with pytest.raises(LoopError, match="it is a list of 1. Pass `forward="):
+    with pytest.raises(LoopError, match="it is a list of one item: there is no target. Pass `forward="):
         loop.evaluate(model, loader, {"mean": lambda y, target: y})
 
 

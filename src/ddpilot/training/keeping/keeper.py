@@ -171,6 +171,11 @@ class Keeper:
         if leaves:
             self.leave()
 
+    @property
+    def has_latest(self) -> bool:
+        """True on rank 0 if a checkpoint to resume is in the directory. Not collective."""
+        return self._joint is not None and self._group.is_rank_zero and (self._joint.folder.path / "latest").exists()
+
     def end_epoch(self) -> None:
         """An epoch is over: the place is at the next one, and it is saved. Collective."""
         self._place.end_epoch()

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ class Place:
         self._world_size = world_size
         self._passes = 0
         self._facts: list[Facts] = []
+        self._data: list[Callable[[], object]] = []
         self._num_to_skip = 0
         self._num_outside = 0
         self._resumed: Progress | None = None
@@ -55,8 +57,16 @@ class Place:
         self._num_outside = 0
 
     def is_next_epoch(self, loader: object) -> bool:
-        """Would a pass over `loader`, outside of `Loop.epochs`, be the second one over its data in this epoch?"""
-        return describe_data(loader) in self._facts
+        """Would a pass over `loader`, outside of `Loop.epochs`, be the second one over its data in this epoch?
+
+        The same data is the same dataset; or one of the same length in batches of the same sizes, in place of a dataset
+        that is gone, as where a dataset is made for each epoch.
+        """
+        facts, dataset = describe_data(loader), getattr(loader, "dataset", None)
+        return any(
+            known == facts and ((before := refer()) is None or before is dataset)
+            for known, refer in zip(self._facts, self._data, strict=True)
+        )
 
     def begin_epoch_outside(self) -> None:
         """The next epoch begins, with a pass outside of `Loop.epochs`."""
@@ -73,12 +83,14 @@ class Place:
         if self._passes < self._num_to_skip:
             self._passes += 1
             self._facts.append(dict(self._resumed_facts[index]) if index < len(self._resumed_facts) else {})
+            self._data.append(_refer_to(loader))
             return False
         facts = describe_data(loader)
         if self._resumed is not None and index < len(self._resumed_facts):
             self._check(facts, self._resumed_facts[index])
         if index < _MAX_FACTS:
             self._facts.append(facts)
+            self._data.append(_refer_to(loader))
         self._set_random_state(device)
         return True
 
@@ -106,7 +118,7 @@ class Place:
     def begin_epoch(self) -> None:
         """Forget the passes of the epoch before, or of this one where it was left by `break`."""
         self._passes = 0
-        self._facts = []
+        self._facts, self._data = [], []
 
     def progress(self, next_batch: int) -> Progress:
         """What a checkpoint says of this place, when the epoch goes on with `next_batch`."""
@@ -147,7 +159,7 @@ class Place:
         self.epoch, self.next_batch = progress.epoch, progress.batch
         self.num_updates, self.samples_seen = progress.step, progress.samples_seen
         self._passes, self._num_to_skip, self._num_outside = 0, progress.passes, 0
-        self._facts = []
+        self._facts, self._data = [], []
         self._resumed, self._source = progress, source
         self._resumed_facts = () if other_data and not progress.batch else facts
         self._rng = rng if progress.batch else None
@@ -169,6 +181,15 @@ class Place:
             if self._resumed.world_size != self._world_size:
                 seed_middle(self.seed, self.epoch, self._rank, self.next_batch)
         self._rng = None
+
+
+def _refer_to(loader: object) -> Callable[[], object]:
+    """The dataset of `loader` as long as it is there, None after that."""
+    dataset = getattr(loader, "dataset", None)
+    try:
+        return weakref.ref(dataset)
+    except TypeError:  # a list, say
+        return lambda: dataset
 
 
 def describe_data(loader: object) -> Facts:

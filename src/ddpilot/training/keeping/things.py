@@ -59,6 +59,16 @@ class Things:
         if optional:
             self._optional.add(name)
 
+    def replace(self, old: Optimizer, new: Optimizer) -> None:
+        """Keep `new` in the place and under the name of `old`, and no scheduler of `old` any more."""
+        things = {name: other for name, other in self._things.items() if other is not new}
+        is_schedule = (LRScheduler, ReduceLROnPlateau)
+        self._things = {
+            name: new if other is old else other
+            for name, other in things.items()
+            if not (isinstance(other, is_schedule) and getattr(other, "optimizer", None) is old)
+        }
+
     def name_of(self, thing: object) -> str:
         """The name that `thing` has, also in another DDP; "" where it is not there."""
         return next((name for name, other in self._things.items() if _inner(other) is _inner(thing)), "")
