@@ -69,7 +69,9 @@ class LookingLoop(LoopState):
         `metrics`: name -> torchmetrics object (left as it is), or function of (output, target) that returns a value
         per sample, the batch's mean, or (mean, count of what it is over); NaN where there are no samples. The model
         runs unwrapped, in eval mode, with rank 0's buffers, and not at all where a rank has no sample.
-        `forward(model, batch)` returns what metrics are called with; default: `(model(batch[0]), batch[1])`.
+        `forward(model, batch)` returns what metrics are called with; default: `(model(*batch[:-1]), batch[-1])`, or
+        `(model(**batch), batch)` for a mapping. `metrics` may be a torchmetrics MetricCollection. Torch's random state
+        is left as it was.
         """
         self._leaving.meet()
         self._keeper.say_resumed()
@@ -91,7 +93,8 @@ class LookingLoop(LoopState):
         Outputs: tensors with a row per sample, tuples and dicts of them, or a list with an object per sample; on the
         CPU. None on the other ranks, unless `on_all_ranks`, and where there are no samples. `to`: a folder that rank 0
         writes batch by batch, so that memory holds one batch only; `read_predictions` reads it; the path is returned
-        on every rank. `forward(model, batch)`; default: `model(batch[0])`, or `model(batch)` where that is no tuple.
+        on every rank. `forward(model, batch)`; default: `model(*batch[:-1])` of a tuple, `model(batch[0])` of
+        one item, `model(**batch)` of a mapping, `model(batch)` of anything else.
         """
         self._leaving.meet()
         self._keeper.say_resumed()
