@@ -18,6 +18,10 @@ _IGNORED = -100
 """The label that torch's cross entropy leaves out, and so transformers' models."""
 
 
+class Summands(dict[str, Any]):
+    """Losses by name, each a mean or (mean, count), of which the sum was trained on."""
+
+
 def with_count(loss: Any) -> tuple[Any, float | None]:
     """What a loss function returned, as the loss and what its mean is over (None: samples)."""
     return (loss[0], float(loss[1])) if isinstance(loss, tuple) else (loss, None)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ddpilot.errors import LoopError
-from ddpilot.trainer.batches import with_count
+from ddpilot.trainer.batches import Summands, with_count
 from ddpilot.trainer.history import thin
 from ddpilot.training.loop import Loop
 
@@ -31,7 +31,8 @@ class Ledger:
         self._began_s = time.perf_counter()
         self._names: list[str] = []
         self._waiting: list[dict[str, torch.Tensor | float]] = []
-        self._weights: list[float] = []
+        self._weights: list[dict[str, float]] = []
+        self._adds_up = False
         self._ends: list[bool] = []
         self._updates: list[dict[str, tuple[float, float]]] = []
         """For each update the sum of this rank's losses of each name, and the weight of that sum."""
@@ -47,18 +48,23 @@ class Ledger:
     def add(self, said: Any) -> torch.Tensor:
         """Take what a training step returned for the current batch; its first loss, detached.
 
-        `said`: a mean loss, (mean loss, count), or a dict of means with a name each, which may be others in each batch.
+        `said`: a mean loss, (mean loss, count), or a dict of those with a name each, which may be others in each batch.
+        Of `Summands` the sum of the means is recorded too, as "loss".
         Raises LoopError for what is not one number.
         """
         batch = self._loop.batch
         assert batch is not None  # called inside `batches` only
         loss, count = with_count(said)
         named = dict(loss) if isinstance(loss, Mapping) else {"loss": loss}
-        values = {name: _as_number(name, value, self._loop.rank) for name, value in named.items()}
+        self._adds_up = isinstance(loss, Summands)
+        parts = {name: with_count(value) for name, value in named.items()}
+        values = {name: _as_number(name, value, self._loop.rank) for name, (value, _) in parts.items()}
         self._names += [name for name in values if name not in self._names]
         self._waiting.append(values)
         # A rank without samples has the mean of none, which is NaN, and no part in the sum.
-        self._weights.append((batch.count if count is None else count) if batch.count else 0.0)
+        usual = (batch.count if count is None else count) if batch.count else 0.0
+        own = {name: part for name, (_, part) in parts.items() if part is not None and batch.count}
+        self._weights.append({name: own.get(name, usual) for name in values})
         self._ends.append(batch.is_last)
         self.num_samples += batch.global_count
         if len(self._waiting) >= _FLUSH:
@@ -67,8 +73,10 @@ class Ledger:
 
     def _flush(self) -> None:
         rows = _fetch(self._waiting)
-        for values, weight, is_end in zip(rows, self._weights, self._ends, strict=True):
-            sums = {name: (value * weight if weight else 0.0, weight) for name, value in values.items()}
+        for values, weights, is_end in zip(rows, self._weights, self._ends, strict=True):
+            sums = {
+                name: (value * weights[name] if weights[name] else 0.0, weights[name]) for name, value in values.items()
+            }
             if self._is_open:
                 last = self._updates[-1]
                 for name, (total, part) in sums.items():
@@ -86,14 +94,20 @@ class Ledger:
         """
         names, table = self._table()
         # There is no sample where a fit continues behind the last batch of an epoch.
-        means = _means(names or ["loss"], table.sum(0).tolist())
+        means = self._with_sum(_means(names or ["loss"], table.sum(0).tolist()))
         first = num_updates - len(table)
         rows: list[dict[str, Any]] = [
-            {"update": first + last} | _means(names, sums)
+            {"update": first + last} | self._with_sum(_means(names, sums))
             for last, sums in thin(table.tolist(), _MAX_ROWS)
             if any(sums[1::2])
         ]
         return means, rows
+
+    def _with_sum(self, means: dict[str, float]) -> dict[str, float]:
+        if not self._adds_up or "loss" in means:
+            return means
+        known = [value for value in means.values() if not math.isnan(value)]  # a mean over nothing adds nothing
+        return {"loss": sum(known) if known else math.nan, **means}
 
     def state_dict(self) -> dict[str, Any]:
         """The epoch up to now: a table of all ranks' sums and weights, with a row for each update. Collective."""

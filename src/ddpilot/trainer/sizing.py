@@ -17,6 +17,7 @@ from ddpilot.trainer.places import group_here
 from ddpilot.training.batch_size import BatchSizeSearch, find_batch_size
 from ddpilot.training.checkpoint.rng import capture_rng, restore_rng
 from ddpilot.training.loop import Loop
+from ddpilot.training.losses import add_losses
 
 if TYPE_CHECKING:
     from ddpilot.trainer.trainer import Trainer
@@ -43,7 +44,7 @@ def find_batch_size_here(trainer: Trainer, search: Search, *, has_own_step: bool
 
     def step(model: nn.Module, batch: Any) -> torch.Tensor:
         assert trainer.loss_fn is not None  # _check() has looked
-        loss: torch.Tensor = with_count(trainer.loss_fn(*trainer.forward(model, batch)))[0]
+        loss: torch.Tensor = add_losses(with_count(trainer.loss_fn(*trainer.forward(model, batch)))[0])
         return loss
 
     try:

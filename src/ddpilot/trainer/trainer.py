@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from ddpilot.errors import LoopError, RankError
-from ddpilot.trainer.batches import check_attached, check_weighted, with_count
+from ddpilot.trainer.batches import Summands, check_attached, check_weighted, with_count
 from ddpilot.trainer.checking import check_fit, check_goal, naming_arguments
 from ddpilot.trainer.fitting import Fit, fit_here
 from ddpilot.trainer.history import History
@@ -142,8 +142,8 @@ class Trainer(LookingTrainer):
     def train_batch(self, run: Run, batch: Any) -> Any:
         """One batch: forward, backward, and the update where one is due; override it for a step of another kind.
 
-        Returns what is recorded: a mean loss, (mean loss, count), or a dict of mean losses by name. `run.wrapped` is
-        what to call, `run.optimizers` what to step, `run.loop` has the rest: `accumulate`, `backward`, `step`.
+        Returns what is recorded: a mean loss, (mean loss, count), or a dict of those by name. `run.wrapped` is what
+        to call, `run.optimizers` what to step, `run.loop` has the rest: `accumulate`, `backward`, `step`.
         """
         loop = run.loop
         if self.loss_fn is None:
@@ -153,7 +153,8 @@ class Trainer(LookingTrainer):
         with loop.accumulate(*parts):
             output, target = run_inside(wrapped, lambda model: self.forward(model, batch))
             loss, count = with_count(self.loss_fn(output, target))
-            check_attached(loss, loop.rank)
+            if not isinstance(loss, Mapping):
+                check_attached(loss, loop.rank)
             if count is None and loop.batch is not None and loop.batch.index < _NUM_CHECKED:
                 check_weighted(loss, output, batch, loop.rank)
             loop.backward(loss, count)
@@ -161,6 +162,8 @@ class Trainer(LookingTrainer):
             loop.clip_grad_norm_(run.model.parameters(), self.clip_norm)
         for name, optimizer in run.optimizers.items():
             loop.step(optimizer, run.schedulers.get(name))
+        if isinstance(loss, Mapping):
+            return Summands(loss)
         return loss if count is None else (loss, count)
 
     def find_batch_size(

@@ -114,7 +114,7 @@ def _are_alike(summaries: list[tuple[float, float, float]]) -> bool:
 def _make_finding(names: list[str], world_size: int) -> Finding:
     more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
     return Finding(
-        code="DDP505",
+        code="DDP506",
         name="buffers-differ",
         severity="warning",
         summary=f"buffers of the model differ between ranks: {', '.join(names[:_NUM_NAMED])}{more}",

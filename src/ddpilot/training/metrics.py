@@ -131,7 +131,7 @@ def _parts(metric: Any) -> list[Any]:
 class MeanOf:
     """The mean of a function over samples: its values per sample, or its means of batches, weighted by their counts.
 
-    Where it returns (mean, count), that count is taken: of tokens, say.
+    Where it returns (mean, count), that count is taken: of tokens, say. Of several of those by name it is the sum.
     """
 
     asks_for_range = False
@@ -139,10 +139,14 @@ class MeanOf:
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         self._name = name
         self._function = function
-        self._sum = torch.zeros(2, dtype=torch.float64)
+        self._sums: dict[str, tuple[float, float]] = {}
 
     def update(self, arguments: tuple[Any, ...], count: int) -> None:
         said = self._function(*arguments)
+        for name, part in said.items() if isinstance(said, Mapping) else [("", said)]:
+            self._add(str(name), part, count)
+
+    def _add(self, name: str, said: Any, count: int) -> None:
         mean, weight = said if isinstance(said, tuple) and len(said) == 2 else (said, None)
         if not isinstance(mean, torch.Tensor | np.ndarray | np.generic | numbers.Number | list):
             raise LoopError(
@@ -159,20 +163,22 @@ class MeanOf:
             )
         if weight is not None:
             number = float(weight)  # a count in a tensor would make a 32-bit product
-            self._sum += torch.tensor([value.item() * number if number else 0.0, number], dtype=torch.float64)
-            return
-        per_sample = value.reshape(count, -1).mean(dim=1) if value.ndim else value.expand(count)
-        self._sum += torch.stack([per_sample.sum(), torch.tensor(float(count), dtype=torch.float64)])
+            total = value.item() * number if number else 0.0
+        else:
+            number = float(count)
+            total = value.reshape(count, -1).mean(dim=1).sum().item() if value.ndim else value.item() * number
+        before, others = self._sums.get(name, (0.0, 0.0))
+        self._sums[name] = before + total, others + number
 
     def end_batch(self, group: GroupLike, is_divided: bool) -> None:
         """Nothing to do."""
 
     def compute(self, group: GroupLike) -> float:
-        if group.world_size > 1:
-            said = group.all_gather_object(self._sum.tolist())
-            self._sum = torch.tensor(said, dtype=torch.float64).sum(dim=0)
-        total, count = self._sum.tolist()
-        return total / count if count else float("nan")
+        said = group.all_gather_object(self._sums) if group.world_size > 1 else [self._sums]
+        names = dict.fromkeys(name for one in said for name in one)
+        sums = [[sum(part) for part in zip(*(one[name] for one in said if name in one), strict=True)] for name in names]
+        means = [total / count for total, count in sums if count]
+        return sum(means) if means else float("nan")
 
 
 class MergedMetric:

@@ -132,4 +132,4 @@ def find() -> list[list[str]]:
 
 def test_buffers_that_differ_between_ranks_are_found_once() -> None:
     """Not those that are not saved, that DDP sends, or that norms have; nor those that are alike."""
-    assert list(launch(2, find)) == [[["DDP505"], [], [], []]] * 2
+    assert list(launch(2, find)) == [[["DDP506"], [], [], []]] * 2
