@@ -132,7 +132,7 @@ class Ladder:
             return False
         known = [report for report in reports if report is not None]
         return (
-            len({report.num_groups for report in known}) == 1
+            len({(report.num_groups, report.num_group_names) for report in known}) == 1
             and not any(report.in_backward for report in known)
             and (all(report.num_collectives == 0 for report in known) or self._have_failed_alike(known))
         )

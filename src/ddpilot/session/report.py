@@ -46,7 +46,10 @@ class Report:
     """How many collectives the rank began in it; None where they are not recorded."""
 
     num_groups: int = 0
-    """How many process groups the rank has made since it entered the default one."""
+    """How many process groups the rank has."""
+
+    num_group_names: int = 0
+    """How many it has begun to make since it entered the default one."""
 
     type_name: str = ""
     message: str = ""

@@ -71,8 +71,13 @@ def _explain(message: str) -> str:
 
 
 def group_state() -> dict[str, Any]:
-    """Of this rank, for a report: whether it is in a group, and how many it has made."""
-    return {"has_group": dist.is_initialized(), "num_groups": c10d._world.group_count}
+    """Of this rank, for a report: whether it is in a group, how many it has and has begun to make."""
+    world = c10d._world
+    return {
+        "has_group": dist.is_initialized(),
+        "num_groups": len(world.pg_map),
+        "num_group_names": world.group_count,
+    }
 
 
 def came_from_backward(error: BaseException | None) -> bool:
