@@ -20,7 +20,6 @@ _FIXES = {
     errno.EAGAIN: "Raise the limit of processes, `ulimit -u`, or ask for fewer ranks",
 }
 _NO_TEMPORARY = "No usable temporary directory"  # how tempfile begins its message
-_FDS_PER_RANK = 3
 
 
 def explain_limit(did: str, error: OSError) -> LaunchError | None:
@@ -32,7 +31,7 @@ def explain_limit(did: str, error: OSError) -> LaunchError | None:
         most = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
         fix = (
             f"Raise `ulimit -n` in the shell that starts Python (at most {most} here), close what is not needed, "
-            f"or ask for fewer ranks: each takes {_FDS_PER_RANK}"
+            "or ask for fewer ranks"
         )
     elif str(error.strerror).startswith(_NO_TEMPORARY):
         fix = "Set TMPDIR to a directory that exists, can be written to, and has space left"

@@ -226,3 +226,15 @@ def test_run_shows_tracebacks_without_what_guard_put_around_torch(tmp_path: Path
     assert "During handling of the above exception" in done.err
     assert "_engine_run_backward" in done.err
     assert "probe.py" not in done.err
+
+
+def test_run_says_which_limit_is_too_low_for_its_pipes(tmp_path: Path) -> None:
+    """Two pipes for each rank do not fit into the limit of open files: its command is named, without a traceback."""
+    write(tmp_path, "train.py", "")
+    limited = ["sh", "-c", 'ulimit -n 30; exec "$@"', "sh", *RUN, "-n", 8, "train.py"]
+    with started(limited, tmp_path) as process:
+        done = finish(process)
+    assert done.status == 1
+    assert "too many open files: this process may have 30 open at a time" in done.err
+    assert "Raise `ulimit -n`" in done.err
+    assert "Traceback" not in done.err

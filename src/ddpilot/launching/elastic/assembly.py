@@ -204,6 +204,9 @@ def _torchs_rendezvous(options: RunOptions, run_id: str, say: Callable[[str], No
     )
     try:
         return _Patient(_wait(lambda: get_rendezvous_handler(parameters), options, say), options, say)
+    except ImportError as error:  # torch's etcd backends need a package of their own
+        fix = "Install it, `pip install python-etcd`, or use c10d, which needs none"
+        raise RendezvousError(f"preparing the {options.rdzv_backend} rendezvous", found=str(error), fix=fix) from error
     except (ValueError, TorchRendezvousError) as error:
         fix = "Backends are static (ddpilot's own), c10d, etcd and etcd-v2; --rdzv-endpoint is host:port"
         raise RendezvousError(f"preparing the {options.rdzv_backend} rendezvous", found=str(error), fix=fix) from error

@@ -25,6 +25,7 @@ from ddpilot.launching.elastic.screen import Screen
 from ddpilot.launching.elastic.stopping import RunStoppedError, StopSignal, signals_raise
 from ddpilot.launching.elastic.target import check_stream, check_target
 from ddpilot.launching.elastic.waiting import check_backend, check_endpoint
+from ddpilot.launching.limits import limits_explained
 from ddpilot.launching.output.display import Display
 
 CPP_LEVEL_VARIABLE = "TORCH_CPP_LOG_LEVEL"
@@ -132,7 +133,8 @@ def run_prepared(prepared: PreparedRun, accompany: Accompany | None = None) -> N
     """
     options = prepared.options
     try:
-        _run(prepared, accompany)
+        with limits_explained(f"running `{options.name}` on {prepared.me.nproc_per_node} ranks"):
+            _run(prepared, accompany)
     except StopSignal as stop:
         number = stop.number
         found = f"`{options.name}` was stopped by {number.name} before there were ranks"
