@@ -7,7 +7,10 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from ddpilot.record.recording import Recording
 
 RING_DIR_VARIABLE = "DDPILOT_RING_DIR"
 """Names the folder for the rings; its owner makes it, private to the user, and removes it after the ranks are gone."""
@@ -40,20 +43,21 @@ def find_rings(folder: str | os.PathLike[str]) -> Mapping[int, Path]:
     return dict(sorted(found.items()))
 
 
-def start(rank_start: RankStart) -> None:
+def start(rank_start: RankStart) -> Recording | None:
     """Record every collective of this process from now on until it exits, in the folder of `RING_DIR_VARIABLE`.
 
-    Its main thread's stack is to be had there too (`ddpilot.record.stacks`). Without that variable nothing happens.
-    Whatever fails is said in one line on stderr, and the rank runs on.
+    Its main thread's stack is to be had there too (`ddpilot.record.stacks`). Returns the recording; None without that
+    variable. Whatever fails is said in one line on stderr, and the rank runs on.
     """
     folder = rank_start.environ.get(RING_DIR_VARIABLE)
     if not folder:
-        return
+        return None
     try:
         from ddpilot.record.recording import start_recording
         from ddpilot.record.stacks import answer_with_stacks, stacks_path
 
         answer_with_stacks(stacks_path(folder, rank_start.rank))
-        start_recording(ring_path(folder, rank_start.rank), rank=rank_start.rank)
+        return start_recording(ring_path(folder, rank_start.rank), rank=rank_start.rank)
     except Exception as error:  # noqa: BLE001 - said, and never in the way of training
         sys.stderr.write(f"ddpilot: rank {rank_start.rank}: collectives are not recorded: {error}\n")
+        return None

@@ -13,11 +13,12 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace, TracebackType
+from typing import NoReturn
 
 import psutil
 
@@ -192,7 +193,9 @@ def _enable(options: WatchOptions, topology: Topology, name: str, origin: Origin
         let_works_end()
         for hook in hooks:
             module, _, function = hook.partition(":")
-            getattr(importlib.import_module(module), function)(start)
+            recording = getattr(importlib.import_module(module), function)(start)
+            if hook == HOOK and recording is not None:
+                _note_exit(recording.stop)
 
     when_imported("torch", "ddpilot.watch", begin)
     if not is_observed:
@@ -201,6 +204,20 @@ def _enable(options: WatchOptions, topology: Topology, name: str, origin: Origin
     # What this rank starts, such as a DataLoader's worker, inherits its variables and is not a rank.
     os.environ[OWNER_VARIABLE] = str(os.getpid())
     return folder
+
+
+def _note_exit(stop: Callable[[], None]) -> None:
+    """Call `stop` before `os._exit(0)` too: the observer sees no exit status, so that it looks like a crash else."""
+    pid, theirs = os.getpid(), os._exit
+
+    def leave(status: int) -> NoReturn:
+        try:
+            if status == 0 and os.getpid() == pid:  # workers that the rank forks end in this way
+                stop()
+        finally:
+            theirs(status)
+
+    os._exit = leave
 
 
 def _open_folder(root: Path, launcher: psutil.Process) -> Path:

@@ -50,6 +50,14 @@ def observers(folder: Path) -> list[int]:
     ]
 
 
+def test_ranks_that_end_by_os_exit_0_one_after_the_other_end_well(tmp_path: Path) -> None:
+    """Many scripts do so; the observer sees no exit status, and must not end the ranks that are left."""
+    script = f"{ENABLE}{ENTER}if rank:\n    time.sleep(1.5)\nprint('through')\nsys.stdout.flush()\nos._exit(0)\n"
+    done = run_script(script, tmp_path, module=TORCHRUN, env=variables(tmp_path))
+    assert done.out.count("through") == 2
+    assert "ddpilot: " not in done.err
+
+
 def test_run_ends_with_the_finding_and_status_1(tmp_path: Path) -> None:
     """As `launch` does; with --no-watch nobody sees it."""
     done = run_script(DIFFER, tmp_path, module=RUN, env=variables(tmp_path), may_fail=True)
