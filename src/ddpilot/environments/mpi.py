@@ -192,7 +192,10 @@ def _resolve_master(environ: Environ, family: MpiFamily, nnodes: int) -> tuple[s
         raise missing(environ, _DID, "MASTER_ADDR", fix=fix, beside=beside)
     job = first_set(environ, *family.job_ids)
     if master_port is None and job is None:
-        fix = "Set MASTER_PORT to the same free port on every rank, such as `mpiexec -genv MASTER_PORT 15000`"
+        example = (
+            "mpirun -x MASTER_PORT=15000" if family.environment == "openmpi" else "mpiexec -genv MASTER_PORT 15000"
+        )
+        fix = f"Set MASTER_PORT to the same free port on every rank, such as `{example}`"
         raise missing(environ, _DID, "MASTER_PORT", fix=fix, beside=beside)
     address = quote(environ, "MASTER_ADDR") or "all ranks on this machine"
     port = quote(environ, "MASTER_PORT") or f"port from {quote(environ, job or '')}"

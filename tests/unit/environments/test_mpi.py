@@ -139,3 +139,18 @@ def test_mpi_ranks_count_when_mpirun_runs_in_a_shell_of_slurm() -> None:
     mpirun = family_environ("OMPI_COMM_WORLD_{}")
     assert detect_topology(shell).environment == "alone"
     assert detect_topology({**shell, **mpirun, **ADDRESS}).environment == "openmpi"
+
+
+@pytest.mark.parametrize(
+    ("prefix", "example"),
+    [
+        (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"), "mpirun -x MASTER_PORT=15000"),
+        (("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"), "mpiexec -genv MASTER_PORT 15000"),
+    ],
+)
+def test_mpi_without_a_port_shows_the_option_of_its_own_launcher(prefix: tuple[str, ...], example: str) -> None:
+    """Open MPI's mpirun knows no -genv."""
+    rank, size, local_rank = prefix
+    local_size = "OMPI_COMM_WORLD_LOCAL_SIZE" if rank.startswith("OMPI") else "MPI_LOCALNRANKS"
+    with pytest.raises(TopologyError, match=example):
+        detect_topology({rank: "1", size: "2", local_rank: "1", local_size: "2"})
