@@ -165,12 +165,15 @@ class Observing:
 
     def _has_changed(self) -> bool:
         """True if a rank has a new process, or one has begun to record that is not observed."""
-        changed_ns = os.stat(self._folder).st_mtime_ns
+        try:
+            changed_ns = os.stat(self._folder).st_mtime_ns
+        except OSError:  # deleted, which the observer says
+            return False
         if changed_ns == self._looked_ns:
             return False
         self._looked_ns = changed_ns if time.time_ns() - changed_ns > _SETTLED_NS else 0
         present = find_rank_processes(self._folder)
-        if any(present.get(rank) != each for rank, each in self._ranks.items()):
+        if any(present.get(rank, each) != each for rank, each in self._ranks.items()):
             self._forget()
             return True
         return any(self._records(rank, each, present) for rank, each in present.items() if rank not in self._ranks)
@@ -195,7 +198,10 @@ class Observing:
             started_s=time.time(),
             ranks=tuple(sorted(self._ranks)),
         )
-        write_about(self._folder, about)
+        try:
+            write_about(self._folder, about)
+        except OSError as error:
+            _say(f"`ddpilot watch` does not list this job: {self._folder} cannot be written to ({error})")
 
     def _facts(self) -> dict[int, RankFacts]:
         found = {}

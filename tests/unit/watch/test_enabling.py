@@ -173,6 +173,9 @@ def test_the_observation_begins_again_for_a_late_rank_and_for_a_new_process(
     assert observing._has_changed()
     assert observing._await_ranks() == {0: first, 1: second}
     observing._ranks = {0: first, 1: second}
+    (tmp_path / "rank1.process").unlink()  # as a cleaner of temporary files does after days
+    assert not observing._has_changed()
+    second.write(tmp_path, 1)
     again = replace(first, number=1, since_ns=time.monotonic_ns())
     again.write(tmp_path, 0)
     assert observing._has_changed()
@@ -197,6 +200,18 @@ def test_the_end_of_a_process_counts_when_its_shell_has_ended(tmp_path: Path, sl
     facts = observing._facts()[0]
     assert (facts.is_away, facts.process.state) == (False, "ended")
     assert facts.error is not None
+
+
+def test_an_observer_goes_on_in_a_folder_that_is_gone_or_takes_no_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A full disk is told in one line; of a deleted folder the rings say so."""
+    observing = Observing(tmp_path / "gone")
+    observing._ranks = {0: rank_process(psutil.Process())}
+    observing._job = {"name": "train.py", "command": [], "world_size": 1}
+    observing._write_about()
+    assert "`ddpilot watch` does not list this job" in capsys.readouterr().err
+    assert not observing._has_changed()
 
 
 def test_a_second_observer_of_one_job_does_nothing(tmp_path: Path) -> None:
