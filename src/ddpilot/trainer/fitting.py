@@ -73,6 +73,13 @@ def fit_here(trainer: Trainer, fit: Fit, signals: StopSignals) -> Exception | No
         **fit.checkpoints,
     )
     loop.stop_by(signals)
+    try:
+        return _fit_by(loop, trainer, fit)
+    finally:  # a traceback may keep the loop, and with it the directory of its checkpoints
+        loop.release_directory()
+
+
+def _fit_by(loop: Loop, trainer: Trainer, fit: Fit) -> Exception | None:
     loop.findings = trainer.findings
     train_loader, val_loader = _make_loaders(fit, loop)
     data = describe_data(train_loader)

@@ -191,6 +191,13 @@ class LoopState:
         self._signals = signals
         signals.tell_to(self._decider.ask)
 
+    def release_directory(self) -> None:
+        """Let other processes write in the directory of checkpoints, once what is being written is on the disk.
+
+        The end of `epochs` does it too. A later save takes the directory again. Not collective.
+        """
+        self._keeper.release()
+
     def autocast(self) -> AbstractContextManager[object]:
         """Forward passes in the loop's precision, where that is not fp32. `accumulate` does it by itself."""
         return self._precision.autocast()

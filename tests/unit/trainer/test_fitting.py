@@ -6,6 +6,8 @@ from __future__ import annotations
 import copy
 import errno
 import math
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -238,3 +240,17 @@ def test_evaluations_have_the_batch_size_of_the_last_fit() -> None:
     assert trainer.batch_size == 3
     trainer.fit(DataLoader(DATA, batch_size=2), nproc_per_node=0, progress=False)
     assert trainer.batch_size == 2
+
+
+def test_a_fit_that_failed_lets_other_processes_write_its_checkpoints(tmp_path: Path) -> None:
+    """Also while its traceback is kept, as a notebook keeps it: the next fit may be on ranks."""
+    code = "import sys; from pathlib import Path; from ddpilot.training.checkpoint.files import Writer; "
+    command = [sys.executable, "-c", code + "Writer.of(Path(sys.argv[1]))", str(tmp_path)]
+    kept = []
+    for calls_left in (0, 2):
+        trainer = make_trainer()
+        trainer.model.calls_left = calls_left
+        with pytest.raises(ArithmeticError) as failure:
+            fit(trainer, checkpoint_dir=tmp_path)
+        kept.append(failure)
+    assert subprocess.run(command, capture_output=True, check=True).returncode == 0

@@ -202,6 +202,11 @@ class Keeper:
         """Wait until the last save is on the disk; whether it is, the same on all ranks. Collective."""
         return self._joint is None or self._joint.wait()
 
+    def release(self) -> None:
+        """Wait for what is being written, and let other processes write there. Not collective."""
+        if self._joint is not None and self._group.is_rank_zero:
+            self._joint.folder.close()
+
     def __enter__(self) -> Keeper:
         self.is_in_epochs = True
         return self
@@ -218,8 +223,7 @@ class Keeper:
         if self._is_asked:
             self._is_asked = False
             self._tell(SAVED_BEFORE if kind is None else LEFT_BY_BREAK)
-        if self._group.is_rank_zero:
-            self._joint.folder.close()
+        self.release()
 
     def _match(self, found: Checkpoint) -> Callable[[], None]:
         progress = found.manifest.progress
