@@ -12,6 +12,7 @@ import pytest
 from ddpilot import LaunchInterrupted, RankError, Session
 from ddpilot.session.status import RankStatus
 from tests.dist.launching.scripts import wait_until
+from tests.dist.session.conftest import Kept
 
 Start = Callable[..., Session]
 
@@ -65,3 +66,17 @@ def test_status_of_a_dead_rank_says_why(start: Start) -> None:
     assert alive.state == "idle"
     assert (dead.state, dead.pid, dead.memory_bytes) == ("dead", None, None)
     assert "SIGKILL" in dead.reason
+
+
+def test_stacks_take_nothing_of_what_a_rank_writes(start: Start, view: Kept) -> None:
+    """Lines that C++ code writes into stderr meanwhile belong to the cell's output."""
+    session = start(1)
+    found: list[str] = []
+    reader = threading.Timer(0.5, lambda: found.append(session.stacks()[0]))
+    reader.start()
+    session.execute(
+        "import os, time\nfor number in range(300):\n    os.write(2, b'line %d\\n' % number)\n    time.sleep(0.005)"
+    )
+    reader.join()
+    assert view.raws[0].decode().splitlines() == [f"line {number}" for number in range(300)]
+    assert 'File "Cell In[1]"' in found[0]
