@@ -99,6 +99,7 @@ def _compile(compiler: str, path: Path) -> Path:
         errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
         raise _failed(f"{compiler} says: {'; '.join(errors[:3])}")
     try:
+        path.chmod(0o700)  # the compiler's mode depends on the umask, and what a group can write to is not loaded
         load(path)
     except Exception as error:
         raise _failed(f"what was built cannot be loaded: {error}") from error

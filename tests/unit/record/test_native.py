@@ -66,6 +66,28 @@ def test_build_refuses_what_cannot_be_loaded(cache: Path, tmp_path: Path, monkey
     assert list(cache.iterdir()) == []
 
 
+def test_built_path_does_not_depend_on_the_working_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relative folder counts for nothing; without a home folder there is no place, which is said."""
+    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
+    path = native.built_path()
+    assert path is None or path.is_absolute()
+    monkeypatch.setattr("os.path.expanduser", lambda text: text)
+    assert native.built_path() is None
+    assert native.find("native") is None
+    with pytest.raises(RecordError, match="no home folder.*XDG_CACHE_HOME"):
+        native.build()
+
+
+def test_load_refuses_what_others_can_write_to(cache: Path) -> None:
+    """They could have changed it."""
+    cache.mkdir()
+    path = cache / "recorder.so"
+    path.write_bytes(b"")
+    path.chmod(0o666)
+    with pytest.raises(ImportError, match="other users can write to"):
+        native.load(path)
+
+
 def test_build_without_a_place_says_how_to_name_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where the home folder cannot be written."""
     (tmp_path / "file").touch()
