@@ -169,11 +169,12 @@ def test_pdb_on_waits_for_a_person_and_debug_says_what_to_do(start: Start, view:
         ("x = 1\n%%ddp --ranks 0\ny = 1", "`%%ddp --ranks 0` stands in a cell that runs on the ranks already"),
     ],
 )
-def test_magics_of_the_notebook_say_where_they_belong(start: Start, code: str, answer: str) -> None:
+def test_magics_of_the_notebook_say_where_they_belong(start: Start, view: Kept, code: str, answer: str) -> None:
     """In a cell on the ranks there is neither; IPython would say that it knows none of that name."""
     with pytest.raises(RankError) as caught:
         start(1).execute(code)
     assert answer in str(caught.value)
+    assert view.texts == {}
 
 
 def test_sys_exit_is_an_error_with_its_line(start: Start, view: Kept) -> None:

@@ -112,6 +112,10 @@ class RankShell(ZMQInteractiveShell):
         else:
             super().debugger(force=force)
 
+    def show_usage_error(self, exc: BaseException) -> None:
+        """Keep the sentence for the session's error; IPython would print it as well, on every rank."""
+        self._last_traceback = [f"UsageError: {exc}"]
+
     def _showtraceback(self, _etype: Any, _evalue: Any, stb: list[str]) -> None:
         self._last_traceback = stb
 

@@ -19,7 +19,10 @@ def _refuse(line: str, cell: str | None = None) -> NoReturn:
     if cell is not None:
         _refuse_second(line)
     typed = f"%ddp {line}".rstrip()
-    raise UsageError(f"`{typed}` is for the notebook, and this cell runs on the ranks. Use a cell without `%%ddp`")
+    raise UsageError(
+        f"`{typed}` is for the notebook, and this cell runs on the ranks. Use a cell without `%%ddp`, or while "
+        "auto is on `%%ddp --local`"
+    )
 
 
 def _refuse_second(line: str) -> NoReturn:
