@@ -133,6 +133,7 @@ def load(path: Path) -> Any:
         module = _load_from(f"/proc/self/fd/{fd}" if os.path.exists(f"/proc/self/fd/{fd}") else str(path))
     finally:
         os.close(fd)
+    module.__file__ = str(path)
     versions, ours = (module.LAYOUT_VERSION, module.JOURNAL_VERSION), (layout.VERSION, journal.VERSION)
     if versions != ours:
         raise ImportError(f"it writes versions {versions} of ring and journal, and these are {ours}")
