@@ -63,6 +63,7 @@ def check_weighted(loss: Any, output: Any, batch: Any, rank: int) -> None:
 
 
 def _is_own_loss(loss: Any, output: Any) -> bool:
-    """Is `loss` what a transformers model returned as its `loss`?"""
+    """Is `loss`, or one of several, what a transformers model returned as its `loss`?"""
     is_theirs = any(base.__module__.partition(".")[0] == "transformers" for base in type(output).__mro__)
-    return is_theirs and loss is getattr(output, "loss", None)
+    given = loss.values() if isinstance(loss, Mapping) else [loss]
+    return is_theirs and any(each is getattr(output, "loss", None) for each in given)

@@ -119,8 +119,10 @@ def test_check_weighted_refuses_the_loss_of_a_transformers_model_without_a_count
     outputs = pytest.importorskip("transformers.modeling_outputs")
     loss, full = torch.tensor(2.0), torch.ones(2, 3, dtype=torch.int64)
     output, batch = outputs.MaskedLMOutput(loss=loss), {"labels": full.masked_fill(torch.eye(2, 3).bool(), -100)}
-    with pytest.raises(LoopError, match=r"a mean over the 4 of 6 labels that are not -100; .* a mean over 2 samples"):
-        check_weighted(loss, output, batch, 0)
+    for given in (loss, {"lm": loss, "penalty": torch.tensor(1.0)}):
+        with pytest.raises(LoopError, match=r"a mean over the 4 of 6 labels that are not -100; .* a mean over 2 sampl"):
+            check_weighted(given, output, batch, 0)
+    check_weighted({"lm": (loss, 4)}, output, batch, 0)
     check_weighted(loss, output, {"labels": full}, 0)
     check_weighted(loss * 1, output, batch, 0)
     check_weighted(loss, {"loss": loss}, batch, 0)
