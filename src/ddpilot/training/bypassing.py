@@ -5,14 +5,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpilot.errors import LoopError
+from ddpilot.training.losses import walk
+from ddpilot.training.reduction import is_finished
 from ddpilot.training.wrapping import class_name, unwrap
 
 _NOTE = "require_forward_param_sync"
 _UNUSED = "not used since this update began"
+_BEFORE = "used before an earlier backward pass, and not since"
+_NUM_LOOKS = 3
+"""Updates in which graphs are walked: what a program does wrong it does from the beginning."""
 # DDP sets that attribute in every forward pass, and asks only whether it is true, as this text is. A hook would cost
 # every forward pass a microsecond, and torch.compile would look into it.
 
@@ -23,6 +29,12 @@ class BypassWatch:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._models: dict[DistributedDataParallel, frozenset[int]] = {}
+        self._num_updates = 0
+
+    @property
+    def looks_at_graphs(self) -> bool:
+        """True in the first updates."""
+        return self._num_updates <= _NUM_LOOKS and bool(self._models)
 
     def watch(self, model: DistributedDataParallel, parameters: Iterable[nn.Parameter]) -> None:
         """Watch `model`, whose reducer waits for `parameters`; in place of another DDP of the same module."""
@@ -31,8 +43,24 @@ class BypassWatch:
 
     def begin(self) -> None:
         """The forward passes of an update's last batch are to come. Not collective."""
+        self._num_updates += 1
         for model in self._models:
             model.__dict__[_NOTE] = _UNUSED  # at a tenth of the cost of a module's own way
+
+    def check_graph(self, losses: Iterable[torch.Tensor]) -> None:
+        """Before a backward pass of `losses`: raise LoopError if it belongs to a forward pass before another backward.
+
+        DDP exchanges the gradients of the forward passes since the last exchange in one backward pass, and none of a
+        second one.
+        """
+        reached = {id(getattr(node, "variable", None)) for node in walk(losses)}
+        for model, parameters in self._models.items():
+            if reached.isdisjoint(parameters):
+                continue
+            if model.__dict__.get(_NOTE) is _BEFORE and is_finished(model):
+                raise self._refuse_second(model)
+            if model.__dict__.get(_NOTE) is not _UNUSED:
+                model.__dict__[_NOTE] = _BEFORE
 
     def check(self, parameters: Iterable[nn.Parameter]) -> None:
         """Raise LoopError where `parameters` have gradients and the DDP that they are in was not called.
@@ -56,6 +84,18 @@ class BypassWatch:
         asked = [model for model in self._models if id(unwrap(model)) in inner]
         if all(model.__dict__.get(_NOTE) is _UNUSED for model in asked):
             self.check(parameter for model in asked for parameter in model.module.parameters())
+
+    def _refuse_second(self, model: DistributedDataParallel) -> LoopError:
+        name = class_name(model)
+        return LoopError(
+            "running backward",
+            found=f"the forward pass of {name} behind this loss ran before another loop.backward(), which exchanged "
+            "the gradients of all its forward passes; those of this one would not cross between ranks",
+            fix="Add the losses and call loop.backward once, or by name: "
+            'loop.backward({"a": loss_a, "b": (loss_b, count)}); or run each forward pass after the backward of '
+            "the one before.",
+            rank=self._rank,
+        )
 
     def _refuse(self, model: DistributedDataParallel) -> LoopError:
         name = class_name(model)

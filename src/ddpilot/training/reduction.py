@@ -52,7 +52,7 @@ class Reductions:
         something, would wait for them there.
         """
         for model in tuple(self._unordered):
-            if not _is_finished(model):  # this backward pass was not all of it
+            if not is_finished(model):  # this backward pass was not all of it
                 continue
             if not model._has_rebuilt_buckets:
                 model._has_rebuilt_buckets = model.reducer._rebuild_buckets()
@@ -112,7 +112,8 @@ class Reductions:
         return LoopError("synchronising gradients", found=found, fix=fix, rank=self._rank)
 
 
-def _is_finished(model: DistributedDataParallel) -> bool:
+def is_finished(model: DistributedDataParallel) -> bool:
+    """True if no gradient of `model` is waited for."""
     try:
         model._check_reducer_finalized()  # type: ignore[no-untyped-call]
     except RuntimeError:

@@ -215,6 +215,8 @@ class Updates:
             self._groups.check(self.batch)
         if (retain_graph or self._graphs.has_graph) and self.is_update:
             self._graphs.look(losses, self.models, retains=retain_graph)
+        if self.batch is not None and self.batch.is_last and self.bypasses.looks_at_graphs:
+            self.bypasses.check_graph(losses)
         if scaler is not None:
             losses = [scaler.scale(loss) for loss in losses]
         self.is_silent = seeds is None

@@ -16,6 +16,7 @@ from ddpilot import RankError
 from ddpilot.data.plan import Plan
 from ddpilot.errors import LoopError
 from ddpilot.group.enter import seed_all
+from ddpilot.training.inside import run_inside
 from ddpilot.training.loop import Loop
 from ddpilot.training.wrapping import unwrap
 from tests.dist.training.bodies import launch
@@ -168,12 +169,31 @@ def misuse() -> list[str]:
         loop.backward(loss + other, retain_graph=True)
         said.append(refuse(loop, lambda other=other: loop.backward(other)))  # type: ignore[misc]
         break
-    return said
+    return [*said, *misuse_of_forwards()]
+
+
+def misuse_of_forwards() -> list[str]:
+    """Two forward passes and then two backward passes; alternating ones, and two parts of one forward, are fine."""
+    loop = Loop(progress=False)
+    model = loop.prepare(TwoHeads().double())
+    parts = loop.prepare(nn.ModuleDict({"a": nn.Linear(6, 1), "b": nn.Linear(6, 1)}).double())
+    for x, y, labels in loop.batches(loop.loader(make_data(), global_batch_size=BATCH_SIZE)):
+        for shift in (0.0, 1.0):
+            value, scores = model(x + shift)
+            loop.backward(mse_loss(value, y) + cross_entropy(scores, labels.clamp(min=0)))
+        first, second = run_inside(parts, lambda inner, x=x: (inner["a"](x), inner["b"](x)))  # type: ignore[misc]
+        loop.backward(first.mean())
+        loop.backward(second.mean())
+        (value, scores), (later, _) = model(x), model(-x)
+        loop.backward(value.mean() + scores.mean())
+        return [refuse(loop, lambda later=later: loop.backward(later.mean()))]  # type: ignore[misc]
+    return []
 
 
 def test_ranks_that_do_not_fit_together_are_refused_on_all_of_them() -> None:
     """Before the backward pass, with what this rank has."""
-    for rank, (rows, names, twice) in enumerate(launch(2, misuse)):
+    for rank, (rows, names, twice, later) in enumerate(launch(2, misuse)):
+        assert "ran before another loop.backward(), which exchanged" in later
         assert f"(*, {3 + rank})" in rows
         assert "the ranks have different losses: 'value'" in names
         assert "call backward once" in twice
