@@ -26,17 +26,23 @@ def environ() -> dict[str, str]:
 
 
 def test_launch_sets_every_variable_that_torchrun_sets(tmp_path: Path) -> None:
-    """ "Environment = torchrun's contract": the same names with the same values, but for ids and ports."""
+    """ "Environment = torchrun's contract": the same names with the same values, but for ids, ports and threads."""
     run_script(DUMP, tmp_path, module=TORCHRUN)
     ours = Launcher(nproc_per_node=2).run(environ)
     for rank in range(2):
         theirs = json.loads((tmp_path / f"rank{rank}").read_text())
         added = set(theirs) - set(os.environ) - set(NOT_OF_THE_CONTRACT)
         assert added - set(ours[rank]) == set()
-        free = {"MASTER_PORT", "TORCHELASTIC_RUN_ID", "MASTER_ADDR"}
+        free = {"MASTER_PORT", "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "OMP_NUM_THREADS"}
         same = sorted(name for name in added - free)
         assert {name: ours[rank][name] for name in same} == {name: theirs[name] for name in same}
         assert ours[rank]["MASTER_ADDR"] == "127.0.0.1"
+        assert ours[rank]["OMP_NUM_THREADS"] == os.environ.get("OMP_NUM_THREADS", str(max(1, num_cores() // 2)))
+
+
+def num_cores() -> int:
+    """Cores that this process may use: torchrun gives each rank one thread, and `launch` its part of the cores."""
+    return len(os.sched_getaffinity(0))
 
 
 def meet(address: tuple[str, str] | None) -> list[float]:
