@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddpilot.findings.finding import Finding, Place
 from ddpilot.record.log import Collective, Line, RankLog
-from ddpilot.watch.rules.causes import LEFT_OUT
+from ddpilot.watch.rules.causes import LEFT_OUT, UNLIKE
 from ddpilot.watch.rules.fingerprints import seen_gradients
 from ddpilot.watch.rules.gathering import some
 from ddpilot.watch.rules.other_reductions import MIN_EXCHANGED
@@ -27,12 +27,15 @@ _MAX_LINES = 3
 
 
 class Averaged:
-    """Parameters of one optimizer whose gradients and values are alike on all ranks, in the optimizer's order."""
+    """Parameters of one optimizer whose gradients and values are alike on all ranks, in the optimizer's order.
 
-    def __init__(self, units: Units, moment: Moment) -> None:
+    `are_weights_apart`: the gradients alone.
+    """
+
+    def __init__(self, units: Units, moment: Moment, *, are_weights_apart: bool = False) -> None:
         rank = min(rank for rank, step in moment.steps.items() if "f" in step.values)
         unit = units[rank]
-        apart = moment.difference.gradients.keys() | moment.difference.parameters.keys()
+        apart = set(moment.difference.gradients) | (set() if are_weights_apart else set(moment.difference.parameters))
         gradients = seen_gradients(moment.steps[rank].values["f"])
         members = [
             (size, gradient)
@@ -106,4 +109,29 @@ def tell_left_out(units: Units, first: Moment, proof: Moment, line: Line) -> Fin
         why=LEFT_OUT.why,
         fix=LEFT_OUT.fix,
         source=f"ddpilot explain {LEFT_OUT.code}",
+    )
+
+
+def tell_unlike(units: Units, proof: Moment, line: Line, num_checked: int) -> Finding:
+    """Weights that were never the same, of which the program averages the gradients at `line`."""
+    unit = units[min(proof.steps)]
+    called = dict(zip(unit["names"], unit["called"], strict=True))
+    differing = list(proof.difference.parameters.items())
+    return Finding(
+        code=UNLIKE.code,
+        name=UNLIKE.name,
+        severity="warning",
+        summary=f"gradients are averaged, and {len(differing)} of {len(called)} parameters have differed between ranks "
+        "from the first step on",
+        ranks=proof.difference.ranks or tuple(sorted(proof.steps)),
+        place=Place(file=line.file, line=line.line, function=line.function, text=line.text),
+        evidence=(
+            *(f"step {proof.number}: parameter {called[name]}: {values}" for name, values in differing[:_MAX_LINES]),
+            f"gradients were the same on all ranks in {num_checked} steps that were checked",
+            f"gradients are averaged at {line.place}",
+            f"optimizer steps at {place_of(unit['site'])}",
+        ),
+        why=UNLIKE.why,
+        fix=UNLIKE.fix,
+        source=f"ddpilot explain {UNLIKE.code}",
     )

@@ -116,6 +116,15 @@ DROPPED = Cause(
     "which each rank trains its own, on its own data",
     "Keep what DDP gives, and call that: `model = DistributedDataParallel(model)`",
 )
+UNLIKE = Cause(
+    "DDP325",
+    "parameters-differ",
+    "the program averages gradients by itself, without DDP, and the ranks began with different weights: DDP would have "
+    "copied rank 0's. The same gradients keep them as far apart as they were, so that no rank has the model which the "
+    "gradients are of",
+    "Copy rank 0's weights before the first step: `for p in model.parameters(): dist.broadcast(p.data, src=0)`, and "
+    "buffers; or make the model with the same seed on every rank, and seed by rank afterwards",
+)
 LEFT_OUT = Cause(
     UNKNOWN.code,
     UNKNOWN.name,

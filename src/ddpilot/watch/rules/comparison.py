@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from ddpilot.findings.finding import Finding
 from ddpilot.record.journal import Entry
-from ddpilot.record.log import RankLog
+from ddpilot.record.log import Line, RankLog
 from ddpilot.watch.rules import causes
-from ddpilot.watch.rules.by_hand import Averaged, find_averaging, tell_left_out
+from ddpilot.watch.rules.by_hand import Averaged, find_averaging, tell_left_out, tell_unlike
 from ddpilot.watch.rules.causes import Cause
 from ddpilot.watch.rules.fingerprints import compare
 from ddpilot.watch.rules.moment import Moment, When
@@ -33,6 +33,9 @@ NUM_SINGLE_STEPS = 5
 
 WAIT_NS = 300_000_000
 """How long a rank that has not noted a moment yet is waited for before the others are compared."""
+
+NUM_UNLIKE = 5
+"""Checked steps in a row with the same gradients and different weights."""
 
 _MAX_REDUCED = 3
 """Found so often to be averaged otherwise, it is meant, and not asked again."""
@@ -65,6 +68,7 @@ class Comparison:
         self._num_local = 0
         self._num_reduced = 0
         self._num_asked = 0
+        self._num_unlike = 0
         self._never_exchanges: bool | None = None
         self._weighed: Moment | None = None
         self.alike_at = 0
@@ -163,6 +167,8 @@ class Comparison:
         self._num_steps += 1
         if self._began_alike is None:
             self._began_alike = not difference.parameters
+        if self.is_free and (finding := self._unlike(moment)):
+            return finding
         if not difference.parameters:
             if self._is_apart and not moment.is_reduced:
                 self.end()  # the program makes them equal again by itself, and will next time
@@ -231,14 +237,30 @@ class Comparison:
             return None
         others = [] if own.least else [each.averaged() for each in self._all_of_job() if each is not self]
         averaged = [each for each in (own, *others) if each is not None and each.least]
-        for rank, step in last.steps.items() if averaged and self._num_asked < _MAX_ASKED else ():
-            earlier = [moment.steps[rank].time_ns for moment in self._moments.values() if rank in moment.steps]
-            since_ns = max((at_ns for at_ns in earlier if at_ns < step.time_ns), default=None)
+        line = self._find_averaging(last, averaged)
+        return None if line is None else tell_left_out(last.units, first, last, line)
+
+    def _find_averaging(self, moment: Moment, averaged: Sequence[Averaged]) -> Line | None:
+        """Where the program averages these gradients before the step at `moment`."""
+        for rank, step in moment.steps.items() if averaged and self._num_asked < _MAX_ASKED else ():
+            steps = [each.steps[rank].time_ns for each in self._moments.values() if rank in each.steps]
+            since_ns = max((at_ns for at_ns in steps if at_ns < step.time_ns), default=None)
             if since_ns is not None and (log := self._context.log(rank)) is not None:
                 self._num_asked += 1
-                line = find_averaging(log, since_ns, step.time_ns, averaged)
-                return None if line is None else tell_left_out(last.units, first, last, line)
+                return find_averaging(log, since_ns, step.time_ns, averaged)
         return None
+
+    def _unlike(self, moment: Moment) -> Finding | None:
+        """What is said where the program averages gradients by itself, of weights that have differed from the start."""
+        if self._began_alike or moment.difference.gradients or not moment.difference.parameters:
+            self._num_unlike = 0
+            return None
+        self._num_unlike += 1
+        if self._num_unlike < NUM_UNLIKE:
+            return None
+        own = Averaged(moment.units, moment, are_weights_apart=True)
+        line = self._find_averaging(moment, [own]) if own.least else None
+        return None if line is None else tell_unlike(moment.units, moment, line, self._num_unlike)
 
     def _cause(self, moment: Moment) -> Cause:
         if self.is_free:

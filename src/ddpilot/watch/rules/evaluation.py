@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from fractions import Fraction
 from itertools import islice
 from typing import Any
 
@@ -179,6 +180,8 @@ def _find_mean_of_means(by_rank: Mapping[int, list[Any]]) -> Finding | None:
             continue
         if _is_average(found) or _are_quotients(found, samples):
             return _say_mean_of_means(found, samples)
+        if _are_batch_means(found, samples):
+            return _say_mean_of_means(found, samples, of_batches=True)
     return None
 
 
@@ -199,11 +202,30 @@ def _are_quotients(found: Mapping[int, Any], samples: Mapping[int, int]) -> bool
     return len(own) == len(found) and len(broken) >= 2 and len(of_all) < len(broken)
 
 
+def _are_batch_means(found: Mapping[int, Any], samples: Mapping[int, int]) -> bool:
+    """Whether each rank's value is the mean of its batches' means, of which the last batch has fewer samples."""
+    in_all = sum(samples.values())
+    num_sure = 0
+    for rank, one in found.items():
+        value, sizes, num = one["value"], one.get("sizes") or [0, 0, 0], one.get("batches", 0)
+        whole, last = sizes[0], sizes[-1]
+        if len(sizes) > 2 or whole * (num - 1) + last != samples[rank] or not 0 < value < 1:
+            return False
+        parts = num * math.lcm(whole, last)
+        if parts > _MAX_SAMPLES or not _is_near_integer(value * parts, 1e-3):
+            return False
+        # A simple fraction may be anything, such as a ratio that the program has set.
+        is_simple = Fraction(round(value * parts), parts).denominator <= whole
+        is_other = any(_is_near_integer(value * number, 1e-2) for number in (samples[rank], in_all))
+        num_sure += whole != last and not is_simple and not is_other
+    return num_sure > 0
+
+
 def _is_near_integer(value: float, tolerance: float) -> bool:
     return math.isfinite(value) and abs(value - round(value)) < tolerance
 
 
-def _say_mean_of_means(found: Mapping[int, Any], samples: Mapping[int, int]) -> Finding:
+def _say_mean_of_means(found: Mapping[int, Any], samples: Mapping[int, int], *, of_batches: bool = False) -> Finding:
     first = next(iter(found.values()))
     true = sum(one["value"] * samples[rank] for rank, one in found.items()) / sum(samples.values())
     mean = sum(one["value"] for one in found.values()) / len(found)
@@ -218,9 +240,15 @@ def _say_mean_of_means(found: Mapping[int, Any], samples: Mapping[int, int]) -> 
         place=place_of(first.get("site")),
         evidence=(
             *(f"rank {rank}: {found[rank]['value']:.6g} of {samples[rank]} samples" for rank in shown),
-            f"the mean of these is {mean:.6g}, that of all samples {true:.6g}",
+            *(
+                f"on rank {rank} it is the mean over {found[rank]['batches']} batches of {found[rank]['sizes'][0]}, "
+                f"the last of {found[rank]['sizes'][-1]}"
+                for rank in (shown if of_batches else ())
+            ),
+            f"the mean of these is {mean:.6g}" + ("" if of_batches else f", that of all samples {true:.6g}"),
         ),
-        why="A rank with few samples weighs as much as one with many.",
+        why="A rank with few samples weighs as much as one with many"
+        + (", and so does a batch with few." if of_batches else "."),
         fix="Reduce the sum and the number of samples over the ranks, and divide then.",
         source="ddpilot explain DDP406",
     )

@@ -433,3 +433,22 @@ def test_what_is_kept_of_many_models_is_bounded(make: Callable[[RuleContext], Ru
         if number in (3000, 4000):
             sizes.append(size_of(rule))
     assert sizes[0] == sizes[1] > 0
+
+
+def batch_means(*values: float) -> list[Note]:
+    """Numbers that two ranks reduce after an evaluation of 19 and 18 samples, in batches of 8."""
+    sizes = ([8, 3], 19), ([8, 2], 18)
+    return [
+        (rank, kind, {**facts, "batches": 3, "sizes": sizes[rank][0]})
+        for rank, value in enumerate(values)
+        for _, kind, facts in collected(rank, sizes[rank][1], value)
+    ]
+
+
+def test_a_mean_of_batch_means_is_told_by_its_denominators() -> None:
+    """Not a simple fraction, which may be any ratio, nor a number with another denominator."""
+    first, second = (3 / 8 + 4 / 8 + 2 / 3) / 3, (2 / 8 + 5 / 8 + 1 / 2) / 3
+    (finding,) = judge(MeanOfMeans, batch_means(first, second))
+    assert "3 batches of 8, the last of 3" in finding.evidence[2]
+    assert judge(MeanOfMeans, batch_means(0.75, 0.5)) == []
+    assert judge(MeanOfMeans, batch_means(first, 0.3456)) == []

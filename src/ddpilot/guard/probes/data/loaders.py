@@ -26,6 +26,7 @@ _NUM_ORDERED = 16
 _MAX_ASKED = 4096
 _NUM_SKETCHED_PASSES = 2
 _NUM_NAMED_SAMPLES = 8
+_MAX_SIZES = 3
 
 
 class LoaderEyes:
@@ -120,7 +121,10 @@ class LoaderEyes:
         found.num_evaluating += is_evaluation
         # Of a stream the numbers are None, as many as a full batch has.
         numbers: Any = index if isinstance(index, list | tuple) and index and index[0] is not None else None
-        found.num_samples += len(numbers) if numbers else num_rows_of(data) or 0
+        num_rows = len(numbers) if numbers else num_rows_of(data) or 0
+        found.num_samples += num_rows
+        if (not found.sizes or found.sizes[-1] != num_rows) and len(found.sizes) < _MAX_SIZES:
+            found.sizes.append(num_rows)
         if found.num_workers:
             self.has_worker_notes(found)
         if is_evaluation:

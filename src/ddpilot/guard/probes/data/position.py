@@ -28,6 +28,8 @@ class Pass:
     """None where nothing is to be compared."""
     num_batches: int = 0
     num_samples: int = 0
+    sizes: list[int] = field(default_factory=list)
+    """Rows of its batches, a run of equal ones once; the first three runs."""
     num_evaluating: int = 0
     """Batches that were fetched for an evaluation."""
     trained: set[int] = field(default_factory=set)

@@ -73,7 +73,7 @@ class ReductionEyes:
             values = _numbers_of(args[at] if len(args) > at else kwargs.get("obj"))
             frame = self._notes.user_frame()
             averages = values != [None] and frame is not None and is_averaged(frame, name, position, keyword)
-            facts = {"op": name, "reduce": "", "averages": averages, **found.key, "samples": found.num_samples}
+            facts = {"op": name, "reduce": "", "averages": averages, **found.key, **_sizes_of(found)}
             site = self._notes.site()
             for value in values:
                 self._notes.write("collected", **facts, numel=int(value is not None), value=value, site=site)
@@ -103,7 +103,7 @@ class ReductionEyes:
             return
         value = float(tensor.detach()) if tensor.numel() == 1 else None
         facts = {"op": name, "reduce": reduce_op, "numel": tensor.numel(), "value": value, "averages": True}
-        self._notes.write("collected", **found.key, **facts, samples=found.num_samples, site=self._notes.site())
+        self._notes.write("collected", **found.key, **facts, **_sizes_of(found), site=self._notes.site())
 
     def _counts(self, found: Pass) -> bool:
         """Whether one more number that is collected after `found` is noted."""
@@ -205,3 +205,7 @@ def _walk(node: Any) -> list[Any]:
         found.append(one)
         todo += [before for before, _ in one.next_functions]
     return found
+
+
+def _sizes_of(found: Pass) -> dict[str, Any]:
+    return {"samples": found.num_samples, "batches": found.num_batches, "sizes": found.sizes}
