@@ -48,38 +48,11 @@ class Buckets(Sampler[list[int]]):
         return iter([batches[number] for number in shuffled])
 
 
-class Bucketed:
-    """A DataLoader with a `batch_sampler`, made distributed by `loop.shard`."""
-
-    def by_hand(self) -> Numbers:
-        """The DataLoader as it is."""
-        torch.manual_seed(1)
-        model, buckets = PackedLSTM(), Buckets()
-        optimizer, losses = sgd(model.parameters()), []
-        for epoch in range(3):
-            buckets.set_epoch(epoch)
-            for batch in DataLoader(Sequences(), batch_sampler=buckets, collate_fn=pad):
-                (loss,) = packed_error(model, batch).values()
-                update(loss, optimizer)
-                losses.append(loss.detach())
-        return {"losses": losses, "state": state_of(model)}
-
-    def with_loop(self) -> Numbers:
-        """The same, and what the ranks divide are its batches."""
-        loop = make_loop()
-        torch.manual_seed(1)
-        plain = PackedLSTM()
-        model, optimizer = loop.prepare(plain, sgd(plain.parameters()))
-        loader = loop.shard(DataLoader(Sequences(), batch_sampler=Buckets(), collate_fn=pad))
-        losses = []
-        for _ in loop.epochs(3):
-            for batch in loop.batches(loader):
-                with loop.accumulate(model):
-                    (loss,) = packed_error(model, batch).values()
-                    loop.backward(loss)
-                losses.append(loop.reduce(loss))
-                loop.step(optimizer)
-        return {"losses": losses, "state": state_of(model)}
+def bucketed_batches(epoch: int) -> DataLoader[Any]:
+    """The DataLoader as it is."""
+    buckets = Buckets()
+    buckets.set_epoch(epoch)
+    return DataLoader(Sequences(), batch_sampler=buckets, collate_fn=pad)
 
 
 class Stream(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -100,39 +73,6 @@ def error(model: nn.Module, batch: Any) -> Losses:
     """A mean over samples."""
     x, y = batch
     return {"error": functional.mse_loss(model(x), y)}
-
-
-class StreamWithWorkers:
-    """An IterableDataset that two workers of each rank read."""
-
-    def by_hand(self) -> Numbers:
-        """In the order of the stream."""
-        torch.manual_seed(1)
-        model = make_regressor()
-        optimizer, losses = sgd(model.parameters()), []
-        for _ in range(2):
-            for batch in DataLoader(Stream(), batch_size=GLOBAL_BATCH_SIZE):
-                (loss,) = error(model, batch).values()
-                update(loss, optimizer)
-                losses.append(loss.detach())
-        return {"losses": losses, "state": state_of(model)}
-
-    def with_loop(self) -> Numbers:
-        """Every worker goes over the stream and keeps its part."""
-        loop = make_loop()
-        torch.manual_seed(1)
-        plain = make_regressor()
-        model, optimizer = loop.prepare(plain, sgd(plain.parameters()))
-        loader = loop.loader(Stream(), global_batch_size=GLOBAL_BATCH_SIZE, num_workers=2)
-        losses = []
-        for _ in loop.epochs(2):
-            for batch in loop.batches(loader):
-                with loop.accumulate(model):
-                    (loss,) = error(model, batch).values()
-                    loop.backward(loss)
-                losses.append(loop.reduce(loss))
-                loop.step(optimizer)
-        return {"losses": losses, "state": state_of(model)}
 
 
 class TwoDomains:
@@ -174,13 +114,25 @@ class TwoDomains:
 WEIGHTS = torch.linspace(0.1, 3, NUM_SAMPLES).tolist()
 X = draw(NUM_SAMPLES, 4)
 PROJECTS: dict[str, Project] = {
-    "bucketed batches": Bucketed(),
+    "bucketed batches": Supervised(
+        make_model=PackedLSTM,
+        losses=packed_error,
+        dataset=Sequences(),
+        batches=bucketed_batches,
+        make_loader=lambda loop: loop.shard(bucketed_batches(0)),
+    ),
     "weighted samples": Supervised(
         make_model=make_regressor,
         losses=error,
         dataset=TensorDataset(X, X.square().sum(1)),
         loader_options={"weights": WEIGHTS, "num_draws": 20, "shuffle": False},
     ),
-    "stream with workers": StreamWithWorkers(),
+    "stream with workers": Supervised(
+        make_model=make_regressor,
+        losses=error,
+        dataset=Stream(),
+        batches=lambda epoch: DataLoader(Stream(), batch_size=GLOBAL_BATCH_SIZE),
+        make_loader=lambda loop: loop.loader(Stream(), global_batch_size=GLOBAL_BATCH_SIZE, num_workers=2),
+    ),
     "two domains in turn": TwoDomains(),
 }

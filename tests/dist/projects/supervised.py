@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -101,6 +101,10 @@ class Supervised:
     loader_options: Mapping[str, Any] = field(default_factory=dict)
     """Of `loop.loader`; those that choose samples are taken by hand as well."""
     after_update: Callable[[nn.Module], None] | None = None
+    batches: Callable[[int], Iterable[Any]] | None = None
+    """By hand: the batches of an epoch, where `order_of` does not say them."""
+    make_loader: Callable[[ddpilot.Loop], Any] | None = None
+    """On ranks: what to iterate over, where that is not `loop.loader(dataset, ...)`."""
 
     def make_parts(self) -> tuple[nn.Module, Optimizer, Any]:
         """The model, its optimizer and its scheduler."""
@@ -111,8 +115,16 @@ class Supervised:
 
     def batches_by_hand(self, epoch: int) -> Iterator[Any]:
         """The global batches, collated as a whole."""
+        if self.batches is not None:
+            yield from self.batches(epoch)
+            return
         for numbers in order_of(epoch, **{"num_samples": len(self.dataset), **self.loader_options}):  # type: ignore[arg-type]
             yield self.collate_fn([self.dataset[number] for number in numbers])
+
+    def own_loader(self, loop: ddpilot.Loop) -> Any:
+        """The dataset, divided by the loop."""
+        options: dict[str, Any] = {"shuffle": True, "collate_fn": self.collate_fn, **self.loader_options}
+        return loop.loader(self.dataset, global_batch_size=GLOBAL_BATCH_SIZE, **options)
 
     def by_hand(self) -> Numbers:
         """Each loss is a mean over all its things of the update, also where that has several batches."""
@@ -146,8 +158,7 @@ class Supervised:
         loop = make_loop(accumulate=self.accumulate)
         plain, optimizer, scheduler = self.make_parts()
         model, optimizer = loop.prepare(plain, optimizer)
-        options: dict[str, Any] = {"shuffle": True, "collate_fn": self.collate_fn, **self.loader_options}
-        loader = loop.loader(self.dataset, global_batch_size=GLOBAL_BATCH_SIZE, **options)
+        loader = self.make_loader(loop) if self.make_loader is not None else self.own_loader(loop)
         losses = []
         for _ in loop.epochs(self.num_epochs):
             for batch in loop.batches(loader):
