@@ -30,7 +30,10 @@ _KINDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
         "DDP215",
         "waits for all ranks to make a group",
-        (":init_process_group", ":_store_based_barrier", ":_new_process_group_helper", ":new_group", "/rendezvous.py:"),
+        (
+            *(":init_process_group", ":_store_based_barrier", ":_new_process_group_helper", ":new_group"),
+            *("/rendezvous.py:", "/ddpilot/group/forming.py:"),
+        ),
     ),
     ("DDP221", "compiles (torch.compile)", _COMPILES),
     ("DDP214", _WAITS_FOR_CHILD, (SUBPROCESS,)),

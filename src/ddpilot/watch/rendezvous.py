@@ -22,7 +22,13 @@ _ALL_INSIDE_NS = 10_000_000_000
 """So long after the start, or after a group was left, it is odd that all ranks make a group and have none."""
 _STARTS_NS = 10_000_000_000
 """The longest that ranks are let import and join before a line says how many have."""
+_SETTLED_NS = 1_000_000_000
+"""So long after another rank has returned, one that is still seen on its way into a group will not complete it."""
 _MAX_STACKS = 64
+_TORCH = (":init_process_group", "/rendezvous.py:")
+_DDPILOT = ("/ddpilot/group/forming.py:", "/ddpilot/group/joining.py:")
+_IN_TORCH = "waits in init_process_group"
+_AT_FIRST_USE = "waits to enter the process group"
 
 
 @dataclass(slots=True)
@@ -55,18 +61,34 @@ def find_rendezvous(
         return found
     absent = [rank for rank in range(view.world_size) if rank not in inside]
     gone = [rank for rank in absent if fates[rank].is_gone]
-    if _is_outdated(view, inside, absent):
+    if _is_outdated(view, inside, absent) or not _is_settled(view, earlier, inside, gone):
         found.needs_stacks = inside[:_MAX_STACKS]
         return found
     waited_ns = max(_age_ns(view, rank) for rank in inside)
     elsewhere = {rank: _say_elsewhere(view, earlier, fates, rank) for rank in absent}
-    rows = [(rank, "waits in init_process_group", say_place(_line(view, rank))) for rank in inside]
+    rows = [(rank, _say_inside(view.ranks[rank]), say_place(_line(view, rank))) for rank in inside]
     merged = merge_rows([*rows, *((rank, *said) for rank, said in elsewhere.items())])
-    if gone or waited_ns > _STARTS_NS:
+    if gone or waited_ns > (stall_ns if _is_session(view, inside) else _STARTS_NS):
         found.status.append(_say_joined(view, len(inside), elsewhere))
     if gone or waited_ns > warn_ns:
         found.findings.append(_explain_rendezvous(view, inside, gone or absent, lay_out(merged), bool(gone)))
     return found
+
+
+def _is_session(view: JobView, inside: list[int]) -> bool:
+    """True if the ranks ran before what is looked at: then none of them imports and starts."""
+    return all((log := view.ranks[rank].log) is not None and log.started_ns < view.since_ns for rank in inside)
+
+
+def _is_settled(view: JobView, earlier: JobView | None, inside: list[int], gone: list[int]) -> bool:
+    """False if a rank of `gone` has only just returned, so that those `inside` may be about to be in the group."""
+    living = [rank for rank in gone if view.ranks[rank].returned and view.ranks[rank].process.state == "running"]
+    if not living:
+        return True
+    if earlier is None or not all(rank in earlier.ranks and earlier.ranks[rank].returned for rank in living):
+        return False
+    stacks = [stack for rank in inside if (stack := view.ranks[rank].stack) is not None]
+    return all(stack.taken_ns - earlier.now_ns >= _SETTLED_NS for stack in stacks)
 
 
 def _say_joined(view: JobView, num_inside: int, elsewhere: Mapping[int, tuple[str, str]]) -> str:
@@ -110,7 +132,17 @@ def _say_vacancy(found: Rendezvous, vacancy: Vacancy, fates: Mapping[int, Fate],
 
 def _is_inside(rank: RankView | None) -> bool:
     stack = rank.stack if rank is not None else None
-    return passes(stack, ":init_process_group", "/rendezvous.py:") is not None
+    return passes(stack, *_TORCH, *_DDPILOT) is not None
+
+
+def _say_inside(rank: RankView) -> str:
+    return _IN_TORCH if passes(rank.stack, *_DDPILOT) is None else _AT_FIRST_USE
+
+
+def _is_in_group(rank: RankView | None) -> bool:
+    """True if the rank has begun collectives in a group that it has not left."""
+    log = rank.log if rank is not None else None
+    return log is not None and log.num_begun > 0 and log.left_ns is None
 
 
 def _say_all_inside(found: Rendezvous, view: JobView, earlier: JobView | None, inside: list[int], warn_ns: int) -> None:
@@ -142,23 +174,36 @@ def _say_all_inside(found: Rendezvous, view: JobView, earlier: JobView | None, i
 def _explain_rendezvous(
     view: JobView, inside: list[int], missing: list[int], evidence: tuple[str, ...], is_proven: bool
 ) -> Finding:
+    summary = f"{who_does(inside, 'waits in init_process_group')} for {render_ranks(missing)}"
+    why = "a group is complete when all ranks have called init_process_group: these have not"
+    fix = "look at why they did not come: an error before, another WORLD_SIZE or address, a branch on the rank"
+    if _say_inside(view.ranks[inside[0]]) == _AT_FIRST_USE:
+        summary = f"{who_does(inside, 'waits')} for {render_ranks(missing)} to enter the process group"
+        why = "the group is entered at the first collective and is complete when all ranks have called one"
+        fix = "call the collective on all ranks: look at a branch on the rank, or at an error before"
+    left = [rank for rank in inside if (log := view.ranks[rank].log) is not None and log.left_ns is not None]
+    if left and all(_is_in_group(view.ranks.get(rank)) for rank in missing):
+        why = (
+            f"{who_does(left, 'has')} left the process group and {render_ranks(missing)} not; a new one needs all ranks"
+        )
+        fix = "call destroy_process_group on all ranks or on none"
     return Finding(
         code="DDP215",
         name=NAMES["DDP215"],
         severity="error" if is_proven else "warning",
-        summary=f"{who_does(inside, 'waits in init_process_group')} for {render_ranks(missing)}",
+        summary=summary,
         ranks=tuple(missing),
         place=place_of(_line(view, inside[0])),
         evidence=evidence,
-        why="a group is complete when all ranks have called init_process_group: these have not",
-        fix="look at why they did not come: an error before, another WORLD_SIZE or address, a branch on the rank",
+        why=why,
+        fix=fix,
         source="ddpilot explain DDP215",
     )
 
 
 def _age_ns(view: JobView, rank: int) -> int:
     log = view.ranks[rank].log
-    return view.now_ns - (log.left_ns or log.started_ns) if log is not None else 0
+    return view.now_ns - max(log.left_ns or log.started_ns, view.since_ns) if log is not None else 0
 
 
 def _is_old(view: JobView, rank: int) -> bool:

@@ -38,6 +38,19 @@ def test_different_collectives_end_the_cell_when_that_is_wanted(start: Start) ->
     assert session.pull("kept") == [3, 3]
 
 
+@pytest.mark.parametrize("before", ["", "group.barrier()\nif rank:\n    dist.destroy_process_group()"])
+def test_a_rank_that_enters_the_group_alone_is_named(start: Start, before: str) -> None:
+    """In a new session, and after that rank has left the group alone; the next cell has all ranks in one group."""
+    session = start(2, on_finding="stop")
+    session.execute(f"import torch.distributed as dist\nkept = 3\n{before}")
+    with pytest.raises(WatchError, match="rank 1 waits for rank 0 to enter the process group") as caught:
+        session.execute("if rank:\n    dist.barrier()", cell=7)
+    (finding,) = caught.value.findings
+    assert (finding.code, finding.place.file, finding.place.line) == ("DDP215", "Cell In[7]", 2)
+    session.execute("dist.barrier()")
+    assert session.pull("kept") == [3, 3]
+
+
 def test_sizes_that_differ_are_named_where_gloo_aborts(start: Start) -> None:
     """The rank that dies says neither line nor rank, and the other one may not even fail."""
     with pytest.raises(RankError, match=r"SIGABRT|[Cc]onnection") as caught:

@@ -560,6 +560,38 @@ def test_a_group_that_is_not_complete_says_who_is_missing() -> None:
     assert [(each.code, each.severity, each.ranks) for each in gone.findings] == [("DDP215", "error", (1,))]
 
 
+ENTERING = Frame("/site-packages/ddpilot/group/forming.py", 41, "form_group")
+
+
+def entering(after_s: float, *, others_returned: bool = True, left_s: float | None = None) -> JobView:
+    """A session's cell that began at 200 s: rank 0 enters the process group at its first collective."""
+    one, two = Writer(0, WORLD).call("barrier", 1), Writer(1, WORLD).call("barrier", 1)
+    stack = replace(at(2, "dist.barrier()", ENTERING), taken_ns=int((200 + after_s) * S))
+    left_ns = None if left_s is None else int(left_s * S)
+    log = one.log(left_ns=left_ns) if left_ns else Writer(0, WORLD).log()
+    other = alive(two if left_ns else Writer(1, WORLD), returned=others_returned)
+    return job([alive(one, stack=stack, log=log), other], after_s=100 + after_s, since_ns=200 * S)
+
+
+@pytest.mark.parametrize(("left_s", "why"), [(None, "entered at the first collective"), (150.0, "rank 1 not;")])
+def test_a_rank_that_enters_the_group_alone_in_a_cell_is_said_within_seconds(left_s: float | None, why: str) -> None:
+    """The others have come to the end of the cell, in their old group or in none."""
+    (finding,) = analyze(entering(3, left_s=left_s), entering(1.5, left_s=left_s)).findings
+    assert (finding.code, finding.severity, finding.ranks) == ("DDP215", "error", (1,))
+    assert finding.summary == "rank 0 waits for rank 1 to enter the process group"
+    assert why in finding.why
+
+
+def test_a_rank_that_may_be_about_to_be_in_the_group_is_not_accused() -> None:
+    """The other one returned less than a second before the look, or has not returned."""
+    assert not analyze(entering(3)).findings
+    assert not analyze(entering(3), entering(1.5, others_returned=False)).findings
+    assert not analyze(entering(3), entering(2.5)).findings
+    busy = analyze(entering(3, others_returned=False), entering(1.5, others_returned=False))
+    assert not busy.findings
+    assert busy.status[0].startswith("1 of 2 ranks have joined the group")
+
+
 def test_a_start_of_many_ranks_takes_one_short_line() -> None:
     """Some are importing, some wait for the rest."""
     importing = [alive(Writer(rank, group_of(*range(32)))) for rank in range(1, 32)]
