@@ -6,6 +6,7 @@ from __future__ import annotations
 import dis
 import weakref
 from collections.abc import Callable
+from os.path import isfile as is_file
 from types import CodeType, FrameType
 from typing import Any
 
@@ -120,6 +121,8 @@ def drops_result(code: CodeType, at: int) -> bool:
         return True
     if first.opname not in ("STORE_FAST", "STORE_NAME"):
         return False
+    if first.opname == "STORE_NAME" and not is_file(code.co_filename):
+        return False  # a cell's name is read in later cells
     name = first.argval
     return not any(_reads(each, name) for each in _codes_of(code))
 

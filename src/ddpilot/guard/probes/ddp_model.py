@@ -59,7 +59,8 @@ class DdpModel:
         trainable = [parameter for parameter in ddp.module.parameters() if id(parameter) in self.names]
         self.first: Callable[[], Any] = weakref.ref(trainable[0]) if trainable else _nothing
         """Gives its first trainable parameter; None when that is gone."""
-        self.synced: SyncedBackwards | None = None if self.is_alone else SyncedBackwards(trainable)
+        has_no_sync = not self.is_alone and not ddp.static_graph  # torch's fails with a static graph
+        self.synced: SyncedBackwards | None = SyncedBackwards(trainable) if has_no_sync else None
         """Looks at its first steps; None once it is over."""
         self.synced_site: dict[str, Any] = {}
         """Where the newest backward is that it looked at."""

@@ -16,6 +16,8 @@ _MAX_FRAMES = 6
 _LR = re.compile(r"(^|_)lr(_|$)|learning_rate", re.IGNORECASE)
 _Loop = ast.For | ast.While
 _MEANS = ("sum", "mean", "fmean", "average")
+_JOINING = ("stack", "cat", "concat", "tensor", "as_tensor", "array")
+_SCALING = ("mul", "mul_", "div", "div_")
 
 
 def parse_function(frame: FrameType) -> tuple[ast.AST, int]:
@@ -47,6 +49,24 @@ def is_accumulating(frame: FrameType) -> bool:
     return False
 
 
+def reads_gradients(frame: FrameType) -> bool:
+    """Whether the innermost loop around `frame`, or a function in it that leads to `frame`, reads a ``.grad``."""
+    outer: FrameType | None = frame
+    for _ in range(_MAX_FRAMES):
+        if outer is None:
+            return False
+        loop = _loop_around(outer)
+        tree = loop if loop is not None else parse_function(outer)[0]
+        called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}  # autograd.grad(...)
+        found = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == "grad")
+        if any(isinstance(node.ctx, ast.Load) and id(node) not in called for node in found):
+            return True
+        if loop is not None:
+            return False
+        outer = outer.f_back
+    return False
+
+
 def divides_learning_rate(frame: FrameType) -> bool:
     """Whether a learning rate is divided somewhere in the file of `frame`."""
     text = "".join(linecache.getlines(frame.f_code.co_filename))
@@ -69,10 +89,73 @@ def is_averaged(frame: FrameType, function: str, position: int, keyword: str) ->
     asked = [call for call in calls if _name_of(call) == function and call.lineno <= line <= (call.end_lineno or 0)]
     names: set[str] = set()
     for call in asked:
-        given = [*call.args[position : position + 1], *(each.value for each in call.keywords if each.arg == keyword)]
+        given = _given(call, position, keyword)
         plain = [one.body if isinstance(one, ast.IfExp) else one for one in given]
         names |= {one.id for one in plain if isinstance(one, ast.Name)}
+    assigned = [node for node in ast.walk(tree) if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)]
+    for node in assigned:
+        if _name_of(node.value) in _JOINING and _first_name(node.value) in names:  # type: ignore[arg-type]  # a call
+            names |= {one.id for one in node.targets if isinstance(one, ast.Name)}
     return any(_name_of(call) in _MEANS and _first_name(call) in names for call in calls)
+
+
+def is_scaled_later(frame: FrameType, function: str, keyword: str) -> bool:
+    """Whether what `function` is given on the line of `frame` is multiplied or divided afterwards, by no constant.
+
+    An average of sums becomes the mean over all samples so. The tensor is the first argument, or called `keyword`; one
+    that is a parameter is followed to the callers.
+    """
+    outer: FrameType | None = frame
+    for _ in range(_MAX_FRAMES):
+        if outer is None:
+            return False
+        tree, first = parse_function(outer)
+        line = outer.f_lineno - first + 1
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _name_of(node) == function]
+        asked = [call for call in calls if call.lineno <= line <= (call.end_lineno or 0)]
+        given = [one for call in asked for one in _given(call, 0, keyword)[:1]]
+        them = {ast.unparse(one) for one in (*asked, *given)} | _assigned(tree, asked)
+        if asked and _scales(tree, them, asked[0].lineno):
+            return True
+        code = outer.f_code
+        parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        keyword = next((one.id for one in given if isinstance(one, ast.Name) and one.id in parameters), "")
+        if not keyword:
+            return False
+        function, outer = code.co_name, outer.f_back
+    return False
+
+
+def _assigned(tree: ast.AST, calls: list[ast.Call]) -> set[str]:
+    """What the results of `calls`, or something made of them, are assigned to."""
+    assigned = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
+    made = [node for node in assigned if any(each in calls for each in ast.walk(node.value))]
+    return {ast.unparse(target) for node in made for target in node.targets}
+
+
+def _scales(tree: ast.AST, them: set[str], since_line: int) -> bool:
+    for node in ast.walk(tree):
+        if getattr(node, "lineno", 0) < since_line:
+            continue
+        pairs: list[tuple[ast.expr, ast.expr | None]] = []
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.Div):
+            pairs = [(node.left, node.right), (node.right, node.left)]
+        elif isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Mult | ast.Div):
+            pairs = [(node.target, node.value)]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _SCALING:
+            pairs = [(node.func.value, next(iter(node.args), None))]
+        if any(_holds(one, them) and not isinstance(other, ast.Constant) for one, other in pairs):
+            return True
+    return False
+
+
+def _holds(node: ast.AST, them: set[str]) -> bool:
+    return any(isinstance(each, ast.expr) and ast.unparse(each) in them for each in ast.walk(node))
+
+
+def _given(call: ast.Call, position: int, keyword: str) -> list[ast.expr]:
+    """The argument of `call` at `position`, or called `keyword`."""
+    return [*call.args[position : position + 1], *(each.value for each in call.keywords if each.arg == keyword)]
 
 
 def _name_of(call: ast.Call) -> str:
@@ -80,8 +163,10 @@ def _name_of(call: ast.Call) -> str:
 
 
 def _first_name(call: ast.Call) -> str:
-    """What ``f(name)``, or ``g(name).f()``, is asked of; empty for anything else."""
-    if not call.args and isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Call):
+    """What ``f(name)``, ``name.f()`` or ``g(name).f()`` is asked of; empty for anything else."""
+    if not call.args and isinstance(call.func, ast.Attribute):
+        if not isinstance(call.func.value, ast.Call):
+            return str(getattr(call.func.value, "id", ""))
         call = call.func.value
     if not call.args:
         return ""

@@ -23,6 +23,7 @@ from ddpilot.guard.probes.bypass_call import BypassCalls
 from ddpilot.guard.probes.ddp_model import DdpModel
 from ddpilot.guard.probes.fingerprint import is_capturing
 from ddpilot.guard.probes.groups import Eras, describe_group, find_world
+from ddpilot.guard.probes.source import reads_gradients
 from ddpilot.guard.probes.units import OpenStep, UnitBook
 from ddpilot.guard.probes.unused import UnusedCount
 
@@ -158,11 +159,17 @@ class StepProbe:
                 model.why_local = why = model.reductions.backward(syncs=syncs, retains=bool(retains))
                 if why or not syncs:
                     self._explain(model, ddp, why)
+                if model.synced is not None and model.synced.is_nearly_known and self._reads_gradients():
+                    model.synced = None  # of each micro-batch, as all ranks have them
                 if model.synced is not None:
                     model.synced_site = site = self._notes.site()
                     line = site.get("file", ""), site.get("line", 0)
                     is_reduced = syncs and not why and not retains
                     model.synced.backward(line, state, model.gradient_state(), is_reduced=is_reduced)
+
+    def _reads_gradients(self) -> bool:
+        frame = self._notes.user_frame()
+        return frame is not None and reads_gradients(frame)
 
     def _no_sync_begins(self, ddp: Any) -> None:
         for model in self._models:

@@ -30,6 +30,11 @@ class SyncedBackwards:
         self.facts: dict[str, Any] = {}
         """What is to be noted, once it is known."""
 
+    @property
+    def is_nearly_known(self) -> bool:
+        """Whether the step to which the next backward leads may be the last one that has to be seen."""
+        return len(self._nums) == NUM_STEPS - 1 and not self._lines
+
     def _clear(self) -> None:
         self._lines: list[tuple[str, int]] = []
         self._adds_up = True

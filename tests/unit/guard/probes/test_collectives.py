@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import dis
 import sys
+from types import CodeType
 from typing import Any
 
 import pytest
@@ -40,6 +42,21 @@ def test_drops_result_sees_whether_anything_can_read_what_a_call_returns(source:
         places.append((frame.f_code, frame.f_lasti))
         return sys
 
-    exec(compile(source, "train.py", "exec"), {"start": remember, "works": [], "note": lambda _: None})
+    exec(compile(source, __file__, "exec"), {"start": remember, "works": [], "note": lambda _: None})
     ((code, at),) = places
     assert drops_result(code, at) is is_dropped
+
+
+def test_a_name_that_a_cell_gives_may_be_read_in_a_later_one() -> None:
+    """Of the code of a cell, which lies in no file, only what stands in functions is known."""
+    work = compile("work = start(1)", "<cell>", "exec")
+    assert not drops_result(work, _call_in(work))
+    inner = next(
+        each for each in compile("def f():\n    work = start(1)", "<cell>", "exec").co_consts if each is not None
+    )
+    assert isinstance(inner, CodeType)
+    assert drops_result(inner, _call_in(inner))
+
+
+def _call_in(code: CodeType) -> int:
+    return next(int(each.offset) for each in reversed([*dis.get_instructions(code)]) if each.opname.startswith("CALL"))

@@ -6,12 +6,19 @@ from __future__ import annotations
 import linecache
 import sys
 from collections.abc import Iterator
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from ddpilot.guard.probes.source import divides_learning_rate, is_accumulating, is_averaged
+from ddpilot.guard.probes.source import (
+    divides_learning_rate,
+    is_accumulating,
+    is_averaged,
+    is_scaled_later,
+    reads_gradients,
+)
 
 NAME = "<a cell>"
 
@@ -103,6 +110,9 @@ def test_source_that_is_not_there_says_nothing() -> None:
         ("sum(m[key] for m in them) / len(them)", True),
         ("np.mean([m['accuracy'] for m in them])", True),
         ("sum(m.accuracy for m in them)", True),
+        ("them.mean()", True),
+        ("all_of_them = torch.cat(them)\n    all_of_them.mean()", True),
+        ("all_of_them = torch.cat(them)\n    (all_of_them * weights).sum()", False),
         ("print(them)", False),
         ("sum(m['accuracy'] * m['n'] for m in them)", False),
         ("sum(m['accuracy'] for m in them if m)", False),
@@ -126,3 +136,52 @@ def test_is_averaged_is_said_where_the_list_is_taken_as_it_is(call: str, after: 
     linecache.cache[NAME] = (len(source), None, source.splitlines(keepends=True), NAME)
     exec(compile(source, NAME, "exec"), {"gather": gather, "k": 2})
     assert said == [averages]
+
+
+@pytest.mark.usefixtures("forgets_the_source")
+@pytest.mark.parametrize(
+    ("source", "is_scaled"),
+    [
+        ("reduce(x, 'avg')\nx * world / total", True),
+        ("reduce(x, op='avg')\nx /= total", True),
+        ("reduce(tensor=x)\nx.div_(total)", True),
+        ("reduce(s.x)\nprint(s.x.item() * world)", True),
+        ("def mean(t):\n    reduce(t)\n    return t\ny = mean(x)\ny * world", True),
+        ("def mean(t):\n    reduce(t)\n    return t\nmean(x) * world", True),
+        ("x = x / total\nreduce(x)\nprint(x)", False),
+        ("reduce(x)\n100 * x.item()\nx.mul(100)", False),
+        ("def mean(t):\n    reduce(t)\n    return t\nprint(mean(x / total))", False),
+    ],
+)
+def test_is_scaled_later_is_said_of_what_is_no_mean_yet(source: str, is_scaled: bool) -> None:
+    """Where it stands, and in what is made of it in a caller; a percentage is a mean."""
+    said: list[bool] = []
+
+    def reduce(*_: Any, **__: Any) -> None:
+        said.append(is_scaled_later(sys._getframe(1), "reduce", "tensor"))
+
+    linecache.cache[NAME] = (len(source), None, source.splitlines(keepends=True), NAME)
+    one = torch.ones(())
+    known: dict[str, Any] = {"reduce": reduce, "x": one, "s": SimpleNamespace(x=one), "world": 2, "total": 4}
+    exec(compile(source, NAME, "exec"), known)
+    assert said == [is_scaled]
+
+
+@pytest.mark.usefixtures("forgets_the_source")
+@pytest.mark.parametrize(
+    ("source", "reads"),
+    [
+        ("for _ in tasks:\n    look()\n    [p.grad for p in []]", True),
+        ("def micro():\n    look()\n    [p.grad for p in []]\n\nfor _ in tasks:\n    micro()", True),
+        ("for _ in tasks:\n    look()\n    p.grad = None", False),
+        ("for _ in tasks:\n    look()\n    autograd.grad(1)", False),
+        ("for _ in tasks:\n    look()\n[p.grad for p in []]", False),
+    ],
+)
+def test_reads_gradients_is_said_of_the_loop_around_the_backward(source: str, reads: bool) -> None:
+    """Not of what comes after it, nor of functions that are called so."""
+    said: list[bool] = []
+    linecache.cache[NAME] = (len(source), None, source.splitlines(keepends=True), NAME)
+    known: dict[str, Any] = {"tasks": "a", "p": SimpleNamespace(), "autograd": SimpleNamespace(grad=str)}
+    exec(compile(source, NAME, "exec"), known | {"look": lambda: said.append(reads_gradients(sys._getframe(1)))})
+    assert said == [reads]

@@ -17,11 +17,17 @@ from torch.distributed import distributed_c10d
 from ddpilot.guard.probe import Notes
 from ddpilot.guard.probes.data.position import Pass, Position
 from ddpilot.guard.probes.data.prints import tensors_in
-from ddpilot.guard.probes.source import is_averaged
+from ddpilot.guard.probes.source import is_averaged, is_scaled_later
 
 _REDUCING = ("all_reduce", "reduce", "all_gather", "gather", "all_gather_into_tensor", "reduce_scatter_tensor")
 _OF_OBJECTS = {"all_gather_object": (1, 0, "object_list"), "gather_object": (0, 1, "object_gather_list")}
 """Where each has its object and its list, and what the list is called."""
+_GATHERING = {
+    "all_gather": (0, "tensor_list"),
+    "gather": (1, "gather_list"),
+    "all_gather_into_tensor": (0, "output_tensor"),
+}
+"""Where each has what it fills, and what that is called."""
 _MAX_COLLECTED = 16
 _MAX_NAMED = 8
 _MAX_NODES = 64
@@ -102,8 +108,20 @@ class ReductionEyes:
         if found is None or not self._counts(found) or tensor.is_complex():
             return
         value = float(tensor.detach()) if tensor.numel() == 1 else None
-        facts = {"op": name, "reduce": reduce_op, "numel": tensor.numel(), "value": value, "averages": True}
+        averages = value is None or self._averages(name, reduce_op)
+        facts = {"op": name, "reduce": reduce_op, "numel": tensor.numel(), "value": value, "averages": averages}
         self._notes.write("collected", **found.key, **facts, **_sizes_of(found), site=self._notes.site())
+
+    def _averages(self, name: str, reduce_op: str) -> bool:
+        """Whether the program takes the mean of what `name` brings together as it is, as far as its source says."""
+        if name not in _GATHERING and reduce_op != "avg":
+            return True
+        frame = self._notes.user_frame()
+        if frame is None:
+            return False
+        if name in _GATHERING:
+            return is_averaged(frame, name, *_GATHERING[name])
+        return not is_scaled_later(frame, name, "tensor")
 
     def _counts(self, found: Pass) -> bool:
         """Whether one more number that is collected after `found` is noted."""
