@@ -10,14 +10,14 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
 from ddpilot.cli.run_words import OPTIONS, Words, split_words
 from ddpilot.errors import DdpilotError, LaunchError, RankError, WatchError
 from ddpilot.launching.elastic.options import RunOptions, TargetKind
 from ddpilot.launching.elastic.run import prepare_run, run_prepared
 from ddpilot.launching.elastic.stopping import OutputClosedError, RunStoppedError, check_signals
-from ddpilot.watch.options import WatchOptions
+from ddpilot.watch.options import Action, WatchOptions
 from ddpilot.watch.watcher import Watcher
 
 FAILED_STATUS = 1
@@ -121,10 +121,13 @@ def read_watch_options(words: Words, environ: Mapping[str, str]) -> WatchOptions
     said = {**_from_environ(environ), **words.options}
     if "watch" in said and "no-watch" in said:
         raise LaunchError(_DID, found="--watch and --no-watch", fix="Leave out one of the two")
+    on_finding = said.get("on-finding", "stop")
+    if on_finding not in get_args(Action):
+        raise LaunchError("reading --on-finding", found=f"{on_finding!r}", fix="Give stop or report")
     return WatchOptions(
         watch="no-watch" not in said,
         guard="no-guard" not in said,
-        on_finding=said.get("on-finding", "stop"),  # type: ignore[arg-type]  # that is what is checked
+        on_finding=cast("Action", on_finding),
         stall_warn_s=_read("stall-warn", said.get("stall-warn", "30"), float),
     )
 

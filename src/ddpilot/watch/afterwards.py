@@ -47,7 +47,10 @@ def find_job(word: str) -> tuple[Path, JobAbout]:
         return found[0]
     if not found and Path(word).is_dir():
         return Path(word), read_about(Path(word))
-    known = ", ".join(about.id for _, about in (found or jobs)[:5]) or "none"
+    if not jobs:
+        fix = "Jobs that ended well are removed; the folder of a job can be given too"
+        raise DdpilotError(f"looking for the job {word!r}", found=f"no jobs in {jobs_root()}", fix=fix)
+    known = ", ".join(about.id for _, about in (found or jobs)[:5])
     raise DdpilotError(
         f"looking for the job {word!r}",
         found=f"{len(found)} of the {len(jobs)} jobs in {jobs_root()} match",

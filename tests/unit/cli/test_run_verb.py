@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ddpilot.cli.app import app
-from ddpilot.cli.run_verb import read_options
+from ddpilot.cli.run_verb import read_options, read_watch_options
 from ddpilot.cli.run_words import OPTIONS, split_words
 from ddpilot.errors import LaunchError
 from ddpilot.launching.elastic.options import RunOptions
@@ -55,6 +55,12 @@ def test_read_options_takes_every_option_of_torchrun() -> None:
         shutdown_timeout_s=9.0,
         node_timeout_s=7.0,
     )
+
+
+def test_a_wrong_on_finding_names_what_a_command_line_can_say() -> None:
+    """Not a function, nor None."""
+    with pytest.raises(LaunchError, match=r"reading --on-finding: 'maybe'. Give stop or report$"):
+        read_watch_options(split_words(["train.py", "--on-finding", "maybe"]), {})
 
 
 def test_read_options_reads_torchruns_variables_below_the_words() -> None:

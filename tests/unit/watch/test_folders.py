@@ -175,6 +175,12 @@ def test_find_job_takes_an_id_its_end_a_process_and_a_folder(root: Path) -> None
         find_job("other")
 
 
+def test_find_job_says_that_there_are_no_jobs(root: Path) -> None:
+    """In place of a choice among none."""
+    with pytest.raises(DdpilotError, match=r"looking for the job 'other': no jobs in .*Jobs that ended well"):
+        find_job("other")
+
+
 def test_find_job_takes_any_process_of_a_job(root: Path) -> None:
     """What observes it, what one of its processes has started, and what has started it; not a process beside it."""
     folder, about = make_job_folder("train", 1)
