@@ -11,7 +11,7 @@ from pathlib import Path
 from ddpilot.errors import DdpilotError
 from ddpilot.findings.words import printable
 from ddpilot.watch.afterwards import explain_job, find_job
-from ddpilot.watch.folders import JobAbout, jobs_root, list_jobs, read_about
+from ddpilot.watch.folders import JobAbout, check_jobs_root, jobs_root, list_jobs, read_about
 from ddpilot.watch.report import Report
 
 FOUND_STATUS = 1
@@ -22,9 +22,10 @@ def watch_job(word: str | None, *, as_json: bool = False, wait: bool = False) ->
     """Print the report of the job that `word` means, or with None the list of jobs; returns the exit status.
 
     That is 1 where a finding is an error. `wait`: go on until the job has ended, and print what is new. Raises
-    `DdpilotError` where there is no such job.
+    `DdpilotError` where there is no such job, or the folder of jobs is not this user's.
     """
     if word is None:
+        check_jobs_root()
         print(render_jobs(list_jobs()))
         return 0
     folder, about = find_job(word)

@@ -17,7 +17,7 @@ from ddpilot.findings.sequence import Findings
 from ddpilot.findings.words import printable
 from ddpilot.record.hook import find_rings
 from ddpilot.watch.deaths import OF_ENDS
-from ddpilot.watch.folders import JobAbout, jobs_root, list_jobs, read_about
+from ddpilot.watch.folders import JobAbout, check_jobs_root, jobs_root, list_jobs, read_about
 from ddpilot.watch.gathering import Gatherer, RankFacts
 from ddpilot.watch.report import Report, read_report
 from ddpilot.watch.rules.book import RuleBook, rules_for
@@ -37,6 +37,8 @@ def find_job(word: str) -> tuple[Path, JobAbout]:
     """
     if os.sep in word and Path(word).is_dir():
         return Path(word), read_about(Path(word))
+    if not Path(word).is_dir():
+        check_jobs_root()
     jobs = list_jobs()
     found = (
         [job for job in jobs if job[1].id == word]

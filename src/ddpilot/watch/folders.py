@@ -216,6 +216,18 @@ def _check(about: JobAbout) -> None:
         raise TypeError(f"`world_size` is {about.world_size}, with the ranks {about.ranks[:8]}")
 
 
+def check_jobs_root() -> None:
+    """Raises `DdpilotError` if the folder of jobs is there, and may not be read since others can write to it."""
+    root = jobs_root()
+    try:
+        check_own_folder(root)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        fix = f"Nothing in it is read. Remove it, or set {JOBS_VARIABLE} to a folder of your own"
+        raise DdpilotError(f"reading the jobs in {root}", found=str(error), fix=fix) from error
+
+
 def list_jobs(root: Path | None = None) -> list[tuple[Path, JobAbout]]:
     """The folders of this user's jobs, the newest first. Folders of other users are left out."""
     root = root or jobs_root()
