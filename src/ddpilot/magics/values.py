@@ -54,7 +54,8 @@ def pull_values(desk: Desk, given: Mapping[str, Any]) -> Any:
     rank = None if given.get("all") else given.get("rank", 0)
     source = "all ranks, by rank" if rank is None else render_ranks([rank])
     with briefly():
-        values = [session.pull(name, rank=rank) for name in names]
+        pulled = session.pull(names, rank=rank)
+    values = pulled if rank is not None else [list(each) for each in zip(*pulled, strict=True)]
     if is_returned:
         return values[0] if len(values) == 1 else tuple(values)
     for name, value in zip(names, values, strict=True):

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pushed values that belong to others: an optimizer to its parameters, a scheduler to its optimizer."""
+"""Values that belong to others: an optimizer to its parameters, a scheduler to its optimizer."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ddpilot.errors import LaunchError
@@ -12,21 +13,49 @@ from ddpilot.findings.words import render_ranks
 from ddpilot.launching.shipping.pickling import ShipPickler, loaded_torch
 
 
+@dataclass(frozen=True, slots=True)
+class Incomplete:
+    """A value that travels without what it belongs to."""
+
+    name: str
+    kind: str
+    """What is missing: "model" or "optimizer"."""
+    found: str
+    """A sentence with {verb} for "pushed" or "pulled"."""
+
+
 def check_complete(values: Mapping[str, object]) -> None:
     """Raise LaunchError for an optimizer whose parameters are in none of the other `values`, and so for a scheduler.
 
     Pushed alone it would get copies of them, which no model on the rank uses: training would change nothing.
     """
+    if (incomplete := find_incomplete(values)) is not None:
+        name = incomplete.name
+        raise LaunchError(
+            f"pushing `{name}`",
+            found=incomplete.found.format(verb="pushed"),
+            fix=f"Push both at once, as in `%ddp push {incomplete.kind} {name}`, "
+            f"or make `{name}` in a cell on the ranks",
+        )
+
+
+def find_incomplete(values: Mapping[str, object]) -> Incomplete | None:
+    """An optimizer whose parameters are in none of the other `values`, or a scheduler without its optimizer."""
     torch = loaded_torch()
     if torch is None or not hasattr(torch, "optim"):
-        return
+        return None
     kinds = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
     others = {name: value for name, value in values.items() if not isinstance(value, kinds)}
     for name, value in values.items():
         if isinstance(value, kinds[1]) and not any(other is value.optimizer for other in values.values()):
-            _refuse(name, "the optimizer that it drives is not pushed with it: it would drive a copy", "optimizer")
-        elif isinstance(value, kinds[0]) and not _hold_parameters(torch, value, others):
-            _refuse(name, "not all parameters that it updates are pushed with it: it would update copies", "model")
+            return Incomplete(
+                name, "optimizer", "the optimizer that it drives is not {verb} with it: it would drive a copy"
+            )
+        if isinstance(value, kinds[0]) and not _hold_parameters(torch, value, others):
+            return Incomplete(
+                name, "model", "not all parameters that it updates are {verb} with it: it would update copies"
+            )
+    return None
 
 
 def _hold_parameters(torch: Any, optimizer: Any, others: Mapping[str, object]) -> bool:
@@ -43,14 +72,6 @@ def _hold_parameters(torch: Any, optimizer: Any, others: Mapping[str, object]) -
     except Exception:  # noqa: BLE001  # shipping them fails next, and names what cannot be pickled
         return True
     return all(each.untyped_storage()._cdata in pickler.storages for each in missing)
-
-
-def _refuse(name: str, found: str, kind: str) -> None:
-    raise LaunchError(
-        f"pushing `{name}`",
-        found=found,
-        fix=f"Push both at once, as in `%ddp push {kind} {name}`, or make `{name}` in a cell on the ranks",
-    )
 
 
 def describe_pushed(names: Iterable[str], by_rank: Mapping[int, Mapping[str, Any]]) -> Iterator[str]:

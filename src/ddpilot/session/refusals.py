@@ -19,10 +19,11 @@ def refuse(found: str, fix: str = "", *, path: str = "") -> dict[str, str]:
 def make_refusal_error(did: str, by_rank: Mapping[int, Mapping[str, str]]) -> LaunchError:
     """One error for the refusals of all ranks: the first one, with every rank that says the same, and all fixes.
 
-    A ShipError where something cannot be pickled.
+    `did`: for a refusal that is about no "expression" of its own. A ShipError where something cannot be pickled.
     """
     first = by_rank[min(by_rank)]
     alike = [rank for rank, refusal in by_rank.items() if refusal["found"] == first["found"]]
+    did = f"pulling `{first['expression']}`" if "expression" in first else did
     did = f"{did} from {render_ranks(alike)}"
     fix = " ".join(dict.fromkeys(by_rank[rank]["fix"] for rank in sorted(alike) if by_rank[rank]["fix"]))
     if first["path"]:

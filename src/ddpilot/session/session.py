@@ -209,24 +209,28 @@ class Session:
         for text in describe_pushed(values, outcome.values):
             self._ranks.note(text)
 
-    def pull(self, expression: str, *, rank: int | None = None) -> Any:
+    def pull(self, expression: str | Sequence[str], *, rank: int | None = None) -> Any:
         """The value of a variable (or any expression) of `rank`, or with None a list of every rank's, by rank.
 
-        Tensors come as copies on the CPU, through a memory file. Raises LaunchError where a rank has no such variable
-        or where it is a DDP model, ShipError where it cannot be pickled, RankError where the expression raises.
+        Several expressions give a list of values in place of each value. These share what they share on the rank: an
+        optimizer that is pulled with its model updates that model. Tensors come as copies on the CPU, through a memory
+        file. Raises LaunchError where a rank has no such variable, where it is a DDP model, or an optimizer or a
+        scheduler without what it updates; ShipError where it cannot be pickled, RankError where the expression raises.
         """
-        expression = arguments.check_expression(expression)
-        did = f"pulling `{expression}`"
+        is_one = isinstance(expression, str) or not isinstance(expression, Sequence)
+        expressions = [arguments.check_expression(each) for each in ([expression] if is_one else expression)]
+        did = f"pulling {', '.join(f'`{each}`' for each in expressions)}"
         chosen = choose_one(self._ranks, rank, did)
-        outcome, answers = self._with_parcel("pull", {"expression": expression}, chosen, [], f"pull {expression}")
+        name = f"pull {' '.join(expressions)}"
+        outcome, answers = self._with_parcel("pull", {"expressions": expressions}, chosen, [], name)
         try:
             outcome.raise_failure("pull")
             if outcome.values:
                 raise make_refusal_error(did, outcome.values)
-            values = RankResults([answers[each] for each in chosen], [])
+            values = [each[0] if is_one else each for each in RankResults([answers[each] for each in chosen], [])]
         finally:
             _close(answers)
-        return list(values) if rank is None else values[0]
+        return values if rank is None else values[0]
 
     def restart(self, rank: int | Iterable[int] | None = None) -> None:
         """Restart `rank` (or several, or with None all) under the same number. Variables of restarted ranks are lost.

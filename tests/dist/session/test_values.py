@@ -188,6 +188,28 @@ def test_push_of_an_optimizer_without_its_model_is_refused(start: Start, monkeyp
         session.push({"optimizer": optimizer})
 
 
+def test_values_of_one_pull_share_what_they_share_on_the_rank(start: Start) -> None:
+    """An optimizer pulled with its model updates that model; without it, it would update copies and is refused."""
+    session = start(2)
+    session.execute(
+        "import torch\nmodel = torch.nn.Linear(2, 1)\noptimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)"
+    )
+    model, optimizer, scheduler, again = session.pull(["model", "optimizer", "scheduler", "model"], rank=1)
+    assert optimizer.param_groups[0]["params"][0] is model.weight
+    assert scheduler.optimizer is optimizer
+    assert again is model
+    for pulled, one in session.pull(["optimizer", "model"]):
+        assert pulled.param_groups[0]["params"][0] is one.weight
+    with pytest.raises(LaunchError, match="`optimizer` from rank 0: not all parameters that it updates are pulled"):
+        session.pull("optimizer", rank=0)
+    with pytest.raises(LaunchError, match="`scheduler` from rank 0: the optimizer that it drives is not pulled"):
+        session.pull(["model", "scheduler"], rank=0)
+    with pytest.raises(LaunchError, match="pulling `modle` from rank 0: there is no variable of that name"):
+        session.pull(["model", "modle"], rank=0)
+    assert session.pull("optimizer.state_dict()", rank=0)["param_groups"][0]["lr"] == 0.1
+
+
 def test_push_of_a_model_names_what_uses_the_earlier_one(
     start: Start, view: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -94,11 +94,11 @@ class Requests:
             values, definitions = _open(fds, uses)
         return self._pushed.put(values, importable_from_main(definitions), uses)
 
-    def _pull(self, token: str, expression: str) -> dict[str, str] | None:
+    def _pull(self, token: str, expressions: list[str]) -> dict[str, str] | None:
         channel, fds = self._port.take(token)
         wire.close_all(fds)
         with channel:
-            parcel, refusal = pack_pulled(expression, self.space.namespace)
+            parcel, refusal = pack_pulled(expressions, self.space.namespace)
             wire.send(channel, None, parcel)
             wire.close_all(parcel)
         return refusal
