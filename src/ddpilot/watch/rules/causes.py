@@ -101,6 +101,13 @@ UNKNOWN = Cause(
     "every backward went through DDP, so that gradients were changed on some ranks after they were reduced",
     "Change gradients (clipping, masking, noise) on every rank alike; look at what runs between backward and step",
 )
+NO_BACKWARD = Cause(
+    UNKNOWN.code,
+    UNKNOWN.name,
+    "no backward ran through DDP before this step: it all-reduces in `backward()` alone, not what "
+    "`torch.autograd.grad` returns or what is written into `.grad`",
+    "Call `loss.backward()` instead of `torch.autograd.grad`; or all-reduce these gradients before the step",
+)
 NEVER_WRAPPED = Cause(
     "DDP324",
     "never-wrapped",

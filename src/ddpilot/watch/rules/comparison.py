@@ -283,7 +283,11 @@ class Comparison:
                 return causes.PARAMETERS
             return causes.EPOCHS if self.passes.find_uneven(self.alike_at) else causes.CHANGED
         whys = [moment.value(rank, "why") for rank in moment.steps]
-        return next((causes.LOCAL[why] for why in whys if why), causes.UNKNOWN)
+        if why := next((why for why in whys if why), ""):
+            return causes.LOCAL[why]
+        events = [moment.value(rank, "e") or "" for rank in moment.steps]
+        has_backward = any(event in text for text in events for event in "BbR")
+        return causes.UNKNOWN if has_backward or not any(events) else causes.NO_BACKWARD
 
     def _step_of_some(self, now_ns: int) -> Finding | None:
         """Ranks that never took a step with an optimizer that others have taken several with."""
