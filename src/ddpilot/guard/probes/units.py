@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer
 
 from ddpilot.guard.probe import Notes
@@ -305,6 +306,8 @@ class UnitBook:
         for number, members in sorted_in.items():
             if number and by_number[number].is_alone:
                 continue
+            if not number and not any(isinstance(parameter, Parameter) for _, parameter, _ in members):
+                continue  # tensors of no module, which DDP could not wrap: inputs or latents of this rank's samples
             found = [unit for unit in units if (unit.model.number if unit.model else 0) == number]
             unit = found[0] if found else self._new_unit(by_number.get(number), members)
             if not found:

@@ -111,3 +111,14 @@ def test_what_is_added_to_an_optimizer_later_is_compared_from_some_step_on(book:
             optimizer.add_param_group({"params": nn.Linear(2, 2).parameters()})
         book.step(optimizer, "era")
     assert [entry.kind for entry in read_journal(tmp_path / "journal").entries] == ["unit", "step"]
+
+
+@pytest.mark.usefixtures("compiler_is_loaded")
+def test_tensors_of_no_module_are_not_compared(book: UnitBook, tmp_path: Path) -> None:
+    """Latents or inputs that each rank fits to samples of its own: no wrapper was forgotten."""
+    latents = torch.optim.SGD([torch.zeros(3, requires_grad=True)])
+    both = torch.optim.SGD([torch.zeros(3, requires_grad=True), nn.Parameter(torch.zeros(3))])
+    book.step(latents, "era")
+    assert read_journal(tmp_path / "journal").entries == ()
+    book.step(both, "era")
+    assert [entry.kind for entry in read_journal(tmp_path / "journal").entries] == ["unit", "step"]
