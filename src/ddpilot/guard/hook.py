@@ -76,8 +76,8 @@ def install(
     def stop() -> None:
         while undo:
             notes, uninstall = undo.pop()
-            notes.is_off = True
             uninstall()
+            notes.is_off = True
         journal.close()
 
     return stop

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import base64
+import time
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +21,9 @@ _HASH = np.arange(1, WINDOW + 1, dtype=np.uint64) * np.uint64(2654435761) % np.u
 _WEIGHTS = (_HASH / float(1 << 31) - 1.0).astype(np.float32)
 NO_GRADIENT = -1.0
 MAX_GRADIENTS = 64
+_CUDA: Any = torch.cuda
+LAST_WINDOW = 128
+"""Elements of each of two parameters that are kept of the last step."""
 
 
 def is_plain(tensor: Any) -> bool:
@@ -121,6 +125,80 @@ class Fingerprinter:
         return buffer[:num].cpu().numpy()
 
 
+class LastWindows:
+    """Copies a few elements of two of `parameters` before every step: what ranks are compared by at the end of a job.
+
+    After its last step a program may do with weights what it likes, on one rank as well: load the best, or an average.
+    `places`: of these two.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], places: list[int]) -> None:
+        self.places = places
+        self._parameters = [parameters[place] for place in places]
+        self._addresses: list[int] = []
+        self._windows: list[Tensor] = []
+        self._buffer: Tensor | None = None
+        self._copied: Any = None  # a CUDA event
+
+    @classmethod
+    def of(cls, parameters: Sequence[Tensor]) -> LastWindows | None:
+        """From the middle one and the last; None where none can be read in part."""
+        places = [place for place, one in enumerate(parameters) if _is_readable(one, parameters[-1].device)]
+        return cls(parameters, sorted({places[(len(places) - 1) // 2], places[-1]})) if places else None
+
+    def copy(self) -> None:
+        """Copy the elements as they are now. It waits for nothing."""
+        addresses = [parameter.data_ptr() for parameter in self._parameters]
+        if addresses != self._addresses:
+            self._addresses = addresses
+            self._look_at_parameters()
+        if self._buffer is not None:
+            torch.cat(self._windows, out=self._buffer)
+            if self._copied is not None:
+                self._copied.record(_CUDA.current_stream(self._buffer.device))
+
+    def _look_at_parameters(self) -> None:
+        device = self._parameters[0].device
+        self._buffer = None
+        if all(_is_readable(parameter, device) for parameter in self._parameters):
+            self._windows = [_window(parameter.detach())[:LAST_WINDOW] for parameter in self._parameters]
+            size = sum(window.numel() for window in self._windows)
+            self._buffer = torch.empty(size, dtype=torch.float32, device=device)
+            self._copied = _CUDA.Event() if device.type == "cuda" else None
+
+    def taken(self) -> LastCopy | None:
+        """What was copied last, which needs the parameters no more; None where nothing was."""
+        if self._buffer is None:
+            return None
+        return LastCopy(self.places, [window.numel() for window in self._windows], self._buffer, self._copied)
+
+
+class LastCopy(NamedTuple):
+    """The newest copy of a `LastWindows`: elements of the parameters at `places`, as many of each as `sizes` says."""
+
+    places: list[int]
+    sizes: list[int]
+    buffer: Tensor
+    copied: Any
+
+    def fingerprint(self, until_s: float) -> dict[str, str] | None:
+        """Norms, weighted sums and no gradients, as `Fingerprinter.take`; None where a GPU is busy until `until_s`."""
+        if self.copied is None:
+            numbers = self.buffer.numpy().copy()
+        else:
+            while not self.copied.query():
+                if time.monotonic() > until_s:
+                    return None
+                time.sleep(0.001)
+            # The current stream may be stuck behind a collective that will never end.
+            with _CUDA.stream(_CUDA.Stream(self.buffer.device)):
+                numbers = self.buffer.cpu().numpy()
+        norms = np.sqrt(_sums(numbers * numbers, self.sizes))
+        sums = _sums(numbers * np.concatenate([_WEIGHTS[:size] for size in self.sizes]), self.sizes)
+        none = np.full(len(self.sizes), NO_GRADIENT)
+        return {key: _pack(row.astype(np.float32)) for key, row in zip("pwg", (norms, sums, none), strict=True)}
+
+
 class _Views:
     """The windows of `parameters`, which lie at `addresses`, and what they are weighted with, one after the other."""
 
@@ -130,6 +208,12 @@ class _Views:
         self.copied = [place for place, each in enumerate(parameters) if not each.is_contiguous()]
         self.sizes = [window.numel() for window in self.windows]
         self.weights = np.concatenate([_WEIGHTS[:size] for size in self.sizes])
+
+
+def _is_readable(parameter: Tensor, device: torch.device) -> bool:
+    """Whether a view of its elements, which lie in a row on `device`, is all that it takes to copy some."""
+    is_known = parameter.device == device and device.type in ("cpu", "cuda")
+    return is_known and is_plain(parameter) and parameter.is_contiguous()
 
 
 def _plain_gradient(parameter: Tensor) -> Tensor | None:

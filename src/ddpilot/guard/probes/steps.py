@@ -49,6 +49,7 @@ class StepProbe:
         self._opened: OpenStep | None = None
         self._is_applying = False
         self._num_applied = 0
+        self._sees_cells = False
 
     def install(self, notes: Notes) -> Callable[[], None]:
         """As `Probe.install`."""
@@ -56,6 +57,7 @@ class StepProbe:
         self._units = UnitBook(notes, self._live_models)
         pre_hook = notes.safely(self._before_step)
         keep_dynamo_out(pre_hook)
+        self._note_last = note_last = notes.safely(lambda *_: self._units.note_last_steps())
         ddp: Any = DistributedDataParallel
         undo = [
             register_optimizer_step_pre_hook(pre_hook).remove,
@@ -69,6 +71,7 @@ class StepProbe:
         ]
 
         def uninstall() -> None:
+            note_last()
             for function in reversed(undo):
                 function()
 
@@ -123,10 +126,18 @@ class StepProbe:
     def _follow_group(self) -> None:
         """Begin anew where the ranks are in another group: models that were kept are what other ranks have kept."""
         if self._eras.has_changed():
+            self._look_at_cells()
             self._num_in_group.clear()
             self._units.clear()
             for model in self._live_models():
                 model.ordinal = f"{self._eras.name}/kept {model.ordinal.rpartition('/')[2].removeprefix('kept ')}"
+
+    def _look_at_cells(self) -> None:
+        """In a session, let each cell end with a note on the newest step: it may be the last."""
+        shell = getattr(sys.modules.get("IPython"), "get_ipython", _no_shell)()
+        if shell is not None and not self._sees_cells:
+            self._sees_cells = True
+            shell.events.register("post_run_cell", self._note_last)
 
     # What follows runs in every step, with caches that hold nothing of it: each function, line of Python and look into
     # torch takes a microsecond or more, and so there are few.
@@ -261,6 +272,10 @@ class StepProbe:
         if opened is not None and opened.optimizer is optimizer:
             self._opened = None
             self._units.end_step(opened)
+
+
+def _no_shell() -> None:
+    """As IPython's `get_ipython` outside of a session."""
 
 
 def _versions_of(ddp: Any) -> list[int]:

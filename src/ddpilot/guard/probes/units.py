@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 import weakref
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +19,7 @@ from torch.optim.optimizer import Optimizer
 
 from ddpilot.guard.probe import Notes
 from ddpilot.guard.probes.ddp_model import DdpModel
-from ddpilot.guard.probes.fingerprint import Fingerprinter, is_plain
+from ddpilot.guard.probes.fingerprint import Fingerprinter, LastCopy, LastWindows, is_plain
 from ddpilot.guard.probes.groups import sequence_number
 from ddpilot.guard.probes.parameter_names import find_parameter_names
 
@@ -33,6 +35,9 @@ _MAX_PATTERNS = 16
 _MAX_OPTIMIZERS = 64
 _MAX_TENSORS = 8192
 _MAX_RATES = 8
+_NO_STEP = (0, 0)
+_BUSY_S = 0.5
+"""How long a GPU may be busy at the end, before the last step is not noted."""
 
 
 class Unit:
@@ -43,6 +48,10 @@ class Unit:
         self.key = key
         self.model = model
         self.fingerprinter = Fingerprinter([])
+        self.windows: LastWindows | None = None
+        """Of a DDP model's parameters."""
+        self.newest = _NO_STEP
+        """The number of the step that `windows` were copied before, and how many collectives had started."""
         self.digest = 0
         self._num_steps = 0
         self._num_local_steps = 0
@@ -132,6 +141,17 @@ class _Part:
 
 
 @dataclass
+class _LastStep:
+    """The newest step of a unit whose optimizer or model may be gone."""
+
+    number: int
+    """Of the unit."""
+    count: int
+    sequence_number: int
+    copy: LastCopy
+
+
+@dataclass
 class OpenStep:
     """A step that was given a closure and is under way: the backward that it takes its gradients from is yet to run."""
 
@@ -164,11 +184,38 @@ class UnitBook:
         self._num_units = 0
         self._era = ""
         self._num_of_key: dict[str, int] = {}
+        self._last_steps: deque[_LastStep] = deque(maxlen=_MAX_OPTIMIZERS)  # that are not noted yet
+        self._pid = os.getpid()
 
     def clear(self) -> None:
         """Begin anew."""
+        self.note_last_steps()
         self._known.clear()
         self._num_of_key.clear()
+
+    def note_last_steps(self) -> None:
+        """Note what the parameters of each DDP model were before the newest step, where that is not noted yet.
+
+        Called where no step may follow: at the end of a cell, of the group, of the program.
+        """
+        if os.getpid() != self._pid:
+            return
+        for known in tuple(self._known.values()):
+            self._keep_last(known.units)
+        until_s = time.monotonic() + _BUSY_S
+        while self._last_steps:
+            last = self._last_steps.popleft()
+            fingerprint = last.copy.fingerprint(until_s)
+            if fingerprint is not None:
+                values = {"u": last.number, "n": last.count, "s": last.sequence_number, "at": last.copy.places}
+                self._notes.write("last", **values, f=fingerprint)
+
+    def _keep_last(self, units: Iterable[Unit]) -> None:
+        for unit in units:
+            copy = unit.windows.taken() if unit.windows is not None else None
+            if copy is not None and unit.newest != _NO_STEP:
+                self._last_steps.append(_LastStep(unit.number, *unit.newest, copy))
+            unit.newest = _NO_STEP
 
     def drop(self, models: Iterable[DdpModel]) -> None:
         """The wrappers of `models` are gone."""
@@ -184,6 +231,8 @@ class UnitBook:
                 is_planned = True
                 self._plan(optimizer, units)
             if unit.fingerprinter.parameters:
+                if unit.windows is not None:
+                    unit.windows.copy()
                 self._note(unit, optimizer, count, events, is_due)
         for unit in units:
             if unit.model is not None:
@@ -200,6 +249,9 @@ class UnitBook:
             if is_due and not is_planned:
                 is_planned = True
                 self._plan(optimizer, units)
+            unit.newest = _NO_STEP
+            if unit.windows is not None:
+                unit.windows.copy()
             begun = time.monotonic()
             fingerprint = unit.fingerprinter.take() if is_due and unit.fingerprinter.parameters else None
             number = _find_number(unit.model)
@@ -249,8 +301,13 @@ class UnitBook:
     def _add(self, optimizer: Optimizer) -> _Known | None:
         if len(self._known) >= _MAX_OPTIMIZERS:
             return None
-        key, all_known = id(optimizer), self._known
-        known = all_known[key] = _Known(weakref.ref(optimizer, lambda _: all_known.pop(key, None)))
+        key, all_known, keep_last = id(optimizer), self._known, self._keep_last
+
+        def forget(_: weakref.ref[Optimizer]) -> None:
+            if gone := all_known.pop(key, None):
+                keep_last(gone.units)
+
+        known = all_known[key] = _Known(weakref.ref(optimizer, forget))
         return known
 
     def _note(
@@ -258,6 +315,7 @@ class UnitBook:
     ) -> None:
         model = unit.model
         number = part.number if part is not None else _find_number(model)
+        unit.newest = count, number
         if not is_due and model is not None and not (model.why_silent or model.why_local or model.without_effect):
             self._notes.write_step(unit.number, count, number, events)
             return
@@ -302,6 +360,7 @@ class UnitBook:
                 )
                 if id(parameter) not in ignored and parameter.requires_grad and is_plain(parameter):
                     sorted_in.setdefault(number, []).append((name, parameter, is_reduced))
+        self._keep_last(unit for unit in units if unit.model is not None and unit.model.number not in by_number)
         units[:] = [unit for unit in units if unit.model is None or unit.model.number in by_number]
         for number, members in sorted_in.items():
             if number and by_number[number].is_alone:
@@ -337,6 +396,8 @@ class UnitBook:
             # What a program that averages by itself forgets is mostly what comes last, or first.
             ends = () if unit.model else {*range(len(members))[:2], *range(len(members))[-2:]}
             unit.fingerprinter = Fingerprinter(parameters, always=late or ends)
+            unit.windows = LastWindows.of(parameters) if unit.model else None
+            unit.newest = _NO_STEP
         digest = zlib.crc32(repr((names, late, moved)).encode())
         if digest == unit.digest:
             return

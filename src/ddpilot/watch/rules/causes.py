@@ -87,6 +87,11 @@ CHANGED = Cause(
     "Change and load them on every rank alike, or broadcast them afterwards; look at what runs around this step on "
     "some ranks only, or at random",
 )
+CHANGED_AT_END = CHANGED._replace(
+    why="parameters were the same on all ranks before, and are not before the last step: since then parameters, "
+    "gradients, learning rates or the optimizer's state were changed, loaded or zeroed on some ranks only, or on each "
+    "with random numbers or data of its own",
+)
 EPOCHS = Cause(
     "DDP325",
     "parameters-differ",

@@ -61,6 +61,7 @@ class Comparison:
         self._moments: OrderedDict[When, Moment] = OrderedDict()
         self._waiting: dict[When, Moment] = {}
         self._taken = StepsTaken()
+        self._last: dict[int, tuple[When, Entry]] = {}
         self._first_bad: Moment | None = None
         self._began_alike: bool | None = None
         self._is_apart = False
@@ -104,6 +105,19 @@ class Comparison:
         if len(self._moments) > MAX_STEPS:
             self._waiting.pop(self._moments.popitem(last=False)[0], None)
 
+    def last(self, rank: int, entry: Entry) -> Iterator[Finding]:
+        """`rank` may take no step any more, and says what parameters were before its newest."""
+        self._last[rank] = (self._taken.newest_of(rank), entry)
+        if self.is_over or len(self._last) < self._num_ranks():
+            return
+        whens = {(when, last.values["n"]) for when, last in self._last.values()}
+        lasts = {rank: last for rank, (_, last) in self._last.items()}
+        if len(whens) == 1 and (moment := self._moments.get(next(iter(whens))[0])) is not None:
+            self._last.clear()
+            if finding := self._weigh_last(moment, lasts):
+                self.end()
+                yield finding
+
     def judge(self, now_ns: int | None) -> Iterator[Finding]:
         """What is new. `now_ns`: None between two looks, when only what all ranks have noted is compared."""
         if self.is_over:
@@ -140,6 +154,7 @@ class Comparison:
         self.is_over = True
         self._moments.clear()
         self._waiting.clear()
+        self._last.clear()
         self._taken.clear()
 
     def _ready(self, now_ns: int | None) -> list[Moment]:
@@ -189,6 +204,27 @@ class Comparison:
             may_be_meant = cause is causes.NO_SYNC and not moment.is_reduced
             return self._tell(cause, self._first_bad, moment, may_be_meant=may_be_meant)
         return None
+
+    def _weigh_last(self, moment: Moment, lasts: dict[int, Entry]) -> Finding | None:
+        """A finding where parameters that were alike at a step before differ in the few elements that are kept of the
+        last one, which DDP reduced. Nothing follows from what is alike: it is a small part.
+        """
+        if (
+            self.is_free
+            or not self.alike_at
+            or self._is_apart
+            or not moment.is_reduced
+            or moment.steps.keys() != {*lasts}
+        ):
+            return None
+        names = {rank: [moment.units[rank]["names"][at] for at in last.values["at"]] for rank, last in lasts.items()}
+        difference = compare(names, {rank: last.values["f"] for rank, last in lasts.items()}, of="of some elements ")
+        if not difference.parameters:
+            return None
+        moment.difference = difference
+        first = self._first_bad or moment
+        cause = self._cause(first)
+        return self._tell(causes.CHANGED_AT_END if cause is causes.CHANGED else cause, first, moment)
 
     def _count(self, moment: Moment) -> int:
         return max(int(step.values["n"]) for step in moment.steps.values())

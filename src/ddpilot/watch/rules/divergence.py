@@ -25,7 +25,7 @@ class Divergence:
         *dict.fromkeys(cause.code for cause in LOCAL.values()),
         *("DDP320", NEVER_WRAPPED.code, "DDP325", "DDP326", "DDP327", "DDP331", "DDP332"),
     )
-    kinds = ("ddp", "unit", "step", "load", *OwnParts.kinds)
+    kinds = ("ddp", "unit", "step", "last", "load", *OwnParts.kinds)
 
     def __init__(self, context: RuleContext) -> None:
         self._context = context
@@ -45,6 +45,8 @@ class Divergence:
         elif entry.kind == "step" and (comparison := self._of_unit.get((rank, entry.values["u"]))):
             comparison.step(rank, entry)
             return self._open(comparison).judge(None)
+        elif entry.kind == "last" and (comparison := self._of_unit.get((rank, entry.values["u"]))):
+            return comparison.last(rank, entry)
         elif entry.kind in OwnParts.kinds:
             self._parts.feed(rank, entry)
             if entry.kind == "loader_pass":

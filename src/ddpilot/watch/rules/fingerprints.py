@@ -30,8 +30,13 @@ class Difference:
     """Those unlike most; all where no two agree more than others."""
 
 
-def compare(names: Mapping[int, Sequence[str]], fingerprints: Mapping[int, Mapping[str, str]]) -> Difference:
-    """How `fingerprints`, by rank, differ in the tensors that all these ranks have, `names` being theirs in order."""
+def compare(
+    names: Mapping[int, Sequence[str]], fingerprints: Mapping[int, Mapping[str, str]], *, of: str = ""
+) -> Difference:
+    """How `fingerprints`, by rank, differ in the tensors that all these ranks have, `names` being theirs in order.
+
+    `of`: what the numbers are of, where that is not all of a tensor.
+    """
     ranks = sorted(fingerprints)
     first = fingerprints[ranks[0]]
     if all(fingerprints[rank] == first and names[rank] == names[ranks[0]] for rank in ranks):
@@ -47,7 +52,7 @@ def compare(names: Mapping[int, Sequence[str]], fingerprints: Mapping[int, Mappi
             wrong = [kind for kind in kinds if not _are_alike(values[kind], TOLERANCES[kind])]
             if wrong:
                 what = "weighted sum" if wrong[0] == "w" else "norm"
-                found[kinds[0]][name] = f"{what} {_say(ranks, values[wrong[0]])}"
+                found[kinds[0]][name] = f"{what} {of}{_say(ranks, values[wrong[0]])}"
                 for at, rank in enumerate(ranks):
                     looks[rank].append(tuple(_rounded(values[kind][at]) for kind in kinds))
     return Difference(found["g"], found["p"], _odd_ones(looks))

@@ -38,6 +38,11 @@ class Moment:
         return min(int(step.values["n"]) for step in self.steps.values())
 
     @property
+    def is_seen(self) -> bool:
+        """Whether all gradients and parameters were looked at, on every rank."""
+        return all("f" in step.values for step in self.steps.values())
+
+    @property
     def rates(self) -> dict[int, list[float]]:
         """The ranks' learning rates, where they differ; else empty."""
         rates = {rank: step.values["lr"] for rank, step in sorted(self.steps.items()) if step.values.get("lr")}

@@ -53,6 +53,10 @@ class StepsTaken:
         self.newest = max(self.newest, count)
         return when
 
+    def newest_of(self, rank: int) -> When:
+        """When the newest step of `rank` was."""
+        return self._last.get(rank, (-1, 0))
+
     def find_skipped(self) -> Skipped | None:
         """The first step that one rank took and another did not, where both went on."""
         begun = max((order[0] for order in self._order.values()), default=((0, 0), 0))[0]

@@ -81,7 +81,8 @@ def _summary(first: Moment, proof: Moment, skipped: Skipped | None) -> str:
         return f"gradients differ between ranks at step {first.number}" + (
             f", parameters at step {proof.number}" if proof.difference.parameters else ""
         )
-    return f"parameters differ between ranks before step {proof.number}, gradients do not"
+    what = f"parameters differ between ranks before step {proof.number}"
+    return f"{what}, gradients do not" if first.is_seen else f"{what}, the last"
 
 
 def _evidence(cause: Cause, comparison: Comparison, first: Moment, proof: Moment) -> list[str]:
@@ -111,7 +112,7 @@ def _evidence(cause: Cause, comparison: Comparison, first: Moment, proof: Moment
     if cause is causes.EPOCHS:
         begun = sorted(comparison.passes.find_uneven(comparison.alike_at).items())[:8]
         lines.append("an epoch began after " + ", ".join(f"{number} steps on rank {rank}" for rank, number in begun))
-    if cause is causes.CHANGED:
+    if cause in (causes.CHANGED, causes.CHANGED_AT_END):
         lines.append(f"parameters were the same on all ranks before step {comparison.alike_at}")
     lines.append(f"optimizer steps at {place_of(unit['site'])}")
     return lines

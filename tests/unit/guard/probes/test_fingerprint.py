@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddpilot.guard.probes.fingerprint import WINDOW, Fingerprinter, is_plain
+from ddpilot.guard.probes.fingerprint import LAST_WINDOW, WINDOW, Fingerprinter, LastWindows, is_plain
 from ddpilot.watch.rules.fingerprints import compare
 
 
@@ -140,3 +140,44 @@ def test_a_tensors_numbers_do_not_depend_on_what_it_is_taken_with(shapes: list[t
         alone = take(tensor, gradients=(tensor,))
         for kind in "pwg":
             assert unpack(together[kind])[at] == pytest.approx(unpack(alone[kind])[0], rel=1e-6)
+
+
+def test_last_windows_keep_what_parameters_were(tensors: list[Tensor]) -> None:
+    """Whatever becomes of them afterwards, also by `.data`; parameters that lie elsewhere since are followed."""
+    parameters = [nn.Parameter(tensor) for tensor in (torch.zeros(3), *tensors)]
+    windows = LastWindows.of(parameters)
+    assert windows is not None
+    assert windows.places == [1, 2]
+    assert windows.taken() is None
+    windows.copy()
+    before = windows.taken()
+    assert before is not None
+    expected = [tensors[0][32:34].norm().item(), tensors[1].norm().item()]
+    assert before.sizes == [LAST_WINDOW, 7]
+    for parameter in parameters[1:]:
+        parameter.data.mul_(2)
+    fingerprint = before.fingerprint(0.0)
+    assert fingerprint is not None
+    assert list(unpack(fingerprint["p"])) == pytest.approx(expected)
+    parameters[1].data, parameters[2].data = -tensors[0], tensors[1].double()
+    windows.copy()
+    after = windows.taken()
+    assert after is not None
+    moved = after.fingerprint(0.0)
+    assert moved is not None
+    assert list(unpack(moved["p"])) == pytest.approx([2 * norm for norm in expected])
+    assert unpack(moved["w"])[0] == pytest.approx(-2 * unpack(fingerprint["w"])[0])
+
+
+def test_last_windows_are_of_parameters_that_can_be_read_in_part() -> None:
+    """A matrix that lies in columns is passed over; one that does so later is not read any more."""
+    rows, columns = (nn.Parameter(torch.rand(20, 20)) for _ in range(2))
+    columns.data = columns.data.t()
+    assert LastWindows.of([columns]) is None
+    windows = LastWindows.of([rows, columns])
+    assert windows is not None
+    assert windows.places == [0]
+    windows.copy()
+    rows.data = torch.rand(20, 20).t()
+    windows.copy()
+    assert windows.taken() is None

@@ -550,3 +550,50 @@ def test_divergence_says_another_order_at_construction_and_nothing_else() -> Non
     (finding,) = job.said
     assert finding.code == "DDP327"
     assert finding.evidence == ("parameter 0: rank 0 left.weight [4, 4]", "parameter 0: rank 1 right.weight [4, 4]")
+
+
+def last(job: Job, *norms: float, number: int = 6) -> list[str]:
+    """After five checked steps that are alike, one more that is not checked, and what ranks say of it at the end."""
+    for rank in range(len(norms)):
+        job.unit(rank)
+    for step in range(1, 6):
+        for rank in range(len(norms)):
+            job.step(rank, step)
+    for rank in range(len(norms)):
+        job.note(rank, "step", u=1, n=6, s=6, e="FB")
+    for rank, norm in enumerate(norms):
+        values = {"p": pack([norm]), "w": pack([norm]), "g": pack([-1.0])}
+        job.note(rank, "last", u=1, n=number + rank * (number > 6), s=6, at=[1], f=values)
+    return job.finish()
+
+
+def test_divergence_names_the_rank_that_differs_before_the_last_step() -> None:
+    """By the few elements that are known of it."""
+    job = Job(3)
+    assert last(job, 1.0, 2.0, 1.0) == ["DDP325"]
+    (finding,) = job.said
+    assert finding.ranks == (1,)
+    assert finding.summary == "parameters differ between ranks before step 6, the last"
+    assert "step 6: parameter b: norm of some elements rank 0 1, rank 1 2, rank 2 1" in finding.evidence
+    assert "parameters were the same on all ranks before step 5" in finding.evidence
+
+
+def test_divergence_says_nothing_of_last_steps_that_are_alike_or_not_the_same() -> None:
+    """Ranks that end at different steps have nothing in common there."""
+    assert last(Job(3), 1.0, 1.0, 1.0) == []
+    assert last(Job(3), 1.0, 2.0, 1.0, number=7) == []
+
+
+def test_divergence_goes_by_last_steps_that_ddp_reduced_of_models_that_were_alike() -> None:
+    """Steps of each rank's own may be averaged after the last of them."""
+    for e, p in (("B", 1.0), ("FB", 2.0)):
+        job = Job(2, reduced=64)
+        for rank in range(2):
+            job.unit(rank)
+            job.step(rank, 1, p=1.0 + (p - 1.0) * rank, e="B", why="bypass", at=SITE)
+        for rank in range(2):
+            job.note(rank, "step", u=1, n=2, s=2, e=e)
+        for rank in range(2):
+            values = {"p": pack([1.0 + rank]), "w": pack([1.0]), "g": pack([-1.0])}
+            job.note(rank, "last", u=1, n=2, s=2, at=[0], f=values)
+        assert job.finish() == []
