@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -17,6 +18,7 @@ from ddpilot.errors import DdpilotError, LaunchError, RankError, WatchError
 from ddpilot.launching.elastic.options import RunOptions, TargetKind
 from ddpilot.launching.elastic.run import prepare_run, run_prepared
 from ddpilot.launching.elastic.stopping import OutputClosedError, RunStoppedError, check_signals
+from ddpilot.watch.enabling import ACTION_VARIABLE, GUARD_VARIABLE, WATCH_VARIABLE
 from ddpilot.watch.options import Action, WatchOptions
 from ddpilot.watch.watcher import Watcher
 
@@ -53,8 +55,11 @@ def run_words(words: Sequence[str], show: Callable[[DdpilotError], str], environ
     split = split_words(words)
     watching = read_watch_options(split, environ)
     prepared = prepare_run(read_options(split, environ), environ)
+    is_python = prepared.options.kind != "program"
+    if watching.watch and not is_python:  # it may start Python, once or more often
+        prepared = replace(prepared, variables={**prepared.variables, **watched_variables(watching, environ)})
     try:
-        run_prepared(prepared, functools.partial(Watcher, watching) if watching.watch else None)
+        run_prepared(prepared, functools.partial(Watcher, watching) if watching.watch and is_python else None)
     except OutputClosedError as error:
         return error.exitcode
     except RunStoppedError as error:
@@ -130,6 +135,13 @@ def read_watch_options(words: Words, environ: Mapping[str, str]) -> WatchOptions
         on_finding=cast("Action", on_finding),
         stall_warn_s=_read("stall-warn", said.get("stall-warn", "30"), float),
     )
+
+
+def watched_variables(watching: WatchOptions, environ: Mapping[str, str]) -> dict[str, str]:
+    """What has ranks of a program watched that are Python with ddpilot, as under torchrun; `environ` goes before."""
+    action = watching.on_finding if isinstance(watching.on_finding, str) else "stop"
+    wanted = {WATCH_VARIABLE: "1", GUARD_VARIABLE: str(int(watching.guard)), ACTION_VARIABLE: action}
+    return {name: environ.get(name, text) for name, text in wanted.items()}
 
 
 def _from_environ(environ: Mapping[str, str]) -> dict[str, str]:

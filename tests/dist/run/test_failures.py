@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -186,6 +187,22 @@ def test_run_without_python_starts_any_program(tmp_path: Path) -> None:
     assert "[rank 0] this is 0" in done.out
     assert done.notes()[-1].startswith("ddpilot: rank 1 exited with code 7 (running `sh` on 2 ranks on ")
     assert done.err.endswith("Last output of rank 1:\n  caf\\xe9\n  this is 1\n")
+
+
+@pytest.mark.timeout(120)
+def test_run_without_python_watches_what_is_python(tmp_path: Path) -> None:
+    """A shell that runs Python on each rank: a mismatch is found, and ends the ranks."""
+    write(
+        tmp_path,
+        "train.py",
+        "import torch, torch.distributed as dist\ndist.init_process_group('gloo')\n"
+        "if dist.get_rank():\n    dist.barrier()\nelse:\n    dist.all_reduce(torch.ones(2))\n",
+    )
+    done = run(tmp_path, "--no-python", "-n", 2, "sh", "-c", f"{sys.executable} train.py")
+    assert done.status == 1
+    assert "desync  DDP201  collective #0 of the default group differs between ranks" in done.err
+    off = run(tmp_path, "--no-python", "--no-watch", "sh", "-c", "echo watched: $DDPILOT_WATCH.")
+    assert "watched: ." in off.out
 
 
 @pytest.mark.timeout(120)
