@@ -20,7 +20,12 @@ def describe_rebuilt(values: Sequence[Mapping[str, Any]], duration_s: float, is_
         yield f"gone with the old group, make anew what you still need: {', '.join(lost)}"
     for unbound in sorted({text for value in values for text in value["unbound"]}):
         yield f"not bound to the new group: {unbound}"
-    if values[0]["disagreements"]:
+    yield from describe_differences(values)
+
+
+def describe_differences(values: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Lines about the DDP models that differ over ranks; none if they are the same. `values` as above."""
+    if values and values[0]["disagreements"]:
         yield from _describe_disagreements(values[0]["disagreements"], values[0]["named"])
 
 

@@ -18,8 +18,8 @@ from ddpilot.session.events import Ended, Event, Said
 from ddpilot.session.outcome import Outcome, Part
 from ddpilot.session.parcels import ParcelCall
 from ddpilot.session.ranks import Ranks
-from ddpilot.session.rebuilt import describe_rebuilt
-from ddpilot.session.report import REPORT_KEY, REQUEST
+from ddpilot.session.rebuilt import describe_differences, describe_rebuilt
+from ddpilot.session.report import REPORT_KEY, REQUEST, Report
 from ddpilot.session.round import Lookout, Round
 from ddpilot.session.stops import Stops
 from ddpilot.session.watching import CellLookout
@@ -209,6 +209,8 @@ class Work:
         reports = [part.report for part in outcome.parts.values() if part.report is not None]
         if outcome.is_ok or outcome.spared_group:
             self._wants_group = self._wants_group or any(report.has_group for report in reports)
+            if outcome.spared_group and len(reports) == self._ranks.world_size and not _ended_alike(reports):
+                self._compare(events, stops)
             return
         freed = outcome.freed.values()
         had_group = any(report.has_group for report in (*reports, *freed))
@@ -218,6 +220,17 @@ class Work:
             self._respawn(events, stops)
         else:
             self._regroup(events, stops)
+
+    def _compare(self, events: queue.SimpleQueue[Event], stops: Stops) -> None:
+        """Name DDP models that differ, such as after a checkpoint that only some ranks have loaded."""
+        live = self._ranks.standing.live
+        ids = {rank: self._ask(rank, "compare", {}, live) for rank in live}
+        outcome = self._watch(ids, "comparing DDP models", events, stops)
+        if not outcome.is_ok:
+            self._recover(outcome, events, stops)
+            return
+        for text in describe_differences(list(outcome.values.values())):
+            self._ranks.view.note(text)
 
     def _regroup(self, events: queue.SimpleQueue[Event], stops: Stops) -> None:
         """Free the ranks of whatever group they were in; where all live and one was in use, make a new one."""
@@ -258,3 +271,8 @@ class Work:
             values, duration_s, any(rank not in self._fresh for rank in self._ranks.standing.live)
         ):
             note(text)
+
+
+def _ended_alike(reports: Sequence[Report]) -> bool:
+    """True if all ranks failed at the same line with the same error: they have done the same until there."""
+    return len({(report.status, report.type_name, report.message, report.traceback) for report in reports}) == 1

@@ -258,3 +258,19 @@ def test_a_rank_that_is_interrupted_before_it_takes_the_function_is_not_waited_f
         session.run(os.getpid)
     assert time.monotonic() - begin_s < 20  # it was 60
     assert len(session.run(os.getpid)) == 2
+
+
+def test_models_that_a_plain_error_has_left_apart_are_named(start: Start, view: Kept) -> None:
+    """The group stays, but rank 0 has loaded weights that rank 1 has not; an error of all ranks says nothing."""
+    session = start(2)
+    session.execute(
+        "import torch\nmodel = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))\n"
+        "ones = {name: torch.ones_like(value) for name, value in model.state_dict().items()}"
+    )
+    with pytest.raises(RankError, match="no checkpoint"):
+        session.execute("raise OSError('no checkpoint')")
+    assert view.notes == []
+    with pytest.raises(RankError, match="no checkpoint"):
+        session.execute("if rank:\n    raise OSError('no checkpoint')\nmodel.load_state_dict(ones)")
+    assert view.notes[0].startswith("`model` (Linear) differs in 2 of 2 parameters, first in `weight`: rank 0 against")
+    session.execute("group.barrier()")

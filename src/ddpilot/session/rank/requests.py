@@ -13,6 +13,7 @@ from typing import Any
 
 from ddpilot.environments.detect import detect_topology
 from ddpilot.group.leaving import take_down
+from ddpilot.group.models import compare_models, find_models
 from ddpilot.group.rebuild import rebuild_group
 from ddpilot.group.store import resolve_endpoint
 from ddpilot.launching.local import wire
@@ -48,6 +49,7 @@ class Requests:
             "push": self._push,
             "pull": self._pull,
             "rebuild": self._rebuild,
+            "compare": self._compare,
             "finish": lambda: None,
         }
 
@@ -127,6 +129,14 @@ class Requests:
             "named": describe_divergence(self.space.namespace, rebuilt.group) if rebuilt.disagreements else {},
             "lost": lost,
         }
+
+    def _compare(self) -> dict[str, Any]:
+        """Which DDP models differ over ranks. Collective."""
+        group = self.space.enter_group()
+        models = [model for model in find_models() if model.process_group.size() == group.world_size]
+        disagreements = list(compare_models(models, group))
+        named = describe_divergence(self.space.namespace, group) if disagreements else {}
+        return {"disagreements": disagreements, "named": named}
 
 
 def _open(fds: list[int], uses: dict[str, Any] | None = None) -> tuple[Any, list[Any]]:
