@@ -182,21 +182,28 @@ class LastCopy(NamedTuple):
     copied: Any
 
     def fingerprint(self, until_s: float) -> dict[str, str] | None:
-        """Norms, weighted sums and no gradients, as `Fingerprinter.take`; None where a GPU is busy until `until_s`."""
-        if self.copied is None:
-            numbers = self.buffer.numpy().copy()
-        else:
+        """Norms, weighted sums and no gradients, as `Fingerprinter.take`; None where a GPU is busy until `until_s`, or
+        has failed.
+        """
+        numbers = self.buffer.numpy().copy() if self.copied is None else self._read_from_gpu(until_s)
+        if numbers is None:
+            return None
+        norms = np.sqrt(_sums(numbers * numbers, self.sizes))
+        sums = _sums(numbers * np.concatenate([_WEIGHTS[:size] for size in self.sizes]), self.sizes)
+        none = np.full(len(self.sizes), NO_GRADIENT)
+        return {key: _pack(row.astype(np.float32)) for key, row in zip("pwg", (norms, sums, none), strict=True)}
+
+    def _read_from_gpu(self, until_s: float) -> Any:
+        try:
             while not self.copied.query():
                 if time.monotonic() > until_s:
                     return None
                 time.sleep(0.001)
             # The current stream may be stuck behind a collective that will never end.
             with _CUDA.stream(_CUDA.Stream(self.buffer.device)):
-                numbers = self.buffer.cpu().numpy()
-        norms = np.sqrt(_sums(numbers * numbers, self.sizes))
-        sums = _sums(numbers * np.concatenate([_WEIGHTS[:size] for size in self.sizes]), self.sizes)
-        none = np.full(len(self.sizes), NO_GRADIENT)
-        return {key: _pack(row.astype(np.float32)) for key, row in zip("pwg", (norms, sums, none), strict=True)}
+                return self.buffer.cpu().numpy()
+        except RuntimeError:  # an error of a kernel before, which the program has seen
+            return None
 
 
 class _Views:
