@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,39 +106,45 @@ class Objective:
         return self._group.all_reduce(total) if self._group.world_size > 1 else total
 
 
-class _Zeros(torch.autograd.Function):
-    """A zero that gives exact zeros to all that it is made of, whatever their values are."""
+@contextmanager
+def silencing(idle: Iterable[torch.Tensor], live: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Let the gradients of `idle` losses be exact zeros in a backward pass of all of them, whatever their values are.
 
-    @staticmethod
-    def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(*parameters)
-        return parameters[0].new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *_gradients: Any) -> Any:
-        return tuple(map(torch.zeros_like, ctx.saved_tensors))
-
-
-def zeros_for(losses: Iterable[torch.Tensor]) -> torch.Tensor | None:
-    """A loss that adds exact zeros to every parameter that `losses` depend on; None if there are none.
-
-    For means over nothing: the gradient of one may be NaN, and zero times NaN too.
+    For means over nothing: the gradient of one may be NaN, and zero times NaN too. The pass runs through their graph,
+    since DDP waits for the parameters; what other ranks' losses give to rows (`gather_batch`) stays.
     """
-    reached: dict[int, torch.Tensor] = {}
-    for node in walk(losses):
-        parameter = getattr(node, "variable", None)
-        if isinstance(parameter, torch.Tensor) and parameter.requires_grad:
-            reached[id(parameter)] = parameter
-    if not reached:
-        return None
-    zero: torch.Tensor = _Zeros.apply(*reached.values())  # type: ignore[no-untyped-call]
-    return zero
+    through = list(walk(idle))
+    shared = {*walk(live), *_follow([node for node in through if _is_gather(node)])}
+    own = [node for node in through if node not in shared and not hasattr(node, "variable")]
+    hooks = [node.register_hook(_zeros) for node in own]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def has_gather(losses: Iterable[torch.Tensor]) -> bool:
+    """True if the backward pass of `losses` goes through rows of all ranks (`gather_batch`)."""
+    return any(map(_is_gather, walk(losses)))
+
+
+def _is_gather(node: Any) -> bool:
+    return type(node).__name__ == "_GatherRowsBackward"
+
+
+def _zeros(inputs: tuple[torch.Tensor | None, ...], _outputs: object) -> tuple[torch.Tensor | None, ...]:
+    return tuple(None if one is None else torch.zeros_like(one) for one in inputs)
 
 
 def walk(losses: Iterable[torch.Tensor]) -> Iterator[Any]:
     """Every node of the autograd graph of `losses`, once."""
-    waiting = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
-    seen = set(waiting)
+    yield from _follow([loss.grad_fn for loss in losses if loss.grad_fn is not None])
+
+
+def _follow(nodes: Iterable[Any]) -> Iterator[Any]:
+    """`nodes`, and every node that is before them in the autograd graph, once."""
+    waiting = list(seen := set(nodes))
     while waiting:
         node = waiting.pop()
         yield node

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -67,11 +66,8 @@ def gather_rows(data: Any, group: GroupLike) -> Any:
     return join_named_rows(parts, names, "gathering rows of all ranks", group.rank)
 
 
-def gather_batch(rows: Any, group: GroupLike, is_silent: Callable[[], bool]) -> tuple[torch.Tensor, int]:
-    """The rows of all ranks, and where this rank's begin. See `Loop.gather_batch`. Collective, in backward too.
-
-    `is_silent`: whether gradients of the backward pass that runs count for nothing.
-    """
+def gather_batch(rows: Any, group: GroupLike) -> tuple[torch.Tensor, int]:
+    """The rows of all ranks, and where this rank's begin. See `Loop.gather_batch`. Collective, in backward too."""
     if not isinstance(rows, torch.Tensor) or not rows.ndim:
         is_tensor = isinstance(rows, torch.Tensor)
         found = f"a tensor of shape {tuple(rows.shape)}" if is_tensor else f"a {type(rows).__name__}"
@@ -82,7 +78,7 @@ def gather_batch(rows: Any, group: GroupLike, is_silent: Callable[[], bool]) -> 
     if needs_gradient and not rows.requires_grad:  # else the others would wait for this rank in backward
         rows = rows.detach().requires_grad_()
     start = sum(sizes[: group.rank])
-    joined: torch.Tensor = _GatherRows.apply(rows, start, sum(sizes), group, is_silent)  # type: ignore[no-untyped-call]
+    joined: torch.Tensor = _GatherRows.apply(rows, start, sum(sizes), group)  # type: ignore[no-untyped-call]
     return joined, start
 
 
@@ -104,8 +100,8 @@ class _GatherRows(torch.autograd.Function):
     """All ranks' rows; backward adds up what all ranks' losses say of this rank's rows."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, start: int, num: int, group: GroupLike, is_silent: Any) -> torch.Tensor:
-        ctx.place = start, len(rows), group, is_silent
+    def forward(ctx: Any, rows: torch.Tensor, start: int, num: int, group: GroupLike) -> torch.Tensor:
+        ctx.place = start, len(rows), group
         joined = rows.new_zeros((num, *rows.shape[1:]))
         joined[start : start + len(rows)] = rows
         if joined.numel():  # as bytes, whose sums with zeros are exact in every dtype
@@ -114,21 +110,14 @@ class _GatherRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        start, num, group, is_silent = ctx.place
+        start, num, group = ctx.place
         (gradient,) = gradients
         narrow = gradient.dtype if gradient.dtype.itemsize < 4 else None
         total = gradient.float() if narrow else gradient.clone(memory_format=torch.contiguous_format)
-        if is_silent():
-            total = torch.zeros_like(total)
         if total.numel():
             group.all_reduce(torch.view_as_real(total) if total.is_complex() else total)
         own = total[start : start + num]
-        return (own.to(narrow) if narrow else own), None, None, None, None
-
-
-def is_gather(node: Any) -> bool:
-    """True for the node of an autograd graph where `gather_batch` is collective in backward."""
-    return type(node).__name__ == "_GatherRowsBackward"
+        return (own.to(narrow) if narrow else own), None, None, None
 
 
 def _refuse_rows(found: str, fix: str, group: GroupLike) -> LoopError:

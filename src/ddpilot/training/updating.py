@@ -18,10 +18,9 @@ from ddpilot.group.protocol import GroupLike
 from ddpilot.training.bypassing import BypassWatch
 from ddpilot.training.deciding import Decider, Decision
 from ddpilot.training.grouping import CurrentBatch
-from ddpilot.training.losses import NamedLoss, Objective, decode, encode, read_losses, walk, zeros_for
+from ddpilot.training.losses import NamedLoss, Objective, decode, encode, has_gather, read_losses, silencing
 from ddpilot.training.nonfinite import FiniteWatch, raise_nonfinite
 from ddpilot.training.passes import GraphWatch, GroupWatch
-from ddpilot.training.reducing import is_gather
 from ddpilot.training.reduction import Reductions, reduced
 from ddpilot.training.standing_in import StandIns
 from ddpilot.training.weighting import CountTotals, backward_weighted
@@ -69,8 +68,6 @@ class Updates:
         """Those whose gradients the backward at hand adds up."""
         self.batch: CurrentBatch | None = None
         """None outside `batches`."""
-        self.is_silent = False
-        """True in a backward pass of no samples, whose gradients count for nothing."""
 
     def add(self, model: nn.Module) -> None:
         """Train `model` too, as `prepare` returns it; in place of the same one that was prepared before."""
@@ -188,17 +185,8 @@ class Updates:
             return
         roots = [one.value for one, _ in live]
         seeds = [self._seed(one.value, weight, one.name) for one, weight in live]
-        if idle and (zeros := self._zeros(idle)):
-            roots += zeros
-            seeds += [0.0] * len(zeros)
-        self._run(roots, seeds, scaler, retain_graph)
-
-    def _zeros(self, idle: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Losses that are finite, and reach what `idle` ones do, which are means over nothing on this rank."""
-        if any(is_gather(node) for node in walk(idle)):  # other ranks wait for this one there
-            return idle
-        zeros = zeros_for(idle)
-        return [] if zeros is None else [zeros]
+        with silencing(idle, roots):
+            self._run([*roots, *idle], [*seeds, *[0.0] * len(idle)], scaler, retain_graph)
 
     def _run(
         self,
@@ -207,9 +195,13 @@ class Updates:
         scaler: torch.amp.GradScaler | None,
         retain_graph: bool,
     ) -> None:
-        """One backward pass of all `losses`; without `seeds` it adds exact zeros."""
+        """One backward pass of all `losses`; without `seeds` it adds exact zeros; others' losses still reach its rows."""
         if seeds is None and self._watch is not None:
             self._watch.taps.pause()
+        if seeds is None and has_gather(losses):
+            with silencing(losses, ()):
+                self._run(losses, [0.0] * len(losses), scaler, retain_graph)
+            return
         accumulates = self.batch is not None and self.batch.group_size > 1
         if accumulates:
             self._groups.check(self.batch)
@@ -219,7 +211,6 @@ class Updates:
             self.bypasses.check_graph(losses)
         if scaler is not None:
             losses = [scaler.scale(loss) for loss in losses]
-        self.is_silent = seeds is None
         try:
             if torch.is_autocast_enabled(self._device_type):
                 with torch.autocast(self._device_type, enabled=False):
@@ -229,8 +220,6 @@ class Updates:
         except RuntimeError as error:
             self.reductions.explain(error)
             raise
-        finally:
-            self.is_silent = False
         if self.is_update:
             self.reductions.order_buckets()
         if accumulates:

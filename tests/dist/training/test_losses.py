@@ -77,6 +77,35 @@ def compare_samples(loop: Loop | None, model: nn.Module, batch: tuple[torch.Tens
     return loss
 
 
+def compare_labelled(loop: Loop | None, model: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Labelled samples against all; ranks without any are compared with by others."""
+    x, _, labels = batch
+    value, scores = model(x)
+    rows = torch.cat([value, scores], dim=1)
+    num = (labels >= 0).sum()
+    keys = rows if loop is None else loop.gather_batch(rows)[0]
+    loss = ((rows @ keys.T).square().mean(1) * (labels >= 0)).sum() / num
+    if loop is not None:
+        loop.backward(loss, count=num)
+    else:
+        (loss if num else rows.sum() * 0).backward()  # type: ignore[no-untyped-call]
+    return rows.mean()
+
+
+def compare_labelled_by_name(loop: Loop | None, model: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """The same beside a mean over samples."""
+    x, y, labels = batch
+    value, scores = model(x)
+    num = (labels >= 0).sum()
+    keys = scores if loop is None else loop.gather_batch(scores)[0]
+    loss, other = mse_loss(value, y), ((scores @ keys.T).square().mean(1) * (labels >= 0)).sum() / num
+    if loop is not None:
+        loop.backward({"value": loss, "label": (other, num)})
+    else:
+        (loss + (other if num else 0 * scores.sum())).backward()  # type: ignore[no-untyped-call]
+    return loss
+
+
 def leave_out_a_head(loop: Loop | None, model: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """Only one of two outputs is used."""
     x, y, _ = batch
@@ -91,6 +120,9 @@ CASES: list[tuple[Backward, dict[str, Any], dict[str, Any]]] = [
     (two_means, {"find_unused_parameters": True}, {}),
     (two_means, {"static_graph": True}, {"check_finite": False}),
     (compare_samples, {"find_unused_parameters": True}, {}),
+    (compare_labelled, {}, {}),
+    (compare_labelled, {}, {"check_finite": False}),
+    (compare_labelled_by_name, {}, {}),
     (leave_out_a_head, {"find_unused_parameters": True}, {}),
     (leave_out_a_head, {"find_unused_parameters": True}, {"check_finite": False}),
 ]
