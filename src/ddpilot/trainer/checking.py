@@ -147,10 +147,8 @@ def check_fit(trainer: Trainer, fit: Fit, *, has_own_step: bool) -> None:
             raise LoopError(_FITTING, found=found, fix="Give a whole number of epochs, 0 or more.")
     if fit.train_set is None:
         raise LoopError(_FITTING, found="`train_set` is None", fix="Give a dataset or a DataLoader.")
-    dataset = fit.train_set.dataset if isinstance(fit.train_set, DataLoader) else fit.train_set
-    if not isinstance(dataset, IterableDataset) and hasattr(dataset, "__len__") and not len(dataset):
-        fix = "Look at where its samples come from."
-        raise LoopError(_FITTING, found=f"`train_set` is empty: a {type(dataset).__name__} of 0 samples", fix=fix)
+    for name, data in (("train_set", fit.train_set), ("val_set", fit.val_set)):
+        _check_samples(name, data)
     check_whole(_FITTING, "`val_set`", fit.val_set)
     if not _is_count(fit.validate_every) or fit.validate_every < 1:
         found = f"`validate_every` is {fit.validate_every!r}"
@@ -166,6 +164,17 @@ def check_fit(trainer: Trainer, fit: Fit, *, has_own_step: bool) -> None:
     if not has_own_step or fit.val_set is not None:
         check_forward(_FITTING, trainer.model, trainer.has_own_forward)
     _check_watched(trainer, fit, has_own_step)
+
+
+def _check_samples(name: str, data: object) -> None:
+    """Raise LoopError for a dataset of no samples, whose mean loss would be NaN."""
+    dataset = data.dataset if isinstance(data, DataLoader) else data
+    if not isinstance(dataset, IterableDataset) and hasattr(dataset, "__len__") and not len(dataset):
+        found = f"`{name}` is empty: a {type(dataset).__name__} of 0 samples"
+        fix = "Look at where its samples come from." + " Without a `val_set` nothing is validated." * (
+            name == "val_set"
+        )
+        raise LoopError(_FITTING, found=found, fix=fix)
 
 
 def check_goal(epochs: int | None, until_epoch: int | None) -> None:

@@ -195,7 +195,7 @@ class Updates:
         scaler: torch.amp.GradScaler | None,
         retain_graph: bool,
     ) -> None:
-        """One backward pass of all `losses`; without `seeds` it adds exact zeros; others' losses still reach its rows."""
+        """One backward pass of all `losses`. Without `seeds`, only what other ranks' losses give to rows is added."""
         if seeds is None and self._watch is not None:
             self._watch.taps.pause()
         if seeds is None and has_gather(losses):

@@ -76,6 +76,7 @@ def test_trainer_refuses_arguments_that_say_something_else(options: dict[str, An
         ({}, {"train_set": None}, "`train_set` is None"),
         ({}, {"train_set": [], "global_batch_size": 1}, "`train_set` is empty: a list of 0 samples"),
         ({}, {"train_set": DataLoader(TensorDataset(torch.ones(0, 1)), 1)}, "`train_set` is empty: a TensorDataset"),
+        ({}, {"val_set": TensorDataset(torch.ones(0, 1))}, "`val_set` is empty: a TensorDataset of 0 samples"),
         ({}, {"batch_size": 20}, r"an argument `batch_size=20`\. Say `global_batch_size`, of all ranks together, or"),
         ({}, {"epoch": 2}, r"an argument `epoch=2`\. Did you mean 'epochs'\?"),
         ({"model": nn.ModuleDict({"g": nn.Linear(2, 1)})}, {}, "a ModuleDict of 'g', which has no forward pass of its"),
