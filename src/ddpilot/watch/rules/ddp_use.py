@@ -45,8 +45,9 @@ class NoSyncInVain(PromptRule):
                 ranks=(rank,),
                 place=place_of(site),
                 evidence=(f"seen before {num} optimizer steps, last before step {entry.values['n']}",),
-                why="DDP decides in the forward whether the backward that follows is reduced",
-                fix="Put the forward into `no_sync()` too",
+                why="DDP reduces the first backward after a forward outside of `no_sync()`, of whichever forward it is",
+                fix="Put every forward of the model into `no_sync()` too (of a ddpilot.Loop: into `loop.accumulate`), "
+                "or run it under `torch.no_grad()` if its gradients are not needed",
                 source="ddpilot explain DDP328",
             )
 
