@@ -86,7 +86,7 @@ def compare_labelled(loop: Loop | None, model: nn.Module, batch: tuple[torch.Ten
     keys = rows if loop is None else loop.gather_batch(rows)[0]
     loss = ((rows @ keys.T).square().mean(1) * (labels >= 0)).sum() / num
     if loop is not None:
-        loop.backward(loss, count=num)
+        loop.backward(loss, count=num.item())
     else:
         (loss if num else rows.sum() * 0).backward()  # type: ignore[no-untyped-call]
     return rows.mean()
@@ -102,7 +102,7 @@ def compare_labelled_by_name(loop: Loop | None, model: nn.Module, batch: tuple[t
     if loop is not None:
         loop.backward({"value": loss, "label": (other, num)})
     else:
-        (loss + (other if num else 0 * scores.sum())).backward()  # type: ignore[no-untyped-call]
+        (loss + (other if num else 0 * scores.sum())).backward()
     return loss
 
 
