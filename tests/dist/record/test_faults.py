@@ -161,7 +161,7 @@ def test_recording_can_be_stopped_and_started_again_but_not_twice_at_once(tmp_pa
     refused, said = run(1, record_twice, tmp_path)[0]
     assert "this process records already" in refused
     assert "Stop that recording first" in refused
-    assert "Is a directory" in said
+    assert "is not a regular file" in said
     shapes = [[entry.inputs[0].shape for entry in log.collectives] for log in read_all(tmp_path, 2)]
     assert shapes == [[(1,)], [(3,)]]
 
