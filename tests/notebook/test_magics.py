@@ -254,7 +254,7 @@ def test_missing_names_of_the_other_side_are_pointed_out(kernel: Kernel) -> None
     """A name that the notebook has, or has imported, and one that the ranks have; a mere typo gets no hint."""
     kernel.run("import collections as several\nmy_table = 1")
     wrong = kernel.run("%%ddp\nmy_table")
-    assert "The notebook has a `my_table`: `%ddp push my_table` copies it to the ranks" in wrong.stderr
+    assert "The notebook has `my_table`: `%ddp push my_table` copies it to the ranks" in wrong.stderr
     wrong = kernel.run("%%ddp\nseveral.Counter()")
     assert "run `import collections as several` in a `%%ddp` cell too" in wrong.stderr
     assert "The notebook has" not in kernel.run("%%ddp\nmy_tabel").stderr

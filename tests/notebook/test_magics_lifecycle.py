@@ -30,7 +30,7 @@ def test_ranks_are_started_anew_one_by_one_and_all_together() -> None:
         kernel.run("%%ddp\nkept = rank")
         first = pids(kernel)
 
-        assert kernel.run("%ddp restart 1").stdout.endswith("ddpilot: rank 1 started anew, with no variables\n")
+        assert kernel.run("%ddp restart 1").stdout.endswith("ddpilot: rank 1 restarted, with no variables\n")
         second = pids(kernel)
         assert (second[0] == first[0], second[1] == first[1]) == (True, False)
         assert kernel.run("%%ddp\n'kept' in globals(), rank").by_rank == {0: ["(True, 0)"], 1: ["(False, 1)"]}

@@ -9,6 +9,7 @@ from typing import Any
 
 from ddpilot.errors import LaunchError, RankError
 from ddpilot.magics.desk import Desk
+from ddpilot.session.pushed import find_companions
 from ddpilot.session.session import Session
 
 _MISSING = re.compile(r"NameError: name '(\w+)' is not defined")
@@ -37,7 +38,13 @@ class NameHints:
             whole = f"import {value.__name__}" + (f" as {name}" if name != value.__name__ else "")
             return f"`{name}` is imported in the notebook: run `{whole}` in a `%%ddp` cell too"
         here = ", or run this cell in the notebook with `%%ddp --local`" if self._desk.is_auto else ""
-        return f"The notebook has a `{name}`: `%ddp push {name}` copies it to the ranks{here}"
+        hidden = shell.user_ns_hidden
+        visible = {each: other for each, other in shell.user_ns.items() if each not in hidden and each[0] != "_"}
+        names = find_companions(name, {**visible, name: value})
+        if names is None:
+            return f"The notebook has `{name}` without the model that it trains: make both on the ranks"
+        them = "it" if len(names) == 1 else "both" if len(names) == 2 else "all"
+        return f"The notebook has `{name}`: `%ddp push {' '.join(names)}` copies {them} to the ranks{here}"
 
     def after_cell(self, result: Any) -> None:
         """IPython's "post_run_cell": say so if the notebook's cell missed a name that the ranks have."""

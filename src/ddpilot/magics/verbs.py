@@ -66,7 +66,7 @@ def _restart(desk: Desk, given: Arguments) -> None:
     ranks = given.get("ranks") or list(range(session.world_size))
     with briefly():
         session.restart(ranks)
-    desk.say(f"{render_ranks(sorted(set(ranks)))} started anew, with no variables")
+    desk.say(f"{render_ranks(sorted(set(ranks)))} restarted, with no variables")
 
 
 def _add_some_ranks(parser: MagicParser) -> None:

@@ -58,6 +58,27 @@ def find_incomplete(values: Mapping[str, object]) -> Incomplete | None:
     return None
 
 
+def find_companions(name: str, variables: Mapping[str, object]) -> list[str] | None:
+    """Names of `variables` to push together with `name`, those that others belong to first; None if one is missing."""
+    names = [name]
+    while (incomplete := find_incomplete({each: variables[each] for each in names})) is not None:
+        found = _find_owners(incomplete, variables)
+        if not found or set(found) <= set(names):
+            return None
+        names = [*found, *names]
+    return names
+
+
+def _find_owners(incomplete: Incomplete, variables: Mapping[str, Any]) -> list[str]:
+    torch, value = loaded_torch(), variables[incomplete.name]
+    if incomplete.kind == "optimizer":
+        return [name for name, other in variables.items() if other is value.optimizer][:1]
+    wanted = {id(parameter) for group in value.param_groups for parameter in group["params"]}
+    modules = {name: other for name, other in variables.items() if issubclass(type(other), torch.nn.Module)}
+    held = {name: wanted & {id(each) for each in module.parameters()} for name, module in modules.items()}
+    return [name for name, own in held.items() if own == wanted][:1] or [name for name, own in held.items() if own]
+
+
 def _hold_parameters(torch: Any, optimizer: Any, others: Mapping[str, object]) -> bool:
     """True if every parameter of `optimizer` is somewhere in `others`."""
     modules = [other for other in others.values() if isinstance(other, torch.nn.Module)]

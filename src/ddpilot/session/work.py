@@ -175,7 +175,7 @@ class Work:
     def _respawn(self, events: queue.SimpleQueue[Event], stops: Stops) -> None:
         dead = sorted(self._ranks.standing.dead)
         self._restart(dead, events, stops)
-        self._ranks.view.note(f"{render_ranks(dead)} started anew (`respawn`), with no variables")
+        self._ranks.view.note(f"{render_ranks(dead)} restarted (`respawn`), with no variables")
 
     def _restart(self, ranks: Sequence[int], events: queue.SimpleQueue[Event], stops: Stops) -> None:
         self._ranks.host.check_start(f"restarting {render_ranks(ranks)}")
@@ -196,7 +196,7 @@ class Work:
         """A rank that was started by half would be in no group with the others: end them all."""
         for rank in ranks:
             self._ranks.end_process(rank, events)
-            self._ranks.standing.dead[rank] = "was to be started anew, and that was stopped"
+            self._ranks.standing.dead[rank] = "was to be restarted, and that was stopped"
         self._regroup(events, stops)
         verb, what = ("is", "it") if len(ranks) == 1 else ("are", "them")
         kept = "; the others have kept their variables" if self._ranks.standing.live else ""

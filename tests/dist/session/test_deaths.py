@@ -91,7 +91,7 @@ def test_respawn_brings_a_dead_rank_back_by_itself(start: Start, view: Kept) -> 
     session.execute("kept = rank; group.barrier()")
     with pytest.raises(RankError, match="SIGKILL"):
         session.execute("import os\nif rank == 1: os.kill(os.getpid(), 9)\ngroup.barrier()")
-    assert any("rank 1 started anew (`respawn`), with no variables" in note for note in view.notes)
+    assert any("rank 1 restarted (`respawn`), with no variables" in note for note in view.notes)
     session.execute("group.barrier(); assert ('kept' in globals()) == (rank == 0)")
     os.kill(session.pull("__import__('os').getpid()", rank=0), signal.SIGKILL)
     wait_until(lambda: any("rank 0 was killed" in note for note in view.notes), limit_s=10)
