@@ -120,7 +120,7 @@ class Fingerprinter:
         num = sum(piece.numel() for piece in pieces)
         buffer = self._buffers.get(device)
         if buffer is None or buffer.numel() < num:
-            self._buffers[device] = buffer = torch.empty(num, device=device)
+            self._buffers[device] = buffer = torch.empty(num, dtype=torch.float32, device=device)
         torch.cat(pieces, out=buffer[:num])
         return buffer[:num].cpu().numpy()
 

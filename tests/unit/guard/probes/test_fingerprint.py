@@ -181,3 +181,15 @@ def test_last_windows_are_of_parameters_that_can_be_read_in_part() -> None:
     rows.data = torch.rand(20, 20).t()
     windows.copy()
     assert windows.taken() is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_fingerprints_are_the_same_whatever_the_default_dtype_is(tensors: list[Tensor], dtype: torch.dtype) -> None:
+    """Numbers are joined in float32, those of parameters in other dtypes as well."""
+    tensors = [tensors[0], tensors[1].double()]
+    expected = take(*tensors, gradients=tuple(tensors))
+    torch.set_default_dtype(dtype)
+    try:
+        assert take(*tensors, gradients=tuple(tensors)) == expected
+    finally:
+        torch.set_default_dtype(torch.float32)
