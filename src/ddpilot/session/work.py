@@ -12,7 +12,9 @@ from typing import Any, NoReturn
 from ddpilot.errors import LaunchError, LaunchInterrupted
 from ddpilot.findings.words import render_ranks
 from ddpilot.launching.local import wire
+from ddpilot.record.connecting import connecting_path
 from ddpilot.session.bystanders import Bystanders
+from ddpilot.session.collectives import count_begun
 from ddpilot.session.deaths import BEGIN_ANEW
 from ddpilot.session.events import Ended, Event, Said
 from ddpilot.session.outcome import Outcome, Part
@@ -52,12 +54,16 @@ class Work:
         with self._ranks.turn(f"running cell {number}") as (events, stops):
             self._mend(events, stops)
             about = {"cell": number, "ranks": self._subset(ranks), "keep_cache": keep_cache, "blocked": self._blocked()}
+            num_begun = self._num_begun(ranks)
             ids = {
                 rank: self._ranks.hub.send(rank, "shell", "execute_request", content, {REPORT_KEY: about})
                 for rank in ranks
             }
             name = f"Cell In[{number}]"
-            outcome = self._watch(ids, name, events, stops, number=number, quiet=quiet, sources={name: code})
+            sources = {name: code}
+            outcome = self._watch(
+                ids, name, events, stops, number=number, quiet=quiet, sources=sources, num_begun=num_begun
+            )
             self._recover(outcome, events, stops)
         return outcome
 
@@ -70,13 +76,15 @@ class Work:
         calls: dict[int, ParcelCall] = {}
         with self._ranks.turn(f"running {name}") as (events, stops):
             self._mend(events, stops)
+            num_begun = self._num_begun(ranks)
             try:
                 ids = {}
                 for rank in ranks:
                     token = uuid.uuid4().hex
                     calls[rank] = ParcelCall(self._ranks.parcel_socket(rank), token, parcel)
                     ids[rank] = self._ask(rank, verb, {**arguments, "token": token}, ranks)
-                outcome = self._watch(ids, name, events, stops, sources={} if verb == "call" else None)
+                sources: dict[str, str] | None = {} if verb == "call" else None
+                outcome = self._watch(ids, name, events, stops, sources=sources, num_begun=num_begun)
                 for rank, part in outcome.parts.items():
                     if part.report is not None and verb != "push" and (verb == "call" or part.report.status == "ok"):
                         answers[rank] = calls[rank].answer()
@@ -120,6 +128,16 @@ class Work:
     def _subset(self, ranks: Sequence[int]) -> list[int]:
         return [] if len(ranks) == self._ranks.world_size else list(ranks)
 
+    def _num_begun(self, ranks: Sequence[int]) -> dict[int, int | None]:
+        """Collectives that each rank has begun, to be called before a cell is sent.
+
+        A cell may hold the GIL from its first line on: the rank's threads then report nothing, and remove no note of
+        theirs. What an idle rank has left of a connection to a store is over.
+        """
+        for rank in ranks:
+            connecting_path(self._ranks.ring_folder, rank).unlink(missing_ok=True)
+        return {rank: count_begun(self._ranks.ring_folder, rank) for rank in ranks}
+
     def _ask(self, rank: int, verb: str, arguments: dict[str, Any], ranks: Sequence[int]) -> str:
         content = {"verb": verb, "arguments": arguments, "ranks": self._subset(ranks), "blocked": self._blocked()}
         return self._ranks.hub.send(rank, "shell", REQUEST, content)
@@ -135,14 +153,19 @@ class Work:
         quiet: bool = False,
         patient: bool = False,
         sources: Mapping[str, str] | None = None,
+        num_begun: Mapping[int, int | None] | None = None,
     ) -> Outcome:
         ranks = self._ranks
+        before = num_begun or {}
         now = time.monotonic()
         ranks.standing.note_work(ids, number, now)
         ranks.view.begin(tuple(ids))
         # One that died before this turn is known here, one that dies later is an event.
         gone = {rank: Ended(rank, None, reason) for rank, reason in dict(ranks.standing.dead).items()}
-        parts = [Part(rank, message_id, ended=gone.get(rank)) for rank, message_id in ids.items()]
+        parts = [
+            Part(rank, message_id, num_before=before.get(rank), ended=gone.get(rank))
+            for rank, message_id in ids.items()
+        ]
         try:
             return Round(
                 parts,
