@@ -60,6 +60,9 @@ class Kind:
     """The ranks that the cell runs on. Anything but "all" has no steps."""
 
     special: Literal["", "call", "kill idle"] = ""
+    is_uninterruptible: bool = False
+    """Whether a rank ends neither by an interrupt nor by itself: a person presses stop until it is killed."""
+
     breaks_off_step: bool = False
     """Whether the stop may hit the middle of a step, after which replicas may differ, and that is said."""
 
@@ -117,11 +120,15 @@ KINDS = {
     ),
     "stop of training": Kind(code=_HERE + "while True: train(1)", end="stops", breaks_off_step=True),
     "stop of C that holds the GIL": Kind(
-        code=_HERE + "if rank == {rank}: " + _HOLD_GIL + "group.barrier()", end="stops", kills="rank"
+        code=_HERE + "if rank == {rank}: " + _HOLD_GIL + "group.barrier()",
+        end="stops",
+        kills="rank",
+        is_uninterruptible=True,
     ),
     "raise beside C that holds the GIL": Kind(
         code=_AT + " time.sleep(0.1); bad()\nif rank == {other}: " + _HOLD_GIL + "group.barrier()",
         kills="other",
+        is_uninterruptible=True,
     ),
 }
 

@@ -105,11 +105,11 @@ class Player:
     @contextmanager
     def _stopping(self, drawn: Drawn, kind: Kind) -> Iterator[None]:
         """Press stop when all ranks of the cell have come to `here()`; where it raises, it need not."""
-        if "stops" not in kind.end:
+        if "stops" not in kind.end and not kind.is_uninterruptible:
             yield
             return
         is_over = threading.Event()
-        thread = threading.Thread(target=self._stop, args=(drawn, len(drawn.ranks() or range(NUM_RANKS)), is_over))
+        thread = threading.Thread(target=self._stop, args=(drawn, kind, is_over))
         thread.start()
         start = time.monotonic()
         yield
@@ -117,12 +117,19 @@ class Player:
         thread.join()
         self.play.stopped_s.append(time.monotonic() - start)
 
-    def _stop(self, drawn: Drawn, num_ranks: int, is_over: threading.Event) -> None:
-        while len(list(self._folder.glob("?"))) < num_ranks:
-            if is_over.wait(0.005):
+    def _stop(self, drawn: Drawn, kind: Kind, is_over: threading.Event) -> None:
+        if "stops" in kind.end:
+            while len(list(self._folder.glob("?"))) < len(drawn.ranks() or range(NUM_RANKS)):
+                if is_over.wait(0.005):
+                    return
+            if is_over.wait(drawn.delay_s):
                 return
-        if is_over.wait(drawn.delay_s):
-            return
+            self._press(drawn)
+        while kind.is_uninterruptible and not is_over.wait(0.1):
+            if any("press stop" in note for note in self._view.notes):
+                self._press(drawn)
+
+    def _press(self, drawn: Drawn) -> None:
         if drawn.by_signal:
             os.kill(os.getpid(), signal.SIGINT)
         else:
