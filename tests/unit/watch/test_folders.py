@@ -184,9 +184,10 @@ def test_find_job_says_that_there_are_no_jobs(root: Path) -> None:
 def test_find_job_takes_any_process_of_a_job(root: Path) -> None:
     """What observes it, what one of its processes has started, and what has started it; not a process beside it."""
     folder, about = make_job_folder("train", 1)
-    with subprocess.Popen(["sh", "-c", "sleep 60 & wait"]) as child:
+    with subprocess.Popen(["sh", "-c", "sleep 60 >&- & echo $!; wait"], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        grandchild = psutil.Process(int(child.stdout.readline()))
         try:
-            (grandchild,) = wait_for_children(child.pid)
             write_about(folder, replace(about, pid=child.pid, pid_started_s=psutil.Process(child.pid).create_time()))
             write_ring(ring_path(folder, 0), child.pid)
             for pid in (child.pid, grandchild.pid, os.getpid()):
@@ -198,13 +199,6 @@ def test_find_job_takes_any_process_of_a_job(root: Path) -> None:
         finally:
             grandchild.kill()
             child.kill()
-
-
-def wait_for_children(pid: int) -> list[psutil.Process]:
-    """The children of `pid`, once it has any."""
-    while not (found := psutil.Process(pid).children()):
-        time.sleep(0.01)
-    return found
 
 
 def write_ring(path: Path, pid: int) -> None:
