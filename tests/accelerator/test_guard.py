@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Guard on an accelerator: what it finds, and that it reads numbers without waiting for them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.accelerator import why_not
+from tests.accelerator.on_device import call
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
+
+CASES = (
+    *("bypass", "two_forwards", "no_sync_left_on", "changed_after_wrap", "step_on_one_rank", "nan_on_one_rank"),
+    *("never_wrapped", "frozen_after_wrap", "parameter_shape_differs", "accumulation_synced"),
+)
+RIGHT = ("accumulation", "clipped_and_scaled", "loaded_on_all_ranks", "two_optimizers", "closure_accumulation")
+
+
+@pytest.mark.timeout(300)
+def test_training_that_goes_wrong_is_named() -> None:
+    """Code, rank and line of each finding are those that the script says."""
+    assert call("tests.accelerator.zoo:judge_cases", CASES, limit_s=290) == {name: [] for name in CASES}
+
+
+@pytest.mark.timeout(300)
+def test_right_programs_have_no_finding() -> None:
+    """They run to their end, and nothing is said of them."""
+    assert call("tests.accelerator.zoo:find_in_controls", RIGHT, limit_s=290) == {name: [] for name in RIGHT}
+
+
+def test_fingerprints_are_those_of_the_cpu_and_nothing_waits_for_them() -> None:
+    """Several may be on their way at once; also where the middle of a gradient is 0."""
+    found = call("tests.accelerator.fingerprints:compare", limit_s=100)
+    assert found == {"begun": True, "waited": True, "gradients": True, "host_syncs": 0}
+
+
+def test_the_copy_before_the_last_step_waits_for_nothing() -> None:
+    """It is read at the end."""
+    assert call("tests.accelerator.fingerprints:last_windows", limit_s=100) == {"alike": True, "host_syncs": 0}
+
+
+def test_nothing_is_begun_or_asked_while_a_graph_is_captured() -> None:
+    """An event that is asked then spoils the user's graph."""
+    found = call("tests.accelerator.fingerprints:while_capturing", limit_s=100)
+    assert found == {"before": True, "begun": [None, None], "meanwhile": False}
+
+
+def test_memory_of_a_copy_is_used_again_once_it_is_released() -> None:
+    """By the next copy of as much."""
+    assert call("tests.accelerator.fingerprints:memory_is_used_again", limit_s=100) == [False, False, True, True]
