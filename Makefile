@@ -26,7 +26,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3
 	&& { command -v $$python; break; }; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-browser soak zoo check bench reference clean
+.PHONY: help setup demo test test-browser soak zoo gpu-check check bench reference clean
 
 help: ## list the verbs
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -67,6 +67,9 @@ soak: $(READY) ## the long, randomised versions
 zoo: $(READY) ## run every program of the failure zoo without and with ddpilot, print the table, write docs/zoo.md
 	$(BIN)/python -m tests.zoo.table
 
+gpu-check: $(READY) ## check the claims about GPUs on this machine, and write ddpilot-gpu-check.json; NAMES="one two" for some
+	$(BIN)/ddpilot gpu-check $(NAMES)
+
 check: $(READY) ## lint, strict types, import floors
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -81,9 +84,10 @@ $(BENCH_READY): $(READY)
 	@$(COMPILE)
 	@touch $(BENCH_READY)
 
-reference: $(READY) ## write docs/reference.md from the docstrings, docs/findings.md from the pages of the findings
+reference: $(READY) ## write docs/reference.md from the docstrings, docs/findings.md and docs/gpus.md from their sources
 	$(BIN)/python docs/render_reference.py
 	$(BIN)/python docs/render_findings.py
+	$(BIN)/python docs/render_gpus.py
 
 clean: ## remove what the verbs made
 	rm -rf $(VENV) out build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

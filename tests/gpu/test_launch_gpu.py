@@ -33,20 +33,11 @@ def reduce_once() -> dict[str, Any]:
 
 
 def used_bytes() -> int:
-    """Memory in use on GPU 0, as another process sees it."""
-    import ctypes
+    """Memory in use on the first visible GPU, that of other processes included."""
+    import torch
 
-    class Memory(ctypes.Structure):
-        _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
-
-    nvml, handle, memory = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_void_p(), Memory()
-    assert nvml.nvmlInit_v2() == 0
-    try:
-        assert nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(handle)) == 0
-        assert nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) == 0
-    finally:
-        nvml.nvmlShutdown()
-    return int(memory.used)
+    free, total = torch.cuda.mem_get_info(0)
+    return total - free
 
 
 AFTER_CUDA = """

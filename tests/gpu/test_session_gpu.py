@@ -10,6 +10,7 @@ import pytest
 
 from ddpilot import LaunchInterrupted, RankError, Session
 from ddpilot.group.devices_count import count_accelerators
+from ddpilot.session.board.gpus import read_gpus
 from tests.dist.session.conftest import Kept, pressing_stop
 
 NUM_GPUS = count_accelerators(os.environ)
@@ -68,6 +69,8 @@ def test_a_ddp_model_on_nccl_goes_on_after_a_failure_and_a_stop(session: Session
 def test_status_shows_the_gpu(session: Session) -> None:
     """Memory of this rank on it."""
     session.execute("import torch; big = torch.ones(50_000_000, device=device)")
+    if session.pids()[0] not in {pid for gpu in read_gpus() for pid in gpu.memory_bytes}:
+        pytest.skip("NVML does not list this machine's own process numbers, as in a container")
     (status,) = session.status()
     assert status.gpu_memory_bytes is not None
     assert status.gpu_memory_bytes > 100_000_000
@@ -84,3 +87,60 @@ def test_ranks_stuck_in_nccl_are_freed() -> None:
                 "group.all_reduce(torch.ones(1, device=device)); torch.cuda.synchronize()"
             )
         session.execute("group.all_reduce(torch.ones(1, device=device)); assert kept == rank")
+
+
+def test_nccl_has_ten_minutes_and_the_device_is_named_by_its_place_on_the_bus(session: Session) -> None:
+    """torch gives a group that has gloo as well 30 minutes; NCCL goes by the place on the PCI bus."""
+    session.execute(
+        "from datetime import timedelta\nfrom ddpilot.group.device import device_identity\nimport re\n"
+        "own = group.process_group._get_backend(device)\n"
+        "assert own.options._timeout == timedelta(minutes=10), own.options._timeout\n"
+        "assert re.fullmatch('cuda device [0-9a-f]{8}:[0-9a-f]{2}:[0-9a-f]{2}', device_identity(device))"
+    )
+
+
+def test_a_gpu_after_an_assertion_in_a_kernel_is_named_and_its_rank_can_be_restarted() -> None:
+    """Nothing runs in that context any more; a new process has a new one."""
+    view = Kept()
+    with Session(1, view=view) as session:
+        session.execute("import torch; kept = 'here'")
+        with pytest.raises(RankError, match="device-side assert"):
+            session.execute("torch.zeros(1, device=device)[torch.tensor([5], device=device)].sum().item()")
+        assert any("rank 0: its device has failed and runs nothing more" in note for note in view.notes)
+        assert session.pull("kept", rank=0) == "here"
+        session.restart(0)
+        session.execute("import torch; assert torch.ones(1, device=device).item() == 1")
+
+
+@pytest.mark.skipif(NUM_GPUS < 2, reason=f"needs 2 GPUs, {NUM_GPUS} here")
+def test_a_first_nccl_collective_that_one_rank_makes_alone_costs_no_rank() -> None:
+    """The communicator is made with the group, and can be aborted; one in the making could not."""
+    view = Kept()
+    with Session(2, view=view) as session:
+        with pressing_stop(8.0), pytest.raises(LaunchInterrupted):
+            session.execute(
+                "import torch, torch.distributed as dist\ngroup.process_group\nif rank == 0:\n"
+                "    one = torch.ones(1, device=device)\n    dist.all_reduce(one)\n    one.item()"
+            )
+        session.execute("group.all_reduce(torch.ones(1, device=device)); torch.cuda.synchronize()")
+    assert not [note for note in view.notes if note.startswith("killing")]
+
+
+@pytest.mark.skipif(NUM_GPUS < 2, reason=f"needs 2 GPUs, {NUM_GPUS} here")
+def test_nccl_groups_that_wait_for_each_other_are_all_aborted() -> None:
+    """Aborting one communicator waits for the kernels of the others, which end when those are aborted as well."""
+    view = Kept()
+    with Session(2, view=view) as session:
+        session.execute(
+            "import torch, torch.distributed as dist\ngroups = [dist.new_group() for _ in range(3)]\n"
+            "for each in groups:\n    dist.all_reduce(torch.ones(1, device=device), group=each)\n"
+            "torch.cuda.synchronize()"
+        )
+        with pressing_stop(2.0), pytest.raises(LaunchInterrupted):
+            session.execute(
+                "if rank == 0:\n    for each in groups:\n        with torch.cuda.stream(torch.cuda.Stream()):\n"
+                "            dist.all_reduce(torch.ones(1 << 20, device=device), group=each, async_op=True)\n"
+                "    torch.cuda.synchronize()"
+            )
+        session.execute("group.all_reduce(torch.ones(1, device=device)); torch.cuda.synchronize()")
+    assert not [note for note in view.notes if note.startswith("killing")]

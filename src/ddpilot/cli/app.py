@@ -110,6 +110,28 @@ def build_recorder() -> None:
 
 
 @app.command()
+def gpu_check(
+    names: Annotated[list[str] | None, typer.Argument(help="Checks to run; all if none is named.")] = None,
+    list_: Annotated[bool, typer.Option("--list", help="List the checks and what they need.")] = False,
+    json: Annotated[
+        str, typer.Option("--json", metavar="PATH", help="File for the report.")
+    ] = "ddpilot-gpu-check.json",
+    time_limit_s: Annotated[
+        float | None, typer.Option("--time-limit-s", metavar="S", help="Seconds for each check, in place of its own.")
+    ] = None,
+) -> None:
+    """Check ddpilot's claims about GPUs on this machine: ok, FAILED or cannot be shown here, with the evidence."""
+    from pathlib import Path
+
+    from ddpilot.cli.gpu_check_verb import check_gpus, list_checks
+
+    if list_:
+        print(list_checks())
+    else:
+        raise typer.Exit(check_gpus(names or (), json_path=Path(json), limit_s=time_limit_s))
+
+
+@app.command()
 def demo() -> None:
     """Run the quickstart notebook on two ranks."""
     from ddpilot.cli.demo_verb import run_demo

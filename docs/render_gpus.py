@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Say what has run on which GPU, in one table from docs/gpu_runs.json, in docs/gpus.md, tests/gpu and the README.
+
+python docs/render_gpus.py                                        write the pages
+python docs/render_gpus.py --add ddpilot-gpu-check.json           add a report of `ddpilot gpu-check`, then write
+python docs/render_gpus.py --add REPORT --tests "31 passed"       with the last line of `pytest tests/gpu`
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ddpilot.diagnose.gpu_check.catalogue import CHECKS
+
+DOCS = Path(__file__).parent
+RUNS = DOCS / "gpu_runs.json"
+PAGE = DOCS / "gpus.md"
+README = DOCS.parent / "README.md"
+TESTS = DOCS.parent / "tests" / "gpu" / "README.md"
+_MARK = re.compile(r"(<!-- (\w+) -->\n).*?(?=<!-- end of \2 -->)", re.DOTALL)
+_README_ROW = re.compile(r"^\| NVIDIA GPUs \(.*$", re.MULTILINE)
+_VERSIONS = ("torch", "cuda", "nccl", "driver", "python", "ddpilot")
+
+Run = Mapping[str, Any]
+
+
+def read_runs() -> list[Run]:
+    """What has run, the oldest first."""
+    runs: list[Run] = json.loads(RUNS.read_text())["runs"]
+    return runs
+
+
+def summarise(report: Mapping[str, Any], tests: str) -> dict[str, Any]:
+    """What is kept of a report of `ddpilot gpu-check`; `tests`: the last line of `pytest tests/gpu`, or ""."""
+    if not report["devices"]:
+        raise SystemExit("this report is of a machine without an accelerator, and says nothing about one")
+    devices = Counter(device["name"] for device in report["devices"])
+    failed = [check["name"] for check in report["checks"] if check["status"] == "failed"]
+    return {
+        "made": report["made"],
+        "devices": ", ".join(f"{count} x {name}" for name, count in devices.items()),
+        "versions": {name: report[name] for name in _VERSIONS if report.get(name)},
+        "ok": report["counts"]["ok"],
+        "failed": failed,
+        "not_shown": report["counts"]["cannot be shown"],
+        "tests": tests,
+    }
+
+
+def render_table(runs: Sequence[Run]) -> str:
+    """A row for each run, and one for the emulated accelerator."""
+    rows = ["| when | devices | versions | `ddpilot gpu-check` | `pytest tests/gpu` |", "|---|---|---|---|---|"]
+    rows += [
+        f"| {run['made'][:10]} | {run['devices']} | "
+        f"{', '.join(f'{name} {text}' for name, text in run['versions'].items())} | "
+        f"{_render_counts(run)} | {run['tests'] or 'not run'} |"
+        for run in reversed(runs)
+    ]
+    rows.append("| every change | 2 emulated ones, on the CPU | torch 2.13 | a part, in `tests/accelerator` | no |")
+    return "\n".join(rows) + "\n"
+
+
+def _render_counts(run: Run) -> str:
+    failed = f"{len(run['failed'])} failed ({', '.join(run['failed'])})" if run["failed"] else "0 failed"
+    return f"{run['ok']} ok, {failed}, {run['not_shown']} not shown there"
+
+
+def render_state(runs: Sequence[Run]) -> str:
+    """One sentence: the newest run, or that there was none."""
+    if not runs:
+        return "**nothing has run on a GPU so far**"
+    newest = runs[-1]
+    return f"last run on {newest['made'][:10]} on {newest['devices']}: {_render_counts(newest)}"
+
+
+def render_checks() -> str:
+    """A row for each check."""
+    rows = ["| check | claim | needs |", "|---|---|---|"]
+    for check in CHECKS:
+        num = f"{check.num_devices} devices" if check.num_devices > 1 else "a device"
+        rows.append(f"| `{check.name}` | {check.claim} | {'NVIDIA' if check.only_cuda else num} |")
+    return "\n".join(rows) + "\n"
+
+
+def render_pages(runs: Sequence[Run]) -> dict[Path, str]:
+    """The texts of the three files."""
+    parts = {"state": f"State: {render_state(runs)}.\n", "runs": render_table(runs), "checks": render_checks()}
+    row = (
+        "| NVIDIA GPUs (nccl, CUDA tensors, several GPUs) | `ddpilot gpu-check` and `tests/gpu` run where there is a "
+        f"device: {render_state(runs)} ([table](docs/gpus.md#what-has-run-where)) |"
+    )
+    pages = {path: _MARK.sub(lambda found: found[1] + parts[found[2]], path.read_text()) for path in (PAGE, TESTS)}
+    return {**pages, README: _README_ROW.sub(lambda _: row, README.read_text())}
+
+
+def main() -> None:
+    """Add a report where one is given, then write the pages."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--add", type=Path, metavar="REPORT")
+    parser.add_argument("--tests", default="", metavar="TEXT")
+    given = parser.parse_args()
+    if given.add is not None:
+        run = summarise(json.loads(given.add.read_text()), given.tests)
+        runs = sorted([*read_runs(), run], key=lambda each: str(each["made"]))
+        RUNS.write_text(json.dumps({"runs": runs}, indent=1, ensure_ascii=False) + "\n")
+    for path, text in render_pages(read_runs()).items():
+        path.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ddpilot gpu-check`: the claims about accelerators, checked here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ddpilot.diagnose.gpu_check.catalogue import CHECKS, choose_checks
+from ddpilot.diagnose.gpu_check.runner import render_summary, run_checks
+from ddpilot.errors import DdpilotError
+
+FAILED_STATUS = 1
+REPORT = Path("ddpilot-gpu-check.json")
+
+
+def check_gpus(names: Sequence[str], *, json_path: Path = REPORT, limit_s: float | None = None) -> int:
+    """Run the checks called `names`, or all, and print a line for each; returns the exit status, 1 if one FAILED.
+
+    `limit_s`: seconds for each check, in place of its own. Raises DdpilotError, before the first check, for a name
+    that is none, a limit that is not positive, and a report that cannot be written.
+    """
+    checks = choose_checks(names)
+    if limit_s is not None and not limit_s > 0:
+        raise DdpilotError("reading --time-limit-s", found=f"{limit_s:g}", fix="Give seconds, more than 0")
+    results = run_checks(checks, json_path=json_path, limit_s=limit_s, show=lambda line: print(line, flush=True))
+    print(render_summary(results, json_path))
+    return FAILED_STATUS if any(each.outcome.status == "failed" for each in results) else 0
+
+
+def list_checks() -> str:
+    """One line for each check: its name, what it needs and its claim."""
+    rows = []
+    for check in CHECKS:
+        needs = "NVIDIA" if check.only_cuda else f"{check.num_devices} device" if check.num_devices else "any"
+        rows.append(f"{check.name:<33}  {needs:<8}  {check.claim}")
+    return "\n".join(rows)

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the checks share: the accelerator of this machine, ranks on it, and work that keeps it busy."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddpilot.api.launch import Launcher
+from ddpilot.diagnose.gpu_check.check import CannotBeShownError
+from ddpilot.group.enter import init_group
+from ddpilot.launching.results import RankResults
+from ddpilot.record.hook import RING_DIR_VARIABLE, ring_path
+from ddpilot.record.log import RankLog
+from ddpilot.record.reading import read_ring
+
+_MAX_CYCLES_PER_S = 2.0e9
+"""Of a GPU's clock: so many cycles take a second at least."""
+LAUNCH_LIMIT_S = 70.0
+_COPY = "gpu_check_programs"
+
+
+def accelerator_kind() -> str:
+    """The accelerator's type, such as "cuda"; "cpu" if there is no device. Creates no context on CUDA."""
+    try:
+        found = torch.accelerator.current_accelerator()
+    except RuntimeError:  # torch 2.6 built for CUDA, without a device
+        return "cpu"
+    if found is None or torch.get_device_module(found.type).device_count() == 0:
+        return "cpu"
+    return str(found.type)
+
+
+def count_devices() -> int:
+    """How many accelerators this process sees."""
+    kind = accelerator_kind()
+    return 0 if kind == "cpu" else int(torch.get_device_module(kind).device_count())
+
+
+def first_device() -> torch.device:
+    """Number 0 of the accelerator, or the CPU."""
+    kind = accelerator_kind()
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, 0)
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until all work queued on `device` is done."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def backend_of(device: torch.device) -> str:
+    """The name of the backend that the default group uses for tensors on `device`."""
+    pairs = [part.rpartition(":") for part in str(dist.get_backend_config()).split(",")]
+    return next(backend for kind, _, backend in pairs if kind in (device.type, ""))
+
+
+def join_pair() -> torch.device:
+    """Enter a group of both ranks on the accelerator's own backend and return this rank's device.
+
+    Two ranks on a single NVIDIA device join NCCL as two hosts, which talk over loopback: NCCL refuses two ranks of one
+    host on one device.
+    """
+    rank = int(os.environ["RANK"])
+    if accelerator_kind() != "cuda" or count_devices() >= int(os.environ["WORLD_SIZE"]):
+        return init_group().device
+    os.environ.setdefault("TORCH_NCCL_USE_COMM_NONBLOCKING", "0")  # see ddpilot.group.forming
+    os.environ["NCCL_HOSTID"] = f"gpu-check-{rank}"
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+    return device
+
+
+def run_ranks(fn: Callable[..., Any], *args: Any, num_ranks: int = 2, **options: Any) -> RankResults:
+    """What `fn` returns on each of `num_ranks` ranks; `options` are the launcher's."""
+    options.setdefault("timeout_s", LAUNCH_LIMIT_S)
+    return Launcher(nproc_per_node=num_ranks, **options).run(fn, *args)
+
+
+def read_own_ring() -> RankLog:
+    """The collectives of this rank so far, as its own recording has them."""
+    return read_ring(ring_path(os.environ[RING_DIR_VARIABLE], int(os.environ["RANK"])))
+
+
+def import_copy(folder: str) -> ModuleType:
+    """The module `programs` from a copy in `folder`, a temporary one, so that its lines count as a user's."""
+    (Path(folder) / f"{_COPY}.py").write_text((Path(__file__).parent / "programs.py").read_text())
+    sys.path.insert(0, folder)
+    return importlib.import_module(_COPY)
+
+
+def keep_busy(device: torch.device, at_least_s: float) -> None:
+    """Queue work on `device` that takes so many seconds or more, and return at once. On the CPU: nothing."""
+    if device.type == "cuda" and torch.version.cuda is not None:
+        torch.cuda._sleep(int(at_least_s * _MAX_CYCLES_PER_S))  # type: ignore[no-untyped-call]
+    elif device.type != "cpu":
+        values = torch.eye(512, device=device)
+        took_s = [_seconds_of_products(values, 4) for _ in range(3)]
+        _queue_products(values, int(4 * at_least_s / min(took_s)) + 1)
+
+
+def _seconds_of_products(values: torch.Tensor, num: int) -> float:
+    begin = time.perf_counter()
+    _queue_products(values, num)
+    wait_for(values.device)
+    return time.perf_counter() - begin
+
+
+def _queue_products(values: torch.Tensor, num: int) -> None:
+    for _ in range(num):
+        values = values @ values
+
+
+def wait_for_file(path: Path, limit_s: float) -> bool:
+    """Wait until `path` exists; False after `limit_s`."""
+    end = time.monotonic() + limit_s
+    while not path.exists():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def require_function(module: Any, name: str, what: str) -> Any:
+    """`module.name`; raises CannotBeShownError if there is none."""
+    found = getattr(module, name, None)
+    if found is None:
+        raise CannotBeShownError(f"{module.__name__} has no {name}(), {what}")
+    return found

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hangs and mismatches of two ranks are named with ranks and lines; what is only slow is left alone."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+
+from ddpilot.diagnose.gpu_check.check import Outcome, judge
+from ddpilot.diagnose.gpu_check.checks import programs
+from ddpilot.diagnose.gpu_check.checks.accelerator import import_copy, run_ranks
+from ddpilot.errors import WatchError
+
+_NAMED_S = 5.0
+"""From the last progress to the end of the launch."""
+
+
+def hang_is_named() -> Outcome:
+    """One rank ends early while the other's device waits for it in DDP's backward."""
+    return _expect_finding("end_early", {"DDP201", "DDP207", "DDP208"}, rank=1)
+
+
+def mismatch_is_named() -> Outcome:
+    """Ranks call different collectives under one number."""
+    return _expect_finding("call_differently", {"DDP201"}, rank=None)
+
+
+def skipped_backward_is_named() -> Outcome:
+    """One rank skips the backward of a bad sample and waits in a barrier; the other is in its gradients."""
+    return _expect_finding("skip_backward", {"DDP201", "DDP208", "DDP210"}, rank=None)
+
+
+def slow_ranks_are_left_alone() -> Outcome:
+    """A rank that comes late, devices with seconds of work queued and many quick steps give no finding."""
+    answers = run_ranks(programs.train_slowly, on_finding="stop", stall_warn_s=30.0)
+    return judge(
+        True, f"no finding in {max(answers):.0f} s of steps, {programs.LATE_S:.0f} s of them late, and queued work"
+    )
+
+
+def _expect_finding(name: str, codes: set[str], rank: int | None) -> Outcome:
+    """Ok if the launch of a program ended in time with a finding of `codes` that names a line of it, and `rank`."""
+    with tempfile.TemporaryDirectory() as folder:
+        note, copy = Path(folder) / "note", import_copy(folder)
+        try:
+            run_ranks(getattr(copy, name), note, on_finding="stop")
+        except WatchError as error:
+            took_s = time.monotonic() - float(note.read_text())
+            finding = error.findings[0]
+            said = " ".join(str(error.findings).split())[:500]
+            names_line = Path(str(copy.__file__)).name in str(error.findings)
+            names_rank = rank is None or rank in finding.ranks
+            evidence = f"{finding.code} {finding.name} after {took_s:.1f} s, ranks {finding.ranks}: {said}"
+            return judge(finding.code in codes and names_line and names_rank and took_s < _NAMED_S, evidence)
+    return judge(False, "the launch ended without a finding")

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process of one check: `python -m ddpilot.diagnose.gpu_check.child NAME RESULT_FILE LIMIT_S`.
+
+The result goes into a file and not to stdout, where libraries and ranks write as well.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import importlib
+import json
+import os
+import platform
+import sys
+import traceback
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ddpilot.diagnose.gpu_check.catalogue import find_check
+from ddpilot.diagnose.gpu_check.check import CannotBeShownError, Outcome
+
+FACTS = "facts"
+"""In place of a check's name: the result is what `read_facts` returns."""
+
+CHECKS_PACKAGE = "ddpilot.diagnose.gpu_check.checks"
+_STACKS_BEFORE_LIMIT_S = 5.0
+_DRIVER_VERSION_BYTES = 80
+
+
+def main(name: str, result: str, limit_s: str) -> None:
+    """Run the check `name` and write its outcome, as JSON, into the file `result`."""
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(max(1.0, float(limit_s) - _STACKS_BEFORE_LIMIT_S))
+    value = read_facts() if name == FACTS else asdict(run_check(name))
+    draft = Path(f"{result}.new")
+    draft.write_text(json.dumps(value))
+    os.replace(draft, result)
+    faulthandler.cancel_dump_traceback_later()
+
+
+def run_check(name: str) -> Outcome:
+    """The outcome of the check `name`; an exception is a failure, with the end of its traceback as evidence."""
+    check = find_check(name)
+    try:
+        function = getattr(importlib.import_module(f"{CHECKS_PACKAGE}.{check.module}"), check.name)
+        outcome = function()
+        assert isinstance(outcome, Outcome)
+        return outcome
+    except CannotBeShownError as error:
+        return Outcome(status="cannot be shown", evidence=str(error))
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - whatever a check raises is its result
+        traceback.print_exc()
+        found = traceback.extract_tb(error.__traceback__)
+        place = f" at {Path(found[-1].filename).name}:{found[-1].lineno}" if found else ""
+        return Outcome(status="failed", evidence=f"{type(error).__name__}{place}: {error}")
+
+
+def read_facts() -> dict[str, Any]:
+    """Versions and devices of this machine, as a report needs them; without names or addresses of the machine."""
+    import torch
+
+    from ddpilot.diagnose.gpu_check.checks.accelerator import accelerator_kind, count_devices
+
+    kind = accelerator_kind()
+    module = None if kind == "cpu" else torch.get_device_module(kind)
+    return {
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "torch": str(torch.__version__),
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "nccl": _nccl_version(),
+        "driver": _driver_version(),
+        "kind": kind,
+        "devices": [_describe_device(module, index) for index in range(count_devices())],
+    }
+
+
+def _describe_device(module: Any, index: int) -> dict[str, Any]:
+    if not hasattr(module, "get_device_properties"):
+        return {"name": f"device {index}"}
+    properties = module.get_device_properties(index)
+    total = getattr(properties, "total_memory", None)
+    return {
+        "name": str(getattr(properties, "name", f"device {index}")),
+        "memory_gib": None if total is None else round(total / 2**30, 1),
+        "capability": None if not hasattr(properties, "major") else f"{properties.major}.{properties.minor}",
+    }
+
+
+def _nccl_version() -> str | None:
+    import torch
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_nccl_available()):
+        return None
+    return ".".join(str(part) for part in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
+
+
+def _driver_version() -> str | None:
+    """The NVIDIA driver's version, as its management library reports it; None without one."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    if nvml.nvmlInit_v2() != 0:
+        return None
+    try:
+        text = ctypes.create_string_buffer(_DRIVER_VERSION_BYTES)
+        found = nvml.nvmlSystemGetDriverVersion(text, ctypes.c_uint(_DRIVER_VERSION_BYTES)) == 0
+        return text.value.decode("ascii", "replace") if found else None
+    finally:
+        nvml.nvmlShutdown()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
