@@ -129,7 +129,7 @@ def _resume(loop: Loop, run: Run, fit: Fit) -> None:
         return
     left = max(0, run.num_epochs - loop.epoch)
     goal = f"until_epoch={fit.until_epoch}" if fit.until_epoch is not None else f"epochs={fit.epochs}"
-    loop.print(f"goes on with epoch {loop.epoch}; {goal}: {left} more, up to {run.num_epochs}", flush=True)
+    loop.print(f"resumes at epoch {loop.epoch}; {goal}: {left} more, up to {run.num_epochs}", flush=True)
 
 
 def _prepare(trainer: Trainer, loop: Loop, fit: Fit) -> tuple[Run, Story]:

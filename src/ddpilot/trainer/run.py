@@ -14,6 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from ddpilot.trainer.calling import call_model
 from ddpilot.trainer.history import History
+from ddpilot.training.accelerator import fork_rng
 from ddpilot.training.loop import Loop
 
 
@@ -83,5 +84,5 @@ class Run:
         the device. The average's method, where there is an EMA. Training goes on with the random state that it had.
         """
         device = self.loop.device
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), self.loop.autocast():
+        with fork_rng([device]), self.loop.autocast():
             return call_model(self.ema or self.model, method, *args, device=device, **kwargs)

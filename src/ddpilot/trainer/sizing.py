@@ -14,6 +14,7 @@ from ddpilot.errors import LoopError
 from ddpilot.trainer.batches import with_count
 from ddpilot.trainer.fitting import bring_state
 from ddpilot.trainer.places import group_here
+from ddpilot.training.accelerator import move
 from ddpilot.training.batch_size import BatchSizeSearch, find_batch_size
 from ddpilot.training.checkpoint.rng import capture_rng, restore_rng
 from ddpilot.training.loop import Loop
@@ -38,7 +39,8 @@ def find_batch_size_here(trainer: Trainer, search: Search, *, has_own_step: bool
     group = group_here()
     rng = capture_rng(group.device)
     loop = Loop(trainer.seed, precision=trainer.precision, group=group)
-    model, (optimizer,) = trainer.model.to(loop.device), trainer.optimizers.values()
+    move(trainer.model, loop.device)
+    model, (optimizer,) = trainer.model, trainer.optimizers.values()
     bring_state(optimizer)
     is_loader = isinstance(search.dataset, DataLoader)
 

@@ -17,6 +17,7 @@ from torch.utils.data import default_collate
 
 from ddpilot.data.devices import to_device
 from ddpilot.errors import LoopError
+from ddpilot.training.accelerator import peak_bytes, reset_peak
 from ddpilot.training.batch_norm import find_batch_norms
 from ddpilot.training.host_memory import limited_memory
 from ddpilot.training.memory import joint_try
@@ -40,7 +41,7 @@ class BatchSizeTrial:
     seconds: float
     """Of one forward, backward and optimizer step, on the slowest rank."""
     peak_bytes: int
-    """Most memory that torch had on a rank's GPU; 0 on the CPU, where it is not counted."""
+    """Most memory that tensors had on a rank's device; 0 on the CPU, where it is not counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,13 +181,11 @@ class _Trying:
 
     def fits(self, size: int) -> bool:
         """Does a step with `size` samples fit on every rank? Collective; raises what `step` raises, on all ranks."""
-        on_gpu = self._loop.device.type == "cuda"
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats(self._loop.device)
+        reset_peak(self._loop.device)
         begin = time.monotonic()
         outcome = joint_try(lambda: self._take(size), self._loop.group)
         seconds = time.monotonic() - begin
-        peak = torch.cuda.max_memory_allocated(self._loop.device) if on_gpu else 0
+        peak = peak_bytes(self._loop.device)
         said = self._loop.group.all_gather_object((seconds, peak))
         self.trials.append(
             BatchSizeTrial(
@@ -213,8 +212,8 @@ class _Trying:
                 loss = self._step(self.model, batch)
             loss.backward()  # type: ignore[no-untyped-call]
             self.optimizer.step()
-            if self._loop.device.type == "cuda":
-                torch.cuda.synchronize(self._loop.device)
+            if self._loop.device.type != "cpu":
+                torch.accelerator.synchronize(self._loop.device)
         finally:
             self.model.zero_grad(set_to_none=True)
 

@@ -8,10 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpilot.errors import LoopError
 from ddpilot.group.process_group import Group
+from ddpilot.training.accelerator import device_ids, is_divided
 from ddpilot.training.arguments import suggest
 
 _KNOWN = inspect.signature(DistributedDataParallel.__init__).parameters
@@ -67,13 +69,15 @@ class DdpOptions:
             raise LoopError("preparing a model", found=f"`comm` is {self.comm!r}", fix="Use 'bf16', 'fp16' or None.")
 
 
-def resolve(options: DdpOptions, group: Group, environ: Mapping[str, str]) -> tuple[dict[str, Any], list[Choice]]:
+def resolve(
+    options: DdpOptions, model: nn.Module, group: Group, environ: Mapping[str, str]
+) -> tuple[dict[str, Any], list[Choice]]:
     """The arguments of DistributedDataParallel, and why they are what they are. LoopError for a variable's value."""
     finds_unused, origin = find_unused(options, environ)
-    on_device = group.device.type != "cpu" and group.device.index is not None
+    divided = is_divided(model, group.device)
     arguments: dict[str, Any] = {
         "process_group": group.process_group,
-        "device_ids": [group.device.index] if on_device else None,
+        "device_ids": device_ids(model, group.device),
         "forward_sync_buffers" if HAS_FORWARD_SYNC else "broadcast_buffers": options.forward_sync_buffers,
         "find_unused_parameters": finds_unused,
         "static_graph": options.static_graph,
@@ -82,7 +86,11 @@ def resolve(options: DdpOptions, group: Group, environ: Mapping[str, str]) -> tu
         **options.more,
     }
     choices = [
-        Choice("device_ids", str(arguments["device_ids"]), f"this rank's device is {group.device}"),
+        Choice(
+            "device_ids",
+            str(arguments["device_ids"]),
+            _WHY_DIVIDED if divided else f"this rank's device is {group.device}",
+        ),
         Choice("forward_sync_buffers", str(options.forward_sync_buffers), _WHY_BUFFERS[options.forward_sync_buffers]),
         Choice("find_unused_parameters", str(finds_unused), origin + _WHY_UNUSED[finds_unused]),
         Choice("static_graph", str(options.static_graph), _WHY_STATIC[options.static_graph]),
@@ -118,6 +126,7 @@ def _why_bucket(asked: float | None) -> str:
     return "DDP's own, after a first bucket of 1" if asked is None else "asked for"
 
 
+_WHY_DIVIDED = "the model is on several devices, and stays there"
 _WHY_BUFFERS = {
     False: "no collective in a forward, so no rank that runs one more can wait there; buffers are made equal here, "
     "before an evaluation and before a save",

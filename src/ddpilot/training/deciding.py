@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from ddpilot.group.process_group import Group
 from ddpilot.group.protocol import GroupLike
+from ddpilot.training.accelerator import wire_device
 
 REASONS = ("asked", "time", "SIGINT", "SIGTERM", "SIGUSR1")
 """Why training can be ended jointly, in the order of the flags on the wire."""
@@ -105,7 +106,7 @@ class Decider:
         self._asks_save = False
         if self._group.world_size == 1:
             return
-        self._flags = torch.tensor(self._sent, dtype=torch.float64, device=self._wire_device())
+        self._flags = torch.tensor(self._sent, dtype=torch.float64, device=wire_device(self._group))
         if isinstance(self._group, Group):
             self._handle = dist.all_reduce(self._flags, group=self._group.process_group, async_op=True)
         else:
@@ -143,7 +144,3 @@ class Decider:
         fitting = int(INTERVAL_S / pace_s) if pace_s > INTERVAL_S / MAX_INTERVAL else MAX_INTERVAL
         alone = self._group.world_size == 1
         self._interval = 1 if alone else max(1, min(fitting, 2 * self._interval))
-
-    def _wire_device(self) -> torch.device:
-        # What Python knows needs no copy to a GPU and no wait for one, where the group can talk from the CPU too.
-        return torch.device("cpu") if "gloo" in self._group.backend else self._group.device

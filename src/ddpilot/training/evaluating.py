@@ -13,6 +13,7 @@ from torch import nn
 from ddpilot.data.devices import to_device
 from ddpilot.errors import LoopError
 from ddpilot.group.protocol import GroupLike
+from ddpilot.training.accelerator import fork_rng
 from ddpilot.training.forwarding import forward_batch, predict_batch
 from ddpilot.training.grouping import CurrentBatch, Loader, iterate_groups
 from ddpilot.training.metrics import divides_range, is_collection, make_meters, naming_metric
@@ -28,8 +29,7 @@ def evaluation_mode(model: nn.Module, group: GroupLike) -> Iterator[nn.Module]:
     """
     inner = unwrap(model)
     sync_buffers(inner, group)
-    devices = [group.device] if group.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), eval_mode(inner), torch.no_grad():
+    with fork_rng([group.device]), eval_mode(inner), torch.no_grad():
         yield inner
 
 

@@ -149,7 +149,7 @@ def _say_times(facts: Sequence[Seen]) -> Iterable[str]:
         return [f"times: not measured yet, after {num} updates"]
     slowest = max(facts, key=lambda fact: fact.forward_ms + fact.backward_ms)
     parts = f"forward {slowest.forward_ms:.2f} ms, backward {slowest.backward_ms:.2f} ms"
-    exchange = f"exchange {slowest.exchange_ms:.2f} ms, {slowest.overlap_ms:.2f} ms of it beside the backward pass"
+    exchange = f"exchange {slowest.exchange_ms:.2f} ms, {slowest.overlap_ms:.2f} ms of it during the backward pass"
     return [f"times: up to update {num}, on the slowest rank ({facts.index(slowest)}) {parts}, {exchange}"]
 
 

@@ -20,6 +20,7 @@ from ddpilot.data.plan import Plan
 from ddpilot.data.streaming import StreamLoader
 from ddpilot.errors import DataError, LoopError
 from ddpilot.group.protocol import GroupLike
+from ddpilot.training.accelerator import wire_device
 from ddpilot.training.streams_alike import check_stream
 
 
@@ -188,7 +189,7 @@ def _global_counts(members: list[LocalBatch], group: GroupLike) -> tuple[list[in
     own = [*(float(batch.count) for batch in members), *(float(not batch.count) for batch in members)]
     counts = torch.tensor(own, dtype=torch.float64)
     if group.world_size > 1:
-        counts = group.all_reduce(counts.to(group.device)).cpu()
+        counts = group.all_reduce(counts.to(wire_device(group))).cpu()
     summed = [round(count) for count in counts.tolist()]
     end = summed.index(0) if 0 in summed[:num] else num
     return summed[:end], [bool(empty) for empty in summed[num:]]

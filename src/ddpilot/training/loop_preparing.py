@@ -16,6 +16,7 @@ from ddpilot.data.loader import ShardedLoader, StreamLoader, make_loader, make_s
 from ddpilot.data.options import naming_rank
 from ddpilot.data.shard import shard_loader
 from ddpilot.errors import LoopError
+from ddpilot.training.accelerator import move
 from ddpilot.training.ddp_options import DdpOptions
 from ddpilot.training.explanation import Explanation
 from ddpilot.training.keeping.things import has_state
@@ -80,7 +81,8 @@ class PreparingLoop(LoopState):
 
     def _prepare_thing(self, thing: Any, options: DdpOptions, shard: Literal["optimizer"] | None) -> Any:
         if isinstance(thing, AveragedModel):
-            return thing.to(self.device)
+            move(thing, self.device)
+            return thing
         if isinstance(thing, nn.Module):
             return self._prepare_model(thing, options)
         if isinstance(thing, Optimizer):

@@ -15,6 +15,7 @@ import torch
 from ddpilot.errors import OutOfMemoryError, RemoteRankError
 from ddpilot.group.device import device_identity
 from ddpilot.group.protocol import GroupLike
+from ddpilot.training.accelerator import empty_cache, memory_facts, peak_bytes
 from ddpilot.training.grouping import CurrentBatch
 
 _TEXTS = ("can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
@@ -64,11 +65,10 @@ def explain_out_of_memory(
 
 def describe_memory(group: GroupLike) -> str:
     """How much of its device's memory this process has, and how much is free. Not collective."""
-    if group.device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(group.device)
-        mine = torch.cuda.memory_reserved(group.device)
+    if (facts := memory_facts(group.device)) is not None:
+        free, total, mine = facts
         others = max(0, total - free - mine)
-        peak = torch.cuda.max_memory_allocated(group.device)
+        peak = peak_bytes(group.device)
         return (
             f"{group.device} has {total / _GIB:.1f} GiB, of which this process holds {mine / _GIB:.1f} (tensors: at "
             f"most {peak / _GIB:.1f}), everything else {others / _GIB:.1f}, and {free / _GIB:.1f} are free"
@@ -132,5 +132,4 @@ def joint_try(attempt: Callable[[], Any], group: GroupLike) -> JointTry:
 def release_memory(device: torch.device) -> None:
     """Give back what nothing refers to any more, also to the device."""
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    empty_cache(device)

@@ -14,6 +14,7 @@ import torch
 from ddpilot.data.devices import to_device
 from ddpilot.errors import LoopError
 from ddpilot.group.protocol import GroupLike
+from ddpilot.training.accelerator import wire_device
 from ddpilot.training.structure import join_rows, to_host
 
 
@@ -115,7 +116,7 @@ def divides_range(arguments: tuple[Any, ...] | None, group: GroupLike) -> bool:
 
     `arguments`: what metrics are called with for this rank's part of a batch, the output first; None for no sample.
     """
-    flags = torch.zeros(2, device=group.device)
+    flags = torch.zeros(2, device=wire_device(group))
     output = arguments[0] if arguments else None
     if isinstance(output, torch.Tensor) and output.is_floating_point():
         flags[int(((output >= 0) & (output <= 1)).all())] = 1

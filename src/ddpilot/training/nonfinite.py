@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -15,11 +16,14 @@ from torch import nn
 
 from ddpilot.errors import NonFiniteError
 from ddpilot.group.protocol import GroupLike
+from ddpilot.training.accelerator import runs_behind
 from ddpilot.training.grouping import CurrentBatch
+from ddpilot.training.later import Arriving, Sender
 from ddpilot.training.tapping import Taps
 from ddpilot.training.wrapping import crosses_as_fp16, unwrap
 
 _NUM_NAMED = 8
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NUM_KEPT = 256
 
 
@@ -41,19 +45,44 @@ class _Place:
         return f"epoch {self.epoch}, batch {self.index}, " + (f"of samples {named}" if named else "of no samples")
 
 
+@dataclass(frozen=True, eq=False)
+class _Update:
+    """Gradients of an update, on an accelerator, of which it is not known yet whether they are finite."""
+
+    is_finite: Arriving
+    place: _Place | None
+    """Of the last batch of the update."""
+    size: int
+    """Batches in the update."""
+
+    @classmethod
+    def of(cls, is_finite: Arriving, batch: CurrentBatch | None) -> _Update:
+        return cls(is_finite, _Place.of(batch), 1 if batch is None else batch.group_size)
+
+    def __str__(self) -> str:
+        """Epoch, batch and samples; "" if they are not known."""
+        if self.place is None or self.size == 1:
+            return "" if self.place is None else str(self.place)
+        return f"the update of {self.size} batches that ends with {self.place}"
+
+
 class FiniteWatch:
     """Notices losses and gradients that are not finite, at no cost in communication.
 
     A loss that is not finite makes the gradients of its rank NaN (`seed`), so that all ranks find the same in the sum
-    of all ranks' gradients: at once, but on CUDA one update later, since to look at what is still being computed would
-    make the host wait for the device in every step.
+    of all ranks' gradients: at once on the CPU. On an accelerator that would make the host wait for the device in every
+    update. There `protect` makes the gradients of such an update zeros, on the device, and the host learns of it later:
+    `is_bad` says what has arrived on this rank, which ranks exchange with their other flags, and `find_pending` waits.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._is_late = device.type == "cuda"
+    def __init__(self, device: torch.device, sender: Sender | None = None) -> None:
+        self._is_late = runs_behind(device)
         self._seen: deque[tuple[torch.Tensor, _Place | None, str]] = deque(maxlen=_NUM_KEPT)
         self._bad: list[str] = []
-        self._pending: tuple[torch.Tensor, torch.cuda.Event] | None = None
+        self._sender = sender or Sender()
+        self._pending: deque[_Update] = deque()
+        self._found: _Update | None = None
+        self._unprotected: list[tuple[frozenset[int], torch.Tensor]] = []
         self._gradients = Gradients()
         self.taps = Taps()
         """What this rank alone computed, of which the sum says nothing."""
@@ -76,49 +105,82 @@ class FiniteWatch:
 
     @property
     def is_bad(self) -> bool:
-        """Is a loss of this rank known not to be finite? For those whose gradient reaches no parameter."""
-        return bool(self._bad)
+        """True if this rank knows of a loss that is not finite, whose gradient may reach no parameter.
 
-    def find(self, gradients: list[torch.Tensor], norm: torch.Tensor | None = None) -> bool:
-        """Are `gradients`, summed over all ranks, not finite? On CUDA: those of the call before.
-
-        `norm`: of all of them, where it is known. The same on all ranks.
+        On an accelerator: of gradients that are not finite, as far as the device has come; other ranks may know less.
         """
+        while self._pending and self._found is None and self._pending[0].is_finite.is_there:
+            self._read()
+        return bool(self._bad) or self._found is not None
+
+    def find(
+        self,
+        parameters: Sequence[torch.Tensor],
+        batch: CurrentBatch | None = None,
+        norm: torch.Tensor | None = None,
+    ) -> bool:
+        """True if the gradients of `parameters`, summed over all ranks, are not finite. The same on all ranks.
+
+        On an accelerator False, and `protect` and `find_pending` go by them. `norm`: of all of them, if it is known.
+        `batch`: the one that the update ends with.
+        """
+        gradients = [gradient for one in parameters if (gradient := one.grad) is not None]
         if not self._is_late:
             return not (self._gradients.are_finite(gradients) if norm is None else math.isfinite(norm.item()))
-        is_bad = self.find_pending()
         if gradients:
-            self._pending = _look_later(torch.nn.utils.get_total_norm(gradients) if norm is None else norm)
-        return is_bad
+            is_finite = torch.isfinite(largest(gradients) if norm is None else norm.detach())
+            self._unprotected.append((frozenset(map(id, parameters)), is_finite))
+            self._pending.append(_Update.of(self._sender.send(is_finite), batch))
+        return False
+
+    def protect(self, parameters: Sequence[torch.Tensor]) -> None:
+        """On an accelerator, without a wait: make the gradients of `parameters` zeros if `find` saw one not finite.
+
+        Others stay as they are, bit for bit.
+        """
+        ids = set(map(id, parameters))
+        flags = [flag for of, flag in self._unprotected if not of.isdisjoint(ids)]
+        self._unprotected = [(of, flag) for of, flag in self._unprotected if of.isdisjoint(ids)]
+        if not flags:
+            return
+        for one in parameters:  # elements that share memory, which a user's own gradients may have
+            if one.grad is not None and not one.grad.is_sparse and 0 in one.grad.stride():
+                one.grad = one.grad.clone(memory_format=torch.contiguous_format)
+        zero_unless(flags, [one.grad for one in parameters if one.grad is not None])
 
     def find_pending(self) -> bool:
-        """Were the gradients of the last `find` not finite, where that was not looked at yet?"""
-        if self._pending is None:
-            return False
-        (flag, event), self._pending = self._pending, None
-        event.synchronize()
-        return not math.isfinite(flag.item())
+        """True if gradients of an earlier `find` were not finite, and that was not reported yet. Waits for the device.
+
+        The same on all ranks.
+        """
+        while self._pending and self._found is None:
+            self._read()
+        return self._found is not None
+
+    def _read(self) -> None:
+        update = self._pending.popleft()
+        if not update.is_finite.read():
+            self._found = update
 
     def updated_with(self, batch: CurrentBatch | None) -> str:
-        """Where the gradients are from that `find` said were not finite, in the update that ends with `batch`.
+        """Where the gradients that are not finite are from: epoch, batch and samples of this rank, or "".
 
-        Epoch, batch and samples of this rank; of an update of several batches, the last. "" where that is not known.
+        On the CPU the update that ends with `batch`. Of an update of several batches, the last is named.
         """
-        place = _Place.of(batch)
         if self._is_late:
-            begun = _begun(batch)
-            places = [one for _, one, _ in self._seen if one and (begun is None or (one.epoch, one.index) < begun)]
-            place = places[-1] if places else None
+            return "" if self._found is None else str(self._found)
+        place = _Place.of(batch)
         if place is not None and batch is not None and batch.group_size > 1:
             return f"the update of {batch.group_size} batches that ends with {place}"
         return "" if place is None else str(place)
 
-    def find_own(self, batch: CurrentBatch | None) -> str:
+    def find_own(self) -> str:
         """Where a gradient of this rank was not finite before ranks were summed; "" where none was, or none is known.
 
-        `batch`: as for `updated_with`. Nothing of it is remembered.
+        Nothing of it is remembered.
         """
-        where = self.taps.find(_is_finite, _begun(batch) if self._is_late else None)
+        place = None if self._found is None else self._found.place
+        where = self.taps.find(_is_finite, None if place is None else (place.epoch, place.index + 1))
         self.taps.forget()
         return "" if where is None else str(_Place(*where))
 
@@ -127,9 +189,19 @@ class FiniteWatch:
         seen = [(loss.item(), place, name) for loss, place, name in self._seen]
         late = [_describe(*one) for one in seen if not math.isfinite(one[0])]
         losses = [*self._bad, *late]
+        return "; ".join([*losses[:_NUM_NAMED], self.describe(models)]) if losses else ""
+
+    def describe(self, models: Iterable[nn.Module]) -> str:
+        """Which weights and gradients are not finite; on an accelerator the gradients are gone by now."""
+        return describe_parameters(models, with_gradients=not self._is_late)
+
+    def forget(self) -> None:
+        """Everything was reported."""
         self._bad.clear()
         self._seen.clear()
-        return "; ".join([*losses[:_NUM_NAMED], describe_parameters(models)]) if losses else ""
+        self._pending.clear()
+        self._unprotected.clear()
+        self._found = None
 
 
 class Gradients:
@@ -144,8 +216,7 @@ class Gradients:
         if not gradients:
             return True
         if gradients[0].device.type != "cpu":
-            # The norm is not finite where an element is not, but may overflow without one.
-            return math.isfinite(torch.nn.utils.get_total_norm(gradients).item()) or all(map(_is_finite, gradients))
+            return math.isfinite(largest(gradients).item())
         if self._are_plain:
             try:
                 # What fp16's scaler uses goes over all of them in one call; times one, everything stays as it is.
@@ -159,34 +230,54 @@ class Gradients:
         return all(map(_is_finite, gradients))
 
 
-def _begun(batch: CurrentBatch | None) -> tuple[int, int] | None:
-    """Epoch and batch with which the update began that ends with `batch`."""
-    return None if batch is None else (batch.epoch, batch.index - batch.group_size + 1)
-
-
 def _is_finite(tensor: torch.Tensor) -> bool:
     values = tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor
     return bool(torch.isfinite(values).all())
 
 
-def _look_later(norm: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
-    flag = torch.empty((), dtype=norm.dtype, pin_memory=True)
-    flag.copy_(norm.detach(), non_blocking=True)
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()
-    return flag, event
+def largest(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The largest absolute value, shape (): finite exactly if all of `gradients` are, in any dtype."""
+    filled = [plain for one in gradients if (plain := _plain(one)).numel()]
+    return torch.nn.utils.get_total_norm(filled, math.inf) if filled else gradients[0].new_zeros(())
+
+
+@torch.no_grad()
+def zero_unless(flags: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+    """Make all of `gradients` zeros, in place, unless all `flags` (bool, shape ()) are True. Waits for no device.
+
+    As integers of their width: times one nothing changes, and times zero NaN is zero, too.
+    """
+    is_finite = flags[0]
+    for flag in flags[1:]:
+        is_finite = is_finite & flag.to(is_finite.device, non_blocking=True)
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for gradient in map(_plain, gradients):
+        kind = _INTEGERS[gradient.element_size()]
+        groups.setdefault((gradient.device, kind), []).append(gradient.view(kind))
+    for (device, kind), bits in groups.items():
+        torch._foreach_mul_(bits, is_finite.to(device=device, dtype=kind, non_blocking=True))
+
+
+def _plain(gradient: torch.Tensor) -> torch.Tensor:
+    """The real numbers that `gradient` consists of, sharing its memory."""
+    if gradient.layout is torch.sparse_coo:
+        gradient = gradient._values()
+    return torch.view_as_real(gradient) if gradient.is_complex() else gradient
 
 
 def _describe(value: float, place: _Place | None, name: str) -> str:
     return f"the loss{f' {name!r}' if name else ''} is {value}" + ("" if place is None else f" in {place}")
 
 
-def describe_parameters(models: Iterable[nn.Module]) -> str:
+def describe_parameters(models: Iterable[nn.Module], *, with_gradients: bool = True) -> str:
     """Which weights and which gradients are not finite, by name, at most eight of each."""
     named = [(name, p) for model in models for name, p in unwrap(model).named_parameters()]
     weights = [name for name, p in named if not _is_finite(p)]
+    said = f"weights that are not finite: {_names(weights) or 'none'}"
+    if not with_gradients:
+        return said
     gradients = [name for name, p in named if p.grad is not None and not _is_finite(p.grad)]
-    return f"weights that are not finite: {_names(weights) or 'none'}; gradients: {_names(gradients) or 'none'}"
+    return f"{said}; gradients: {_names(gradients) or 'none'}"
 
 
 def _names(names: list[str]) -> str:
@@ -196,13 +287,16 @@ def _names(names: list[str]) -> str:
 
 def raise_nonfinite(
     group: GroupLike, watch: FiniteWatch, models: Iterable[nn.Module], batch: CurrentBatch | None
-) -> None:
+) -> NoReturn:
     """Raise NonFiniteError on every rank, with what each rank saw. Collective: to be called once all ranks know.
 
     `batch`: the one that the ranks are at.
     """
     models = list(models)
-    mine = watch.updated_with(batch), watch.say(models), watch.find_own(batch)
+    watch.find_pending()  # this rank may know less than the one that said so
+    mine = watch.updated_with(batch), watch.say(models), watch.find_own()
+    described = watch.describe(models)
+    watch.forget()
     said = group.all_gather_object(mine) if group.world_size > 1 else [mine]
     by_rank = [(rank, text) for rank, (_, text, _) in enumerate(said) if text]
     if by_rank:
@@ -211,7 +305,7 @@ def raise_nonfinite(
             found="; ".join(f"on rank {rank} {text}" for rank, text in by_rank),
             fix="Look at those samples first. Weights that are not finite point to an earlier step: a smaller learning "
             "rate, or clip_grad_norm_(); finite weights point to data or loss. "
-            "check_finite=False, of Loop or of fit, goes on.",
+            "With check_finite=False, Loop and fit continue.",
             rank=by_rank[0][0],
         )
     fp16 = (
@@ -222,9 +316,9 @@ def raise_nonfinite(
     found = f"on {'; on '.join(own.values())}, they are not finite" if own else "their sum over ranks is not finite"
     raise NonFiniteError(
         "computing gradients",
-        found=f"{found}, though every rank's loss was finite; {'' if own else places + '; ' * bool(places)}"
-        f"{describe_parameters(models)}",
+        found=f"{found}, though every rank's loss was finite; {'' if own else places + '; ' * bool(places)}{described}",
         fix=f"{fp16}Look at those samples, and for a square root, a logarithm or a division by zero in the loss or the "
-        "model; torch.autograd.set_detect_anomaly(True) finds the line. check_finite=False, of Loop or fit, goes on.",
+        "model; torch.autograd.set_detect_anomaly(True) finds the line. With check_finite=False, Loop and fit "
+        "continue.",
         rank=next(iter(own), group.rank),
     )

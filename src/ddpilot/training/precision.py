@@ -50,9 +50,17 @@ class _Scaler(torch.amp.GradScaler):
         """True if gradients were unscaled since the last `update`."""
         return any(state["found_inf_per_device"] for state in self._per_optimizer_states.values())
 
-    def overflowed(self, optimizer: Optimizer) -> bool:
-        """True if a gradient of `optimizer` was not finite when it was unscaled last. On CUDA: waits."""
-        return any(found.item() for found in self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
+    def step_if_finite(self, optimizer: Optimizer) -> bool:
+        """`step` for gradients that have their true size; return whether it was made.
+
+        On an accelerator: waits once, as torch's own `step` does.
+        """
+        state = self._per_optimizer_states[id(optimizer)]
+        state["stage"] = OptState.STEPPED
+        if any(found.item() for found in state["found_inf_per_device"].values()):
+            return False
+        optimizer.step()
+        return True
 
 
 class Precision:
@@ -101,10 +109,9 @@ class Precision:
         if self.scaler is None or not self.scaler.unscale_once(optimizer):
             optimizer.step()
             return True
-        is_bad = self.scaler.overflowed(optimizer)
-        self.scaler.step(optimizer)
-        self._has_overflowed |= is_bad
-        return not is_bad
+        is_done = self.scaler.step_if_finite(optimizer)
+        self._has_overflowed |= not is_done
+        return is_done
 
     def settle(self, waiting: Iterable[Optimizer] = ()) -> None:
         """Let the scale follow from the gradients that were unscaled, once per update, before the next backward pass.

@@ -16,6 +16,8 @@ from tqdm import tqdm
 
 from ddpilot.launching.contract import WATCHED_VARIABLE
 from ddpilot.launching.contract import is_watched as is_shown_here
+from ddpilot.training.accelerator import runs_behind
+from ddpilot.training.later import Arriving, Sender
 
 LINE_INTERVAL_S = 30.0
 _BAR_INTERVAL_S = 0.2
@@ -84,7 +86,9 @@ class Progress:
             self._kind = Bar
         self._current: Bar | Lines | None = None
         self._loss: torch.Tensor | None = None
-        self._loss_text = ""
+        self._said_loss: float | None = None
+        self._sender = Sender()
+        self._coming: Arriving | None = None
         self._shown: dict[str, str] = {}
 
     @property
@@ -114,6 +118,9 @@ class Progress:
         self._current = self._make(desc, _length(loader), first_batch)
         try:
             yield
+            self._take_loss(waits=True)
+            self._ask_loss()
+            self._take_loss(waits=True)
         finally:
             self._current.set_postfix_str(self._postfix(), refresh=False)
             self._current.close()
@@ -126,7 +133,13 @@ class Progress:
 
     def advance(self) -> None:
         """One batch is done."""
-        if self._current is not None and self._current.update():
+        if self._current is None:
+            return
+        is_redrawn = self._current.update()
+        if is_redrawn:
+            self._ask_loss()
+        if is_redrawn or (self._coming is not None and self._coming.is_there):
+            self._take_loss()
             self._current.set_postfix_str(self._postfix(), refresh=False)
 
     @contextmanager
@@ -140,6 +153,20 @@ class Progress:
             yield
         finally:
             self._current.refresh()
+
+    def _ask_loss(self) -> None:
+        """Look at the newest loss: at once on the CPU, and once it has come from an accelerator, without a wait."""
+        if self._loss is None or self._coming is not None:
+            return
+        if runs_behind(self._loss.device):
+            self._coming = self._sender.send(self._loss)
+        else:
+            self._said_loss = self._loss.item()
+        self._loss = None
+
+    def _take_loss(self, *, waits: bool = False) -> None:
+        if self._coming is not None and (waits or self._coming.is_there):
+            self._said_loss, self._coming = self._coming.read(), None
 
     def _make(self, desc: str, total: int | None, initial: int) -> Bar | Lines:
         if self._kind is Lines:
@@ -156,8 +183,7 @@ class Progress:
         )
 
     def _postfix(self) -> str:
-        # Asked for a few times a second only: to look at the loss makes the host wait for a GPU.
-        loss = {} if self._loss is None else {"loss": f"{self._loss.item():.4g}"}
+        loss = {} if self._said_loss is None else {"loss": f"{self._said_loss:.4g}"}
         return ", ".join(f"{name} {value}" for name, value in {**loss, **self._shown}.items())
 
 

@@ -82,7 +82,7 @@ def _about_unused(facts: Sequence[Seen], model: str) -> Iterable[Finding]:
             summary=f"every update so far has used every parameter of {model}, on every rank",
             evidence=(f"{num} updates, ranks 0-{len(facts) - 1}",),
             why="find_unused_parameters=True searches the graph in each forward, and keeps the buckets in the order of "
-            "definition, so that less of the exchange runs beside the backward pass.",
+            "definition, so that less of the exchange runs during the backward pass.",
             fix="Leave it out, if no branch comes later or on one rank only; one that does is an error that names the "
             "parameter.",
         )
@@ -119,6 +119,6 @@ def _about_exchange(facts: Sequence[Seen], remedies: Sequence[str]) -> Iterator[
         summary=f"{100 * waiting / whole:.0f} % of an update is spent waiting for gradients",
         ranks=(facts.index(least),),
         evidence=(f"{parts}, then {waiting:.2f} ms of exchange alone, on the rank that waits least",),
-        why="The exchange of a bucket runs beside the backward pass of earlier layers; the rest is waited for.",
+        why="The exchange of a bucket runs during the backward pass of earlier layers; the rest is waited for.",
         fix=f"{'; '.join(['Larger batches', *remedies])}.",
     )

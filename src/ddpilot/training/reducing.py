@@ -10,6 +10,7 @@ import torch
 
 from ddpilot.errors import LoopError
 from ddpilot.group.protocol import GroupLike, ReduceOp
+from ddpilot.training.accelerator import wire_device
 from ddpilot.training.structure import join_named_rows, to_host
 
 
@@ -88,7 +89,8 @@ def _agree_on_sizes(rows: torch.Tensor, group: GroupLike) -> tuple[list[int], bo
     number = int.from_bytes(hashlib.sha256(kind.encode()).digest()[:2], "little")
     needs_gradient = rows.requires_grad and torch.is_grad_enabled()
     own = [len(rows) if rank == group.rank else 0 for rank in range(group.world_size)]
-    sums = group.all_reduce(torch.tensor([*own, number, number**2, int(needs_gradient)], device=group.device)).tolist()
+    mine = torch.tensor([*own, number, number**2, int(needs_gradient)], device=wire_device(group))
+    sums = group.all_reduce(mine).tolist()
     *sizes, first, second, num_needing = sums
     if first**2 != group.world_size * second:
         fix = "Only the number of rows may differ; a rank without rows passes (0, ...) of the same shape and dtype."

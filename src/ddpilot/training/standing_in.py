@@ -13,12 +13,16 @@ import torch
 from torch import nn
 
 from ddpilot.data.batches import without_rows
+from ddpilot.training.accelerator import fork_rng
 from ddpilot.training.structure import map_tensors
 
 _NUM_ROWS = 2
 """BatchNorm refuses a single one."""
-_FILLS = (1, 0)
+_FILLS_ON_CPU = (1, 0)
 """What made-up rows hold: 1 is a length, a mask and a class that models accept; where they do not, 0."""
+_FILLS_ELSEWHERE = (0, 1)
+"""An accelerator reports an index beyond a table later, and can do nothing more then. 0 is never beyond one, and is
+refused (as a length) on the host."""
 
 
 class StandIns:
@@ -60,12 +64,18 @@ def _forward(model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs
         try:
             return forward(*args, **kwargs)
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
-            for fill in _FILLS:
+            for fill in fills(model):
                 try:
                     return _run_on_rows(forward, args, kwargs, fill)
                 except (RuntimeError, ValueError, IndexError, TypeError):
                     continue
             raise error
+
+
+def fills(model: nn.Module) -> tuple[int, ...]:
+    """The values to try for made-up rows of `model`, in this order."""
+    is_on_cpu = all(tensor.device.type == "cpu" for tensor in (*model.parameters(), *model.buffers()))
+    return _FILLS_ON_CPU if is_on_cpu else _FILLS_ELSEWHERE
 
 
 def _run_on_rows(forward: Callable[..., Any], args: Any, kwargs: Any, fill: int) -> Any:
@@ -114,6 +124,5 @@ def _borrowed_buffers(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _kept_random_state(model: nn.Module) -> Iterator[None]:
-    devices = {one.device for one in model.parameters() if one.device.type == "cuda"}
-    with torch.random.fork_rng(devices=sorted(device.index for device in devices)):
+    with fork_rng({one.device for one in model.parameters()}):
         yield

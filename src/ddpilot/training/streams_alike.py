@@ -13,6 +13,7 @@ from ddpilot.data.batches import LocalBatch
 from ddpilot.data.glimpses import NOTHING, Glimpse
 from ddpilot.errors import DataError
 from ddpilot.group.protocol import GroupLike
+from ddpilot.training.accelerator import wire_device
 
 _FIX = (
     "Let the dataset yield every sample on every rank, for each takes its part by itself; or let it divide them by "
@@ -29,7 +30,7 @@ def check_stream(members: Sequence[LocalBatch], group: GroupLike, epoch: int) ->
     count = float(sum(batch.global_count or 0 for batch in members))
     content = float(zlib.crc32(b"".join(one.number.to_bytes(4, "big") for one in seen)))
     limits = torch.tensor([count, -count, content, -content], dtype=torch.float64)
-    most, least, largest, smallest = group.all_reduce(limits.to(group.device), op="max").tolist()
+    most, least, largest, smallest = group.all_reduce(limits.to(wire_device(group)), op="max").tolist()
     if (most, largest) != (-least, -smallest):
         _refuse(int(count), seen[0] if seen else NOTHING, group, f"epoch {epoch}")
 

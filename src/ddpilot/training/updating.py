@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -15,12 +15,14 @@ from torch.optim import Optimizer
 
 from ddpilot.errors import DdpilotError, LoopError
 from ddpilot.group.protocol import GroupLike
+from ddpilot.training.accelerator import wire_device
 from ddpilot.training.bypassing import BypassWatch
 from ddpilot.training.deciding import Decider, Decision
 from ddpilot.training.grouping import CurrentBatch
 from ddpilot.training.losses import NamedLoss, Objective, decode, encode, has_gather, read_losses, silencing
 from ddpilot.training.nonfinite import FiniteWatch, raise_nonfinite
 from ddpilot.training.passes import GraphWatch, GroupWatch
+from ddpilot.training.precision import parameters_of
 from ddpilot.training.reduction import Reductions, reduced
 from ddpilot.training.standing_in import StandIns
 from ddpilot.training.weighting import CountTotals, backward_weighted
@@ -46,7 +48,7 @@ class Updates:
         self._decider = decider
         self._watch = watch
         self._totals: dict[tuple[int, ...], CountTotals] = {}
-        self._is_due = self._has_backward = False
+        self._is_due = self._has_backward = self._is_spoilt = False
         self._groups = GroupWatch(group.rank)
         self._graphs = GraphWatch(group.rank)
         self._stand_ins = StandIns()
@@ -119,7 +121,8 @@ class Updates:
         models = [one for one in map(unwrap, self.models) if one.training and any(True for _ in one.buffers())]
         if self._group.world_size == 1 or not models or had_samples is None:
             return
-        first = torch.tensor(self._group.rank if had_samples else self._group.world_size, device=self._group.device)
+        number = self._group.rank if had_samples else self._group.world_size
+        first = torch.tensor(number, device=wire_device(self._group))
         src = int(self._group.all_reduce(first, "min").item())
         for model in models:
             sync_buffers(model, self._group, src)
@@ -147,6 +150,7 @@ class Updates:
         self, loss: torch.Tensor, count: float | None, scaler: torch.amp.GradScaler | None, retain_graph: bool
     ) -> None:
         """See `Loop.backward`. Collective where the gradients are synchronised or `count` is given."""
+        self._drop_spoilt()
         self._check_loss(loss)
         self._is_whole = False
         num_local = self._local_count(count)
@@ -167,6 +171,7 @@ class Updates:
         self, losses: Mapping[Any, Any], count: float | None, scaler: torch.amp.GradScaler | None, retain_graph: bool
     ) -> None:
         """The same for several losses by name, each with a count of its own or none. Collective."""
+        self._drop_spoilt()
         if count is not None:
             raise self._refuse("`count` with several losses", 'Give each its own: {"box": (loss, count)}.')
         parts = self._read(losses)
@@ -258,6 +263,7 @@ class Updates:
         self.check_backward(optimizer)
         self.settle()
         self.check(optimizer)
+        self.check_pending()  # an optimizer that tries steps must not see a loss that is not finite
         return objective.reduce()
 
     def settle(self) -> None:
@@ -281,12 +287,12 @@ class Updates:
         self.check_pending()
 
     def check_pending(self) -> None:
-        """Raise NonFiniteError, on all ranks alike, where the last update's gradients were not finite. On CUDA: waits.
+        """Raise NonFiniteError, on all ranks alike, if gradients of an earlier update were not finite.
 
-        To be called before weights are used for good: they are looked at one update late there.
+        On an accelerator: waits for the device, where they are known late. To be called before weights are saved.
         """
         if self._watch is not None and self._watch.find_pending():
-            raise_nonfinite(self._group, self._watch, self.models, self.batch)
+            self._raise_nonfinite(self._watch)
 
     def check(self, optimizer: Optimizer) -> None:
         """Raise NonFiniteError, on all ranks alike, where gradients that `optimizer` is to apply are not finite."""
@@ -295,7 +301,7 @@ class Updates:
         known = self._reduced
         reduced = [p for group in optimizer.param_groups for p in group["params"] if id(p) in known]
         if reduced and not (self._checked and self._checked.issuperset(map(id, reduced))):
-            self._look([gradient for p in reduced if (gradient := p.grad) is not None])
+            self._look(reduced)
 
     def check_backward(self, optimizer: Optimizer) -> None:
         """Raise LoopError where `optimizer` is to apply gradients that went round `backward`, or round DDP."""
@@ -317,7 +323,7 @@ class Updates:
         # The norm of what was not reduced may be another one on each rank.
         if self._watch is not None and clipped <= self._reduced:
             self._checked |= clipped
-            self._look([parameter.grad for parameter in parameters if parameter.grad is not None], norm)
+            self._look(parameters, norm)
 
     def locate(self, error: DdpilotError) -> None:
         """Have `error` say in which batch it was, where there is one and it does not say so itself."""
@@ -333,9 +339,26 @@ class Updates:
             parameter.grad = None
         return unfinished
 
-    def _look(self, gradients: list[torch.Tensor], norm: torch.Tensor | None = None) -> None:
-        if self._watch is not None and self._watch.find(gradients, norm):
-            raise_nonfinite(self._group, self._watch, self.models, self.batch)
+    def protect(self, optimizer: Optimizer) -> None:
+        """Before `optimizer` steps: make gradients zeros that only the device knows not to be finite."""
+        if self._watch is not None:
+            self._watch.protect(list(parameters_of(optimizer)))
+
+    def _look(self, parameters: Sequence[torch.Tensor], norm: torch.Tensor | None = None) -> None:
+        if self._watch is not None and self._watch.find(parameters, self.batch, norm):
+            self._raise_nonfinite(self._watch)
+
+    def _raise_nonfinite(self, watch: FiniteWatch) -> NoReturn:
+        self._is_spoilt = True
+        raise_nonfinite(self._group, watch, self.models, self.batch)
+
+    def _drop_spoilt(self) -> None:
+        """Clear the gradients that a NonFiniteError has left to be looked at: training continues without them."""
+        if self._is_spoilt:
+            self._is_spoilt = False
+            for model in self.models:
+                model.zero_grad(set_to_none=True)
+            self._groups.begin()
 
     def _seed(self, loss: torch.Tensor, weight: float, name: str = "") -> torch.Tensor | float:
         return weight if self._watch is None else self._watch.seed(loss, weight, self.batch, name)
@@ -354,7 +377,7 @@ class Updates:
     def _finish(self) -> Decision:
         decision = self._decider.finish()
         if decision.num_bad and self._watch is not None:
-            raise_nonfinite(self._group, self._watch, self.models, self.batch)
+            self._raise_nonfinite(self._watch)
         return decision
 
     def _check_loss(self, loss: object, where: str = "") -> None:

@@ -14,15 +14,17 @@ from torch.optim.swa_utils import AveragedModel
 from ddpilot.errors import LoopError
 from ddpilot.group.process_group import Group
 from ddpilot.group.protocol import GroupLike
+from ddpilot.training.accelerator import is_divided, move
 from ddpilot.training.comm_hooks import check_compressible, compress, is_fp16
 from ddpilot.training.ddp_options import HAS_FORWARD_SYNC, Choice, DdpOptions, resolve
 from ddpilot.training.inside import PreparedDDP
 
 
 def wrap(model: nn.Module, group: GroupLike, options: DdpOptions | None = None) -> tuple[nn.Module, tuple[Choice, ...]]:
-    """`model` on the group's device, in DDP where there are several ranks and anything to train; and what was chosen.
+    """`model` on the group's device, in DDP if there are several ranks and anything to train; and what was chosen.
 
-    Collective then. Raises LoopError for a model that is in DDP already, and for options that do not go with it.
+    A model on several devices stays there. Collective with several ranks. Raises LoopError for a model that is in DDP
+    already, and for options that do not go with it.
     """
     options = options or DdpOptions()
     if isinstance(model, DistributedDataParallel):
@@ -36,11 +38,12 @@ def wrap(model: nn.Module, group: GroupLike, options: DdpOptions | None = None) 
         check_compressible(model, options.comm, group.rank)
     if options.sync_batch_norm:
         model = _with_synced_batch_norm(model, group)
-    model.to(group.device)
+    if not is_divided(model, group.device):
+        move(model, group.device)
     trains = any(parameter.requires_grad for parameter in model.parameters())
     if group.world_size == 1 or not trains or not isinstance(group, Group):
         return model, ()
-    arguments, choices = resolve(options, group, os.environ)
+    arguments, choices = resolve(options, model, group, os.environ)
     wrapped = PreparedDDP(model, **arguments)
     if options.comm is not None:
         compress(wrapped, options.comm)

@@ -149,9 +149,9 @@ def test_fit_until_an_epoch_does_not_train_on_when_it_is_repeated(
         for total in (1, 3):
             trainer.fit(DATA, until_epoch=total, global_batch_size=4, nproc_per_node=0, checkpoint_dir=tmp_path)
         assert trainer.position.epoch == 3
-    assert "goes on with epoch 3; until_epoch=1: 0 more, up to 1" in capsys.readouterr().out
+    assert "resumes at epoch 3; until_epoch=1: 0 more, up to 1" in capsys.readouterr().out
     make().fit(DATA, epochs=5, global_batch_size=4, nproc_per_node=0, checkpoint_dir=tmp_path)
-    assert "goes on with epoch 3; epochs=5: 2 more, up to 5" in capsys.readouterr().out
+    assert "resumes at epoch 3; epochs=5: 2 more, up to 5" in capsys.readouterr().out
 
 
 class Named(nn.Module):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import TensorDataset
 
 from ddpilot import FakeGroup
@@ -70,6 +71,33 @@ def test_fp16_updates_two_optimizers_by_one_scale(clips: bool, num_steps: int) -
     assert [weight.item() for weight in model.parameters()] == pytest.approx([1 - 0.1 * num_steps] * 2, rel=1e-3)
     assert scales == [1024.0] * num_steps
     assert loop._precision.scaler.get_scale() == 2048.0
+
+
+class Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts what makes the host wait for a device: numbers that Python asks for."""
+
+    num = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run `func`."""
+        self.num += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("scale", [1024.0, 2.0**20])
+def test_fp16_waits_once_for_each_update(scale: float) -> None:
+    """Whether the gradients overflowed is read once, as torch's scaler does, whether the update is made or skipped."""
+    loop, model, (optimizer, _), loader = make(16, precision="fp16")
+    assert loop._precision.scaler is not None
+    loop._precision.scaler._init_scale = scale
+    done = []
+    with Waits() as waits:  # type: ignore[no-untyped-call]
+        for (x,) in loop.batches(loader):
+            with loop.accumulate(model):
+                loop.backward(model(x)[0].float().mean())
+            done.append(loop.step(optimizer))
+    assert waits.num == len(done) == 4
+    assert done[0] is (scale < 65504)
 
 
 def test_fp16_takes_a_smaller_scale_within_a_batch_only_if_no_gradient_waits() -> None:
@@ -229,3 +257,20 @@ def test_closures_and_plateaus_that_cannot_work_are_refused() -> None:
         loop, _, (optimizer, _), loader = make(8, **options)
         with pytest.raises(LoopError, match=said):
             [loop.step(optimizer, closure=lambda: None) for _ in loop.batches(loader)]
+
+
+def test_training_continues_after_a_nonfinite_error_that_is_caught() -> None:
+    """The gradients stay to be looked at, and the next backward pass begins without them: one update is left out."""
+    loop, model, (optimizer, _), loader = make(16)
+    left_out, moved = [], []
+    for number, (x,) in enumerate(loop.batches(loader)):
+        before = model.a.weight.item()
+        try:
+            with loop.accumulate(model):
+                loop.backward((model(x)[0] * (math.nan if number == 1 else 1.0)).mean())
+            loop.step(optimizer)
+        except NonFiniteError:
+            left_out.append((number, math.isnan(gradients(model)[0])))
+        moved.append(before - model.a.weight.item())
+    assert left_out == [(1, True)]
+    assert moved == pytest.approx([0.1, 0.0, 0.1, 0.1])

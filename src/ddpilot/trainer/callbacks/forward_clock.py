@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clocks for forward passes: the host's, and that of a GPU, which computes after the host went on."""
+"""Clocks for forward passes: the host's, and that of an accelerator, which computes later than the host calls it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from collections import deque
 from typing import Protocol
 
 import torch
+
+from ddpilot.record.capturing import is_capturing
+from ddpilot.training.accelerator import current_event, runs_behind
 
 
 class ForwardClock(Protocol):
@@ -44,13 +47,13 @@ class HostClock:
         return total_s
 
 
-class CudaClock:
-    """The time of a GPU, by events in its stream; the host waits for it in `take_s` only."""
+class DeviceClock:
+    """The time of an accelerator, by events in its stream; the host waits for it in `take_s` only."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._begin: torch.cuda.Event | None = None
-        self._waiting: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._begin: torch.Event | None = None
+        self._waiting: deque[tuple[torch.Event, torch.Event]] = deque()
         self._total_s = 0.0
 
     def begin(self) -> None:
@@ -63,7 +66,7 @@ class CudaClock:
             self._waiting.append((self._begin, self._record()))
             self._begin = None
         # The list stays as short as the device's queue.
-        while self._waiting and self._waiting[0][1].query():  # type: ignore[no-untyped-call]
+        while self._waiting and not is_capturing() and self._waiting[0][1].query():
             self._add()
 
     def take_s(self) -> float:
@@ -74,10 +77,8 @@ class CudaClock:
         total_s, self._total_s = self._total_s, 0.0
         return total_s
 
-    def _record(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+    def _record(self) -> torch.Event:
+        return current_event(self._device, enable_timing=True)
 
     def _add(self) -> None:
         begin, end = self._waiting.popleft()
@@ -86,4 +87,4 @@ class CudaClock:
 
 def make_clock(device: torch.device) -> ForwardClock:
     """The clock of models on `device`."""
-    return CudaClock(device) if device.type == "cuda" else HostClock()
+    return DeviceClock(device) if runs_behind(device) else HostClock()

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -97,9 +98,14 @@ class CheckpointDir:
         """Become the process that writes here, until `close`; it may be that already.
 
         CheckpointError where another live process does, on this machine or, with a file system that shares locks,
-        another one.
+        another one. If the directory was deleted since, that is told, and it is made again.
         """
-        if self._writer is not None or not self.path.is_dir():
+        if self._writer is not None:
+            if self._writer.is_of(self.path):
+                return
+            self._writer = None
+            self._restore()
+        if not self.path.is_dir():
             return
         try:
             self._writer = Writer.of(self.path)
@@ -120,10 +126,7 @@ class CheckpointDir:
         return move_aside(self.path, [*reversed(names), BEST, LATEST]) if names else None
 
     def reserve(self, num_bytes: int) -> None:
-        """Have memory for the copy of `num_bytes` ready, in the background, so that also the first save is fast.
-
-        For tensors on the CPU; those on CUDA are copied to pinned memory, which torch keeps.
-        """
+        """Have memory for the copy of `num_bytes` ready, in the background, so that also the first save is fast."""
         self.wait()
         self._background.start(lambda: self._reserve(num_bytes))
 
@@ -233,7 +236,7 @@ class CheckpointDir:
             raise CorruptCheckpointError(
                 f"looking for a checkpoint in {self.path}",
                 found="; ".join(error.render() for error in wrong) or "the one that `latest` names is gone",
-                fix="Restore one from a copy, or begin anew in an empty directory.",
+                fix="Restore one from a copy, or start from scratch in an empty directory.",
             )
         return None
 
@@ -286,7 +289,7 @@ class CheckpointDir:
         try:
             return self.open(name, verify=False).manifest.metrics
         except CorruptCheckpointError as error:
-            self._background.note(f"{error}. The best is chosen anew")
+            self._background.note(f"{error}. The best is chosen again")
             return {}
 
     def _prune(self) -> None:
@@ -304,6 +307,15 @@ class CheckpointDir:
                 continue
             except OSError as error:
                 self._background.note(f"deleting the old checkpoint {name} in {self.path}: {error}. Delete it by hand")
+
+    def _restore(self) -> None:
+        """Tell that the file of the lock was deleted, or the directory with it, which is made again."""
+        num = len(self.names())
+        what = f"the file `.writer` in {self.path}" if num else f"{self.path}, or all that was in it,"
+        left = f"{num} checkpoint{'s are' if num > 1 else ' is'} there" if num else "it holds no checkpoint now"
+        self._tell(f"{what} was deleted or moved while this job saves there: {left}. Training and saving continue")
+        with suppress(OSError):  # else the save says what is wrong
+            self.path.mkdir(parents=True, exist_ok=True)
 
     def _is_ours(self, pointer: str) -> bool:
         path = self.path / pointer

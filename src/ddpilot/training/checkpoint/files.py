@@ -189,7 +189,17 @@ class Writer:
 
     def __init__(self, descriptor: int) -> None:
         self.pid = os.getpid()
+        self._file = _identity(os.fstat(descriptor))
         weakref.finalize(self, os.close, descriptor)
+
+    def is_of(self, folder: Path) -> bool:
+        """False once the lock's file is gone from `folder`, or replaced, so that it keeps no other process out."""
+        try:
+            return _identity(os.stat(folder / _WRITER)) == self._file
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:  # a file system that does not answer now
+            return True
 
     @classmethod
     def of(cls, folder: Path) -> Writer | None:

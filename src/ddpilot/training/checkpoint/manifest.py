@@ -86,7 +86,8 @@ class Progress:
                 f"resuming {source or 'a run'} at step {self.step}",
                 found="; ".join(changes),
                 fix=(_OTHER_DATA if takes_other else "Resume")
-                + " with the old values, begin anew with `resume=False`, or take the weights alone (`loop.load`).",
+                + " with the old values, start from scratch with `resume=False`, or take the weights alone "
+                "(`loop.load`).",
             )
 
 

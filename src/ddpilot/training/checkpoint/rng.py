@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random states of this process, of Python, numpy, torch on the CPU and on its CUDA device, as plain values."""
+"""Random states of this process, of Python, numpy, torch on the CPU and on its accelerator, as plain values."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from ddpilot.training.accelerator import rng_state, runs_behind, set_rng_state
+
 
 def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
     """The states now, as numbers and tensors that load without running code.
 
-    `device`: this rank's; its generator is included where it is a CUDA device.
+    `device`: this rank's; the state of its generator is included, under its type ("cuda"), if it has one.
     """
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     states: dict[str, Any] = {
@@ -22,19 +24,19 @@ def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
         "numpy": (name, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached),
         "torch": torch.get_rng_state(),
     }
-    if device is not None and device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
+    if device is not None and runs_behind(device):
+        states[device.type] = rng_state(device)
     return states
 
 
 def restore_rng(states: Mapping[str, Any], device: torch.device | None = None) -> None:
     """Set the random states to what `capture_rng` gave; `device`: this rank's.
 
-    A state of CUDA is left out on a rank without it, where nothing draws from it.
+    The state of an accelerator is left out on a rank of a device of another type, where nothing draws from it.
     """
     random.setstate(states["python"])
     name, keys, position, has_gauss, cached = states["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
     torch.set_rng_state(states["torch"])
-    if "cuda" in states and device is not None and device.type == "cuda":
-        torch.cuda.set_rng_state(states["cuda"], device)
+    if device is not None and runs_behind(device) and device.type in states:
+        set_rng_state(states[device.type], device)

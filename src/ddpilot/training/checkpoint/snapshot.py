@@ -15,19 +15,18 @@ import torch
 
 from ddpilot.errors import CheckpointError
 from ddpilot.training.checkpoint.arena import Arena, aligned, copy_bytes
+from ddpilot.training.checkpoint.window import Window
 
 _LEAVES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _MAPPINGS = (dict, OrderedDict, Counter)
 
 
 class Snapshots:
-    """Makes copies, one at a time, in memory that stays: the next `take` overwrites what the last one returned.
-
-    What lies on CUDA is copied to pinned memory.
-    """
+    """Makes copies, one at a time, in memory that stays: the next `take` overwrites what the last one returned."""
 
     def __init__(self) -> None:
         self._arena = Arena()
+        self._window = Window()
 
     def reserve(self, num_bytes: int) -> None:
         """Have memory ready before the first `take`, which then is as fast as the later ones."""
@@ -42,14 +41,13 @@ class Snapshots:
         self._arena.reset()
         copying = _Copying(self._arena)
         copied: dict[str, Any] = copying.copy(dict(tree), "")
+        self._window.copy(copying.from_devices)
         copy_bytes(copying.pairs)
-        if copying.from_cuda:
-            torch.cuda.synchronize()
         return copied
 
 
 def measure(tree: Mapping[str, Any]) -> int:
-    """Bytes of CPU memory that the next `Snapshots.take` of `tree` needs at least; tensors on CUDA do not count.
+    """Bytes of CPU memory that the next `Snapshots.take` of `tree` needs at least.
 
     Raises CheckpointError with the path of what cannot be saved, before anything is copied.
     """
@@ -72,7 +70,7 @@ class _Copying:
         self.arena = arena
         self.same: dict[tuple[Any, ...], torch.Tensor] = {}
         self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.from_cuda = False
+        self.from_devices: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def copy(self, value: Any, path: str) -> Any:
         kind = type(value)
@@ -107,16 +105,18 @@ class _Copying:
         return copied
 
     def start_copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.device.type != "cpu" or not tensor.numel():
-            self.from_cuda |= tensor.is_cuda
-            buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-            return buffer.copy_(tensor, non_blocking=tensor.is_cuda)
+        if not tensor.numel():
+            return torch.empty_like(tensor, device="cpu")
         dense = torch.empty_like(tensor, device="meta")
         flat = self.arena.allocate(dense.nbytes)
         buffer = flat.view(tensor.dtype).as_strided(dense.shape, dense.stride())
-        if dense.stride() != tensor.stride() or tensor.is_conj() or tensor.is_neg():
-            return buffer.copy_(tensor)
-        self.pairs.append((buffer, tensor))
+        is_dense = dense.stride() == tensor.stride() and not tensor.is_conj() and not tensor.is_neg()
+        if tensor.device.type != "cpu":
+            self.from_devices.append((buffer, tensor if is_dense else torch.empty_like(tensor).copy_(tensor)))
+        elif is_dense:
+            self.pairs.append((buffer, tensor))
+        else:
+            buffer.copy_(tensor)
         return buffer
 
 
@@ -124,7 +124,7 @@ class _Measuring(_Copying):
     num_bytes = 0
 
     def start_copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.num_bytes += aligned(tensor.numel() * tensor.element_size()) * (not tensor.is_cuda)
+        self.num_bytes += aligned(tensor.numel() * tensor.element_size())
         return tensor
 
 

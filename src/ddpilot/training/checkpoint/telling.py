@@ -20,8 +20,10 @@ def render_failure(folder: Path, failure: OSError, last: str | None) -> str:
     """What to say of a save in `folder` that ended with `failure`; `last`: the name of the last good one, if any."""
     stays = f"the last good one stays: {last}" if last else "there is none yet"
     if failure.errno == errno.ENOMEM:
-        return f"no checkpoint was written in {folder}: no memory for its copy ({failure}). Training goes on; {stays}."
-    said = f"no checkpoint was written in {folder}: {failure}. Training goes on; {stays}. {_free(folder)}"
+        return (
+            f"no checkpoint was written in {folder}: no memory for its copy ({failure}). Training continues; {stays}."
+        )
+    said = f"no checkpoint was written in {folder}: {failure}. Training continues; {stays}. {_free(folder)}"
     if failure.errno in _NO_ROOM:
         return f"{said} Make room, or keep fewer (`keep`)."
     return f"{said} Look at the directory and at its file system."

@@ -31,7 +31,7 @@ from ddpilot.training.keeping.sentences import (
     say_resumed,
     say_saved,
 )
-from ddpilot.training.keeping.things import Things
+from ddpilot.training.keeping.things import Things, Weights
 
 _FACTS = "passes"
 _STREAM = "stream"
@@ -90,7 +90,7 @@ class Keeper:
         if not self._has_begun and self._options.resume:
             self.resume()
         elif not self._has_begun and (aside := self._joint.set_aside()) is not None:
-            self._tell(f"begins anew; the checkpoints that were in {self._joint.folder.path} are in {aside}")
+            self._tell(f"starts from scratch; the checkpoints that were in {self._joint.folder.path} are in {aside}")
         self._has_begun = True
         if not self._is_measured:
             self._measure()
@@ -104,7 +104,9 @@ class Keeper:
         try:
             found = joint.latest()
         except CorruptCheckpointError as error:
-            error.fix = "Restore one from a copy; or begin anew with `resume=False`, which moves what is there aside."
+            error.fix = (
+                "Restore one from a copy; or start from scratch with `resume=False`, which moves what is there aside."
+            )
             raise
         if found is None or 0 < found.manifest.progress.step <= self.first_update:
             return False
@@ -245,7 +247,7 @@ class Keeper:
         began_s = time.perf_counter()
         joint = self._require("saving")
         self._check()
-        weights, state = self._things.collect(self._group)
+        weights, state = self._collect()
         joint.save(
             self._place.progress(next_batch),
             weights=weights,
@@ -272,14 +274,18 @@ class Keeper:
 
     def _measure(self) -> int:
         self._is_measured = True
-        weights, state = self._things.collect(self._group)
-        return measure({"weights": weights, "state": state})
+        weights, state = self._collect()
+        return on_all_ranks(self._group, lambda: measure({"weights": weights, "state": state}))
+
+    def _collect(self) -> tuple[Weights, dict[str, Any]]:
+        """What is to be saved. What fails on one rank, such as a `state_dict()`, is raised on all. Collective."""
+        return on_all_ranks(self._group, lambda: self._things.collect(self._group))
 
     def _exit(self, name: str, is_written: bool) -> NoReturn:
         path = self._require("leaving").folder.path
         self._tell(
             f"{name}: {say_saved(path, is_written)}; leaving epoch {self._place.epoch} with exit code {EXIT_REQUEUE}. "
-            "The same command goes on from there."
+            "The same command resumes there."
         )
         raise SystemExit(EXIT_REQUEUE)
 

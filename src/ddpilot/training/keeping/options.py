@@ -53,5 +53,5 @@ class KeepOptions:
 
 def _check_resume(resume: object) -> None:
     if not isinstance(resume, bool):
-        fix = "Pass True to go on from the latest checkpoint where there is one, or False to begin anew."
+        fix = "Pass True to resume from the latest checkpoint if there is one, or False to start from scratch."
         raise LoopError("making a Loop", found=f"`resume` is {resume!r}", fix=fix)

@@ -8,8 +8,8 @@ from pathlib import Path
 from ddpilot.training.checkpoint.manifest import Progress
 
 SAVED_BEFORE = (
-    "loop.save() makes no second checkpoint of an epoch that all ranks left in its middle: the one that was made there "
-    "goes on there."
+    "loop.save() makes no second checkpoint of an epoch that all ranks left in its middle: a run resumes from "
+    "the one that was made there."
 )
 LEFT_BY_BREAK = (
     "a checkpoint that loop.save() asked for was not made: the epoch was left before its end. To end training early, "
@@ -38,7 +38,7 @@ def say_finished(folder: Path, num_done: int, num: int) -> str:
     """That a run that was begun again has nothing left to do."""
     return (
         f"the run in {folder} is finished: it has made {num_done} epochs, and {num} are asked for. Ask for more epochs "
-        "to train longer, or begin anew with `resume=False`."
+        "to train longer, or start from scratch with `resume=False`."
     )
 
 
@@ -46,7 +46,7 @@ def say_left(reason: str, folder: Path, is_written: bool) -> str | None:
     """Where a run was saved that was ended by Ctrl-C or by the clock; None for a stop that the program asked for."""
     if reason not in _REASONS:
         return None
-    goes_on = ". The same lines go on from there." if is_written else "."
+    goes_on = ". The same lines resume there." if is_written else "."
     return f"{_REASONS[reason]}: {say_saved(folder, is_written)}{goes_on}"
 
 
@@ -66,6 +66,6 @@ def say_no_metric(best: str, name: str) -> str:
 def say_nothing_left(epoch: int, batch: int) -> str:
     """That a resumed pass over a stream is at its end at once."""
     return (
-        f"nothing was left of epoch {epoch}, which goes on at batch {batch}: the stream has none there. If it was "
-        "longer before, it is another one now."
+        f"nothing was left of epoch {epoch}, which resumes at batch {batch}: the stream has none there. If it was "
+        "longer before, it is a different one now."
     )

@@ -76,9 +76,11 @@ class Things:
     def collect(self, group: GroupLike) -> tuple[Weights, dict[str, Any]]:
         """Weights of the models, and state dicts of the rest, as they are now; rank 0's count.
 
-        Buffers become those of rank 0 first. Collective. Raises CheckpointError with the name of what failed.
+        Buffers become those of rank 0 first. Collective, also on a rank where something fails: CheckpointError, with
+        the name of the first that did, comes at the end.
         """
         weights: Weights = {}
+        failure: CheckpointError | None = None
         state: dict[str, Any] = {"optimizers": {}, "others": {}, "extra": {}, "kinds": {}}
         for name, thing in self._things.items():
             try:
@@ -90,9 +92,12 @@ class Things:
                     state["kinds"][name] = _class_of(thing)
                 else:
                     state["others"][name] = thing.state_dict()
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001  (raised below: the other ranks are in the collectives to come)
                 found = f"{name!r} ({type(thing).__name__}) raised {type(error).__name__}: {error}"
-                raise CheckpointError("collecting what is to be saved", found=found, rank=group.rank) from error
+                failure = failure or CheckpointError("collecting what is to be saved", found=found, rank=group.rank)
+                failure.__cause__ = failure.__cause__ or error
+        if failure is not None:
+            raise failure
         return weights, state
 
     def match(self, found: Checkpoint) -> Callable[[], None]:
@@ -191,8 +196,8 @@ def _mismatch(found: Checkpoint, what: str) -> MismatchedCheckpointError:
     return MismatchedCheckpointError(
         f"resuming from {found.path}",
         found=what,
-        fix="Prepare what was prepared when it was saved, in the same order; or begin anew (`resume=False`) from the "
-        "weights alone (`loop.load`).",
+        fix="Prepare what was prepared when it was saved, in the same order; or start from scratch (`resume=False`) "
+        "with the weights alone (`loop.load`).",
     )
 
 

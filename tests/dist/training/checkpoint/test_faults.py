@@ -84,7 +84,7 @@ def test_save_goes_on_when_the_file_system_is_full(tmp_path: Path) -> None:
     lines = done.stderr.splitlines()
     assert len(lines) == 2, done.stderr
     for line in lines:
-        assert "[Errno 28] No space left on device: 'model.safetensors'. Training goes on" in line
+        assert "[Errno 28] No space left on device: 'model.safetensors'. Training continues" in line
         assert "the last good one stays: save-000001-step-1. " in line
 
 

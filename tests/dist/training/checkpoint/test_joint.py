@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from ddpilot import Launcher, RankError
+from ddpilot.errors import CheckpointError
 from ddpilot.training.checkpoint.directory import CheckpointDir
+from ddpilot.training.loop import Loop
 from tests.dist.training.checkpoint.bodies import BATCHES_PER_EPOCH, NUM_SAMPLES, fail_jointly, train
 
 NUM_STEPS = 2 * BATCHES_PER_EPOCH
@@ -77,6 +80,38 @@ def check_each_sample_once(
     for epoch in range(2):
         steps = range(epoch * BATCHES_PER_EPOCH, (epoch + 1) * BATCHES_PER_EPOCH)
         assert sorted(sample for step in steps for sample in taken[step]) == list(range(NUM_SAMPLES)), words
+
+
+class Moody:
+    """Has a state, but on one rank."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Fails on rank 0."""
+        if int(os.environ["RANK"]) == 0:
+            raise RuntimeError("no state")
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Nothing to load."""
+
+
+def save_with_a_moody_thing(folder: Path) -> str:
+    """What a save raises on this rank, of which rank 0 cannot collect a part."""
+    loop = Loop(checkpoint_dir=folder, progress=False)
+    model = nn.Sequential(nn.Linear(2, 1), nn.BatchNorm1d(1))  # whose buffers are exchanged after that thing failed
+    loop.prepare(Moody(), model)
+    try:
+        loop.save()
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_a_save_fails_on_all_ranks_if_one_cannot_collect_its_part(tmp_path: Path) -> None:
+    """No rank waits in a collective that another one never calls."""
+    zero, one = launch(2, save_with_a_moody_thing, tmp_path)
+    assert zero == one
+    assert zero.startswith("[rank 0] collecting what is to be saved: 'moody' (Moody) raised RuntimeError: no state")
 
 
 def test_joint_calls_fail_on_all_ranks_when_one_cannot(tmp_path: Path) -> None:

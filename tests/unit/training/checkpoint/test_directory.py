@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import resource
+import shutil
 import socket
 import stat
 import subprocess
@@ -142,7 +143,9 @@ def test_save_tells_every_time_when_there_is_no_room(tmp_path: Path) -> None:
                 directory.save(Progress(step=step), weights={"model": {"w": torch.ones(500_000)}})
                 assert not directory.wait()
         assert len(told) == 2
-        assert "File too large: 'model.safetensors'. Training goes on; the last good one stays: save-000001" in told[1]
+        assert (
+            "File too large: 'model.safetensors'. Training continues; the last good one stays: save-000001" in told[1]
+        )
         assert sorted(tmp_path.iterdir()) == before
         save(directory, 4)
         assert len(told) == 2
@@ -195,7 +198,7 @@ def test_save_tells_when_there_is_no_memory_for_the_copy(tmp_path: Path) -> None
         "no memory for the copies of checkpoints",
         f"no checkpoint was written in {tmp_path}",
     ]
-    assert "no memory for its copy ([Errno 12] Cannot allocate memory). Training goes on" in told[1]
+    assert "no memory for its copy ([Errno 12] Cannot allocate memory). Training continues" in told[1]
     save(directory, 2)
 
 
@@ -232,6 +235,28 @@ def test_one_process_writes_in_a_directory(tmp_path: Path) -> None:
     assert subprocess.run(command, input="", capture_output=True, text=True, check=False).returncode == 1
     directory.close()
     assert subprocess.run(command, input="", capture_output=True, text=True, check=True).stdout == "True\n"
+
+
+def test_a_directory_that_was_deleted_is_made_and_locked_again(tmp_path: Path) -> None:
+    """The next save says what is gone, once, and no other process may write there; the same for the lock's file."""
+    told: list[str] = []
+    folder = tmp_path / "run"
+    command = [sys.executable, "-c", HOLD, str(folder)]
+    with CheckpointDir(folder, tell=told.append) as directory:
+        directory.check_writable()
+        save(directory, 1)
+        shutil.rmtree(folder)
+        save(directory, 2)
+        save(directory, 3)
+        (folder / ".writer").unlink()
+        save(directory, 4)
+        assert subprocess.run(command, input="", capture_output=True, check=False).returncode == 1
+    assert steps(directory) == [2, 3, 4]
+    what = "was deleted or moved while this job saves there"
+    assert told == [
+        f"{folder}, or all that was in it, {what}: it holds no checkpoint now. Training and saving continue",
+        f"the file `.writer` in {folder} {what}: 2 checkpoints are there. Training and saving continue",
+    ]
 
 
 def test_a_damaged_pointer_next_to_checkpoints_is_moved_aside(tmp_path: Path) -> None:

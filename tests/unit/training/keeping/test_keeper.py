@@ -36,7 +36,7 @@ def test_epochs_save_after_each_and_go_on_there(tmp_path: Path, capsys: pytest.C
     said = capsys.readouterr().err.splitlines()
     assert said[0] == f"ddpilot: continues from {tmp_path}/save-000001-step-3: epoch 1, after 3 updates, on 1 rank"
     done = f"ddpilot: the run in {tmp_path} is finished: it has made 3 epochs, and 3 are asked for. Ask for more epochs"
-    assert said[1:] == [f"{done} to train longer, or begin anew with `resume=False`."]
+    assert said[1:] == [f"{done} to train longer, or start from scratch with `resume=False`."]
 
 
 @pytest.mark.parametrize("how", ["asked", "SIGINT"])
@@ -77,7 +77,7 @@ def test_ctrl_c_says_once_where_the_run_was_saved(tmp_path: Path, capsys: pytest
     run = Run(tmp_path)
     run.train(2, lambda: signal.raise_signal(signal.SIGINT) if len(run.seen) == 1 else None)
     run.train(2)
-    said = f"ddpilot: Ctrl-C: the checkpoint in {tmp_path} is written. The same lines go on from there.\n"
+    said = f"ddpilot: Ctrl-C: the checkpoint in {tmp_path} is written. The same lines resume there.\n"
     assert capsys.readouterr().err == said
     asked = Run(tmp_path / "asked")
     asked.train(2, asked.loop.stop)
@@ -90,7 +90,7 @@ def test_accumulate_may_change_at_the_end_of_an_epoch_only(tmp_path: Path, capsy
     middle.train(1, middle.loop.stop)
     with pytest.raises(MismatchedCheckpointError, match=r"`accumulate` was 1, is 2 \(the rest of the epoch"):
         Run(tmp_path / "middle", accumulate=2).train(1)
-    assert "goes on" not in capsys.readouterr().err
+    assert "resume" not in capsys.readouterr().err
     Run(tmp_path / "end").train(1)
     assert Run(tmp_path / "end", accumulate=2).train(2).loop.num_updates == BATCHES + 2
     assert "after 3 updates, on 1 rank, with accumulate=2 instead of 1\n" in capsys.readouterr().err
@@ -106,7 +106,9 @@ def test_what_is_refused_says_how_to_go_on_and_not_that_it_goes_on(
         Run(tmp_path, num_samples=11).train(2)
     assert capsys.readouterr().err == ""
     (latest(tmp_path).path / "state.pt").write_bytes(b"torn")
-    with pytest.raises(CorruptCheckpointError, match="begin anew with `resume=False`, which moves what is there aside"):
+    with pytest.raises(
+        CorruptCheckpointError, match="start from scratch with `resume=False`, which moves what is there aside"
+    ):
         Run(tmp_path).train(2)
 
 
@@ -253,7 +255,7 @@ def test_resume_false_moves_what_is_there_aside(tmp_path: Path, capsys: pytest.C
     before = position(tmp_path)
     for number in (1, 2):
         Run(tmp_path, resume=False, keep=1).train(1)
-        assert f"begins anew; the checkpoints that were in {tmp_path} are in {tmp_path}/earlier-{number}" in (
+        assert f"starts from scratch; the checkpoints that were in {tmp_path} are in {tmp_path}/earlier-{number}" in (
             capsys.readouterr().err
         )
         assert CheckpointDir(tmp_path).names() == ["save-000001-step-3"]
@@ -364,7 +366,7 @@ def test_a_stream_goes_on_in_the_middle(tmp_path: Path, capsys: pytest.CaptureFi
     place.next_batch = 7
     assert list(place.batches(place.loader(Stream(), global_batch_size=4))) == []
     assert (
-        "nothing was left of epoch 0, which goes on at batch 7: the stream has none there." in capsys.readouterr().err
+        "nothing was left of epoch 0, which resumes at batch 7: the stream has none there." in capsys.readouterr().err
     )
 
 

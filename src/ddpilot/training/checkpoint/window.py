@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies tensors of accelerators to memory of the host, through a bounded window of pinned memory.
+
+Memory that is page-locked copies several times as fast, but locking takes longer than copying, and what is locked is
+gone for all other processes: so a few slots are locked, once, and threads move each on while the next ones fill.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from ddpilot.training.accelerator import current_event, runs_behind
+
+SLOT_BYTES = 1 << 24
+NUM_SLOTS = 8
+_NUM_THREADS = 4
+
+
+class Window:
+    """Slots of `slot_bytes`, at most `num_slots`, locked when they are first needed and kept."""
+
+    def __init__(self, slot_bytes: int = SLOT_BYTES, num_slots: int = NUM_SLOTS) -> None:
+        self._slot_bytes = slot_bytes
+        self._num_slots = num_slots
+        self._slots: list[torch.Tensor] = []
+
+    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Copy each second tensor, of an accelerator, into the first, on the CPU: same shape, dtype and strides, dense.
+
+        Returns once all is there. Without pinned memory, and of devices without events, the device copies into the
+        tensors directly, which is slower.
+        """
+        if not pairs:
+            return
+        piped = [pair for pair in pairs if runs_behind(pair[1].device) and self._has_slots()]
+        if len(piped) < len(pairs):
+            for into, out_of in pairs:
+                into.copy_(out_of)
+            return
+        with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="ddpilot-copy") as helpers:
+            moving: dict[int, Future[None]] = {}
+            for number, batch in enumerate(self._batches(piped)):
+                if number == len(self._slots) < self._num_slots:
+                    self._add_slot()
+                place = number % len(self._slots)
+                if place in moving:
+                    moving[place].result()
+                moving[place] = helpers.submit(_move, *_fill(self._slots[place], batch))
+            for one in moving.values():
+                one.result()
+
+    def _has_slots(self) -> bool:
+        return bool(self._slots) or self._add_slot()
+
+    def _add_slot(self) -> bool:
+        try:
+            self._slots.append(torch.empty(self._slot_bytes, dtype=torch.uint8, pin_memory=True))
+        except RuntimeError:  # the system locks no more memory, or the device has none for it
+            return False
+        return True
+
+    def _batches(
+        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+        """Pieces, as bytes, that fill a slot together and come from one device."""
+        batch: list[tuple[torch.Tensor, torch.Tensor]] = []
+        left = self._slot_bytes
+        for into, out_of in pairs:
+            into, out_of = _bytes(into), _bytes(out_of)
+            start = 0
+            while start < len(into):
+                if batch and (not left or batch[0][1].device != out_of.device):
+                    yield batch
+                    batch, left = [], self._slot_bytes
+                end = min(len(into), start + left)
+                batch.append((into[start:end], out_of[start:end]))
+                left -= end - start
+                start = end
+        if batch:
+            yield batch
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.as_strided(tensor, (tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def _fill(
+    slot: torch.Tensor, batch: list[tuple[torch.Tensor, torch.Tensor]]
+) -> tuple[torch.Event, list[tuple[int, int, int]]]:
+    """Let the device copy the pieces of `batch` into `slot`; when that is done, and what then goes where."""
+    moves, start = [], 0
+    for into, out_of in batch:
+        slot[start : start + len(out_of)].copy_(out_of, non_blocking=True)
+        moves.append((into.data_ptr(), slot.data_ptr() + start, len(into)))
+        start += len(out_of)
+    return current_event(batch[0][1].device), moves
+
+
+def _move(event: torch.Event, moves: list[tuple[int, int, int]]) -> None:
+    event.synchronize()
+    for move in moves:
+        ctypes.memmove(*move)

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers of an accelerator that reach the host while it runs on: nothing here makes it wait unless asked to."""
+
+from __future__ import annotations
+
+import torch
+
+from ddpilot.record.capturing import is_capturing
+
+
+class _Slot:
+    """A number in pinned memory and the event after which it is there; used again and again."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        try:
+            self.number = torch.empty((), dtype=dtype, pin_memory=True)
+        except RuntimeError:  # no memory is left that can be locked: the copy itself makes the host wait
+            self.number = torch.empty((), dtype=dtype)
+        self.event = torch.Event(device)
+
+
+class Arriving:
+    """A number on its way to the host."""
+
+    def __init__(self, slot: _Slot, free: list[_Slot]) -> None:
+        self._slot: _Slot | None = slot
+        self._free = free
+        self._number: float | None = None
+
+    @property
+    def is_there(self) -> bool:
+        """True if `read` would not wait."""
+        return self._slot is None or (not is_capturing() and self._slot.event.query())
+
+    def read(self) -> float:
+        """The number; waits for the device if it is not there."""
+        if self._slot is not None:
+            if not self.is_there:
+                self._slot.event.synchronize()
+            self._number = float(self._slot.number.item())
+            self._free.append(self._slot)
+            self._slot = None
+        assert self._number is not None  # read from the slot just now, or before
+        return self._number
+
+
+class Sender:
+    """Sends numbers (shape ()) of accelerators to the host, through pinned memory that it keeps."""
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[torch.dtype, torch.device], list[_Slot]] = {}
+
+    def send(self, number: torch.Tensor) -> Arriving:
+        """Start to copy `number`, in the current stream of its device."""
+        free = self._free.setdefault((number.dtype, number.device), [])
+        slot = free.pop() if free else _Slot(number.dtype, number.device)
+        slot.number.copy_(number.detach(), non_blocking=True)
+        slot.event.record(torch.accelerator.current_stream(number.device))
+        return Arriving(slot, free)
