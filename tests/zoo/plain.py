@@ -185,8 +185,8 @@ def _start_rank(script: str, rank: int, num_ranks: int, port: int, folder: Path,
     os._exit(code)
 
 
-def run_as_main(script: str) -> None:
-    """Run `script` as Python does with the file that it is given.
+def run_as_main(script: str, text: str = "") -> None:
+    """Run `script` as Python does with the file that it is given; `text`: what to run in place of what is in it.
 
     Not `runpy.run_path`, which drops the script's globals when it is over: a DDP model's last reference, given up with
     Python's lock held while gloo's thread waits for that lock, hangs now and then (torch 2.13).
@@ -195,7 +195,7 @@ def run_as_main(script: str) -> None:
     main.__file__ = script
     sys.argv[:] = [script]
     sys.modules["__main__"] = main
-    exec(compile(Path(script).read_bytes(), script, "exec"), vars(main))
+    exec(compile(text or Path(script).read_bytes(), script, "exec"), vars(main))
 
 
 def _describe(exitcode: int) -> str:

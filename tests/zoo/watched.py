@@ -65,8 +65,13 @@ def read_cases(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.py"))
 
 
-def run_watched(script: Path, limit_s: float = 60.0, *, until: str = "", stall_warn_s: float = 30.0) -> Watched:
-    """Run `script` on two ranks; every finding is kept, an error or the code `until` stops it."""
+def run_watched(
+    script: Path, limit_s: float = 60.0, *, until: str = "", stall_warn_s: float = 30.0, on_device: bool = False
+) -> Watched:
+    """Run `script` on two ranks; every finding is kept, an error or the code `until` stops it.
+
+    `on_device`: with its tensors on the ranks' accelerators, and the collectives of those.
+    """
     seen: list[Finding] = []
 
     def keep(finding: Finding) -> str | None:
@@ -75,7 +80,7 @@ def run_watched(script: Path, limit_s: float = 60.0, *, until: str = "", stall_w
 
     launcher = Launcher(
         nproc_per_node=2,
-        backend="gloo",
+        backend=None if on_device else "gloo",
         output="silent",
         timeout_s=limit_s,
         on_finding=keep,
@@ -85,7 +90,7 @@ def run_watched(script: Path, limit_s: float = 60.0, *, until: str = "", stall_w
     began_s = time.monotonic()
     error: LaunchError | RankError | None = None
     try:
-        launcher.run(_run_script, str(script))
+        launcher.run(_run_on_device if on_device else _run_script, str(script))
     except (RankError, WatchError) as caught:
         error = caught
         seen += caught.findings
@@ -94,10 +99,10 @@ def run_watched(script: Path, limit_s: float = 60.0, *, until: str = "", stall_w
     return Watched(findings=tuple(seen), error=error, seconds=time.monotonic() - began_s)
 
 
-def run_case(case: Case) -> Watched:
+def run_case(case: Case, *, on_device: bool = False) -> Watched:
     """Run the script of `case` until its finding is there; what is unproven is a warning after four seconds here."""
     before = set(os.listdir("/dev/shm"))
-    watched = run_watched(case.path, 40.0, until=case.code, stall_warn_s=4.0)
+    watched = run_watched(case.path, 40.0, until=case.code, stall_warn_s=4.0, on_device=on_device)
     for name in set(os.listdir("/dev/shm")) - before:
         if name.startswith("torch_") and unused_shared_memory([name]):  # of a loader's worker that was killed
             Path("/dev/shm", name).unlink(missing_ok=True)
@@ -131,3 +136,15 @@ def _named_lines(finding: Finding, name: str) -> set[int]:
 
 def _run_script(script: str) -> None:
     run_as_main(script)
+
+
+def _run_on_device(script: str) -> None:
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None
+    torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+    torch.set_default_device(accelerator.type)
+    own = torch.distributed.Backend.default_device_backend_map[accelerator.type]
+    text = Path(script).read_text().replace('("gloo")', f'("cpu:gloo,{accelerator.type}:{own}")')
+    run_as_main(script, text)

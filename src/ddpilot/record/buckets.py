@@ -7,13 +7,17 @@ rank would wait for itself. What is used is what Python can work out, and what t
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import sys
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ddpilot.record.host_copies import HostCopies, HostCopy
 
 MAX_NAMES = 100
 _MAX_SEARCHES = 3
@@ -39,6 +43,10 @@ class _Model:
         self._buckets: list[Bucket] = []
         self._next = 0
         self._told: list[Any] = []
+        self._coming: list[HostCopy] = []
+        """What the ranks have agreed on, on its way from the device."""
+        self._num_unnamed = 0
+        """Elements of the buckets since then."""
 
     def take(self, num_elements: int) -> Bucket | None:
         """The next bucket, if it is that large."""
@@ -49,8 +57,8 @@ class _Model:
         if self._reducer is None or self._reducer() is not reducer:  # as after binding the model to a new group
             self._reducer = weakref.ref(reducer)
             self._read_first_order(model)
-        if len(self._told) == 2:
-            self._read_new_order(model)
+        if len(self._told) == 2 and all(tensor.is_cpu for tensor in self._told):
+            self._read_new_order(model, self._told)
         if self._next >= len(self._buckets) or self._buckets[self._next].num_elements != num_elements:
             return None
         bucket = self._buckets[self._next]
@@ -65,10 +73,33 @@ class _Model:
         """`tensor` is broadcast while the ranks agree on new buckets: their parameters first, then their lengths."""
         self._told = [*self._told[-1:], tensor]
 
+    def passes_unnamed(self, num_elements: int) -> bool:
+        """True if this model's new buckets are not known yet, since nothing waits for the device. Counts one of them.
+
+        Their order is read at the end of the backward in which it was asked for, where the next one is the first.
+        """
+        model = self.ref()
+        if model is None:
+            return False
+        if len(self._told) == 2 and not any(tensor.is_cpu for tensor in self._told):
+            copies = [_copies().begin(tensor) for tensor in self._told]
+            if None not in copies:  # as while a device graph is captured
+                self._told, self._coming, self._num_unnamed = [], copies, 0  # type: ignore[assignment]
+        if not self._coming:
+            return False
+        is_over = self._num_unnamed >= sum(size for _, size in self._parameters)
+        if is_over and all(copy.has_arrived() for copy in self._coming):
+            self._read_new_order(model, [copy.numbers for copy in self._coming])
+            while self._coming:
+                self._coming.pop().release()
+            return False
+        self._num_unnamed = num_elements if is_over else self._num_unnamed + num_elements
+        return True
+
     def _read_first_order(self, model: Any) -> None:
         from torch._C import _distributed_c10d as c10d
 
-        self._told = []
+        self._told, self._coming = [], []
         parameters, is_sparse = model._build_params_for_reducer()
         names = {id(parameter): name for name, parameter in model.module.named_parameters()}
         self._parameters = [(names.get(id(parameter), "?"), parameter.numel()) for parameter in parameters]
@@ -81,10 +112,10 @@ class _Model:
         order, _ = c10d._compute_bucket_assignment_by_size(parameters, limits, is_sparse)
         self._set_order(model, order[::-1])
 
-    def _read_new_order(self, model: Any) -> None:
+    def _read_new_order(self, model: Any, told: Sequence[Any]) -> None:
         # Both broadcasts are over when the next backward begins. The lengths are padded, and so are the parameters,
         # whose last number counts the buckets.
-        members, lengths = (tensor.flatten().tolist() for tensor in self._told)
+        members, lengths = (tensor.flatten().tolist() for tensor in told)
         self._told = []
         left = iter(members[: len(self._parameters)])
         # Two models that agree in turn may hear each other's: padding is whatever lay in that memory, also below 0.
@@ -124,6 +155,9 @@ class BucketBook:
 
     def match(self, num_elements: int) -> Bucket | None:
         """The bucket that the reducer's all_reduce over so many numbers is; None where no known model has it."""
+        num_unnamed = sum(model.passes_unnamed(num_elements) for model in self._models)
+        if num_unnamed:
+            return None
         bucket = self._take(num_elements)
         if bucket is None:
             for model in self._models:
@@ -148,6 +182,13 @@ class BucketBook:
             if issubclass(type(found), self._ddp_class):
                 self.add(found)
         return len(self._models) > before
+
+
+@functools.cache
+def _copies() -> HostCopies:
+    from ddpilot.record.host_copies import HostCopies
+
+    return HostCopies()
 
 
 def _name_of(model: Any) -> str:

@@ -162,9 +162,16 @@ class Describer:
             num_bytes,
         )
         tells_failure = not operation.is_p2p and group.tells_failure(device)
-        may_be_captured = not at_any_time and device in ("cuda", "")
-        is_waited_for = flags == layout.NOT_ASYNC and device == "cpu"
-        usual = Usual(packed, num_bytes, at_any_time, may_be_captured, tells_failure, is_waited_for)
+        usual = Usual(
+            packed=packed,
+            num_bytes=num_bytes,
+            group=-1 if operation.is_p2p else group.number,
+            at_any_time=at_any_time,
+            may_be_captured=not at_any_time and device != "cpu",
+            tells_failure=tells_failure,
+            is_waited_for=flags == layout.NOT_ASYNC and device == "cpu",
+            runs_on_stream=flags == layout.NOT_ASYNC and device != "cpu" and not operation.name.endswith("coalesced"),
+        )
         self._ring.refs[key] = usual
         return usual
 

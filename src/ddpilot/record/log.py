@@ -117,11 +117,11 @@ class Collective:
     """Just before it started, on the machine's CLOCK_MONOTONIC."""
     state: Literal["begun", "done", "failed", "unknown"] = "begun"
     """``begun``: not seen to be over. ``unknown``: it has started, but its end cannot be seen (several that NCCL runs
-    as one, a CUDA graph, too many at once). A point-to-point operation that failed once started is ``done``."""
+    as one, a device graph, too many at once). A point-to-point operation that failed once started is ``done``."""
     is_watched: bool = True
     """A thread looks every 50 ms whether it is over. If not (NCCL), one that is over shows when the next ones start."""
     pending_ns: int | None = None
-    """When it was last seen not to be over."""
+    """When it was last seen not to be over; of one whose state is ``unknown`` only where there were too many."""
     end_ns: int | None = None
     """When it was first seen to be over, up to 50 ms after it was. None if it was not seen to be."""
 
@@ -129,6 +129,11 @@ class Collective:
     def is_p2p(self) -> bool:
         """Whether it is a point-to-point operation."""
         return self.seq is None
+
+    @property
+    def is_passed_over(self) -> bool:
+        """True if it was pending when there were too many to follow: unlike one of a graph, it has begun to run."""
+        return self.state == "unknown" and self.pending_ns is not None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ MANY_WORKS, MANY_BYTES = 2048, 4 << 20
 """Beyond so many unfinished collectives, or so much in their tensors, which a work keeps from being freed, one that
 starts asks those before it, `NUM_ASKED` at most and none after one that is not over."""
 MAX_WORKS, MAX_BYTES = 4096, 64 << 20
-"""Beyond these, one that starts is not followed."""
+"""Beyond these, only the newest collective of each group is followed."""
 MAX_WAITING = 64
 """Of so many threads that wait for a collective the newest one is found without a lock."""
 NUM_ASKED = 4
@@ -36,21 +36,36 @@ longer than all the rest, and keeping them costs more than what else there is to
 A prime number, else it could be the same line's each time."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Usual:
     """What collectives that are alike have in common."""
 
     packed: bytes
     """Part of the record, as `layout.USUAL`."""
     num_bytes: int
+    group: int
+    """Number of the process group; -1 for point-to-point, which is not run in the order of the group."""
     at_any_time: bool
     """Any thread may ask at any time whether it is over."""
     may_be_captured: bool
-    """It may become a part of a CUDA graph."""
+    """It may become a part of a device graph, such as a CUDA graph."""
     tells_failure: bool
     """Its work says whether it failed."""
     is_waited_for: bool
     """Its caller returns when it is over: it is not asynchronous, and its tensors are in the CPU's memory."""
+    runs_on_stream: bool = False
+    """If it gives no work, it runs on the stream of the device that is current when it is called."""
+
+
+class StreamMark:
+    """A point of a device's stream, in place of the work that a collective on that stream does not give."""
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+
+    def is_completed(self) -> bool:
+        """True if the stream has passed this point."""
+        return bool(self._event.query())
 
 
 Ticket = tuple[int, Usual, int, Any]
@@ -62,8 +77,11 @@ _Entry = tuple[int, Any, Usual]
 class PendingWorks:
     """The collectives of this process that are not known to be over.
 
-    `unbox` makes a `Work` of what is added; `is_capturing` says whether this thread captures a CUDA graph. A work is
-    let go as soon as it is seen over, since it holds tensors and its group's connections.
+    `unbox` makes a `Work` of what is added, or None where the backend gave none; `mark_stream` marks the current
+    stream, unless calls are coalesced; `is_capturing` says whether this thread captures a device graph. A work is
+    let go as soon as it is seen over, since it holds tensors, also DDP's buckets after their model is deleted, and its
+    group's connections. Where too many are not over, only the newest of each group is followed: backends that may not
+    be asked at any time run the collectives of a group in their order, so that those before it are over when it is.
     """
 
     def __init__(
@@ -72,15 +90,20 @@ class PendingWorks:
         *,
         unbox: Callable[[Any], Any],
         is_capturing: Callable[[], bool],
+        mark_stream: Callable[[], StreamMark | None] = lambda: None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._ring = ring
         self._unbox = unbox
         self._clock_ns = clock_ns
         self._is_capturing = is_capturing
+        self._mark_stream = mark_stream
         self._lock = threading.RLock()  # reentrant: a signal's handler may start a collective in the middle of this
         self._any_time: deque[_Entry] = deque()
         self._starters: deque[_Entry] = deque()  # to be asked by threads that start collectives
+        # By group, and by whether they may be asked at any time, as a group has a backend for each type of device.
+        self._newest_of: dict[tuple[int, bool], _Entry] = {}  # where there are too many to follow all
+        self._passed_over: dict[int, deque[int]] = {}  # by group, records of those that are not followed
         self._reduce_ops: deque[tuple[int, Any]] = deque(maxlen=MAX_WORKS)
         self._reduce_op_step = 1
         # Those that their callers wait for, by record. Without a lock: to see one over twice does no harm.
@@ -92,7 +115,7 @@ class PendingWorks:
         """Ask from now on whether the work `boxed` of the collective of `ticket` is over.
 
         Those that may not be asked at any time are asked by threads that start collectives only, and never while one of
-        them captures a CUDA graph, which asking would spoil.
+        them captures a device graph, which asking would spoil.
         """
         index, usual, thread, reduce_op = ticket
         waited_for = self._waited_for
@@ -108,16 +131,70 @@ class PendingWorks:
         else:
             self._follow((index, boxed, usual))
 
+    def _with_something_to_ask(self, entry: _Entry) -> _Entry | None:
+        # NCCL gives no work of calls that are coalesced nor, since torch 2.8, of a call that is not asynchronous.
+        index, boxed, usual = entry
+        if self._unbox(boxed) is not None:
+            return entry
+        mark = self._mark_stream() if usual.runs_on_stream else None
+        return None if mark is None else (index, mark, usual)
+
     def _follow(self, entry: _Entry) -> None:
         index, _, usual = entry
         works = self._any_time if usual.at_any_time else self._starters
         is_many = len(works) > MANY_WORKS or self._added_bytes - self._removed_bytes > MANY_BYTES
         is_turn = not usual.at_any_time and self._clock_ns() > self._next_turn_ns
-        if (is_many or is_turn or usual.may_be_captured) and not self._make_room(usual, is_many, is_turn):
-            self._ring.finish(index, 0, layout.UNKNOWN)
-            return
+        if is_many or is_turn or usual.may_be_captured:
+            is_capturing = self._is_capturing()
+            if is_capturing and usual.may_be_captured:
+                self._ring.finish(index, 0, layout.UNKNOWN)
+                return
+            if usual.may_be_captured:
+                askable = self._with_something_to_ask(entry)
+                if askable is None:
+                    self._ring.finish(index, 0, layout.UNKNOWN)
+                    return
+                entry = askable
+            if not self._make_room(is_many, is_turn, is_capturing):
+                self._follow_newest(entry, is_capturing)
+                return
         self._added_bytes += usual.num_bytes
         works.append(entry)
+
+    def _follow_newest(self, entry: _Entry, is_capturing: bool) -> None:
+        # In place of the one before it in its group, of which is kept whether it was over then.
+        usual = entry[2]
+        if usual.group < 0:
+            self._pass_over(entry)
+            return
+        key = usual.group, usual.at_any_time
+        with self._lock:
+            before = self._newest_of.get(key)
+            self._newest_of[key] = entry
+        if before is not None and (is_capturing or not self._is_over(before)):
+            self._pass_over(before)
+
+    def _pass_over(self, entry: _Entry) -> None:
+        index, _, usual = entry
+        self._ring.still_pending(index, self._clock_ns())
+        self._ring.finish(index, 0, layout.UNKNOWN)
+        if usual.group >= 0 and not usual.at_any_time:
+            self._passed_over.setdefault(usual.group, deque(maxlen=MAX_WORKS)).append(index)
+
+    def _ask_newest(self, *, at_any_time: bool) -> None:
+        with self._lock:
+            for key, entry in tuple(self._newest_of.items()):
+                if entry[2].at_any_time == at_any_time and self._is_over(entry):
+                    self._newest_of.pop(key, None)
+
+    def _end_passed_over(self, group: int, index: int, now_ns: int) -> None:
+        # Those of `group` before the record `index`, which is over: its backend runs them in their order.
+        with self._lock:
+            passed_over = self._passed_over.get(group)
+            while passed_over and passed_over[0] < index:
+                self._ring.finish(passed_over.popleft(), now_ns, layout.DONE)
+            if not passed_over:
+                self._passed_over.pop(group, None)
 
     def _end_waited_for(self, entry: _Entry) -> None:
         # When its thread starts another one it is over. To let go of it now, while it is in the caches, takes a part of
@@ -128,14 +205,13 @@ class PendingWorks:
             self._follow(entry)
         self._waited_for.pop(entry[0], None)  # not before: Ctrl-C may come between any two steps
 
-    def _make_room(self, usual: Usual, is_many: bool, is_turn: bool) -> bool:
+    def _make_room(self, is_many: bool, is_turn: bool, is_capturing: bool) -> bool:
         # Whether one more may be followed.
-        is_capturing = self._is_capturing()
-        if is_capturing and usual.may_be_captured:
-            return False
         if is_turn and not is_capturing:
             self._next_turn_ns = self._clock_ns() + TURN_NS
             self._ask(self._starters, NUM_ASKED_IN_TURN, go_on=False)
+            if self._newest_of:
+                self._ask_newest(at_any_time=False)
         if is_many:
             self._ask(self._any_time, NUM_ASKED, go_on=False)
             if not is_capturing:
@@ -158,6 +234,8 @@ class PendingWorks:
         count = len(self._any_time)
         for number in range(0, count, NUM_ASKED_IN_TURN):
             self._ask(self._any_time, min(NUM_ASKED_IN_TURN, count - number), go_on=True)
+        if self._newest_of:
+            self._ask_newest(at_any_time=True)
 
     def clear(self) -> None:
         """Let go of all of them."""
@@ -165,6 +243,8 @@ class PendingWorks:
             self._any_time.clear()
             self._starters.clear()
             self._waited_for.clear()
+            self._newest_of.clear()
+            self._passed_over.clear()
             self._reduce_ops.clear()
 
     def _ask(self, works: deque[_Entry], num_works: int, *, go_on: bool) -> None:
@@ -188,7 +268,7 @@ class PendingWorks:
         index, boxed, usual = entry
         now_ns = self._clock_ns()
         try:
-            work = self._unbox(boxed)
+            work = boxed if isinstance(boxed, StreamMark) else self._unbox(boxed)
             if not work.is_completed():
                 self._ring.still_pending(index, now_ns)
                 return False
@@ -198,6 +278,8 @@ class PendingWorks:
             self._ring.finish(index, 0, layout.UNKNOWN)
             raise
         self._ring.finish(index, now_ns, outcome)
+        if usual.group in self._passed_over and not usual.at_any_time:
+            self._end_passed_over(usual.group, index, now_ns)
         return True
 
     def _forget(self, entry: _Entry) -> None:
@@ -205,6 +287,9 @@ class PendingWorks:
         for works in (self._any_time, self._starters):
             with suppress(ValueError):  # it is in one of them at most
                 works.remove(entry)
+        key = entry[2].group, entry[2].at_any_time
+        if self._newest_of.get(key) is entry:
+            self._newest_of.pop(key, None)
 
 
 def _has_failed(work: Any, usual: Usual) -> bool:

@@ -176,4 +176,4 @@ class Recorder:
             self._ring.note_fault(text)
         with suppress(Exception):
             if tell is not None:
-                tell(f"a collective could not be recorded ({text}); training goes on, this is said once")
+                tell(f"a collective could not be recorded ({text}); training continues, this is reported once")

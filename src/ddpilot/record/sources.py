@@ -12,12 +12,13 @@ from typing import Any
 from ddpilot.errors import RecordError
 from ddpilot.record import native
 from ddpilot.record.buckets import BucketBook
+from ddpilot.record.capturing import is_capturing
 from ddpilot.record.describe import Describer
 from ddpilot.record.entering import EntryFinder
 from ddpilot.record.groups import GroupBook
 from ddpilot.record.hooks import are_installed, has_hooks, install_hooks
 from ddpilot.record.kernels import find_watched, install_kernels, plan_operations
-from ddpilot.record.pending import PendingWorks
+from ddpilot.record.pending import PendingWorks, StreamMark
 from ddpilot.record.recorder import Recorder
 from ddpilot.record.ring import RingWriter
 from ddpilot.record.sites import SiteFinder
@@ -110,10 +111,16 @@ class _Parts:
         from torch.distributed import distributed_c10d as registry
 
         self._torch: Any = torch
+        self._registry = registry
         self._is_in_group = registry.is_initialized
         self._find_entering = EntryFinder(registry.init_process_group).find
         self.groups = GroupBook(registry)
         self.sites = SiteFinder(torch=os.path.dirname(torch.__file__), ours=str(Path(__file__).parents[1]))
+
+    def _mark_stream(self) -> StreamMark | None:
+        if self._registry._world.pg_coalesce_state:  # nothing has been started yet
+            return None
+        return StreamMark(self._torch.accelerator.current_stream().record_event())
 
     def recorder_for_kernels(self, ring: RingWriter, tell: Callable[[str], None], repeats: Any = None) -> Recorder:
         """Of what kernels are given, which torch has put into boxes; `repeats`: a `Repeats` of the compiled part."""
@@ -133,7 +140,7 @@ class _Parts:
         """A recorder into `ring`."""
         buckets = BucketBook(self._torch.nn.parallel.DistributedDataParallel)
         describer = Describer(ring, groups=self.groups, buckets=buckets, sites=self.sites, unbox=unbox, memory=repeats)
-        pending = PendingWorks(ring, unbox=unbox_work, is_capturing=self._is_capturing)
+        pending = PendingWorks(ring, unbox=unbox_work, is_capturing=is_capturing, mark_stream=self._mark_stream)
         return Recorder(
             ring,
             describer,
@@ -144,7 +151,3 @@ class _Parts:
             find_entering=self._find_entering,
             others=repeats,
         )
-
-    def _is_capturing(self) -> bool:
-        cuda = self._torch.cuda
-        return bool(cuda.is_initialized() and cuda.is_current_stream_capturing())

@@ -66,7 +66,7 @@ _WHY = {
     "DDP214": "one rank writes or reads while the others wait in a collective",
     "DDP215": "a group is made by all ranks together, and some are elsewhere",
     "DDP216": "one rank ends its part while others still call collectives",
-    "DDP217": "its Python goes on, so it may come",
+    "DDP217": "its Python code still runs, so it may come",
     "DDP218": "it is alive and calls no collective: it may come, or never will",
     "DDP221": "this rank compiles what the others have in their caches",
 }
@@ -144,7 +144,8 @@ def has_moved(rank: RankView, earlier: RankView | None) -> Moves:
         return "moves"
     if rank.stack is None or earlier.stack is None or rank.stack.taken_ns <= earlier.stack.taken_ns:
         return "unknown"
-    return "moves" if _lines(rank.stack) != _lines(earlier.stack) else "stands"
+    is_running = rank.stack.is_running and earlier.stack.is_running
+    return "moves" if is_running or _lines(rank.stack) != _lines(earlier.stack) else "stands"
 
 
 def _lines(stack: StackView) -> list[tuple[str, int]]:

@@ -189,7 +189,8 @@ def _left_loop(parting: Parting, here: Party, gone: Party) -> Cause | None:
     if handling is not None and handling.swallower is not None:
         spot = _say(handling, handling.swallower)
         why = (
-            f"{who} came to the end of {loop} with fewer rounds: {spot} goes on after an error that the others had not"
+            f"{who} came to the end of {loop} with fewer rounds: {spot} continued after an error that the other ranks "
+            "did not have"
         )
         return Cause(code="DDP210", ranks=gone.ranks, why=why, at=_at(here))
     if parting.exit is not None:
@@ -276,7 +277,7 @@ def _skipped(parting: Parting, one: Party) -> Cause | None:
     spot = parting.swallower or parting.skip
     if spot is None:
         return None
-    reason = "goes on after an error" if parting.swallower is not None else "is decided by each rank for itself"
+    reason = "continues after an error" if parting.swallower is not None else "is decided by each rank for itself"
     why = f"the ranks are at different points of one loop: {_say(parting, spot)} {reason}, so that some of "
     return Cause(code="DDP210", ranks=parting.ranks, why=f"{why}them skip part of a round", at=_at(one))
 

@@ -50,7 +50,7 @@ def explain_death(view: JobView, ranks: Sequence[int], words: str) -> Finding:
         ranks=tuple(ranks),
         place=place,
         evidence=tuple(evidence),
-        why="the other ranks cannot go on without it: what they say after that follows from it",
+        why="the other ranks cannot continue without it: their later errors follow from it",
         fix=_FIXES.get(signal_name, "look at how it ended: at its last lines and its traceback"),
         source="ddpilot explain DDP209",
     )

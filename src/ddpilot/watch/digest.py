@@ -152,6 +152,7 @@ def _write_rank(rank: RankView, shared: _Shared, num_entries: int) -> dict[str, 
     if rank.stack is not None:
         frames = [(each.file, each.line, each.function, each.text) for each in rank.stack.main_frames[:_NUM_FRAMES]]
         stack = {"taken_ns": rank.stack.taken_ns, "main": rank.stack.main, "child": rank.stack.child}
+        stack["is_running"] = rank.stack.is_running
         said["stack"] = {**stack, "frames": frames}
     if rank.error is not None:
         error = rank.error
@@ -168,8 +169,8 @@ def _read_rank(said: Mapping[str, Any], shared: list[Any]) -> RankView:
     if "stack" in said:
         main = said["stack"]["main"]
         frames = tuple(Frame(*frame) for frame in said["stack"]["frames"])
-        taken_ns, child = said["stack"]["taken_ns"], said["stack"]["child"]
-        stack = StackView(taken_ns=taken_ns, threads={main: frames}, main=main, child=child)
+        more = {name: said["stack"][name] for name in ("taken_ns", "child", "is_running")}
+        stack = StackView(threads={main: frames}, main=main, **more)
     error = ErrorView(**said["error"]) if "error" in said else None
     process = ProcessView(**said["process"])
     return RankView(rank=said["rank"], log=log, process=process, stack=stack, error=error, returned=said["returned"])

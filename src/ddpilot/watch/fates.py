@@ -121,14 +121,34 @@ def holds_up(rank: RankView, fate: Fate, entry: Collective) -> bool | None:
 
     Of one that is gone: whether it was so when it ended.
     """
-    if fate.state == "finished" or (entry.state in ("done", "unknown") and not entry.is_p2p):
+    is_over = entry.state == "done" or (entry.state == "unknown" and not entry.is_passed_over)
+    if fate.state == "finished" or (is_over and not entry.is_p2p):
         return False
     if fate.is_gone:
         return True
     if entry.state == "failed":
         return False  # and the program went on
-    if entry.ddp is not None or (not entry.is_p2p and entry.is_async is not True):
-        return True
-    if entry.is_p2p and entry.line is not None and entry.line.via in _PATIENT_CALLS:
+    if entry.is_p2p:
+        # A call that returns at once, as with NCCL, and whose end nobody sees, says nothing about the rank.
+        is_patient = entry.is_watched and entry.line is not None and entry.line.via in _PATIENT_CALLS
+        return True if is_patient else is_waiting(rank.stack, entry)
+    if not entry.is_watched and _may_end_alone(entry) and not _has_begun_more(rank, entry):
+        return is_waiting(rank.stack, entry)
+    if entry.ddp is not None or entry.is_async is not True:
         return True
     return is_waiting(rank.stack, entry)
+
+
+def _may_end_alone(entry: Collective) -> bool:
+    """True if this rank only gives in `entry`, so that it may be over although others have not begun it."""
+    is_root = entry.group is not None and entry.root == entry.group.rank
+    return (entry.op in ("broadcast", "scatter") and is_root) or (entry.op in ("reduce", "gather") and not is_root)
+
+
+def _has_begun_more(rank: RankView, entry: Collective) -> bool:
+    """True if the rank has begun a later collective of the same group that cannot be over before the others come."""
+    later = (each for each in (rank.log.collectives if rank.log is not None else ()) if each.index > entry.index)
+    return any(
+        each.group == entry.group and not each.is_p2p and each.state == "begun" and not _may_end_alone(each)
+        for each in later
+    )

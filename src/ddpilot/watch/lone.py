@@ -12,6 +12,7 @@ from ddpilot.watch.causes import FIXES, NAMES, Cause, Party, find_cause
 from ddpilot.watch.clashes import find_origin, make_party, show_common
 from ddpilot.watch.fates import Fate, first_deaths
 from ddpilot.watch.meetings import Meeting, Progress
+from ddpilot.watch.messages import tag_of
 from ddpilot.watch.source import Sources
 from ddpilot.watch.stacks import chain_of
 from ddpilot.watch.view import JobView, RankView
@@ -209,7 +210,7 @@ def _say_tags(circle: Sequence[Wait]) -> str:
     if len(circle) != 2 or any(wait.meeting is not None for wait in circle):
         return ""
     one, other = (next(iter(wait.held.values())) for wait in circle)
-    if {one.op, other.op} != {"send", "recv"} or one.tag == other.tag:
+    if {one.op, other.op} != {"send", "recv"} or tag_of(one) == tag_of(other):
         return ""
     sent, received = (one, other) if one.op == "send" else (other, one)
     return f": what is sent with tag {sent.tag} is received with tag {received.tag}, and tags have to be the same"

@@ -16,6 +16,10 @@ _Channel = tuple[int, int, int | None, str]
 """Who sends, who receives, the tag, and the group's name: what goes this way arrives in its order."""
 
 
+_WITH_TAGS = ("mpi", "ucc")
+"""Backends that have tags, besides gloo, of which somebody looks all the time what is over."""
+
+
 @dataclass(frozen=True, slots=True)
 class Message:
     """Both sides of it."""
@@ -40,7 +44,7 @@ def find_lone_messages(view: JobView) -> dict[tuple[int, int], bool]:
             if peer in known and peer is not None:
                 is_sent = entry.op == "send"
                 way = (rank, peer) if is_sent else (peer, rank)
-                sides = ways.setdefault((*way, entry.tag, group_key(entry)), ([], []))
+                sides = ways.setdefault((*way, tag_of(entry), group_key(entry)), ([], []))
                 sides[0 if is_sent else 1].append((rank, entry.index))
     found: dict[tuple[int, int], bool] = {}
     for sent, received in ways.values():
@@ -66,9 +70,9 @@ def find_unequal_messages(view: JobView) -> Iterator[Message]:
                 received = {way: entries for way, entries in received.items() if way[1] != rank}
                 break
             if entry.op == "send":
-                sent.setdefault((rank, peer, entry.tag, group_key(entry)), []).append(entry)
+                sent.setdefault((rank, peer, tag_of(entry), group_key(entry)), []).append(entry)
             else:
-                received.setdefault((peer, rank, entry.tag, group_key(entry)), []).append(entry)
+                received.setdefault((peer, rank, tag_of(entry), group_key(entry)), []).append(entry)
     for way, entries in received.items():
         for mine, theirs in zip(entries, sent.get(way, ()), strict=False):
             if mine.num_bytes != theirs.num_bytes:
@@ -87,6 +91,12 @@ def group_key(entry: Collective) -> str:
     """The group of `entry`, distinct from an earlier one of the same name, as of a rebuild or another attempt."""
     group = entry.group
     return f"{group.name}/{group.attempt}/{group.incarnation}" if group is not None else ""
+
+
+def tag_of(entry: Collective) -> int | None:
+    """The tag by which `entry` finds its other side; None where its backend goes by the order alone, as NCCL does."""
+    backend = entry.group.backend if entry.group is not None else ""
+    return entry.tag if entry.is_watched or any(name in backend for name in _WITH_TAGS) else None
 
 
 def explain_message(view: JobView, message: Message) -> Finding:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.sequence import Findings
+from ddpilot.record.journal import Entry
 from ddpilot.watch.cells import label_cells, rename, rename_in
 from ddpilot.watch.comparing import Comparing
 from ddpilot.watch.exchange import Exchange
@@ -108,9 +109,31 @@ class Observer:
     def _sources(self) -> Mapping[str, str]:
         return self._gatherer.sources
 
-    def pause(self) -> None:
-        """Look once more, as at ranks that may do anything yet, and then not until `resume`."""
-        self._is_active = False
+    def pause(self, *, reports: bool) -> None:
+        """Look no more until `resume`. What guard has noted until now is reported, or dropped if not `reports`.
+
+        Waits for a look that is under way.
+        """
+        with self._lock:
+            self._is_active = False
+            if self._has_given_up:
+                return
+            try:
+                self._read_rest(reports=reports)
+            except Exception as error:  # noqa: BLE001 - said once, and never in the way of the cell
+                self._give_up(error)
+
+    def _read_rest(self, *, reports: bool) -> None:
+        entries = self._gatherer.read_entries()
+        if not entries:  # as after most cells
+            return
+        news = self._told.new_findings(self._judge(entries, time.monotonic_ns()))
+        if news and reports:
+            self._findings += news
+            view, _ = self._look()
+            report = self._compose(view, Analysis(findings=Findings()), news)
+            self._save(replace(report, findings=Findings(self._findings)))
+            self._tell(report)
 
     def resume(self, since_ns: int, begin: Callable[[], None]) -> None:
         """Look again, as if for the first time, at what is newer than `since_ns`.
@@ -177,16 +200,18 @@ class Observer:
                 return
             try:
                 with self._lock:
-                    if not self._is_active:
+                    if self._is_active:
+                        self._step()
+                    else:
                         self._is_wanted.clear()
-                    self._step()
             except Exception as error:  # noqa: BLE001 - said once, and never in the way of the job
                 self._give_up(error)
                 return
 
     def _give_up(self, error: Exception) -> None:
         self._has_given_up = True
-        text = f"watching has ended by an error of its own, and the job goes on: {type(error).__name__}: {error}"
+        self._stopped.set()
+        text = f"watching ended with an error of its own, and the job continues: {type(error).__name__}: {error}"
         self._tell(replace(self._empty, notes=(text,)))
 
     def _step(self, *, is_last: bool = False, is_caused: bool = False) -> None:
@@ -219,10 +244,12 @@ class Observer:
         )
 
     def _read_journals(self, view: JobView, *, is_last: bool = False) -> list[Finding]:
-        entries = self._gatherer.read_entries()
-        found = self._rules.feed(entries, view.now_ns)
+        return self._judge(self._gatherer.read_entries(), view.now_ns, is_last=is_last)
+
+    def _judge(self, entries: Mapping[int, tuple[Entry, ...]], now_ns: int, *, is_last: bool = False) -> list[Finding]:
+        found = self._rules.feed(entries, now_ns)
         if self._comparing is not None:
-            found += self._comparing.feed(entries, view.now_ns, is_last=is_last)
+            found += self._comparing.feed(entries, now_ns, is_last=is_last)
         for fault in (*self._rules.faults, *(self._comparing.faults if self._comparing is not None else ())):
             self._note(fault)
         return self._named(found)
@@ -246,7 +273,7 @@ class Observer:
             for complaint in self._exchange.complaints(here.now_ns):
                 self._note(complaint)
         for complaint in self._gatherer.complaints():
-            self._note(f"{complaint}. Training goes on, less is seen of it")
+            self._note(f"{complaint}. Training continues, less of it is seen")
         status = tuple(rename(line, self._labels) for line in analysis.status)
         return view, replace(analysis, findings=Findings(self._named(analysis.findings)), status=status)
 

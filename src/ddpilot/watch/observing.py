@@ -295,7 +295,7 @@ def main(folder: Path) -> None:
     try:
         Observing(folder).run()
     except Exception as error:  # noqa: BLE001 - said, and never in the way of training
-        _say(f"watching has ended by an error of its own, and the job goes on: {type(error).__name__}: {error}")
+        _say(f"watching ended with an error of its own, and the job continues: {type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":

@@ -27,6 +27,8 @@ _SETTLED_NS = 1_000_000_000
 _MAX_STACKS = 64
 _TORCH = (":init_process_group", "/rendezvous.py:")
 _DDPILOT = ("/ddpilot/group/forming.py:", "/ddpilot/group/joining.py:")
+_IMPORTS = "<frozen importlib._bootstrap>:"
+_NO_TORCH = "not imported torch yet"
 _IN_TORCH = "waits in init_process_group"
 _AT_FIRST_USE = "waits to enter the process group"
 
@@ -70,7 +72,9 @@ def find_rendezvous(
     merged = merge_rows([*rows, *((rank, *said) for rank, said in elsewhere.items())])
     if gone or waited_ns > (stall_ns if _is_session(view, inside) else _STARTS_NS):
         found.status.append(_say_joined(view, len(inside), elsewhere))
-    if gone or waited_ns > warn_ns:
+    # Imports may take minutes, and end: the status says who is at it. What comes after them has its time as well.
+    is_starting = all(_say_start(view, rank) or 0 < _age_ns(view, rank) < warn_ns for rank in absent)
+    if gone or (waited_ns > warn_ns and not is_starting):
         found.findings.append(_explain_rendezvous(view, inside, gone or absent, lay_out(merged), bool(gone)))
     return found
 
@@ -94,8 +98,9 @@ def _is_settled(view: JobView, earlier: JobView | None, inside: list[int], gone:
 def _say_joined(view: JobView, num_inside: int, elsewhere: Mapping[int, tuple[str, str]]) -> str:
     """How many have joined, and where most of the others are, as far as that is a line."""
     line = f"{num_inside} of {view.world_size} ranks have joined the group"
-    others = [row for row in merge_rows((rank, *said) for rank, said in elsewhere.items()) if row[2]]
-    return line + "".join(f"; {ranks} {what}: {where}" for ranks, what, where in others[:1])
+    rows = merge_rows((rank, *said) for rank, said in elsewhere.items())
+    others = [(ranks, what, where) for ranks, what, where in rows if where or _NO_TORCH in what]
+    return line + "".join(f"; {ranks} {what}{f': {where}' if where else ''}" for ranks, what, where in others[:1])
 
 
 def _is_outdated(view: JobView, inside: list[int], absent: list[int]) -> bool:
@@ -222,4 +227,14 @@ def _say_elsewhere(view: JobView, earlier: JobView | None, fates: Mapping[int, F
     if fates[rank].is_gone:
         return fates[rank].words, ""
     absence = describe_absence(seen, earlier.ranks.get(rank) if earlier is not None else None, view.now_ns)
-    return absence.words, say_where(absence)
+    return _say_start(view, rank) or absence.words, say_where(absence)
+
+
+def _say_start(view: JobView, rank: int) -> str:
+    """What a rank that has not come to its work yet is at; empty for any other."""
+    seen = view.ranks.get(rank)
+    if seen is None or seen.process.state != "running":
+        return ""
+    if seen.log is None:
+        return f"has {_NO_TORCH}"
+    return "is importing" if passes(seen.stack, _IMPORTS) is not None else ""

@@ -88,4 +88,4 @@ def read_report(folder: Path) -> Report | None:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         found = f"{type(error).__name__}: {error}"
-        raise DdpilotError(f"reading {path}", found=found, fix="Look at report.txt beside it") from error
+        raise DdpilotError(f"reading {path}", found=found, fix="Look at report.txt next to it") from error

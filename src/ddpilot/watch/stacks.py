@@ -16,8 +16,11 @@ _TRACE = re.compile(
 _CELL = re.compile(r"^\s*(?:File )?(?P<file>Cell In\[\d+\]),? line (?P<line>\d+)", re.MULTILINE)
 
 # A line of the user's that waits for something asynchronous itself.
-_WAITS = re.compile(r"\.(wait|wait_stream|synchronize|result|value|item|cpu|numpy|tolist)\(")
-_BLOCKING_FILES = ("/torch/distributed/", "/torch/autograd/graph.py", "/torch/nn/parallel/distributed.py")
+_WAITS = re.compile(r"\.(wait|wait_stream|synchronize|result|value|item|cpu|numpy|tolist)\(|\bfloat\(")
+_BLOCKING_FILES = (
+    *("/torch/distributed/", "/torch/autograd/graph.py", "/torch/nn/parallel/distributed.py"),
+    *("/torch/_tensor.py", "/torch/_tensor_str.py", "/torch/amp/grad_scaler.py"),  # which read numbers of a device
+)
 
 Chain = tuple[Frame, ...]
 """Calls of the user's code, outermost first: each is a line that made the next call."""
@@ -100,7 +103,7 @@ def is_waiting(stack: StackView | None, entry: Collective) -> bool | None:
     if stack is None or stack.taken_ns < entry.start_ns or not stack.main_frames:
         return None
     frame = stack.main_frames[0]
-    if any(part in frame.file for part in _BLOCKING_FILES):
+    if frame.function == "synchronize" or any(part in frame.file for part in _BLOCKING_FILES):
         return True
     return bool(_WAITS.search(frame.text)) and is_users(frame.file)
 

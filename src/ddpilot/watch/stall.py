@@ -205,7 +205,7 @@ def _say_wait(look: _Look, wait: Wait, held: set[int]) -> None:
     waited_ns = look.view.now_ns - wait.since_ns
     if is_over or waited_ns < look.stall_ns or not (absent or not wait.missing):
         return  # those that hold others up are held up themselves: that is said of them
-    if not (wait.missing or wait.unknown) and not any(entry.is_watched for entry in wait.held.values()):
+    if not (wait.missing or wait.unknown) and not any(map(_is_seen_open, wait.held.values())):
         return  # all have come: it may be over and not look it
     look.is_stalled = True
     look.needs.update(absent[:_MAX_STACKS])
@@ -214,6 +214,11 @@ def _say_wait(look: _Look, wait: Wait, held: set[int]) -> None:
     finding = explain_open(one, waited_ns > look.warn_ns)
     if finding is not None:
         look.findings.append(finding)
+
+
+def _is_seen_open(entry: Collective) -> bool:
+    """Whether somebody looks all the time if `entry` is over, and has not seen that it is."""
+    return entry.is_watched and entry.state != "unknown"
 
 
 def _fate_in(look: _Look, wait: Wait, rank: int) -> Fate:

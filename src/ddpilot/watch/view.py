@@ -53,6 +53,9 @@ class StackView:
     child: str = ""
     """The process that it has started last, such as ``rsync (pid 4711)``, where the stack is in `subprocess`."""
 
+    is_running: bool = False
+    """Whether the main thread is known to run Python code, and not to wait in a call."""
+
     @property
     def main_frames(self) -> tuple[Frame, ...]:
         """Of the main thread, innermost first; empty where they are not known."""

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from ddpilot.record.log import Collective
 from ddpilot.watch.fates import Fate, holds_up
 from ddpilot.watch.meetings import GroupKey, Meeting
-from ddpilot.watch.messages import find_lone_messages, group_key
+from ddpilot.watch.messages import find_lone_messages, group_key, tag_of
 from ddpilot.watch.view import JobView
 from ddpilot.watch.words import peer_of
 
@@ -67,15 +68,16 @@ def _find_p2p(view: JobView, fates: Mapping[int, Fate], found: Waits) -> Iterato
     newest = _newest_groups(view) if any(pending.values()) else {}
     pending = {rank: [each for each in entries if _is_newest(each, newest)] for rank, entries in pending.items()}
     offered = {
-        (rank, peer_of(entry), entry.op == "send", entry.tag, group_key(entry))
+        (rank, peer_of(entry), entry.op == "send", tag_of(entry), group_key(entry))
         for rank, entries in pending.items()
-        for entry in entries
+        for entry in (*entries, *filter(_has_unknown_end, _entries_of(view, rank)))
     }
     for rank, entries in pending.items():
         for entry in entries:
             peer = peer_of(entry)
-            other = (peer, rank, entry.op != "send", entry.tag, group_key(entry))
-            if peer is None or other in offered or (peer, None, False, entry.tag, group_key(entry)) in offered:
+            other = (peer, rank, entry.op != "send", tag_of(entry), group_key(entry))
+            is_offered = other in offered or (peer, None, False, tag_of(entry), group_key(entry)) in offered
+            if peer is None or (is_offered and not _has_unknown_end(entry)):
                 continue  # the other side is there: it is being sent
             if entry.start_ns >= view.since_ns and _is_held(view, fates[rank], rank, entry, found, (peer,)):
                 yield Wait({rank: entry}, (peer,))
@@ -83,17 +85,27 @@ def _find_p2p(view: JobView, fates: Mapping[int, Fate], found: Waits) -> Iterato
 
 
 def _pending_p2p(view: JobView, rank: int, fate: Fate, is_lone: Mapping[tuple[int, int], bool]) -> Iterator[Collective]:
-    log = view.ranks[rank].log
-    for entry in log.collectives if log is not None else ():
+    entries = _entries_of(view, rank)
+    newest = {entry.index for entry in takewhile(_has_unknown_end, reversed(entries))}
+    for entry in entries:
         if not entry.is_p2p:
             continue
         lone = is_lone.get((rank, entry.index))
         # One that failed once started looks done: what ended the rank was its newest, or one without another side.
-        is_end = fate.state == "victim" and (
-            lone or (lone is None and log is not None and entry is log.collectives[-1])
-        )
-        if is_end or (entry.state in ("begun", "failed") and lone is not False):
+        is_end = fate.state == "victim" and (lone or (lone is None and entry is entries[-1]))
+        is_open = entry.state in ("begun", "failed") and lone is not False
+        # Where several run as one, as with NCCL, it takes counting to prove that one lacks its other side.
+        if is_end or is_open or (lone and entry.index in newest):
             yield entry
+
+
+def _entries_of(view: JobView, rank: int) -> Sequence[Collective]:
+    log = view.ranks[rank].log
+    return log.collectives if log is not None else ()
+
+
+def _has_unknown_end(entry: Collective) -> bool:
+    return entry.is_p2p and entry.state == "unknown"
 
 
 def _newest_groups(view: JobView) -> dict[GroupKey, tuple[int, int]]:

@@ -33,7 +33,7 @@ from ddpilot.watch.view import ErrorView, ProcessView
 
 NOTHING: Mapping[str, str] = MappingProxyType({})
 _CALL_LIMIT_S = 5.0
-"""How long a job that has ended well waits for the user's `on_finding`."""
+"""How long a job or a cell that has ended well waits for the user's `on_finding`."""
 
 
 class Watcher:
@@ -138,10 +138,19 @@ class Watcher:
             self._observer.add_sources(sources)
             self._observer.resume(since_ns, begin)
 
-    def pause(self) -> None:
-        """Look no more until `resume`."""
+    def pause(self, note: Callable[[str], None], *, is_ok: bool) -> WatchError | None:
+        """Look no more until `resume`: the cell is over.
+
+        If it ended well, `note` what guard has found until now; an error where that is one. What a cell that failed or
+        was stopped has left unread is dropped: ranks that were cut short differ.
+        """
         if self._observer is not None:
-            self._observer.pause()
+            self._observer.pause(reports=is_ok)
+        if not is_ok:
+            return None
+        if self._caller is not None:
+            self._caller.wait(_CALL_LIMIT_S)
+        return self.take(note)
 
     def take(self, note: Callable[[str], None]) -> WatchError | None:
         """Show what there is to say by `note`; the error that the launch is to end with, else None."""

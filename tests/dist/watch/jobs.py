@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import linecache
 import os
-import re
 import runpy
 import signal
 import threading
@@ -24,18 +22,17 @@ from ddpilot.record.hook import ring_path
 from ddpilot.record.log import RankLog
 from ddpilot.record.reading import read_ring
 from ddpilot.record.recording import start_recording
+from ddpilot.record.stacks import answer_with_stacks, stacks_path
+from ddpilot.watch.stack_files import take_stacks
 from ddpilot.watch.view import ErrorView, Frame, JobView, ProcessView, RankView, StackView
 
 LIMIT_S = 90.0
-_ASK = getattr(signal, "SIGRTMIN", signal.SIGUSR1) + 9
-_FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$')
 
 
 def run_script(script: Path, folder: Path) -> None:
     """In a rank: run the file as a program, recorded; what became of it is written beside the ring."""
     rank = int(os.environ["RANK"])
-    stacks = open(folder / f"rank{rank}.stacks", "a", encoding="utf-8")
-    faulthandler.register(_ASK, file=stacks, all_threads=False)
+    answer_with_stacks(stacks_path(folder, rank))
     said: dict[str, Any] = {"pid": os.getpid(), "error": None}
     with start_recording(ring_path(folder, rank), rank=rank):
         try:
@@ -112,20 +109,7 @@ class Job:
         return RankView(rank=rank, log=log, process=process, stack=stack, error=error, returned=returned)
 
     def _stack(self, rank: int, pid: int) -> StackView | None:
-        path = self.folder / f"rank{rank}.stacks"
-        before = path.stat().st_size
-        taken_ns = time.monotonic_ns()
-        with suppress(ProcessLookupError):
-            os.kill(pid, _ASK)
-        text = ""
-        for _ in range(100):
-            time.sleep(0.01)
-            previous, text = text, path.read_text(encoding="utf-8")[before:]
-            if text and text == previous:
-                break
-        found = (_FRAME.match(line) for line in text.splitlines())
-        frames = tuple(_frame(each["file"], int(each["line"]), each["function"]) for each in found if each)
-        return StackView(taken_ns=taken_ns, threads={pid: frames}, main=pid) if frames else None
+        return take_stacks(self.folder, {rank: pid}).get(rank)
 
     @staticmethod
     def _is_alive(pid: int) -> bool:

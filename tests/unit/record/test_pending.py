@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 
-from ddpilot.record.pending import MANY_BYTES, MAX_BYTES, MAX_WORKS, REDUCE_OP_STEP, TURN_NS, PendingWorks, Usual
+from ddpilot.record.pending import (
+    MANY_BYTES,
+    MAX_BYTES,
+    MAX_WORKS,
+    REDUCE_OP_STEP,
+    TURN_NS,
+    PendingWorks,
+    StreamMark,
+    Usual,
+)
 from ddpilot.record.reading import read_ring
 from tests.unit.record.rings import begin, open_ring
 
@@ -43,34 +52,65 @@ class Work:
         return self.is_over
 
 
+class Event:
+    """Stands for torch's: is reached when told so."""
+
+    def __init__(self) -> None:
+        self.is_reached = False
+
+    def query(self) -> bool:
+        """Whether it is reached."""
+        return self.is_reached
+
+
 class Case:
     """Pending works on a small ring."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.capturing = False
+        self.capturing = self.coalescing = False
+        self.marks: list[Event] = []
         self.now_ns = 1000
         self.ring = open_ring(path, num_records=2 * MAX_WORKS)
         self.pending = PendingWorks(
             self.ring,
             unbox=lambda boxed: boxed,
             is_capturing=lambda: self.capturing,
+            mark_stream=self.mark_stream,
             clock_ns=lambda: self.now_ns,
         )
 
+    def mark_stream(self) -> StreamMark | None:
+        """A mark on the stream, unless calls are coalesced."""
+        if self.coalescing:
+            return None
+        self.marks.append(Event())
+        return StreamMark(self.marks[-1])
+
     def add(
         self,
-        work: Work,
+        work: Work | None,
         *,
         num_bytes: int = 8,
+        group: int = 1,
         at_any_time: bool = True,
         tells_failure: bool = True,
         is_waited_for: bool = False,
+        runs_on_stream: bool = False,
         thread: int = 4711,
         reduce_op: Any = None,
     ) -> None:
         """Begin a collective with this work."""
-        usual = Usual(b"", num_bytes, at_any_time, not at_any_time, tells_failure, is_waited_for)
+        usual = Usual(
+            packed=b"",
+            num_bytes=num_bytes,
+            group=group,
+            at_any_time=at_any_time,
+            may_be_captured=not at_any_time,
+            tells_failure=tells_failure,
+            is_waited_for=is_waited_for,
+            runs_on_stream=runs_on_stream,
+        )
         self.pending.add((begin(self.ring, 100), usual, thread, reduce_op), work)
 
     def states(self) -> list[str]:
@@ -141,15 +181,42 @@ def test_works_whose_tensors_are_large_are_asked_by_who_starts_more(case: Case) 
     assert case.states() == ["done", "begun"]
 
 
-def test_works_are_not_followed_when_too_much_is_pending(case: Case) -> None:
-    """The oldest stay, since they are what a rank is stuck in; newer ones are unknown until there is room again."""
-    stuck = Work()
+def test_only_the_newest_of_each_group_is_followed_when_too_much_is_pending(case: Case) -> None:
+    """One that another takes the place of is unknown, and was seen pending; there is room again when the first ends."""
+    stuck, first, second, third, elsewhere = Work(), Work(), Work(), Work(), Work()
     case.add(stuck, num_bytes=MAX_BYTES + 1)
+    for work in (first, second):
+        case.add(work)
+    case.add(elsewhere, group=2)
+    case.add(Work(), group=-1)  # point-to-point, in no group's order
+    assert case.states() == ["begun", "unknown", "begun", "begun", "unknown"]
+    assert [entry.pending_ns for entry in read_ring(case.path).collectives if entry.state == "unknown"] == [1000, 1000]
+    second.is_over = True
+    case.add(third)
+    assert case.states() == ["begun", "unknown", "done", "begun", "unknown", "begun"]
+    for work in (stuck, third, elsewhere):
+        work.is_over = True
+    case.pending.catch_up()
     case.add(Work())
-    assert case.states() == ["begun", "unknown"]
-    stuck.is_over = True
-    case.add(Work())
-    assert case.states() == ["done", "unknown", "begun"]
+    assert case.states() == ["done", "unknown", "done", "done", "unknown", "done", "begun"]
+
+
+def test_what_was_passed_over_is_done_when_a_newer_one_is(case: Case) -> None:
+    """A backend such as NCCL runs a group's collectives in order, and is asked by whoever starts more of them."""
+    works = [Work() for _ in range(8)]
+    for work in works:
+        case.add(work, num_bytes=MAX_BYTES // 2, at_any_time=False, tells_failure=False)
+    assert case.states() == ["begun"] * 3 + ["unknown"] * 4 + ["begun"]
+    case.capturing = True
+    case.add(Work(), at_any_time=False)  # becomes part of a graph
+    assert sum(work.num_asked for work in works[3:-1]) == 4
+    case.capturing = False
+    for work in works:
+        work.is_over = True
+    case.now_ns += TURN_NS + 1
+    case.add(Work(), at_any_time=False)
+    assert case.states() == ["done"] * 8 + ["unknown", "begun"]
+    assert works[-1].num_asked == 1
 
 
 def test_works_whose_caller_waits_are_let_go_when_their_thread_starts_another(case: Case) -> None:
@@ -229,3 +296,27 @@ def test_work_that_cannot_be_asked_does_not_keep_others_from_being_asked(case: C
         case.pending.catch_up()
     case.pending.catch_up()
     assert case.states() == ["unknown", "done"]
+
+
+def test_a_synchronous_collective_of_an_accelerator_is_over_when_its_stream_has_passed_it(case: Case) -> None:
+    """NCCL gives no work of it since torch 2.8: a mark on the stream is asked instead, by threads that start more."""
+    for _ in range(2):
+        case.add(None, at_any_time=False, tells_failure=False, runs_on_stream=True)
+    assert len(case.marks) == 2
+    case.marks[0].is_reached = True
+    case.pending.catch_up()
+    assert case.states() == ["begun", "begun"]
+    case.now_ns += 2 * TURN_NS
+    case.add(Work(), at_any_time=False)
+    assert case.states() == ["done", "begun", "begun"]
+
+
+def test_calls_without_a_work_that_are_not_started_yet_are_unknown(case: Case) -> None:
+    """Those that are coalesced, and messages: a mark on the stream would be passed before they run."""
+    case.add(None, at_any_time=False)
+    case.coalescing = True
+    case.add(None, at_any_time=False, runs_on_stream=True)
+    case.coalescing, case.capturing = False, True
+    case.add(None, at_any_time=False, runs_on_stream=True)
+    assert case.states() == ["unknown"] * 3
+    assert case.marks == []

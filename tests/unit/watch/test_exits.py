@@ -143,7 +143,7 @@ def test_an_error_that_is_swallowed_around_an_endless_loop_is_named() -> None:
     """Nothing in the loop leaves it."""
     finding = find("try:\n    while True:\n        step()\n        go()  # HERE\nexcept OSError:\n    log()\n")
     assert (finding.code, finding.ranks) == ("DDP210", (1,))
-    assert "`except OSError:` (train.py:5) goes on after an error" in finding.why
+    assert "`except OSError:` (train.py:5) continued after an error" in finding.why
 
 
 @pytest.mark.parametrize("name", ["RANK", "args.rank"])

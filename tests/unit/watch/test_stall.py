@@ -592,6 +592,25 @@ def test_a_rank_that_may_be_about_to_be_in_the_group_is_not_accused() -> None:
     assert busy.status[0].startswith("1 of 2 ranks have joined the group")
 
 
+def test_a_rank_that_imports_is_not_warned_of() -> None:
+    """However long that takes: the status says so, and a rank that is gone is an error all the same."""
+    inner = Frame("<frozen importlib._bootstrap>", 9, "_find_and_load")
+    imports = alive(Writer(1, WORLD), stack=at(3, "import transformers", inner))
+    said = rendezvous(imports, after_s=400)
+    assert said.status == ("1 of 2 ranks have joined the group; rank 1 is importing: train.py:3  import transformers",)
+    assert not said.findings
+    starts = replace(imports, log=None, stack=None)
+    said = rendezvous(starts, after_s=400)
+    assert said.status == ("1 of 2 ranks have joined the group; rank 1 has not imported torch yet",)
+    assert not said.findings
+    begun = replace(imports, log=Writer(1, WORLD).log(started_ns=110 * S), stack=None)
+    assert not rendezvous(begun, after_s=39).findings
+    assert codes(rendezvous(begun, after_s=41)) == [("DDP215", "warning")]
+    assert codes(rendezvous(starts, alive(Writer(2, WORLD), stack=at(7, "download()")), after_s=40)) == [
+        ("DDP215", "warning")
+    ]
+
+
 def test_a_start_of_many_ranks_takes_one_short_line() -> None:
     """Some are importing, some wait for the rest."""
     importing = [alive(Writer(rank, group_of(*range(32)))) for rank in range(1, 32)]

@@ -9,6 +9,7 @@ PROBES: tuple[str, ...] = (
     "ddpilot.guard.probes.steps:StepProbe",
     "ddpilot.guard.probes.undivided:UndividedProbe",
     "ddpilot.guard.probes.collectives:CollectiveProbe",
+    "ddpilot.guard.probes.reduced_order:ReducedOrderProbe",
     "ddpilot.guard.probes.data_parallel:DataParallelProbe",
     "ddpilot.guard.probes.frozen:FrozenProbe",
 )

@@ -12,6 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ddpilot.record.capturing import is_capturing
+from ddpilot.record.host_copies import HostCopies, HostCopy, can_copy_from
+
 WINDOW = 256
 """Elements from the middle row on of each parameter and gradient that its second number is made of. Of a parameter, a
 weighted sum: what has the same norm, an orthogonal matrix or one with other signs, differs there. Of a gradient, the
@@ -21,7 +24,6 @@ _HASH = np.arange(1, WINDOW + 1, dtype=np.uint64) * np.uint64(2654435761) % np.u
 _WEIGHTS = (_HASH / float(1 << 31) - 1.0).astype(np.float32)
 NO_GRADIENT = -1.0
 MAX_GRADIENTS = 64
-_CUDA: Any = torch.cuda
 LAST_WINDOW = 128
 """Elements of each of two parameters that are kept of the last step."""
 
@@ -35,12 +37,6 @@ def is_plain(tensor: Any) -> bool:
         and tensor.device.type != "meta"
         and tensor.numel() > 0
     )
-
-
-def is_capturing() -> bool:
-    """Whether what runs now becomes part of a CUDA graph: nothing may be waited for then."""
-    cuda: Any = torch.cuda
-    return bool(cuda.is_initialized() and cuda.is_current_stream_capturing())
 
 
 class Fingerprinter:
@@ -63,18 +59,53 @@ class Fingerprinter:
         Each is float32 in base64. All parameters must be `is_plain`. Reads each of them once and waits once per device,
         twice where the middle of a gradient is 0.
         """
-        found = np.zeros((3, len(self.parameters)), dtype=np.float32)
-        found[2] = NO_GRADIENT
-        places_of: dict[torch.device, list[int]] = {}
-        for place, parameter in enumerate(self.parameters):
-            places_of.setdefault(parameter.device, []).append(place)
+        found = _Found(len(self.parameters))
         gradients_of = self._gradients()
+        for device, places in self._places().items():
+            parameters = [self.parameters[place] for place in places]
+            given = gradients_of.get(device, {})
+            views = self._views_of(device, parameters)
+            steep = [_window(gradient) for gradient in given.values()]
+            numbers = self._join(device, [_norms(parameters), *views.windows, *steep])
+            rest = found.add(views, places, numbers)
+            found.rows[2, list(given)] = _slopes(rest, steep, list(given.values()))
+        return found.packed()
+
+    @torch.no_grad()
+    def begin(self, copies: HostCopies, *, only_gradients: bool = False) -> Arriving | None:
+        """As `take`, without waiting; None where parameters are on the CPU, or `copies` cannot be made.
+
+        It reads up to 64 gradients in whole, since it cannot be known yet of which the middle is 0. With
+        `only_gradients` the parameters are not read, and what it gives under ``p`` and ``w`` is 0.
+        """
+        places_of = self._places()
+        if not places_of or any(device.type == "cpu" for device in places_of):
+            return None
+        gradients_of = self._gradients()
+        parts = []
         for device, places in places_of.items():
             parameters = [self.parameters[place] for place in places]
             given = gradients_of.get(device, {})
-            found[:2, places], slopes = self._take_on(device, parameters, list(given.values()))
-            found[2, list(given)] = slopes
-        return {key: _pack(row) for key, row in zip("pwg", found, strict=True)}
+            gradients = list(given.values())
+            views = None if only_gradients else self._views_of(device, parameters)
+            steep = [_window(gradient) for gradient in gradients]
+            whole = [_norms(gradients)] if gradients else []
+            first = [_norms(parameters), *views.windows] if views is not None else []
+            pieces = [piece.float() for piece in (*first, *steep, *whole)]
+            if not pieces:
+                continue
+            copy = copies.begin(torch.cat(pieces))
+            if copy is None:
+                return None
+            parts.append(_Part(copy, views, places, list(given), [window.numel() for window in steep]))
+        return Arriving(parts, len(self.parameters))
+
+    def _places(self) -> dict[torch.device, list[int]]:
+        """The places of the parameters, by their device."""
+        places_of: dict[torch.device, list[int]] = {}
+        for place, parameter in enumerate(self.parameters):
+            places_of.setdefault(parameter.device, []).append(place)
+        return places_of
 
     @torch.no_grad()
     def take_gradients(self) -> str:
@@ -96,15 +127,6 @@ class Fingerprinter:
                 found.setdefault(gradient.device, {})[place] = gradient
         return found
 
-    def _take_on(self, device: torch.device, parameters: list[Tensor], gradients: list[Tensor]) -> tuple[Any, Any]:
-        views = self._views_of(device, parameters)
-        steep = [_window(gradient) for gradient in gradients]
-        numbers = self._join(device, [_norms(parameters), *views.windows, *steep])
-        begin, middle = len(parameters), len(parameters) + len(views.weights)
-        values = numbers[begin:middle]
-        values *= views.weights
-        return np.stack([numbers[:begin], _sums(values, views.sizes)]), _slopes(numbers[middle:], steep, gradients)
-
     def _views_of(self, device: torch.device, parameters: list[Tensor]) -> _Views:
         # Making views takes as long as reading what they show: kept while the parameters lie where they did.
         addresses = [parameter.data_ptr() for parameter in parameters]
@@ -125,6 +147,63 @@ class Fingerprinter:
         return buffer[:num].cpu().numpy()
 
 
+class _Found:
+    """The three numbers of each of `num` parameters, as they come in."""
+
+    def __init__(self, num: int) -> None:
+        self.rows = np.zeros((3, num), dtype=np.float32)
+        self.rows[2] = NO_GRADIENT
+
+    def add(self, views: _Views, places: list[int], numbers: Any) -> Any:
+        """Take what begins `numbers`, norms and windows of the parameters at `places`; returns the rest."""
+        begin, middle = len(places), len(places) + len(views.weights)
+        values = numbers[begin:middle]
+        values *= views.weights
+        self.rows[:2, places] = np.stack([numbers[:begin], _sums(values, views.sizes)])
+        return numbers[middle:]
+
+    def packed(self) -> dict[str, str]:
+        """As the journal has it."""
+        return {key: _pack(row) for key, row in zip("pwg", self.rows, strict=True)}
+
+
+class _Part(NamedTuple):
+    """What is on its way from one device: of the parameters at `places`, and of the gradients at `given`."""
+
+    copy: HostCopy
+    views: _Views | None
+    """None where only gradients were looked at."""
+    places: list[int]
+    given: list[int]
+    sizes: list[int]
+
+
+class Arriving:
+    """A fingerprint of `num` parameters that is on its way from their devices."""
+
+    def __init__(self, parts: list[_Part], num: int) -> None:
+        self._parts = parts
+        self._num = num
+
+    def has_arrived(self) -> bool:
+        """Whether all of it is there."""
+        return all(part.copy.has_arrived() for part in self._parts)
+
+    def fingerprint(self) -> dict[str, str]:
+        """What `Fingerprinter.take` would have returned when this began. To be asked once, when it `has_arrived`."""
+        found = _Found(self._num)
+        for copy, views, places, given, sizes in self._parts:
+            numbers = copy.numbers.numpy()
+            rest = found.add(views, places, numbers) if views is not None else numbers
+            num = sum(sizes)
+            windows, whole = rest[:num], rest[num:]
+            windows *= windows
+            roots = np.sqrt(_sums(windows, sizes))
+            found.rows[2, given] = np.where(roots == 0, whole, roots)
+            copy.release()
+        return found.packed()
+
+
 class LastWindows:
     """Copies a few elements of two of `parameters` before every step: what ranks are compared by at the end of a job.
 
@@ -138,7 +217,7 @@ class LastWindows:
         self._addresses: list[int] = []
         self._windows: list[Tensor] = []
         self._buffer: Tensor | None = None
-        self._copied: Any = None  # a CUDA event
+        self._copied: Any = None  # an event of their device
 
     @classmethod
     def of(cls, parameters: Sequence[Tensor]) -> LastWindows | None:
@@ -155,7 +234,7 @@ class LastWindows:
         if self._buffer is not None:
             torch.cat(self._windows, out=self._buffer)
             if self._copied is not None:
-                self._copied.record(_CUDA.current_stream(self._buffer.device))
+                self._copied.record(torch.accelerator.current_stream(self._buffer.device))
 
     def _look_at_parameters(self) -> None:
         device = self._parameters[0].device
@@ -164,7 +243,7 @@ class LastWindows:
             self._windows = [_window(parameter.detach())[:LAST_WINDOW] for parameter in self._parameters]
             size = sum(window.numel() for window in self._windows)
             self._buffer = torch.empty(size, dtype=torch.float32, device=device)
-            self._copied = _CUDA.Event() if device.type == "cuda" else None
+            self._copied = torch.Event(device) if device.type != "cpu" else None
 
     def taken(self) -> LastCopy | None:
         """What was copied last, which needs the parameters no more; None where nothing was."""
@@ -182,10 +261,10 @@ class LastCopy(NamedTuple):
     copied: Any
 
     def fingerprint(self, until_s: float) -> dict[str, str] | None:
-        """Norms, weighted sums and no gradients, as `Fingerprinter.take`; None where a GPU is busy until `until_s`, or
-        has failed.
+        """Norms, weighted sums and no gradients, as `Fingerprinter.take`; None where their device is busy until
+        `until_s`, has failed, or captures a graph.
         """
-        numbers = self.buffer.numpy().copy() if self.copied is None else self._read_from_gpu(until_s)
+        numbers = self.buffer.numpy().copy() if self.copied is None else self._read_from_device(until_s)
         if numbers is None:
             return None
         norms = np.sqrt(_sums(numbers * numbers, self.sizes))
@@ -193,14 +272,17 @@ class LastCopy(NamedTuple):
         none = np.full(len(self.sizes), NO_GRADIENT)
         return {key: _pack(row.astype(np.float32)) for key, row in zip("pwg", (norms, sums, none), strict=True)}
 
-    def _read_from_gpu(self, until_s: float) -> Any:
+    def _read_from_device(self, until_s: float) -> Any:
+        if is_capturing():
+            return None
+        module: Any = torch.get_device_module(self.buffer.device)
         try:
             while not self.copied.query():
                 if time.monotonic() > until_s:
                     return None
                 time.sleep(0.001)
             # The current stream may be stuck behind a collective that will never end.
-            with _CUDA.stream(_CUDA.Stream(self.buffer.device)):
+            with module.stream(module.Stream(self.buffer.device)):
                 return self.buffer.cpu().numpy()
         except RuntimeError:  # an error of a kernel before, which the program has seen
             return None
@@ -219,7 +301,7 @@ class _Views:
 
 def _is_readable(parameter: Tensor, device: torch.device) -> bool:
     """Whether a view of its elements, which lie in a row on `device`, is all that it takes to copy some."""
-    is_known = parameter.device == device and device.type in ("cpu", "cuda")
+    is_known = parameter.device == device and (device.type == "cpu" or can_copy_from(device.type))
     return is_known and is_plain(parameter) and parameter.is_contiguous()
 
 

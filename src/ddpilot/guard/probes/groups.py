@@ -7,6 +7,7 @@ import os
 import zlib
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 _MAX_LISTED = 256
@@ -63,6 +64,17 @@ def sequence_number(group: Any) -> int:
         return -1
     try:
         return int(group._get_sequence_number_for_group())
+    except RuntimeError:
+        return _number_of_backend(group)
+
+
+def _number_of_backend(group: Any) -> int:
+    """As `sequence_number`, of the accelerator's backend: of a group, torch asks only the backends that it knows."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return -1
+    try:
+        return int(group._get_backend(accelerator)._get_sequence_number_for_group())
     except RuntimeError:
         return -1
 

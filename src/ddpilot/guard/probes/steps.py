@@ -21,11 +21,11 @@ from ddpilot.guard.importlib_bootstrap_like import keep_dynamo_out
 from ddpilot.guard.probe import Notes
 from ddpilot.guard.probes.bypass_call import BypassCalls
 from ddpilot.guard.probes.ddp_model import DdpModel
-from ddpilot.guard.probes.fingerprint import is_capturing
 from ddpilot.guard.probes.groups import Eras, describe_group, find_world
 from ddpilot.guard.probes.source import reads_gradients
 from ddpilot.guard.probes.units import OpenStep, UnitBook
 from ddpilot.guard.probes.unused import UnusedCount
+from ddpilot.record.capturing import is_capturing
 
 _MAX_MODELS = 64
 _MAX_NAMES = 2000
@@ -231,7 +231,7 @@ class StepProbe:
         if is_nested:
             return None
         self._opened = None
-        if self._is_alone or is_compiling() or (torch.cuda._initialized and is_capturing()):
+        if self._is_alone or is_compiling() or is_capturing():
             return None
         if world is not self._eras.group:
             self._follow_group()

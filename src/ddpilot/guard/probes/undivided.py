@@ -17,9 +17,10 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ddpilot.guard.probe import Notes
 from ddpilot.guard.probes.data.prints import tensors_in
-from ddpilot.guard.probes.fingerprint import is_capturing, is_plain
+from ddpilot.guard.probes.fingerprint import is_plain
 from ddpilot.guard.probes.mean_loss import find_unscaled, is_mean
 from ddpilot.guard.probes.source import divides_learning_rate, is_accumulating
+from ddpilot.record.capturing import is_capturing
 
 FIRST_GROUPS = 2
 """Steps of which everything is looked at before it is noted."""

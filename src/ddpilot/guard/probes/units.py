@@ -19,9 +19,10 @@ from torch.optim.optimizer import Optimizer
 
 from ddpilot.guard.probe import Notes
 from ddpilot.guard.probes.ddp_model import DdpModel
-from ddpilot.guard.probes.fingerprint import Fingerprinter, LastCopy, LastWindows, is_plain
+from ddpilot.guard.probes.fingerprint import Arriving, Fingerprinter, LastCopy, LastWindows, is_plain
 from ddpilot.guard.probes.groups import sequence_number
 from ddpilot.guard.probes.parameter_names import find_parameter_names
+from ddpilot.record.host_copies import HostCopies
 
 FIRST_STEPS = 5
 LOCAL_STEPS = 16
@@ -137,6 +138,8 @@ class _Part:
     number: int
     """How many collectives its group had started when the step began."""
     fingerprint: dict[str, str] | None
+    arriving: list[Arriving]
+    """In its place, on a device: of the parameters, and of the gradients that the closure left."""
     cost_s: float
 
 
@@ -157,6 +160,7 @@ class OpenStep:
 
     optimizer: Optimizer
     parts: list[_Part]
+    copies: HostCopies
 
     @property
     def is_due(self) -> bool:
@@ -166,10 +170,13 @@ class OpenStep:
     def look_at_gradients(self) -> None:
         """The closure has returned: what it left is what the step goes by, as far as it is not called again."""
         for part in self.parts:
+            begun = time.monotonic()
             if part.fingerprint is not None:
-                begun = time.monotonic()
                 part.fingerprint["g"] = part.unit.fingerprinter.take_gradients()
-                part.cost_s += time.monotonic() - begun
+            elif part.arriving:
+                gradients = part.unit.fingerprinter.begin(self.copies, only_gradients=True)
+                part.arriving[1:] = [gradients] if gradients is not None else []
+            part.cost_s += time.monotonic() - begun
 
 
 class UnitBook:
@@ -185,6 +192,8 @@ class UnitBook:
         self._era = ""
         self._num_of_key: dict[str, int] = {}
         self._last_steps: deque[_LastStep] = deque(maxlen=_MAX_OPTIMIZERS)  # that are not noted yet
+        self._copies = HostCopies()
+        self._arriving: deque[tuple[int, int, list[Arriving]]] = deque()  # units, their steps, and fingerprints
         self._pid = os.getpid()
 
     def clear(self) -> None:
@@ -203,6 +212,9 @@ class UnitBook:
         for known in tuple(self._known.values()):
             self._keep_last(known.units)
         until_s = time.monotonic() + _BUSY_S
+        while self._arriving and time.monotonic() < until_s:
+            self._write_arrived()
+            time.sleep(0.001)
         while self._last_steps:
             last = self._last_steps.popleft()
             fingerprint = last.copy.fingerprint(until_s)
@@ -224,6 +236,8 @@ class UnitBook:
 
     def step(self, optimizer: Optimizer, era: str) -> None:
         """Note that `optimizer` is about to take a step, in the default group that `era` names."""
+        if self._arriving:
+            self._write_arrived()
         units, is_planned = self._units_of(optimizer, era)
         for unit in tuple(units):
             count, events, is_due = unit.advance()
@@ -242,8 +256,10 @@ class UnitBook:
         """As `step` for one with a closure. Parameters are looked at now, before the optimizer may move them for what
         the closure computes; gradients when that has run; `end_step` notes it.
         """
+        if self._arriving:
+            self._write_arrived()
         units, is_planned = self._units_of(optimizer, era)
-        opened = OpenStep(optimizer, [])
+        opened = OpenStep(optimizer, [], self._copies)
         for unit in tuple(units):
             is_due = unit.is_next_due()
             if is_due and not is_planned:
@@ -253,9 +269,10 @@ class UnitBook:
             if unit.windows is not None:
                 unit.windows.copy()
             begun = time.monotonic()
-            fingerprint = unit.fingerprinter.take() if is_due and unit.fingerprinter.parameters else None
+            is_read = is_due and bool(unit.fingerprinter.parameters)
+            fingerprint, arriving = self._look(unit) if is_read else (None, [])
             number = _find_number(unit.model)
-            opened.parts.append(_Part(unit, is_due, number, fingerprint, time.monotonic() - begun))
+            opened.parts.append(_Part(unit, is_due, number, fingerprint, arriving, time.monotonic() - begun))
         return opened
 
     def end_step(self, opened: OpenStep) -> None:
@@ -332,13 +349,30 @@ class UnitBook:
                 values["vain"], model.without_effect = model.without_effect, {}
         if is_due:
             begun = time.monotonic()
-            fingerprint = part.fingerprint if part is not None else unit.fingerprinter.take()
+            fingerprint, arriving = (part.fingerprint, part.arriving) if part is not None else self._look(unit)
             if fingerprint is not None:
                 values["f"] = fingerprint
+            if arriving:
+                values["later"] = 1
+                self._arriving.append((unit.number, count, arriving))
             values["lr"] = _rates_of(optimizer)
             cost_s = time.monotonic() - begun + (part.cost_s if part is not None else 0.0)
             unit.checked(count, cost_s)
         self._notes.write("step", **values)
+
+    def _look(self, unit: Unit) -> tuple[dict[str, str] | None, list[Arriving]]:
+        """The fingerprint of `unit`; of one on a device, which nothing waits for, what it will arrive in."""
+        arriving = unit.fingerprinter.begin(self._copies)
+        return (unit.fingerprinter.take(), []) if arriving is None else (None, [arriving])
+
+    def _write_arrived(self) -> None:
+        """Note the fingerprints that have come from their devices meanwhile, each by the number of its step."""
+        while self._arriving and all(each.has_arrived() for each in self._arriving[0][2]):
+            number, count, arriving = self._arriving.popleft()
+            fingerprint = arriving[0].fingerprint()
+            for gradients in arriving[1:]:
+                fingerprint["g"] = gradients.fingerprint()["g"]
+            self._notes.write("print", u=number, n=count, f=fingerprint)
 
     def _plan(self, optimizer: Optimizer, units: list[Unit]) -> None:
         """Sort the optimizer's parameters into units, and note those that are new or have changed."""

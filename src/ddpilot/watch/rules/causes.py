@@ -124,7 +124,7 @@ NEVER_WRAPPED = Cause(
 DROPPED = Cause(
     NEVER_WRAPPED.code,
     NEVER_WRAPPED.name,
-    "the model was wrapped in DDP here, and the wrapper thrown away: the program goes on with the model itself, of "
+    "the model was wrapped in DDP here, and the wrapper thrown away: the program continues with the model itself, of "
     "which each rank trains its own, on its own data",
     "Keep what DDP gives, and call that: `model = DistributedDataParallel(model)`",
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ddpilot.findings.finding import Finding
@@ -15,6 +16,7 @@ from ddpilot.watch.rules.by_hand import Averaged, find_averaging, tell_left_out,
 from ddpilot.watch.rules.causes import Cause
 from ddpilot.watch.rules.fingerprints import compare
 from ddpilot.watch.rules.moment import Moment, When
+from ddpilot.watch.rules.newest import Newest
 from ddpilot.watch.rules.other_reductions import MIN_EXCHANGED, is_never_exchanged, may_be_reduced, num_exchanged
 from ddpilot.watch.rules.passes import PassesBegun
 from ddpilot.watch.rules.rule import RuleContext
@@ -60,6 +62,7 @@ class Comparison:
         self._context = context
         self._moments: OrderedDict[When, Moment] = OrderedDict()
         self._waiting: dict[When, Moment] = {}
+        self._expected: Newest[tuple[int, int], Moment] = Newest(MAX_STEPS)
         self._taken = StepsTaken()
         self._last: dict[int, tuple[When, Entry]] = {}
         self._first_bad: Moment | None = None
@@ -100,10 +103,20 @@ class Comparison:
         moment = self._moments.setdefault(when, Moment())
         moment.steps[rank] = entry
         moment.units[rank] = self.units[rank]
-        if "f" in entry.values and not moment.is_compared:
+        if not moment.is_compared and ("f" in entry.values or "later" in entry.values):
             self._waiting[when] = moment
+        if "later" in entry.values:
+            self._expected[rank, entry.values["n"]] = moment
         if len(self._moments) > MAX_STEPS:
             self._waiting.pop(self._moments.popitem(last=False)[0], None)
+
+    def arrived(self, rank: int, entry: Entry) -> None:
+        """The fingerprint of a step of `rank` has come from its device."""
+        moment = self._expected.pop((rank, entry.values["n"]), None)
+        if moment is not None and not moment.is_compared:
+            step = moment.steps[rank]
+            moment.steps[rank] = replace(step, values={**step.values, "f": entry.values["f"]})
+            moment.arrived_ns = entry.time_ns
 
     def last(self, rank: int, entry: Entry) -> Iterator[Finding]:
         """`rank` may take no step any more, and says what parameters were before its newest."""
@@ -154,6 +167,7 @@ class Comparison:
         self.is_over = True
         self._moments.clear()
         self._waiting.clear()
+        self._expected.clear()
         self._last.clear()
         self._taken.clear()
 
@@ -162,7 +176,7 @@ class Comparison:
         ready = []
         for when, moment in list(self._waiting.items()):
             num = sum("f" in step.values for step in moment.steps.values())
-            is_old = now_ns is not None and now_ns - moment.begun_ns >= WAIT_NS
+            is_old = now_ns is not None and now_ns - max(moment.begun_ns, moment.arrived_ns) >= WAIT_NS
             if num >= self._num_ranks() or (num >= 2 and is_old):
                 moment.is_compared = True
                 ready.append(moment)

@@ -12,6 +12,7 @@ from ddpilot.watch.rules.causes import LOCAL, NEVER_WRAPPED
 from ddpilot.watch.rules.comparison import Comparison
 from ddpilot.watch.rules.newest import Newest
 from ddpilot.watch.rules.own_parts import OwnParts
+from ddpilot.watch.rules.reduced_order import ReducedOrder
 from ddpilot.watch.rules.rule import RuleContext
 from ddpilot.watch.rules.telling import tell_order
 
@@ -25,11 +26,12 @@ class Divergence:
         *dict.fromkeys(cause.code for cause in LOCAL.values()),
         *("DDP320", NEVER_WRAPPED.code, "DDP325", "DDP326", "DDP327", "DDP331", "DDP332"),
     )
-    kinds = ("ddp", "unit", "step", "last", "load", *OwnParts.kinds)
+    kinds = ("ddp", "unit", "step", "print", "last", "load", *OwnParts.kinds, *ReducedOrder.kinds)
 
     def __init__(self, context: RuleContext) -> None:
         self._context = context
         self._parts = OwnParts(context.world_size)
+        self._reduced_order = ReducedOrder()
         self._comparisons: dict[tuple[Any, ...], Comparison] = {}
         self._of_unit: dict[tuple[int, int], Comparison] = {}
         self._orders: Newest[tuple[str, str], tuple[int, list[Any]]] = Newest(_MAX_UNITS)
@@ -40,10 +42,15 @@ class Divergence:
         """As `Rule.feed`."""
         if entry.kind == "ddp":
             return self._compare_order(rank, entry.values)
+        if entry.kind in ReducedOrder.kinds:
+            return self._reduced_order.feed(rank, entry)
         if entry.kind == "unit":
             self._add_unit(rank, entry.values)
         elif entry.kind == "step" and (comparison := self._of_unit.get((rank, entry.values["u"]))):
             comparison.step(rank, entry)
+            return self._open(comparison).judge(None)
+        elif entry.kind == "print" and (comparison := self._of_unit.get((rank, entry.values["u"]))):
+            comparison.arrived(rank, entry)
             return self._open(comparison).judge(None)
         elif entry.kind == "last" and (comparison := self._of_unit.get((rank, entry.values["u"]))):
             return comparison.last(rank, entry)

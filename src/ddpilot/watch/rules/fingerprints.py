@@ -41,7 +41,7 @@ def compare(
     first = fingerprints[ranks[0]]
     if all(fingerprints[rank] == first and names[rank] == names[ranks[0]] for rank in ranks):
         return Difference()
-    numbers = {rank: {key: _unpack(fingerprints[rank][key]) for key in "pwg"} for rank in ranks}
+    numbers = {rank: {key: unpack(fingerprints[rank][key]) for key in "pwg"} for rank in ranks}
     places = {rank: {name: place for place, name in enumerate(names[rank])} for rank in ranks}
     common = [name for name in names[ranks[0]] if all(name in places[rank] for rank in ranks)]
     found: dict[str, dict[str, str]] = {"g": {}, "p": {}}
@@ -49,7 +49,7 @@ def compare(
     for name in common:
         for kinds in ("g", "pw"):
             values = {kind: [numbers[rank][kind][places[rank][name]] for rank in ranks] for kind in kinds}
-            wrong = [kind for kind in kinds if not _are_alike(values[kind], TOLERANCES[kind])]
+            wrong = [kind for kind in kinds if not are_alike(values[kind], TOLERANCES[kind])]
             if wrong:
                 what = "weighted sum" if wrong[0] == "w" else "norm"
                 found[kinds[0]][name] = f"{what} {of}{_say(ranks, values[wrong[0]])}"
@@ -60,11 +60,12 @@ def compare(
 
 def seen_gradients(fingerprint: Mapping[str, str]) -> list[float | None]:
     """The norm of each parameter's gradient, 0 where it has none; None where it was not looked at."""
-    norms = _unpack(fingerprint["g"])
+    norms = unpack(fingerprint["g"])
     return [(0.0 if len(norms) <= ALL_SEEN else None) if norm == NOT_SEEN else norm for norm in norms]
 
 
-def _are_alike(values: Sequence[float], tolerance: float) -> bool:
+def are_alike(values: Sequence[float], tolerance: float) -> bool:
+    """True if `values` differ by no more than `tolerance`, relative to the largest, or if none of them is finite."""
     finite = [value for value in values if math.isfinite(value)]
     if len(finite) != len(values):
         return not finite  # NaN everywhere is another matter
@@ -92,5 +93,6 @@ def _odd_ones(looks: Mapping[int, Sequence[object]]) -> tuple[int, ...]:
     return tuple(sorted(rank for rank in looks if len(most) > 1 or rank not in most[0]))
 
 
-def _unpack(text: str) -> array[float]:
+def unpack(text: str) -> array[float]:
+    """The float32 numbers of one row of a fingerprint."""
     return array("f", base64.b64decode(text))

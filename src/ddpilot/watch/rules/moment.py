@@ -21,6 +21,8 @@ class Moment:
     units: dict[int, dict[str, Any]] = field(default_factory=dict)
     """What each of them said of its parameters last before: it may say something else for a later step."""
     is_compared: bool = False
+    arrived_ns: int = 0
+    """When the newest fingerprint came from its device, after its step had been noted; 0 where none did."""
     difference: Difference = field(default_factory=Difference)
 
     def value(self, rank: int, name: str) -> Any:

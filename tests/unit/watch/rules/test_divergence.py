@@ -597,3 +597,53 @@ def test_divergence_goes_by_last_steps_that_ddp_reduced_of_models_that_were_alik
             values = {"p": pack([1.0 + rank]), "w": pack([1.0]), "g": pack([-1.0])}
             job.note(rank, "last", u=1, n=2, s=2, at=[0], f=values)
         assert job.finish() == []
+
+
+class FromDevices(Job):
+    """As `Job`; the fingerprints come from devices, after their steps have been noted."""
+
+    def step(self, rank: int, number: int, **values: Any) -> None:
+        """A step whose fingerprint is on its way."""
+        self._to_come = (*getattr(self, "_to_come", ()), (rank, number, values))
+        sizes = {name: values[name] for name in values if name in ("s", "e")}
+        self.note(rank, "step", **{"u": 1, "n": number, "s": number, "e": "FB", "later": 1, **sizes})
+
+    def arrive(self, *ranks: int) -> None:
+        """All fingerprints of `ranks` that are on their way."""
+        for rank, number, values in self._to_come:
+            if rank in ranks:
+                p, g = (pack([values.get(name, default)] * 2) for name, default in (("p", 1.0), ("g", 0.5)))
+                self.note(rank, "print", u=1, n=number, f={"p": p, "w": p, "g": g})
+        self._to_come = tuple(each for each in self._to_come if each[0] not in ranks)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_fingerprints_that_come_later_are_compared_at_their_steps(order: tuple[int, int]) -> None:
+    """The second step is the one that is named, although both ranks have taken a third one by then."""
+    job = FromDevices(2)
+    for rank in (0, 1):
+        job.unit(rank)
+        for number, p in ((1, 1.0), (2, 1.0 + 0.1 * rank), (3, 1.0 + 0.1 * rank)):
+            job.step(rank, number, p=p)
+    job.wait()
+    assert not job.said
+    for rank in order:
+        job.arrive(rank)
+    assert job.finish() == ["DDP325"]
+    assert "step 2" in " ".join((job.said[0].summary, *job.said[0].evidence))
+
+
+def test_a_fingerprint_that_never_comes_is_not_waited_for_by_the_others() -> None:
+    """One device hangs: the other two ranks are compared after a while, and nothing is said where they are alike."""
+    for others, found in ((1.0, []), (1.1, ["DDP325"])):
+        job = FromDevices(3)
+        for rank in (0, 1, 2):
+            job.unit(rank)
+            for number in (1, 2):
+                job.step(rank, number, p=1.0 if rank == 0 or number == 1 else others)
+        job.arrive(0)
+        job.wait()
+        assert not job.said
+        job.arrive(1)
+        job.wait()
+        assert job.finish() == found

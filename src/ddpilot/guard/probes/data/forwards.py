@@ -23,6 +23,8 @@ from ddpilot.guard.probes.data.loaders import pointers_of
 from ddpilot.guard.probes.data.position import Given, Position
 from ddpilot.guard.probes.data.prints import fingerprint, num_rows_of
 from ddpilot.guard.probes.data.schedule import is_due
+from ddpilot.record.capturing import is_capturing
+from ddpilot.record.host_copies import can_copy_from
 
 _NUM_NORM_STEPS = 3
 _PREPARING = os.path.join("ddpilot", "training", "")
@@ -91,7 +93,7 @@ class ForwardEyes:
             position.used = position.find_given(pointers_of((inputs, kwargs)))
         if forward <= _NUM_NORM_STEPS and not counts.is_prepared:
             self._note_norms(model, number, counts, (inputs, kwargs))
-        if not is_due(forward):
+        if not is_due(forward) or is_capturing():
             return None
         self._note_input(number, forward, (inputs, kwargs))
         drawn = self._count_drawn(counts, forward)
@@ -169,7 +171,9 @@ def _describe_model(model: Any) -> dict[str, Any]:
     ranks = None if len(ranks) == dist.get_world_size() else ranks
     device = _device_of(model.module)
     facts: dict[str, Any] = {"ranks": ranks, "device": str(device), "host": socket.gethostname()}
-    if device.type == "cuda":
-        facts["uuid"] = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
-        facts["num_devices"] = torch.cuda.device_count()
+    if can_copy_from(device.type):
+        module: Any = torch.get_device_module(device)
+        find_properties = getattr(module, "get_device_properties", lambda _: None)
+        facts["uuid"] = str(getattr(find_properties(device), "uuid", ""))
+        facts["num_devices"] = torch.accelerator.device_count()
     return facts

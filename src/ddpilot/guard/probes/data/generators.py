@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from ddpilot.record.host_copies import can_copy_from
+
 _BLOCK_WORDS = 624
 LIBRARIES = ("python", "numpy", "torch")
 
@@ -40,8 +42,11 @@ def _take_apart(state: torch.Tensor) -> tuple[int, bytes]:
 
 
 def device_digest(device: torch.device) -> tuple[str, int]:
-    """Whose generator dropout on `device` draws from, and its digest. CUDA's state is kept by the host."""
-    if device.type != "cuda":
+    """Whose generator dropout on `device` draws from, and its digest. An accelerator's state is kept by the host.
+
+    Not to be called while a device graph is captured: its generator is not to be read then.
+    """
+    module: Any = torch.get_device_module(device) if can_copy_from(device.type) else None
+    if not hasattr(module, "get_rng_state"):
         return "torch", digest_of("torch")
-    state = torch.cuda.default_generators[device.index or 0].get_state()
-    return f"torch.cuda on {device}", zlib.crc32(state.numpy().tobytes()) + 1
+    return f"torch.{device.type} on {device}", zlib.crc32(module.get_rng_state(device).numpy().tobytes()) + 1

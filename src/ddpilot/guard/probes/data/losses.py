@@ -17,6 +17,8 @@ from ddpilot.guard.probe import Notes
 from ddpilot.guard.probes.data.finite import is_finite
 from ddpilot.guard.probes.data.position import Given, Position
 from ddpilot.guard.probes.data.prints import tensors_in
+from ddpilot.record.capturing import is_capturing
+from ddpilot.record.host_copies import HostCopies, HostCopy
 
 _NUM_CANDIDATES = 8
 _MAX_NOTED = 64
@@ -58,7 +60,8 @@ class LossEyes:
         self._used: Given | None = None
         self._backward: _Backward | None = None  # made when it is asked for, which is rare on the CPU
         self._gradients: deque[Any] = deque(maxlen=_MAX_GRADIENTS)
-        self._pending: deque[tuple[torch.Tensor, Any, _Backward, str]] = deque(maxlen=_MAX_PENDING)
+        self._copies = HostCopies()
+        self._pending: deque[tuple[HostCopy, _Backward, str]] = deque(maxlen=_MAX_PENDING)
         self._num_noted = 0
         self._suspected = 0  # number of the backward since whose step the weights were not looked at
         self._is_spoiled = False
@@ -118,17 +121,15 @@ class LossEyes:
         for gradient in gradients:
             if gradient is not None and gradient.layout is torch.strided:
                 if not gradient.is_cpu:
-                    self._look(gradient.sum(), "gradient")
+                    if not is_capturing():  # the sum would become a part of the user's graph
+                        self._look(gradient.sum(), "gradient")
                 elif not is_finite(gradient):
                     self._note(math.nan, self._present(), "gradient")
 
     def _look(self, value: torch.Tensor, what: str) -> None:
-        if value.is_cuda and not torch.cuda.is_current_stream_capturing():
-            arrived = torch.empty((), dtype=value.dtype, pin_memory=True)
-            arrived.copy_(value.detach(), non_blocking=True)
-            event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
-            self._pending.append((arrived, event, self._present(), what))
+        copy = self._copies.begin(value)
+        if copy is not None:
+            self._pending.append((copy, self._present(), what))
 
     def _poll(self, *_: Any, **__: Any) -> None:
         """Look at what has come meanwhile."""
@@ -136,9 +137,11 @@ class LossEyes:
             given = self._gradients.popleft()
             if len(given) != 1 or not self._is_surely_finite(given[0]):
                 self._see_gradient(given)
-        while self._pending and self._pending[0][1].query():
-            value, _, backward, what = self._pending.popleft()
-            if not math.isfinite(number := value.item()):
+        while self._pending and self._pending[0][0].has_arrived():
+            copy, backward, what = self._pending.popleft()
+            number = copy.numbers.item()
+            copy.release()
+            if not math.isfinite(number):
                 self._note(number, backward, what)
 
     def _present(self) -> _Backward:
@@ -159,9 +162,9 @@ class LossEyes:
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._gradients or self._pending:
             self._poll()
-        if not self._suspected:
+        if not self._suspected or is_capturing():
             return
-        bad = [one for group in optimizer.param_groups for one in group["params"] if not _is_finite(one)]
+        bad = _find_not_finite([one for group in optimizer.param_groups for one in group["params"]])
         if bad and not self._is_spoiled:
             self._num_spoiled += 1
             names = _name_parameters(self._position.models, bad[:_MAX_NAMED])
@@ -174,10 +177,17 @@ class LossEyes:
             self._num_noted = 0
 
 
-def _is_finite(parameter: torch.Tensor) -> bool:
-    if not parameter.is_floating_point() or parameter.grad is None:
-        return True
-    return bool(torch.isfinite(parameter.detach()).all())
+def _find_not_finite(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Those of `parameters` that were trained and are not finite; waits once for each device that they are on."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for one in parameters:
+        if one.is_floating_point() and one.grad is not None:
+            by_device.setdefault(one.device, []).append(one)
+    bad = []
+    for trained in by_device.values():
+        are_finite = torch.stack([torch.isfinite(one.detach()).all() for one in trained]).tolist()
+        bad += [one for one, is_finite_one in zip(trained, are_finite, strict=True) if not is_finite_one]
+    return bad
 
 
 def _module_of(model: Any) -> nn.Module:

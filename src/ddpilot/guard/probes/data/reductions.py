@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from functools import lru_cache
@@ -18,6 +19,7 @@ from ddpilot.guard.probe import Notes
 from ddpilot.guard.probes.data.position import Pass, Position
 from ddpilot.guard.probes.data.prints import tensors_in
 from ddpilot.guard.probes.source import is_averaged, is_scaled_later
+from ddpilot.record.host_copies import HostCopies, HostCopy
 
 _REDUCING = ("all_reduce", "reduce", "all_gather", "gather", "all_gather_into_tensor", "reduce_scatter_tensor")
 _OF_OBJECTS = {"all_gather_object": (1, 0, "object_list"), "gather_object": (0, 1, "object_gather_list")}
@@ -33,6 +35,8 @@ _MAX_NAMED = 8
 _MAX_NODES = 64
 _MAX_DEPTH = 3
 _MAX_NOTED = 8
+_BUSY_S = 0.5
+"""How long a number of a device is waited for at the end."""
 _MARK = "ddpilot_backward"
 _NUM_ALL_MARKED, _MARK_EVERY = 16, 8
 """Backwards of which each is marked, and one of so many that is marked later while no tensor on a graph was reduced: a
@@ -50,6 +54,8 @@ class ReductionEyes:
         self._marked: deque[tuple[ReferenceType[torch.Tensor], dict[str, Any]]] = deque(maxlen=8)
         self._num_collected: tuple[Pass | None, int] = (None, 0)
         self._num_noted = 0
+        self._copies = HostCopies()
+        self._arriving: deque[tuple[HostCopy | None, dict[str, Any]]] = deque()
         self._is_within = False  # a collective of objects, which is made of others
 
     def install(self) -> list[Callable[[], None]]:
@@ -60,7 +66,7 @@ class ReductionEyes:
         for name in _OF_OBJECTS:
             begins = self._watcher_of_objects(name)
             undo.append(around(dist, name, before=begins, after=self._ends, aliases=(distributed_c10d,)))
-        return [*undo, around(torch.autograd, "backward", before=self._begins)]
+        return [*undo, around(torch.autograd, "backward", before=self._begins), self._write_all]
 
     def _watcher(self, name: str) -> Callable[..., None]:
         def begins(*args: Any, **kwargs: Any) -> None:
@@ -82,7 +88,7 @@ class ReductionEyes:
             facts = {"op": name, "reduce": "", "averages": averages, **found.key, **_sizes_of(found)}
             site = self._notes.site()
             for value in values:
-                self._notes.write("collected", **facts, numel=int(value is not None), value=value, site=site)
+                self._note({**facts, "numel": int(value is not None), "value": value, "site": site})
 
         return begins
 
@@ -92,6 +98,8 @@ class ReductionEyes:
     def _collect(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._is_within:
             return
+        if self._arriving:
+            self._write_arrived()
         at = 1 if name in ("all_gather", "all_gather_into_tensor", "reduce_scatter_tensor") else 0
         given = [*args, *kwargs.values()]
         tensor = next((one for one in given[at:] if isinstance(one, torch.Tensor)), None)
@@ -107,10 +115,35 @@ class ReductionEyes:
         found = self._position.evaluated
         if found is None or not self._counts(found) or tensor.is_complex():
             return
-        value = float(tensor.detach()) if tensor.numel() == 1 else None
-        averages = value is None or self._averages(name, reduce_op)
-        facts = {"op": name, "reduce": reduce_op, "numel": tensor.numel(), "value": value, "averages": averages}
-        self._notes.write("collected", **found.key, **facts, **_sizes_of(found), site=self._notes.site())
+        is_number = tensor.numel() == 1
+        averages = not is_number or self._averages(name, reduce_op)
+        facts: dict[str, Any] = {"op": name, "reduce": reduce_op, "numel": tensor.numel(), "averages": averages}
+        facts |= {**found.key, **_sizes_of(found), "site": self._notes.site()}
+        facts["value"] = float(tensor.detach()) if is_number and tensor.is_cpu else None
+        self._note(facts, self._copies.begin(tensor) if is_number and not tensor.is_cpu else None)
+
+    def _note(self, facts: dict[str, Any], copy: HostCopy | None = None) -> None:
+        """Note `facts` once the number that is in `copy` has arrived: in order, since ranks are compared by it."""
+        if copy is not None or self._arriving:
+            self._arriving.append((copy, facts))
+        else:
+            self._notes.write("collected", **facts)
+
+    def _write_arrived(self) -> None:
+        while self._arriving and ((copy := self._arriving[0][0]) is None or copy.has_arrived()):
+            facts = self._arriving.popleft()[1]
+            if copy is not None:
+                facts["value"] = float(copy.numbers)
+                copy.release()
+            self._notes.write("collected", **facts)
+
+    def _write_all(self) -> None:
+        """At the end: wait a moment for numbers that are on their way."""
+        until_s = time.monotonic() + _BUSY_S
+        while self._arriving and time.monotonic() < until_s:
+            self._write_arrived()
+            time.sleep(0.001)
+        self._arriving.clear()
 
     def _averages(self, name: str, reduce_op: str) -> bool:
         """Whether the program takes the mean of what `name` brings together as it is, as far as its source says."""
@@ -141,6 +174,8 @@ class ReductionEyes:
 
     def _begins(self, tensors: Any, *_: Any, **__: Any) -> None:
         self._backward += 1
+        if self._arriving:
+            self._write_arrived()
         is_marked = self._marks_all or self._backward <= _NUM_ALL_MARKED or not self._backward % _MARK_EVERY
         if not (is_marked or self._marked):
             return
