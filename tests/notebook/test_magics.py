@@ -193,6 +193,8 @@ def test_values_go_to_the_ranks_and_come_back(kernel: Kernel) -> None:
     unnamed = kernel.run("%ddp pull losses[0]")
     assert unnamed.error.endswith("is no name of a variable. Give it one: `%ddp pull losses[0] --as value`")
     assert "Did you mean `losses`?" in kernel.run("%ddp push losse").error
+    for verb in ("push nope", "pull nope", "run nope(1)"):
+        assert "Did you mean" not in kernel.run(f"%ddp {verb}").error  # not IPython's own `open`
     assert "`arr[0`: that is no Python expression: '[' was never closed" in kernel.run("%ddp pull arr[0").error
     assert "`rank` is on every rank already" in kernel.run("rank = 7\n%ddp push rank").error
     assert "Write a call: `%ddp run train(model, epochs=3)`" in kernel.run("%ddp run scale").error

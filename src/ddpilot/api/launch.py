@@ -34,6 +34,9 @@ class Launcher(LaunchOptions, WatchOptions):
         a process group themselves (`init_group()`, `init_process_group()`, or a library). Not collective: the parent
         calls it once.
 
+        A rank whose function calls `sys.exit(0)` returns None. `os._exit` is a failure with any code, 0 included: the
+        rank cannot be told from one that a library ended halfway, and what it has not flushed is lost.
+
         Raises ShipError (what cannot be pickled, by path) or LaunchError before any rank starts; RankError with the
         first failure in time; WatchError with what the watch found, where that ends the launch; LaunchTimeoutError
         after `timeout_s`; LaunchInterrupted, a KeyboardInterrupt, after Ctrl-C. In every case no process of the launch

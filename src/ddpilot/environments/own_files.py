@@ -103,6 +103,23 @@ def open_own_file(
     return fd
 
 
+def open_own_fifo(path: str | os.PathLike[str]) -> int:
+    """A descriptor to write to the pipe `path` of this user, which never blocks.
+
+    Raises `OSError` if no process reads from it, or if it is not a pipe of this user's.
+    """
+    fd = os.open(path, os.O_WRONLY | _WITHOUT_LINKS | os.O_NONBLOCK)
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISFIFO(found.st_mode):
+            raise OSError(f"{os.fspath(path)} is not a pipe")
+        _check_owner(path, found, may_be_roots=False)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
 def read_own_text(path: str | os.PathLike[str]) -> str:
     """The text of the file `path`, which is UTF-8. Raises `OSError` as `open_own_file` does."""
     with open(open_own_file(path), encoding="utf-8", errors="replace") as file:

@@ -10,11 +10,13 @@ import torch
 import torch.distributed as dist
 
 from ddpilot.errors import GroupError
-from ddpilot.group.devices_count import count_accelerators
+from ddpilot.group.devices_count import count_accelerators, find_pci_place
 
 _NO_BACKENDS = frozenset({"undefined", "fake"})
 """What torch lists among its backends and what connects no ranks."""
 _DID = "choosing device and backend"
+_HOST_BACKENDS = frozenset({"", "gloo", "mpi"})
+"""Backends whose collectives are over when they return, also for tensors of a device; "": none for that device."""
 
 
 @dataclass(frozen=True)
@@ -74,22 +76,43 @@ def resolve_device(facts: DeviceFacts, backend: str | None = None) -> DeviceChoi
     return DeviceChoice(device, f"cpu:gloo,{kind}:{native}" if "gloo" in facts.backends else native)
 
 
+def backend_of(backends: str, kind: str) -> str:
+    """The backend that `backends`, as `init_process_group` takes it, has for tensors of device type `kind`.
+
+    "" if it has none: "cpu:gloo,cuda:nccl" gives "nccl" for "cuda" and "" for "xpu".
+    """
+    parts = [part.strip().rpartition(":") for part in backends.lower().split(",")]
+    return next((name for device, _, name in parts if device in ("", kind)), "")
+
+
+def is_asynchronous(backends: str, device: torch.device) -> bool:
+    """True if collectives on tensors of `device` return before they are done: their errors and results come later.
+
+    So it is with the backends that an accelerator brings (NCCL), which run them on streams of the device.
+    """
+    return device.type != "cpu" and backend_of(backends, device.type) not in _HOST_BACKENDS
+
+
 def share_devices(choice: DeviceChoice, sharing: Mapping[str, tuple[int, ...]]) -> DeviceChoice:
     """The choice once every rank's device is known; `sharing`: device identity -> the ranks on it, where several.
 
-    NCCL refuses two ranks on one device: the default becomes gloo, an explicit backend with nccl is a GroupError.
-    Every rank calls this with the same `sharing`, so all of them decide alike.
+    A device's own backend (NCCL) refuses two ranks on one device: the default becomes gloo, an explicit backend is a
+    GroupError. Every rank calls this with the same `sharing`, so all of them decide alike.
     """
-    if not sharing or "nccl" not in choice.backend:
+    device = torch.device(choice.device)
+    if not sharing or not is_asynchronous(choice.backend, device):
         return choice
+    own = backend_of(choice.backend, device.type)
     named = "; ".join(f"ranks {', '.join(map(str, ranks))} on {device}" for device, ranks in sharing.items())
-    if choice.explicit:
+    if choice.explicit or device.type not in dist.Backend.backend_capability["gloo"]:
         raise GroupError(
             _DID,
             found=f"backend {choice.backend!r} needs one GPU per rank, but several ranks share one: {named}",
-            fix="Start at most as many ranks as there are GPUs, or use backend='gloo'.",
+            fix="Start at most as many ranks as there are GPUs, or use backend='gloo'."
+            if device.type in dist.Backend.backend_capability["gloo"]
+            else "Start at most as many ranks as there are devices.",
         )
-    return replace(choice, backend="gloo", why=f"Several ranks share a GPU ({named}): gloo is used instead of nccl")
+    return replace(choice, backend="gloo", why=f"Several ranks share a GPU ({named}): gloo is used instead of {own}")
 
 
 def detect_device_facts(environ: Mapping[str, str], local_rank: int) -> DeviceFacts:
@@ -106,11 +129,22 @@ def detect_device_facts(environ: Mapping[str, str], local_rank: int) -> DeviceFa
 
 
 def use_device(choice: DeviceChoice) -> torch.device:
-    """Make the chosen device the current one of this process and return it. To be called before any tensor exists."""
+    """Make the chosen device the current one of this process and return it. To be called before any tensor exists.
+
+    Raises GroupError for a device that the machine has and that this build of PyTorch cannot use.
+    """
     device = torch.device(choice.device)
     # Some accelerators have one device at most, and no function to choose it (mps).
     if device.type != "cpu" and (choose := getattr(torch.get_device_module(device), "set_device", None)) is not None:
-        choose(device.index)
+        try:
+            choose(device.index)
+        except (RuntimeError, AssertionError) as error:  # torch asserts that it was built for the device
+            raise GroupError(
+                f"choosing {device}",
+                found=f"PyTorch {torch.__version__} cannot use it: {str(error).splitlines()[0]}",
+                fix="Install a driver and a build of PyTorch that fit each other and the device, or hide the device "
+                "(CUDA_VISIBLE_DEVICES= for NVIDIA's) and run on the CPU.",
+            ) from error
     return device
 
 
@@ -119,8 +153,34 @@ def device_identity(device: torch.device) -> str:
     if device.type == "cpu":
         return ""
     describe = getattr(torch.get_device_module(device), "get_device_properties", None)
-    uuid = None if describe is None else getattr(describe(device), "uuid", None)
-    return "" if uuid is None else f"{device.type} device {uuid}"
+    if describe is None:
+        return ""
+    properties = describe(device)
+    uuid = getattr(properties, "uuid", None)
+    named = "" if uuid is None else str(uuid)
+    if device.type == "cuda" and torch.version.cuda is not None:
+        place = _pci_place(properties) or find_pci_place(named)
+        return name_nvidia(place, named, getattr(properties, "name", ""))
+    return named and f"{device.type} device {named}"
+
+
+def name_nvidia(place: str, uuid: str, model: str) -> str:
+    """The identity of an NVIDIA device at `place` on the PCI bus ("" if unknown), as NCCL tells devices apart.
+
+    NCCL refuses two MIG slices of one GPU, which have one place and mostly UUIDs of their own: without a place every
+    slice of a host counts as the same device.
+    """
+    if place:
+        return f"cuda device {place}"
+    if "MIG" in model:
+        return "cuda device of a GPU that is split by MIG"
+    return uuid and f"cuda device {uuid}"
+
+
+def _pci_place(properties: object) -> str:
+    domain, bus, slot = (getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device"))
+    known = domain is not None and bus is not None and slot is not None
+    return f"{domain:08x}:{bus:02x}:{slot:02x}" if known else ""
 
 
 def _accelerator_of_build() -> str | None:

@@ -12,7 +12,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from ddpilot.environments.topology import Topology
 from ddpilot.errors import GroupError
-from ddpilot.group.device import detect_device_facts, resolve_device, use_device
+from ddpilot.group.device import backend_of, detect_device_facts, resolve_device, use_device
 from ddpilot.group.marks import read_member
 from ddpilot.group.process_group import Group
 from ddpilot.group.roster import Member
@@ -28,23 +28,24 @@ def existing_group(topology: Topology, backend: str | None = None) -> Group:
     group = dist.group.WORLD
     assert group is not None  # asked for only where is_initialized()
     rank, has = dist.get_rank(), c10d.get_backend_config()
-    if backend is not None and not _is_backend(backend, has):
+    member = _member(rank)
+    local = (topology.local_rank, topology.local_world_size)
+    local_rank, local_world_size = local if topology.is_distributed else (rank, dist.get_world_size())
+    device = torch.device(member.device) if member else _current_device(local_rank)
+    if backend is not None and not is_backend(backend, has, device.type):
         raise GroupError(
             "entering the group",
             found=f"a group with backend {has!r} is already there, and {backend!r} was asked for",
             fix="Leave the first group before you enter another, or ask for the same backend.",
             rank=rank,
         )
-    member = _member(rank)
-    local = (topology.local_rank, topology.local_world_size)
-    local_rank, local_world_size = local if topology.is_distributed else (rank, dist.get_world_size())
     return Group(
         rank=rank,
         world_size=dist.get_world_size(),
         local_rank=local_rank,
         local_world_size=local_world_size,
         topology=topology,
-        device=torch.device(member.device) if member else _current_device(local_rank),
+        device=device,
         backend=member.backend if member else has,
         process_group_ref=weakref.ref(group),
         adopted=member is None,
@@ -65,13 +66,20 @@ def _member(rank: int) -> Member | None:
         return None  # a store that cannot be read (MPI has none) is not one that ddpilot wrote into
 
 
-def _is_backend(asked: str, has: str) -> bool:
-    by_device = set(has.split(","))
-    return set(asked.split(",")) <= by_device or {asked} == {part.rpartition(":")[2] for part in by_device}
+def is_backend(asked: str, has: str, kind: str) -> bool:
+    """True if a group with backends `has` is what `asked` means on a rank whose device is of type `kind`.
+
+    A single name, such as "nccl", is the backend of that device: a group with "cpu:gloo,cuda:nccl" has it on a GPU.
+    """
+    return set(asked.split(",")) <= set(has.split(",")) or asked == backend_of(has, kind)
 
 
 def _current_device(local_rank: int) -> torch.device:
     """The device that code which made its own group uses: the current one where it has begun, else the default."""
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return torch.device("cuda", torch.cuda.current_device())
-    return use_device(resolve_device(detect_device_facts(os.environ, local_rank)))
+    facts = detect_device_facts(os.environ, local_rank)
+    if facts.accelerator is not None:
+        module = torch.get_device_module(facts.accelerator)
+        has_begun = getattr(module, "is_initialized", None)
+        if has_begun is not None and has_begun():
+            return torch.device(facts.accelerator, module.current_device())
+    return use_device(resolve_device(facts))

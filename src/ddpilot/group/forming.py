@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,10 +19,16 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from ddpilot.environments.topology import Topology
 from ddpilot.errors import GroupError
-from ddpilot.group.device import DeviceChoice, device_identity, share_devices
+from ddpilot.group.device import DeviceChoice, backend_of, device_identity, is_asynchronous, share_devices
+from ddpilot.group.leaving import take_down
 from ddpilot.group.marks import mark_entered
 from ddpilot.group.process_group import Group
 from ddpilot.group.roster import Member, find_sharing, take_turn, wait_for_all
+
+_NCCL_TIMEOUT = timedelta(minutes=10)
+_NONBLOCKING_VARIABLE = "TORCH_NCCL_USE_COMM_NONBLOCKING"
+_BLOCKING_SINCE = (2, 7, 1)
+"""From 2.6 until then `device_id` made NCCL's communicators non-blocking, with which 2.26 hangs (pytorch#153960)."""
 
 
 def form_group(
@@ -43,10 +51,8 @@ def form_group(
     if choice.why and topology.local_rank == 0:
         warnings.warn(choice.why, stacklevel=3)
     with _on_loopback(topology.local_world_size == topology.world_size):
-        _initialise(store, topology, choice.backend, timeout_s)
+        group = _initialise(store, topology, choice.backend, device, timeout_s)
     mark_entered(me)
-    group = dist.group.WORLD
-    assert group is not None  # init_process_group has just returned
     return Group(
         rank=topology.rank,
         world_size=topology.world_size,
@@ -59,7 +65,21 @@ def form_group(
     )
 
 
-def _initialise(store: Store, topology: Topology, backend: str, timeout_s: float | None) -> None:
+def binds_device(backend: str, device: torch.device, world_size: int) -> bool:
+    """True if the communicator of `device` is to be made while the group is, and not by its first collective.
+
+    Backends of devices make it when it is first used, and wait then, without end and without a way to abort that, until
+    every rank has come. In `form_group` all ranks are known to be there.
+    """
+    return world_size > 1 and is_asynchronous(backend, device)
+
+
+def _initialise(
+    store: Store, topology: Topology, backend: str, device: torch.device, timeout_s: float | None
+) -> dist.ProcessGroup:
+    binds = binds_device(backend, device, topology.world_size)
+    if binds and backend_of(backend, device.type) == "nccl" and _torch_version() < _BLOCKING_SINCE:
+        os.environ.setdefault(_NONBLOCKING_VARIABLE, "0")
     try:
         dist.init_process_group(
             backend,
@@ -67,8 +87,17 @@ def _initialise(store: Store, topology: Topology, backend: str, timeout_s: float
             rank=topology.rank,
             world_size=topology.world_size,
             timeout=None if timeout_s is None else timedelta(seconds=timeout_s),
+            device_id=device if binds else None,
         )
+        group = dist.group.WORLD
+        assert group is not None  # init_process_group has just returned
+        if (limit := device_timeout(backend, device, timeout_s)) is not None:
+            _own_backend(group, device)._set_default_timeout(limit)
+        if binds:
+            _connect(group, device)
+        return group
     except (RuntimeError, ValueError) as error:
+        take_down(healthy=False)
         raise GroupError(
             f"initialising a {backend} group of {topology.world_size} ranks",
             found=str(error).splitlines()[0],
@@ -76,6 +105,34 @@ def _initialise(store: Store, topology: Topology, backend: str, timeout_s: float
             "(GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), or a rank that ended just now.",
             rank=topology.rank,
         ) from error
+
+
+def device_timeout(backend: str, device: torch.device, timeout_s: float | None) -> timedelta | None:
+    """The limit of NCCL's collectives where none was asked for: 10 minutes, torch's own for a group with NCCL alone.
+
+    torch gives gloo's 30 minutes to a group that has gloo as well. None where the group's limit is the device's too.
+    """
+    return _NCCL_TIMEOUT if timeout_s is None and backend_of(backend, device.type) == "nccl" else None
+
+
+def _own_backend(group: dist.ProcessGroup, device: torch.device) -> Any:
+    own: Any = group._get_backend(device)
+    while hasattr(own, "wrapped_pg"):  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+        own = own.wrapped_pg
+    return own
+
+
+def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Make the communicator of `device` where torch has not: it does so for backends that can split one."""
+    own = _own_backend(group, device)
+    if not own.supports_splitting:
+        own.allreduce([torch.zeros(1, device=device)]).wait()  # past the recorder: it is no collective of the user's
+        torch.accelerator.synchronize(device)
+
+
+def _torch_version() -> tuple[int, ...]:
+    numbers = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", torch.__version__)
+    return tuple(int(number or 0) for number in numbers.groups()) if numbers else _BLOCKING_SINCE
 
 
 @contextmanager

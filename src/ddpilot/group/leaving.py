@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d as c10d
 
-from ddpilot.group.free import free_group
+from ddpilot.group.free import Freed, allow_steps, free_group
 from ddpilot.group.marks import read_member
 from ddpilot.group.sockets import find_gloo_sockets, shut
 from ddpilot.group.waiting import came
@@ -43,16 +43,18 @@ def _any_gone(store: Store, ranks: list[int]) -> bool:
     return any(member is not None and member.is_gone() for member in members)
 
 
-def take_down(healthy: bool) -> None:
+def take_down(healthy: bool) -> Freed:
     """Destroy the default group and all others of this process; `healthy`: did every rank come to this point?
 
-    With unhealthy peers the groups are freed first, since operations in flight would be waited for otherwise.
+    With unhealthy peers the groups are freed first, since operations in flight would be waited for otherwise. Returns
+    what was freed.
     """
-    if not healthy:
-        free_group()
+    freed = Freed() if healthy else free_group()
     if dist.is_initialized():
         dist.destroy_process_group()
+    allow_steps()
     # An attempt that failed has counted too, and torch names a group's keys by that count: ranks would miss each other.
     c10d._world.group_count = 0
     # A DDP model keeps the old group alive and would go on using it, silently: its next step fails instead.
     shut(find_gloo_sockets())
+    return freed

@@ -14,6 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpilot.group.process_group import Group
 
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_MIX = (-7046029254386353131, -4658895280553007687, -7723592293110705685)
+"""The constants of splitmix64, as int64."""
+
+_CHUNK_WORDS = 1 << 22
+
 
 def find_models() -> list[DistributedDataParallel]:
     """Every DDP model that is alive in this process, in no particular order."""
@@ -48,8 +54,18 @@ def bind_model(model: DistributedDataParallel, group: dist.ProcessGroup) -> bool
 
 
 def fingerprint(model: torch.nn.Module) -> dict[str, str]:
-    """Parameter name -> digest of its exact bytes and dtype. Buffers are left out: they may differ by design."""
-    return {name: _digest(parameter) for name, parameter in model.named_parameters()}
+    """Parameter name -> digest of its exact bytes and dtype. Buffers are left out: they may differ by design.
+
+    Parameters on a device are reduced there, and waited for once: only a number of each comes to the host.
+    """
+    parameters = dict(model.named_parameters())
+    on_device = [name for name, parameter in parameters.items() if parameter.device.type != "cpu"]
+    mixed = [_mix(parameters[name]) for name in on_device]
+    numbers = dict(zip(on_device, _fetch(mixed), strict=True))
+    return {
+        name: f"{numbers[name]:x} {parameter.dtype}" if name in numbers else _digest(parameter)
+        for name, parameter in parameters.items()
+    }
 
 
 def compare_models(models: Sequence[DistributedDataParallel], group: Group) -> tuple[str, ...]:
@@ -96,6 +112,34 @@ def _said(ranks_by_outline: dict[str, list[int]]) -> str:
 def _outline(module: torch.nn.Module) -> str:
     names = ", ".join(f"{name} {tuple(parameter.shape)}" for name, parameter in module.named_parameters())
     return f"{type(module).__name__}({names})"
+
+
+def _fetch(numbers: Sequence[torch.Tensor]) -> list[int]:
+    by_device: dict[torch.device, list[int]] = {}
+    for position, number in enumerate(numbers):
+        by_device.setdefault(number.device, []).append(position)
+    found: dict[int, int] = {}
+    for positions in by_device.values():
+        values = torch.stack([numbers[position] for position in positions]).tolist()
+        found.update(zip(positions, values, strict=True))
+    return [found[position] for position in range(len(numbers))]
+
+
+def _mix(tensor: torch.Tensor) -> torch.Tensor:
+    """A 64-bit number (int64 scalar on the tensor's device) of the tensor's exact bytes and their order.
+
+    The sum, over elements, of a mixed word and position (as splitmix64 mixes): the sum alone would not see elements
+    that are swapped, nor scaled weights.
+    """
+    words = tensor.detach().contiguous().reshape(-1).view(_INTEGERS[min(tensor.element_size(), 8)])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for start in range(0, words.numel(), _CHUNK_WORDS):
+        part = words[start : start + _CHUNK_WORDS].to(torch.int64, copy=True)
+        part += torch.arange(start, start + part.numel(), device=part.device) * _MIX[0]
+        for factor, shift in zip(_MIX[1:], (30, 27), strict=True):
+            part = (part ^ (part >> shift)) * factor
+        total += (part ^ (part >> 31)).sum()
+    return total
 
 
 def _digest(tensor: torch.Tensor) -> str:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from ddpilot.environments.topology import Topology
 from ddpilot.errors import GroupError
+from ddpilot.group.device import is_asynchronous
 from ddpilot.group.leaving import take_down, wait_for_peers
 from ddpilot.group.protocol import ReduceOp
 
@@ -76,7 +77,7 @@ class Group:
 
     def barrier(self) -> None:
         """Wait for every rank. Collective."""
-        on_device = self.device.type != "cpu" and "nccl" in self.backend
+        on_device = is_asynchronous(self.backend, self.device)
         dist.barrier(self.process_group, device_ids=[self.device.index] if on_device else None)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:

@@ -30,6 +30,9 @@ class Rebuilt:
     """One sentence for every DDP model of this rank that could not be bound to it."""
     disagreements: tuple[str, ...] = ()
     """One sentence for every parameter that is not the same on all ranks; equal on every rank."""
+    aborted: tuple[str, ...] = ()
+    """Names of this rank's old groups whose communicators on a device were aborted, as in `Freed`: if there are any,
+    models and optimizers may hold an unfinished update, equal or not on all ranks. Load a checkpoint."""
 
 
 def rebuild_group(
@@ -48,13 +51,14 @@ def rebuild_group(
     were started anew call it too. `generation` is the same on all ranks and was never used on that store before, also
     not by an attempt that failed. `timeout_s` limits the new group's collectives (default: torch's), `rendezvous_s`
     the wait for the other ranks (default: `timeout_s`). `models`: the DDP models to bind to the new group, in place;
-    default: all that are alive. Gradients of an interrupted step are whatever they were: zero them.
+    default: all that are alive. Gradients of an interrupted step are whatever they were: zero them. With NCCL the step
+    itself may have run on such gradients on the device: see `Rebuilt.aborted`.
 
     Raises RendezvousError and GroupError as `init_group` does. Parameters that differ over ranks (one rank had stepped
     before the failure, or is new) raise nothing and are named in `Rebuilt.disagreements`.
     """
     kept = find_models() if models is None else list(models)
-    take_down(healthy=False)
+    aborted = take_down(healthy=False).aborted
     limit_s = rendezvous_s or timeout_s or default_pg_timeout.total_seconds()
     own = replace(endpoint, prefix=f"{endpoint.prefix}/generation{generation}")
     choice = resolve_device(detect_device_facts(os.environ, topology.local_rank), backend)
@@ -67,4 +71,4 @@ def rebuild_group(
         if not done
     )
     disagreements = compare_models([model for model, done in zip(kept, bound, strict=True) if done], group)
-    return Rebuilt(group, sum(bound), unbound, disagreements)
+    return Rebuilt(group, sum(bound), unbound, disagreements, aborted)

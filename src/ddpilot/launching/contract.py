@@ -62,16 +62,17 @@ def rank_variables(
     return variables if backend is None else variables | {"DDPILOT_BACKEND": backend}
 
 
-def default_variables() -> dict[str, str]:
+def default_variables(*, stays: bool = False) -> dict[str, str]:
     """Variables that the user's own win over.
 
-    A group on one node listens on loopback, NCCL's errors end the rank, and ranks know whether somebody is watching.
+    A group on one node listens on loopback, and ranks know whether somebody is watching. NCCL's errors and time limits
+    end the rank, as under torchrun; a rank that `stays` keeps its variables, and is freed by aborting NCCL instead.
     """
     return {
         **({WATCHED_VARIABLE: "1"} if is_watched() else {}),
         "GLOO_SOCKET_IFNAME": _LOOPBACK_INTERFACE,
         "NCCL_SOCKET_IFNAME": _LOOPBACK_INTERFACE,
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",  # as torchrun sets it
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0" if stays else "1",
     }
 
 

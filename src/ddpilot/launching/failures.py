@@ -150,7 +150,8 @@ def describe_exit(exited: Exited, function_name: str, crash_line: str | None) ->
     if exited.signal_name is not None:
         return f"was killed by {exited.signal_name}; {peak}", ""
     how = f"exited with code {exited.exitcode} before `{function_name}` returned"
-    return how, "Look for `os._exit` or a C library that calls `exit`; return from the function instead"
+    fix = "Look for `os._exit` or a C library that calls `exit`; return from the function instead"
+    return how, fix if exited.exitcode else f"{fix}, or call `sys.exit(0)`: its value is then None"
 
 
 def _describe_known(raised: Raised | None, last_lines: Sequence[str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import resource
 from collections.abc import Iterator
 
@@ -20,6 +21,31 @@ _FIXES = {
     errno.EAGAIN: "Raise the limit of processes, `ulimit -u`, or ask for fewer ranks",
 }
 _NO_TEMPORARY = "No usable temporary directory"  # how tempfile begins its message
+
+
+_FILES_OF_SESSION, _FILES_OF_RANK = 16, 11
+"""Files that the parent of a session opens: for all ranks, and for each."""
+
+_FILES_IN_RANK = 64
+"""Files that are open in a rank of a session before it trains; each rank of its group adds one."""
+
+
+def check_open_files(did: str, num_ranks: int) -> None:
+    """Raise LaunchError if this process may not open the files that a session of `num_ranks` needs here and there."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    num_open = len(os.listdir("/dev/fd"))
+    num_needed = max(num_open + _FILES_OF_SESSION + _FILES_OF_RANK * num_ranks, _FILES_IN_RANK + num_ranks)
+    if soft == resource.RLIM_INFINITY or soft >= num_needed:
+        return
+    advised, where = max(1024, 2 * num_needed), "in the shell that starts Python"
+    if hard != resource.RLIM_INFINITY and hard < advised:
+        advised, where = max(hard, num_needed), f"{where} (the hard limit is {hard})"
+    raise LaunchError(
+        did,
+        found=f"this process may have {soft} files open at a time (RLIMIT_NOFILE), {num_open} are open, and "
+        f"{num_ranks} rank{'s' * (num_ranks > 1)} need about {num_needed} in all",
+        fix=f"Run `ulimit -n {advised}` {where}, or ask for fewer ranks",
+    )
 
 
 def explain_limit(did: str, error: OSError) -> LaunchError | None:

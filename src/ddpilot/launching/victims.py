@@ -14,8 +14,9 @@ from ddpilot.launching.messages import message_of
 _VICTIM_TEXT = re.compile(
     r"connection (was likely )?(closed|reset|refused|aborted)|broken pipe|socket (is )?closed|got 0 bytes"
     r"|gloo.*(pair\.cc|connectFullMesh)|timed out waiting \d+ ?ms for (recv|send) operation"
-    r"|application timeout caused pair closure|ncclRemoteError|remote process exited|NCCL communicator was aborted"
-    r"|(client|server) socket has (failed|timed out)|DistNetworkError|recvValue failed|sendBytes failed",
+    r"|application timeout caused pair closure|ncclRemoteError|remote process exited|communicator was aborted"
+    r"|(client|server) socket has (failed|timed out)|DistNetworkError|recvValue failed|sendBytes failed"
+    r"|process group was freed",
     re.IGNORECASE | re.DOTALL,
 )
 _VICTIM_TYPES = ("RemoteRankError", "RendezvousError", "DistNetworkError", "DistStoreError")

@@ -21,7 +21,7 @@ def make_cell_parser() -> MagicParser:
     place.add_argument("--local", action="store_true", help="in the notebook alone, also while auto is on")
     place.add_argument("--everywhere", action="store_true", help="on the ranks and then in the notebook")
     parser.add_argument("--quiet", action="store_true", help="show nothing but errors")
-    parser.add_argument("--keep-cache", action="store_true", help="leave CUDA's memory cache as it is afterwards")
+    parser.add_argument("--keep-cache", action="store_true", help="leave the GPU's memory cache as it is afterwards")
     return parser
 
 

@@ -35,14 +35,14 @@ _FLAGS: Mapping[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 _HELP: Mapping[str, str] = {
     "nproc_per_node": "number of ranks; auto: one for each visible GPU, else 1; gpu: one for each visible GPU; "
     "cpu: one for each core. Default: auto",
-    "gpus": "numbers of the GPUs that the ranks may see, as CUDA_VISIBLE_DEVICES counts them; default: all",
+    "gpus": "numbers of the GPUs that the ranks may see, among those visible here; default: all",
     "backend": "backend of the process group: gloo, nccl or cpu:gloo,cuda:nccl; default: chosen by the device",
     "seed": "seed Python's random, torch and numpy with this number on every rank; default: no seed",
     "apps": "prepare a training library on every rank, such as fastai or lightning; may be repeated",
     "env": "environment variable of the ranks; may be repeated",
     "preload": "module that is imported once before the ranks are forked; may be repeated",
     "respawn": "restart a rank that died without waiting for %ddp restart",
-    "keep_cache": "leave CUDA's memory cache as it is between cells; default: empty it",
+    "keep_cache": "leave the GPU's memory cache as it is between cells; default: empty it after a failure or if large",
     "verbose": "print more about what apps change",
     "output": "labelled: all output with its rank in front; rank_zero: only that of rank 0; silent: none. Default: "
     "labelled",

@@ -123,7 +123,7 @@ VERBS: dict[str, Verb] = {
         Verb("stop", "stop the ranks; their variables are lost", _stop),
         Verb(
             "restart",
-            "start ranks anew under the same numbers; their variables are lost",
+            "restart ranks under the same numbers; their variables are lost",
             _restart,
             _add_some_ranks,
             hint=_hint_numbers,

@@ -104,7 +104,7 @@ def _load(point: EntryPoint, did: str) -> App:
         raise LaunchError(
             did,
             found=f"its entry point `{point.value}` cannot be loaded: {error}",
-            fix="Install the package that ships it anew, or tell its author",
+            fix="Reinstall the package that ships it, or tell its author",
         ) from error
     if not isinstance(app, App):
         raise LaunchError(

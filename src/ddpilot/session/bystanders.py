@@ -56,7 +56,7 @@ class Bystanders:
     def explain(self, error: RankError) -> None:
         """Nothing: the ranks that run the cell may be told apart by it."""
 
-    def close(self) -> None:
+    def close(self, *, is_ok: bool) -> None:
         """Nothing is left to do."""
 
     def _pending(self, busy: Sequence[int], now_s: float) -> Iterator[tuple[int, Collective]]:

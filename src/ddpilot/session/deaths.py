@@ -10,7 +10,7 @@ from ddpilot.findings.words import render_ranks
 from ddpilot.session.events import Ended
 
 SERVER_GONE = "ended with the rank server"
-BEGIN_ANEW = "`%ddp stop`, then `%ddp start` (a new `Session`) begins anew"
+BEGIN_ANEW = "`%ddp stop`, then `%ddp start` (a new `Session`) starts from scratch"
 """What to do where no rank can be started any more."""
 
 
@@ -48,8 +48,18 @@ def blame_dead(error: RankError, dead: Mapping[int, str]) -> None:
 
 def describe_death(rank: int, reason: str, respawns: bool) -> str:
     """For a rank that dies while nothing runs on it."""
-    again = "the next cell starts it anew" if respawns else f"`%ddp restart {rank}` brings it back"
+    again = "the next cell restarts it" if respawns else f"`%ddp restart {rank}` brings it back"
     return f"rank {rank} {reason}; its variables are lost, {again}"
+
+
+def describe_device_error(rank: int, text: str, respawns: bool) -> str:
+    """For a rank whose device does nothing any more: `text` is what it answers."""
+    again = "it is restarted" if respawns else f"`%ddp restart {rank}` starts it again"
+    where = "; `CUDA_LAUNCH_BLOCKING=1` in `env` shows the line that did it" if "CUDA" in text else ""
+    return (
+        f"rank {rank}: its device has failed and runs nothing more ({text}); what is in the device's memory is lost, "
+        f"{again}{where}"
+    )
 
 
 def describe_absent(dead: Mapping[int, str], live: Sequence[int]) -> str:

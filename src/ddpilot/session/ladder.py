@@ -184,8 +184,12 @@ class Ladder:
     def _free(self) -> None:
         host = self._ranks.host
         live = [rank for rank in range(host.world_size) if host.is_live(rank)]
-        about = {"generation": self._ranks.generation}
-        sent = {self._ranks.hub.send(rank, "control", FREE, about): rank for rank in live}
+        # After a stop ranks were interrupted before, and may be at their own clean-up now.
+        interrupted = () if self._num_presses else self._outcome.interruptible
+        sent = {}
+        for rank in live:
+            about = {"generation": self._ranks.generation, "interrupt": rank in interrupted}
+            sent[self._ranks.hub.send(rank, "control", FREE, about)] = rank
         self._free_ids = {message_id: rank for message_id, rank in sent.items() if message_id}
         self._freed_s = time.monotonic()
         self._is_settled = True
@@ -259,11 +263,17 @@ class Ladder:
         ranks = [rank for rank in ranks if rank not in self._killed]
         self._killed.update(ranks)
         if ranks:
+            reasons = {reason for rank in ranks for reason in self._still_stuck(rank)}
             self._ranks.view.note(
                 f"killing {render_ranks(ranks)}, which nothing else stops; the variables there are lost"
+                + "".join(f" ({reason})" for reason in sorted(reasons))
             )
             self._ranks.standing.note_kill(ranks)
             self._signal(ranks, signal.SIGKILL)
+
+    def _still_stuck(self, rank: int) -> list[str]:
+        freed = self._outcome.freed.get(rank)
+        return [] if freed is None or not freed.value else list(freed.value["still_stuck"])
 
     def _signal(self, ranks: Sequence[int], number: int) -> None:
         if ranks:

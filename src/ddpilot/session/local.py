@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from ddpilot.errors import LaunchError
 from ddpilot.launching.contract import default_variables, module_paths
+from ddpilot.launching.limits import check_open_files
 from ddpilot.launching.local import wire
 from ddpilot.launching.local.client import ensure_server
 from ddpilot.launching.local.handles import RankHandle, start_rank
@@ -49,10 +50,11 @@ class LocalRanks:
         self._kernel_start = kernel_start
         self._directory = find_working_directory("starting a session")
         self._sys_path = module_paths()
-        self._environ: Mapping[str, str] = {**default_variables(), **os.environ, **options.env}
+        self._environ: Mapping[str, str] = {**default_variables(stays=True), **os.environ, **options.env}
         self._options = replace(options, preload=(*PRELOAD, *options.preload))
         self._display = Display(options.output, None)
         self.world_size = resolve_count(options, self._environ, self._display)
+        check_open_files("starting a session", self.world_size)
         self._hooks: tuple[str, ...] = ()
         self._stack = contextlib.ExitStack()
         self._handles: dict[int, RankHandle] = {}
@@ -237,7 +239,7 @@ def warm_up() -> None:
     """
     refuse_in_a_rank()
     options = LaunchOptions()
-    ensure_server({**default_variables(), **os.environ, **options.env}, PRELOAD, may_fork(options))
+    ensure_server({**default_variables(stays=True), **os.environ, **options.env}, PRELOAD, may_fork(options))
 
 
 def check_installed() -> None:

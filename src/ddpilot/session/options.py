@@ -3,12 +3,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ddpilot.errors import LaunchError
 from ddpilot.launching.options import LaunchOptions, Output
 from ddpilot.watch.options import OnFinding, WatchOptions
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def choose_visible(gpus: Sequence[int], visible: str | None) -> str:
+    """CUDA_VISIBLE_DEVICES for `gpus`, counted among the devices in `visible`, the variable's text (None: not set).
+
+    A number beyond them stays: that there is no such GPU is found when the devices are counted.
+    """
+    listed = [] if visible is None else [item.strip() for item in visible.split(",")]
+    return ",".join(str(gpu) if visible is None or gpu >= len(listed) else listed[gpu] for gpu in gpus)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +34,8 @@ class SessionOptions(WatchOptions):
     """Number of ranks. "auto": the GPUs of `gpus` or all that are visible, else 1; "gpu" and "cpu" as in `Launcher`."""
 
     gpus: tuple[int, ...] = ()
-    """Numbers of the GPUs that the ranks may see, as CUDA_VISIBLE_DEVICES counts them; () for all."""
+    """Numbers of the GPUs that the ranks may see, among those that this process sees, as `torch.device("cuda", n)`
+    counts them: with CUDA_VISIBLE_DEVICES=2,3 number 0 is the machine's GPU 2. () for all."""
 
     backend: str | None = None
     """Backend of the group ("gloo", "nccl", "cpu:gloo,cuda:nccl"); None chooses."""
@@ -43,7 +56,8 @@ class SessionOptions(WatchOptions):
     """Start a rank that died again at once, instead of leaving that to `restart`."""
 
     keep_cache: bool = False
-    """Leave CUDA's memory cache as it is between cells, instead of emptying it."""
+    """Leave the GPU's memory cache as it is between cells. By default it is emptied after a cell that failed, and when
+    more than an eighth of the GPU's memory is in it unused."""
 
     verbose: bool = False
     """Let apps say more."""
@@ -79,7 +93,8 @@ class SessionOptions(WatchOptions):
 
     def launch_options(self) -> LaunchOptions:
         """The part that starting processes needs."""
-        visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self.gpus))} if self.gpus else {}
+        given = {**os.environ, **self.env}.get(_VISIBLE) if self.gpus else None
+        visible = {_VISIBLE: choose_visible(self.gpus, given)} if self.gpus else {}
         return LaunchOptions(
             nproc_per_node=self.nproc_per_node,
             backend=self.backend,

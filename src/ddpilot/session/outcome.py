@@ -48,8 +48,8 @@ class Outcome:
     """By rank: what freeing it found. Empty where nothing was freed."""
 
     spared_group: bool = False
-    """It went wrong, but all are in a group, none had begun a collective and all came back by themselves: it is as it
-    was."""
+    """It went wrong, but the group is as it was: none had begun a collective and all came back by themselves, or all
+    had done their part and the error is about what they did."""
 
     @property
     def is_ok(self) -> bool:

@@ -45,7 +45,6 @@ from ddpilot.session.watching import SeenRank
 from ddpilot.session.written import Written
 from ddpilot.watch.watcher import Watcher
 
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
 _END_LIMIT_S = 30.0
 _TURN_END_S = 5.0
 
@@ -104,9 +103,7 @@ class Ranks:
 
     def _launch_options(self) -> LaunchOptions:
         given = self.options.launch_options()
-        # `gpus` takes the place of what the environment says.
-        num_gpus = count_accelerators({name: text for name, text in os.environ.items() if name != _VISIBLE})
-        check_gpus(self.options.gpus, num_gpus)
+        check_gpus(self.options.gpus, count_accelerators({**os.environ, **self.options.env}))
         preload = tuple(name for app in self.options.apps for name in present_modules(find_app(app)))
         return replace(given, preload=(*given.preload, *preload))
 

@@ -3,23 +3,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
+
+from ddpilot.findings.words import render_ranks
 
 _MAX_LINES = 5
 
 
-def describe_rebuilt(values: Sequence[Mapping[str, Any]], duration_s: float, is_kept: bool) -> Iterator[str]:
-    """A line each. `values`: what each rank has answered; `is_kept`: whether any rank has variables to keep."""
+def describe_rebuilt(
+    values: Sequence[Mapping[str, Any]],
+    duration_s: float,
+    *,
+    live: Collection[int],
+    restarted: Collection[int],
+    unfinished: Collection[int] = (),
+) -> Iterator[str]:
+    """A line each. `values`: what each rank has answered; `restarted`: those of the `live` ranks with no variables.
+
+    `unfinished`: the ranks on whose devices collectives were aborted, with steps of optimizers queued behind them.
+    """
     rebound = max(value["rebound"] for value in values)
     models = f"; {rebound} DDP model{'s' * (rebound > 1)} bound to it" if rebound else ""
-    kept = ", variables are kept" if is_kept else ""
+    whose = {*live} - {*restarted}
+    kept = f", variables{f' of {render_ranks(whose)}' if restarted else ''} are kept" if whose else ""
     yield f"the process group was freed and rebuilt in {duration_s:.1f} s{kept}{models}"
     lost = sorted({text for value in values for text in value["lost"]})
     if lost:
-        yield f"gone with the old group, make anew what you still need: {', '.join(lost)}"
+        yield f"gone with the old group, create again what you still need: {', '.join(lost)}"
     for unbound in sorted({text for value in values for text in value["unbound"]}):
         yield f"not bound to the new group: {unbound}"
+    if unfinished:
+        yield (
+            f"collectives were aborted on the devices of {render_ranks(sorted(unfinished))}: models and optimizers "
+            "there may hold an unfinished update; load a checkpoint on all ranks before training on"
+        )
     yield from describe_differences(values)
 
 
@@ -43,5 +61,5 @@ def _describe_disagreements(plain: Sequence[str], named: Mapping[str, str]) -> I
     )
     yield (
         f"{len(plain)} parameter{'s' * (len(plain) > 1)} would stay apart: load a checkpoint on all ranks, or take "
-        f"rank 0's ({of_rank_zero}) and make the optimizer anew"
+        f"rank 0's ({of_rank_zero}) and create the optimizer again"
     )

@@ -15,7 +15,8 @@ REQUEST = "ddpilot_request"
 
 FREE = "ddpilot_free"
 """The type of the control channel's message that frees a rank which is stuck in a collective of the group that is the
-`generation`-th: content {"generation": ...}."""
+`generation`-th: content {"generation": ..., "interrupt": whether what it runs is to be interrupted first where
+freeing it raises no error there}."""
 
 BEGUN = "ddpilot_begun"
 """The type of the iopub message that says that a rank has begun with a cell or request, and takes a stop: content
@@ -63,6 +64,9 @@ class Report:
 
     exitcode: int = 1
     """What SystemExit asked for."""
+
+    device_error: str = ""
+    """What the rank's device answers to everything since; "" where it works, or has not failed so far."""
 
     value: Any = None
     """What a request answers, where that is small and JSON; anything else goes as a parcel."""

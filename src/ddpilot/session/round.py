@@ -35,8 +35,8 @@ class Lookout(Protocol):
     def explain(self, error: RankError) -> None:
         """Add to `error`, by which the round ends, what is seen."""
 
-    def close(self) -> None:
-        """The round is over."""
+    def close(self, *, is_ok: bool) -> WatchError | None:
+        """The round is over, `is_ok` if all went well; an error if it is to end with one nevertheless."""
 
 
 class Round:
@@ -83,8 +83,10 @@ class Round:
                 self._ladder.climb(now)
             elif self._lookout is not None:
                 self._end_with(self._lookout.look(self._outcome.busy, now))
-        if self._lookout is not None:
-            self._lookout.close()
+        error = self._lookout.close(is_ok=self._outcome.is_ok) if self._lookout is not None else None
+        if error is not None:
+            self._outcome.error, self._outcome.spared_group = error, True
+            self._ranks.view.error(error)
         return self._outcome
 
     def _is_over(self) -> bool:
@@ -207,9 +209,7 @@ class Round:
     def _on_stop(self, now: float) -> None:
         if self._is_patient:
             self._is_patient = False
-            self._ranks.view.note(
-                "the process group is being made anew, which ends in a moment; stop again to give that up"
-            )
+            self._ranks.view.note("rebuilding the process group, which takes a moment; interrupt again to cancel")
             return
         if self._outcome.was_stopped and self._ladder.due_s is not None:
             self._ladder.hurry(now)
@@ -248,7 +248,7 @@ class Round:
         elif chosen.is_victim and self._ranks.lost and len(others) + 1 == len(self._outcome.parts):
             error.fix = (
                 f"{', '.join(self._ranks.lost)} went with a process group that was rebuilt: "
-                "if this uses it, run the cells that made it again"
+                "if this uses them, run the cells that made them again"
             )
             error.args = (error.render(),)
         if self._lookout is not None and not (chosen.is_victim and dead.keys() - self._outcome.parts):

@@ -152,7 +152,8 @@ class Session:
 
         `quiet`: show nothing that it prints. `cell`: its number in errors ("Cell In[7]"); default: counted.
         `keep_cache` as for the session. Raises RankError with the first failure in time, or WatchError where what the
-        watch found is to stop the cell, after all ranks have come back and the group was rebuilt; LaunchInterrupted, a
+        watch found is to stop the cell, after all ranks have come back and the group was rebuilt; where guard finds it
+        as the cell ends, the cell has run on all ranks and the group is as it was. Raises LaunchInterrupted, a
         KeyboardInterrupt, after the stop button.
         """
         arguments.check_code(code)

@@ -1,50 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Python stacks of ranks: asked for by a signal, read from the files into which the fault handlers write them."""
+"""The Python stacks of ranks: asked for, and read from the files into which the ranks write them."""
 
 from __future__ import annotations
 
 import re
-import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from ddpilot.record.connecting import connecting_path
-from ddpilot.record.stacks import is_answering, stacks_path
+from ddpilot.record.stacks import StackRequest, first_stack, stacks_path
 
-_LIMIT_S = 1.0
 _PAUSE_S = 0.01
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line \d+ in .+$')
 _REQUESTS = "/ddpilot/session/rank/requests.py"
 
 
 def read_stacks(folder: Path, pids: Mapping[int, int], ask: Callable[[tuple[int, ...]], object]) -> dict[int, str]:
-    """What each rank in `pids` writes into its file in `folder` when `ask` sends the signal, within a second.
+    """What each rank in `pids` writes into its file in `folder`; `ask` sends those the signal that need one for it.
 
-    A rank that does not handle the signal is not asked, since it would be ended by it, and one that connects to a store
-    has written where it is. The text of a rank that does not answer is "".
+    One that connects to a store has written where it is. The text of a rank that does not answer is "".
     """
     texts = {rank: _read(connecting_path(folder, rank)) for rank in pids}
-    waiting = {rank for rank, pid in pids.items() if not texts[rank] and _can_answer(folder, rank, pid)}
-    before = {rank: len(_read(stacks_path(folder, rank))) for rank in waiting}
+    before = {rank: len(_read(stacks_path(folder, rank))) for rank in pids if not texts[rank]}
+    asked = {rank: StackRequest(stacks_path(folder, rank), pids[rank]) for rank in before}
+    waiting = {rank: request for rank, request in asked.items() if request.has_asked}
     seen: dict[int, str] = {}
-    ask(tuple(sorted(waiting)))
-    deadline_s = time.monotonic() + _LIMIT_S
-    while waiting and time.monotonic() < deadline_s:
+    while waiting:
         time.sleep(_PAUSE_S)
-        for rank in list(waiting):
+        for rank, request in list(waiting.items()):
             text = _read(stacks_path(folder, rank))
             new = text[before[rank] if len(text) > before[rank] else 0 :] if len(text) != before[rank] else ""
             if new and new == seen.get(rank):  # nothing has come since the last look: it is whole
-                texts[rank] = new
-                waiting.remove(rank)
+                texts[rank] = first_stack(new)
+            elif not new and request.wants_signal():
+                ask((rank,))
+            if texts[rank] or request.is_over():
+                del waiting[rank]
             seen[rank] = new
     return texts
-
-
-def _can_answer(folder: Path, rank: int, pid: int) -> bool:
-    return is_answering(pid) if sys.platform == "linux" else stacks_path(folder, rank).exists()
 
 
 def _read(path: Path) -> str:

@@ -27,6 +27,8 @@ class Standing:
         """By rank: since when it is idle, or dead."""
         self.raised: dict[int, Raised] = {}
         """By rank: what the cell that runs, or ran last, raised there."""
+        self.device_errors: dict[int, str] = {}
+        """By rank that lives: what its device answers to everything; such a rank can be in no group."""
         self.store_end = ""
         """How the process of the session's store ended, and what follows; empty while it lives."""
         self.exited: dict[int, Exited] = {}
@@ -37,9 +39,15 @@ class Standing:
         """The ranks that live."""
         return tuple(rank for rank in range(self._world_size) if rank not in self.dead)
 
+    @property
+    def unusable(self) -> list[int]:
+        """The ranks that no group can have: they are dead, or their device has failed."""
+        return sorted({*self.dead, *self.device_errors})
+
     def note_start(self, rank: int) -> None:
         """The rank's process is starting."""
         self.dead.pop(rank, None)
+        self.device_errors.pop(rank, None)
         self.exited.pop(rank, None)
         self.since_s[rank] = time.monotonic()
 
@@ -67,6 +75,7 @@ class Standing:
         rank = ended.rank
         self.dead[rank] = describe_end(ended, rank in self._killed, last_lines)
         self._killed.discard(rank)
+        self.device_errors.pop(rank, None)
         self.since_s[rank] = time.monotonic()
         if ended.exited is not None:
             self.exited[rank] = ended.exited

@@ -62,9 +62,9 @@ class CellLookout:
         """Add what was seen to the error by which the cell ends."""
         self._watcher.explain(error)
 
-    def close(self) -> None:
-        """The cell is over."""
-        self._watcher.pause()
+    def close(self, *, is_ok: bool) -> WatchError | None:
+        """The cell is over: if it ended well, show what is new; an error if the cell is to end with one."""
+        return self._watcher.pause(self._note, is_ok=is_ok)
 
 
 def as_counted(code: str) -> str:

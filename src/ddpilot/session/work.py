@@ -15,7 +15,7 @@ from ddpilot.launching.local import wire
 from ddpilot.record.connecting import connecting_path
 from ddpilot.session.bystanders import Bystanders
 from ddpilot.session.collectives import count_begun
-from ddpilot.session.deaths import BEGIN_ANEW
+from ddpilot.session.deaths import BEGIN_ANEW, describe_device_error
 from ddpilot.session.events import Ended, Event, Said
 from ddpilot.session.outcome import Outcome, Part
 from ddpilot.session.parcels import ParcelCall
@@ -40,6 +40,8 @@ class Work:
         """Whether the ranks were taken out of their group and not yet into another one."""
         self._fresh: frozenset[int] = frozenset()
         """The ranks that are being started anew."""
+        self._unfinished: set[int] = set()
+        """The ranks whose collectives were aborted on their devices since the last group was made."""
 
     def cell(self, code: str, ranks: Sequence[int], *, number: int, quiet: bool, keep_cache: bool) -> Outcome:
         """Run a cell on `ranks`; recover where it fails."""
@@ -190,15 +192,15 @@ class Work:
 
     def _mend(self, events: queue.SimpleQueue[Event], stops: Stops) -> None:
         """Before new work: bring back ranks that died while nothing ran, where that was asked for."""
-        if self._ranks.options.respawn and self._ranks.standing.dead:
+        if self._ranks.options.respawn and self._ranks.standing.unusable:
             self._respawn(events, stops)
         elif self._is_broken:
             self._regroup(events, stops)
 
     def _respawn(self, events: queue.SimpleQueue[Event], stops: Stops) -> None:
-        dead = sorted(self._ranks.standing.dead)
-        self._restart(dead, events, stops)
-        self._ranks.view.note(f"{render_ranks(dead)} restarted (`respawn`), with no variables")
+        ranks = self._ranks.standing.unusable
+        self._restart(ranks, events, stops)
+        self._ranks.view.note(f"{render_ranks(ranks)} restarted (`respawn`), with no variables")
 
     def _restart(self, ranks: Sequence[int], events: queue.SimpleQueue[Event], stops: Stops) -> None:
         self._ranks.host.check_start(f"restarting {render_ranks(ranks)}")
@@ -230,7 +232,8 @@ class Work:
 
     def _recover(self, outcome: Outcome, events: queue.SimpleQueue[Event], stops: Stops) -> None:
         reports = [part.report for part in outcome.parts.values() if part.report is not None]
-        if outcome.is_ok or outcome.spared_group:
+        self._note_device_errors(outcome)
+        if outcome.is_ok or (outcome.spared_group and not self._ranks.standing.device_errors):
             self._wants_group = self._wants_group or any(report.has_group for report in reports)
             if outcome.spared_group and len(reports) == self._ranks.world_size and not _ended_alike(reports):
                 self._compare(events, stops)
@@ -239,10 +242,19 @@ class Work:
         had_group = any(report.has_group for report in (*reports, *freed))
         self._wants_group = had_group or (self._wants_group and self._is_down)  # else they have left it themselves
         self._backend = next((report.value["backend"] for report in freed if report.has_group), self._backend)
-        if self._ranks.standing.dead and self._ranks.options.respawn:
+        self._unfinished |= {rank for rank, report in outcome.freed.items() if (report.value or {}).get("unfinished")}
+        if self._ranks.standing.unusable and self._ranks.options.respawn:
             self._respawn(events, stops)
         else:
             self._regroup(events, stops)
+
+    def _note_device_errors(self, outcome: Outcome) -> None:
+        for rank, part in sorted(outcome.parts.items()):
+            standing = self._ranks.standing
+            text = "" if part.report is None else part.report.device_error
+            if text and rank not in standing.dead and rank not in standing.device_errors:
+                standing.device_errors[rank] = text
+                self._ranks.view.note(describe_device_error(rank, text, self._ranks.options.respawn))
 
     def _compare(self, events: queue.SimpleQueue[Event], stops: Stops) -> None:
         """Name DDP models that differ, such as after a checkpoint that only some ranks have loaded."""
@@ -257,14 +269,14 @@ class Work:
 
     def _regroup(self, events: queue.SimpleQueue[Event], stops: Stops) -> None:
         """Free the ranks of whatever group they were in; where all live and one was in use, make a new one."""
-        dead = sorted(self._ranks.standing.dead)
         self._ranks.generation += 1
-        enter = self._wants_group and not dead and not self._ranks.standing.store_end
+        enter = self._wants_group and not self._ranks.standing.unusable and not self._ranks.standing.store_end
         began_s = time.monotonic()
         arguments = {"generation": self._ranks.generation, "enter": enter, "backend": self._backend}
         live = self._ranks.standing.live
         ids = {rank: self._ask(rank, "rebuild", arguments, live) for rank in live}
-        outcome = self._watch(ids, "making the group anew", events, stops, patient=True)
+        outcome = self._watch(ids, "rebuilding the process group", events, stops, patient=True)
+        self._note_device_errors(outcome)
         self._is_broken = enter and not outcome.is_ok
         self._is_down = not enter or self._is_broken
         if enter:
@@ -272,28 +284,32 @@ class Work:
 
     def _blocked(self) -> str:
         """Why no rank can enter a group now; empty where all live."""
-        dead = sorted(self._ranks.standing.dead)
-        if self._ranks.standing.store_end:
-            return f"{self._ranks.standing.store_end}; {BEGIN_ANEW}"
-        if not dead:
+        standing = self._ranks.standing
+        if standing.store_end:
+            return f"{standing.store_end}; {BEGIN_ANEW}"
+        ranks = sorted(standing.dead) or sorted(standing.device_errors)
+        if not ranks:
             return ""
-        verb, what = ("is", "it") if len(dead) == 1 else ("are", "them")
+        verb, what = ("is", "it") if len(ranks) == 1 else ("are", "them")
+        state = f"{verb} dead" if standing.dead else f"cannot use {'its device' if what == 'it' else 'their devices'}"
         return (
-            f"{render_ranks(dead)} {verb} dead; restart {what} "
-            f"(`%ddp restart {' '.join(map(str, dead))}`, `session.restart({dead[0]})`)"
+            f"{render_ranks(ranks)} {state}; restart {what} "
+            f"(`%ddp restart {' '.join(map(str, ranks))}`, `session.restart({ranks[0]})`)"
         )
 
     def _say_rebuilt(self, outcome: Outcome, duration_s: float) -> None:
         note: Callable[[str], None] = self._ranks.view.note
         values = list(outcome.values.values())
         if not outcome.is_ok or not values:
-            note("the process group could not be made anew; variables are kept, and the next cell tries again")
+            note("the process group could not be rebuilt; variables are kept, and the next cell tries again")
             return
         self._ranks.lost = tuple(sorted({*self._ranks.lost, *(text for value in values for text in value["lost"])}))
+        live, restarted = self._ranks.standing.live, self._fresh
         for text in describe_rebuilt(
-            values, duration_s, any(rank not in self._fresh for rank in self._ranks.standing.live)
+            values, duration_s, live=live, restarted=restarted, unfinished=self._unfinished - restarted
         ):
             note(text)
+        self._unfinished.clear()
 
 
 def _ended_alike(reports: Sequence[Report]) -> bool:

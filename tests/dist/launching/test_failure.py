@@ -161,6 +161,7 @@ def test_launch_says_that_a_process_ended_before_the_function_returned(code: int
     assert (error.rank, error.exitcode) == (0, code)
     assert f"rank 0 exited with code {code} before `training` returned" in str(error)
     assert "Look for `os._exit`" in str(error)
+    assert ("or call `sys.exit(0)`: its value is then None" in str(error)) == (code == 0)
 
 
 @pytest.mark.parametrize(("argument", "code"), [(3, 3), ("out of data", 1), (300, 300 & 0xFF)])

@@ -57,8 +57,13 @@ def facts() -> dict[str, Any]:
         "pidfds": sum("pidfd" in target for target in targets),
         "ppid": os.getppid(),
         "main": sorted(name for name in vars(sys.modules["__main__"]) if not name.startswith("__")),
+        "nvml": (os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK"), _first_environ(os.getppid())),
         "stack": sys._getframe(1).f_code.co_filename.endswith("rank.py"),
     }
+
+
+def _first_environ(pid: int) -> bool:
+    return b"PYTORCH_NVML_BASED_CUDA_CHECK=1" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
 
 
 def _open_files() -> Iterator[str]:
@@ -85,6 +90,10 @@ def test_ranks_hold_no_end_of_the_server_s_pipes_and_keep_the_default_start_meth
         assert (seen["sockets"], seen["pipes"], seen["pidfds"]) == (1, 2, 0)
         assert (seen["start_method"], seen["default"]) == (None, multiprocessing.get_context().get_start_method())
         assert seen["main"] == []
+        assert seen["nvml"] == (
+            None,
+            True,
+        )  # in the server, modules ask for GPUs without `cuInit`
         assert seen["stack"]
 
 

@@ -42,6 +42,26 @@ def sleep():
 ddpilot.launch(sleep, nproc_per_node=1)
 """
 
+SLOW_TO_LEAVE = """
+import os, sys, time, ddpilot
+
+def train():
+    import signal
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+    rank = int(os.environ["RANK"])
+    try:
+        open(f"up{rank}", "w").close()
+        while not os.path.exists(f"up{1 - rank}"):
+            time.sleep(0.01)
+        print("ready", flush=True)
+        time.sleep(60)
+    finally:
+        time.sleep(3 * rank)
+        print("left", rank, flush=True)
+
+ddpilot.launch(train, nproc_per_node=2)
+"""
+
 
 @contextmanager
 def ready(folder: Path, text: str) -> Iterator[subprocess.Popen[str]]:
@@ -81,3 +101,13 @@ def test_launch_ends_by_the_signal_when_its_ranks_save_nothing(tmp_path: Path) -
         process.send_signal(signal.SIGUSR1)
         _, err = process.communicate(timeout=60)
     assert process.returncode == -signal.SIGUSR1, err
+
+
+@pytest.mark.timeout(60)
+def test_launch_lets_each_rank_that_leaves_for_a_requeue_end_its_finally(tmp_path: Path) -> None:
+    """Rank 1 takes 3 s longer than rank 0 to leave with 75."""
+    with ready(tmp_path, SLOW_TO_LEAVE) as process:
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=50)
+    assert process.returncode == 75, err
+    assert "left 1" in out

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.dist.run.commands import RUN, finish, run, started, wait_for_line, write
+from tests.ports import kept_port
 
 SCRIPT = """
 import torch, ddpilot
@@ -30,6 +31,15 @@ loop.print("done", loop.num_updates == 100 * num_epochs)
 """
 
 
+LEAVE = """
+import os, sys, time
+try:
+    sys.exit(75)
+finally:
+    time.sleep(float(sys.argv[int(os.environ["RANK"]) + 1]))
+"""
+
+
 @pytest.mark.timeout(120)
 def test_run_ends_with_75_after_a_checkpoint_and_the_same_command_goes_on(tmp_path: Path) -> None:
     """SIGUSR1, as Slurm sends it before the time is up; both ranks stop after the same update."""
@@ -48,15 +58,24 @@ def test_run_ends_with_75_after_a_checkpoint_and_the_same_command_goes_on(tmp_pa
 
 
 def test_run_ends_with_75_only_if_every_rank_left_with_it(tmp_path: Path) -> None:
-    """One rank's exit code says nothing of the others, which are ended; ranks that follow within 5 s are awaited."""
-    write(
-        tmp_path,
-        "leave.py",
-        "import os, sys, time\ntime.sleep(float(sys.argv[int(os.environ['RANK']) + 1]))\nsys.exit(75)\n",
-    )
-    together = run(tmp_path, "-n", 2, "leave.py", 0, 2.5)
+    """Ranks that follow within --shutdown-timeout are awaited, as one whose `finally` takes long; others are ended."""
+    write(tmp_path, "leave.py", LEAVE)
+    together = run(tmp_path, "-n", 2, "leave.py", 0, 5.5)
     assert together.status == 75
     assert "every rank of `leave.py` left with exit code 75, which asks for the same command again" in together.err
-    alone = run(tmp_path, "-n", 2, "leave.py", 0, 60)
+    alone = run(tmp_path, "-n", 2, "--shutdown-timeout", 1, "leave.py", 0, 60)
     assert alone.status == 1
     assert "rank 0 left with exit code 75 (EX_TEMPFAIL), which asks to be started again" in alone.err
+
+
+def test_run_ends_with_75_on_each_node_whose_ranks_left_with_it(tmp_path: Path) -> None:
+    """Node 0's rank has left while node 1's still runs its `finally`: node 1 gives it the time, and ends with 75."""
+    write(tmp_path, "leave.py", LEAVE)
+    words = ("--nnodes", 2, "-n", 1, "--master-addr", "127.0.0.1", "--node-rank")
+    with (
+        kept_port() as port,
+        started([*RUN, *words, 0, "--master-port", port, "leave.py", 0, 3], tmp_path) as zero,
+        started([*RUN, *words, 1, "--master-port", port, "leave.py", 0, 3], tmp_path) as one,
+    ):
+        done = [finish(zero), finish(one)]
+    assert [each.status for each in done] == [75, 75], done[0].err + done[1].err

@@ -23,6 +23,8 @@ def test_cells_share_a_namespace_with_rank_world_size_device_and_group(start: St
     session.execute("mine = rank * 10")
     session.execute("print(mine, world_size, device, group.rank, group.world_size)")
     assert view.texts == {0: "0 2 cpu 0 2\n", 1: "10 2 cpu 1 2\n"}
+    # A watchdog of NCCL would end the rank, and with it what one cell sets.
+    session.execute("import os; assert os.environ['TORCH_NCCL_ASYNC_ERROR_HANDLING'] == '0'")
 
 
 def test_execute_runs_on_chosen_ranks_alone(start: Start, view: Kept) -> None:

@@ -165,7 +165,7 @@ def test_the_end_of_the_rank_server_is_the_end_of_all_ranks_and_said(start: Star
     (note,) = view.notes
     assert note == (
         "the rank server has died, and all ranks and their variables with it; "
-        "`%ddp stop`, then `%ddp start` (a new `Session`) begins anew"
+        "`%ddp stop`, then `%ddp start` (a new `Session`) starts from scratch"
     )
     with pytest.raises(LaunchError, match="is dead: it ended with the rank server.*`%ddp stop`, then") as caught:
         session.execute("1")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import signal
 import tempfile
 import threading
@@ -25,6 +26,20 @@ Start = Callable[..., Session]
 def folders() -> set[str]:
     """Private folders of sessions that are there now."""
     return {path.name for path in Path(tempfile.gettempdir()).glob("ddpilot-*")}
+
+
+def test_session_is_refused_where_too_few_files_may_be_open() -> None:
+    """Before anything is started: 4 ranks at `ulimit -n 60` would fail in the middle of a cell."""
+    before = folders(), psutil.Process().children(recursive=True), os.listdir("/dev/fd")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (60, hard))
+    try:
+        match = r"may have 60 files open at a time.*4 ranks need about \d+ in all. Run `ulimit -n 1024`"
+        with pytest.raises(LaunchError, match=match):
+            Session(4)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert before == (folders(), psutil.Process().children(recursive=True), os.listdir("/dev/fd"))
 
 
 def test_restart_of_a_rank_that_is_not_there_restarts_none(start: Start) -> None:

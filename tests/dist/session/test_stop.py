@@ -215,7 +215,7 @@ def test_a_stop_while_the_group_is_made_anew_lets_that_end(start: Start, view: K
         session.execute("if rank: raise ValueError('x')\nstep()")
     with contextlib.suppress(KeyboardInterrupt):
         presses[0].join()
-    assert not any("could not be made anew" in note for note in view.notes)
+    assert not any("could not be rebuilt" in note for note in view.notes)
     session.execute("step(); assert kept == rank")
 
 

@@ -92,6 +92,8 @@ def test_pull_of_what_is_not_there_says_what_is(start: Start) -> None:
     assert str(missing.value) == (
         "pulling `loses` from ranks 0,1: there is no variable of that name. Did you mean `losses`?"
     )
+    with pytest.raises(LaunchError, match="there is no variable of that name$"):
+        session.pull("nope")  # not IPython's own `open`
     session.execute("if rank: only_there = 1")
     with pytest.raises(LaunchError, match="from rank 0: there is no variable of that name$"):
         session.pull("only_there")

@@ -6,12 +6,23 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from ddpilot.errors import GroupError
-from ddpilot.group.device import DeviceChoice, DeviceFacts, resolve_device, share_devices
+from ddpilot.group.device import (
+    DeviceChoice,
+    DeviceFacts,
+    backend_of,
+    is_asynchronous,
+    name_nvidia,
+    resolve_device,
+    share_devices,
+    use_device,
+)
 
 CPU = DeviceFacts(None, 0, local_rank=1)
 CUDA = DeviceFacts("cuda", 4, local_rank=2, accelerator_backend="nccl", backends=frozenset({"gloo", "nccl"}))
+XPU = DeviceFacts("xpu", 4, local_rank=2, accelerator_backend="xccl", backends=frozenset({"gloo", "xccl"}))
 SHARED = {"cuda device X of host a": (0, 2)}
 
 
@@ -94,3 +105,67 @@ def test_share_devices_changes_nothing_when_there_is_no_conflict(sharing: dict[s
     gloo = resolve_device(CUDA, "gloo")
     assert share_devices(gloo, sharing) == gloo
     assert share_devices(resolve_device(CUDA), {}) == resolve_device(CUDA)
+
+
+def test_share_devices_refuses_where_gloo_does_not_take_the_device() -> None:
+    """Of a device that gloo knows nothing of, ranks cannot share one: refused before anything starts."""
+    with pytest.raises(GroupError, match=r"needs one GPU per rank.*Start at most as many ranks as there are devices"):
+        share_devices(resolve_device(XPU), {"xpu device X of host a": (0, 2)})
+
+
+@pytest.mark.parametrize(
+    ("backends", "kind", "found"),
+    [
+        ("nccl", "cuda", "nccl"),
+        ("cpu:gloo,cuda:nccl", "cuda", "nccl"),
+        ("cpu:gloo,cuda:NCCL", "cpu", "gloo"),
+        ("cpu:gloo,cuda:nccl", "xpu", ""),
+        ("gloo", "cuda", "gloo"),
+    ],
+)
+def test_backend_of_finds_the_backend_of_a_kind_of_device(backends: str, kind: str, found: str) -> None:
+    """One name is for all devices, a list is by device."""
+    assert backend_of(backends, kind) == found
+
+
+@pytest.mark.parametrize(
+    ("backends", "device", "expected"),
+    [
+        ("cpu:gloo,cuda:nccl", "cuda:1", True),
+        ("nccl", "cuda:0", True),
+        ("cpu:gloo,npu:hccl", "cpu", False),
+        ("cpu:gloo,xpu:xccl", "xpu:0", True),
+        ("gloo", "cuda:0", False),
+        ("cpu:gloo", "cuda:0", False),
+    ],
+)
+def test_is_asynchronous_is_true_of_backends_that_a_device_brings(backends: str, device: str, expected: bool) -> None:
+    """Gloo is done when it returns, on whatever device; no backend for the device is not asynchronous."""
+    assert is_asynchronous(backends, torch.device(device)) is expected
+
+
+@pytest.mark.parametrize(
+    ("place", "uuid", "model", "expected"),
+    [
+        ("00000000:3b:00", "u1", "NVIDIA A100", "cuda device 00000000:3b:00"),
+        ("00000000:3b:00", "u2", "NVIDIA A100 MIG 1g.5gb", "cuda device 00000000:3b:00"),
+        ("", "u1", "NVIDIA A100 MIG 1g.5gb", "cuda device of a GPU that is split by MIG"),
+        ("", "u1", "NVIDIA A100", "cuda device u1"),
+        ("", "", "NVIDIA A100", ""),
+    ],
+)
+def test_name_nvidia_is_equal_for_slices_of_one_gpu(place: str, uuid: str, model: str, expected: str) -> None:
+    """NCCL goes by the place on the PCI bus, and refuses two slices that MIG made of one GPU."""
+    assert name_nvidia(place, uuid, model) == expected
+
+
+def test_use_device_says_which_device_cannot_be_used_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVML may see a GPU that this build of PyTorch has no kernels for, or whose driver is too old."""
+
+    class Module:
+        def set_device(self, index: int) -> None:
+            raise RuntimeError(f"CUDA driver initialization failed for {index}\nmore")
+
+    monkeypatch.setattr(torch, "get_device_module", lambda _: Module())
+    with pytest.raises(GroupError, match=r"choosing cuda:1: PyTorch .* cannot use it: CUDA driver init.* for 1\. Inst"):
+        use_device(DeviceChoice("cuda:1", "nccl"))

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import pytest
 
-from ddpilot.group.devices_count import NvmlDevices, count_accelerators, visible_count
+from ddpilot.group.devices_count import NvmlDevices, count_accelerators, find_pci_place, visible_count
 
 FOUR = NvmlDevices(("GPU-aa11", "GPU-aa22", "GPU-bb33", "GPU-cc44"))
-SPLIT = NvmlDevices(("GPU-aa11", "GPU-aa22"), mig=True)
+SPLIT = NvmlDevices(("GPU-aa11", "GPU-aa22"), split=frozenset({0, 1}))
+ONE_SPLIT = NvmlDevices(("GPU-aa11", "GPU-aa22", "GPU-bb33", "GPU-cc44"), split=frozenset({3}))
 
 
 @pytest.mark.parametrize(
@@ -43,6 +44,18 @@ def test_visible_count_follows_the_driver(visible: str | None, count: int) -> No
 def test_visible_count_is_at_most_one_when_a_device_is_split(visible: str | None, count: int) -> None:
     """A process sees one MIG instance, however many are listed."""
     assert visible_count(visible, SPLIT) == count
+
+
+@pytest.mark.parametrize(("visible", "count"), [(None, 1), ("0,1,2", 3), ("0,3", 1), ("MIG-5", 1), ("GPU-aa11", 1)])
+def test_visible_count_counts_whole_devices_if_those_split_by_mig_are_hidden(visible: str | None, count: int) -> None:
+    """One of four devices is split: the three others count where they alone are visible."""
+    assert visible_count(visible, ONE_SPLIT) == count
+
+
+def test_find_pci_place_is_empty_for_a_device_that_nvml_does_not_know() -> None:
+    """Without NVML, or with a UUID of no device, there is no place."""
+    assert find_pci_place("00000000-0000-0000-0000-000000000000") == ""
+    assert find_pci_place("") == ""
 
 
 def test_visible_count_is_zero_without_devices() -> None:

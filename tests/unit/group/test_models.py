@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from ddpilot.group import models
 from ddpilot.group.models import fingerprint
 
 
@@ -30,3 +32,27 @@ def test_fingerprint_differs_for_the_last_bit_and_for_the_dtype() -> None:
     torch.nn.init.zeros_(zeros.weight)
     in_half = fingerprint(zeros.half())
     assert fingerprint(zeros.bfloat16()) != in_half
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(700.0).reshape(7, 100),
+        torch.ones(2000),
+        torch.arange(9, dtype=torch.bfloat16),
+        torch.arange(6, dtype=torch.int64),
+        torch.arange(4).to(torch.complex128),
+        torch.zeros(0),
+    ],
+)
+def test_mix_sees_what_a_device_would_be_asked_for(tensor: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal for copies in any layout and in any number of pieces; different for swapped, scaled and single values."""
+    number = models._mix(tensor)
+    assert number == models._mix(tensor.t().clone().t() if tensor.dim() == 2 else tensor.clone())
+    monkeypatch.setattr(models, "_CHUNK_WORDS", 64)
+    assert number == models._mix(tensor)
+    if tensor.numel():
+        changed = [tensor.flatten().flip(0), tensor * 2, tensor + 1]
+        changed[0][0] += 1  # ones are the same when they are reversed
+        changed.append(torch.cat([tensor.flatten()[:-1], tensor.flatten()[-1:] * 3 + 1]))
+        assert all(models._mix(each) != number for each in changed)

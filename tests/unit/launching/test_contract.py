@@ -76,3 +76,9 @@ def test_choose_num_threads_shares_the_cores_and_gives_at_least_one() -> None:
     """Cores / ranks, and 1 where there are more ranks than cores."""
     assert choose_num_threads({}, 1) == count_cores()
     assert choose_num_threads({}, 1000 * count_cores()) == 1
+
+
+def test_default_variables_let_ranks_that_stay_outlive_errors_of_nccl() -> None:
+    """A watchdog that ends the process would take the variables of a session with it."""
+    assert default_variables()["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
+    assert default_variables(stays=True) == default_variables() | {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ddpilot.errors import LaunchError
-from ddpilot.session.options import SessionOptions
+from ddpilot.session.options import SessionOptions, choose_visible
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,25 @@ def test_session_options_refuse_what_cannot_be_meant(options: dict[str, Any], fo
         SessionOptions(**options)
 
 
-def test_launch_options_make_the_chosen_gpus_visible() -> None:
+def test_launch_options_make_the_chosen_gpus_visible(monkeypatch: pytest.MonkeyPatch) -> None:
     """As CUDA counts them; without a choice the environment stays as it is."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert SessionOptions(gpus=(2, 3), env={"A": "1"}).launch_options().env == {"A": "1", "CUDA_VISIBLE_DEVICES": "2,3"}
     assert SessionOptions().launch_options().env == {}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "visible", "expected"),
+    [((0,), "2,3", "2"), ((1, 0), "2, GPU-aa", "GPU-aa,2"), ((2,), None, "2"), ((5,), "2,3", "5"), ((0,), "", "")],
+)
+def test_gpus_are_counted_among_visible_ones(gpus: tuple[int, ...], visible: str | None, expected: str) -> None:
+    """A scheduler has set CUDA_VISIBLE_DEVICES: number 0 is the first of those, and not somebody else's GPU 0."""
+    assert choose_visible(gpus, visible) == expected
+
+
+def test_launch_options_choose_gpus_among_those_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of `env` where that sets the variable, else of this process."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    assert SessionOptions(gpus=(0, 2)).launch_options().env == {"CUDA_VISIBLE_DEVICES": "4,6"}
+    options = SessionOptions(gpus=(1,), env={"CUDA_VISIBLE_DEVICES": "7,8"})
+    assert options.launch_options().env == {"CUDA_VISIBLE_DEVICES": "8"}

@@ -3,15 +3,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from ddpilot.session.rebuilt import describe_rebuilt
 
 
-def said(**found: Any) -> list[str]:
+def said(restarted: Collection[int] = (), unfinished: Collection[int] = (), **found: Any) -> list[str]:
     """The lines for two ranks that have found the same."""
     value = {"rebound": 0, "lost": [], "unbound": [], "disagreements": [], "named": {}, **found}
-    return list(describe_rebuilt([value, value], 0.24, is_kept=True))
+    return list(describe_rebuilt([value, value], 0.24, live=(0, 1), restarted=restarted, unfinished=unfinished))
 
 
 def test_rebuilt_says_little_where_all_is_well() -> None:
@@ -22,10 +23,16 @@ def test_rebuilt_says_little_where_all_is_well() -> None:
     ]
 
 
+def test_rebuilt_says_whose_variables_are_kept() -> None:
+    """Those of the ranks that were not restarted; no word of them if all were."""
+    assert said(restarted=[1]) == ["the process group was freed and rebuilt in 0.2 s, variables of rank 0 are kept"]
+    assert said(restarted=[0, 1]) == ["the process group was freed and rebuilt in 0.2 s"]
+
+
 def test_rebuilt_names_what_is_gone_and_what_is_unbound_once() -> None:
     """Each rank has found it."""
-    assert said(lost=["1 group of `new_group`"], unbound=["Linear was on a group of 2 ranks"])[1:] == [
-        "gone with the old group, make anew what you still need: 1 group of `new_group`",
+    assert said(lost=["groups of `new_group`"], unbound=["Linear was on a group of 2 ranks"])[1:] == [
+        "gone with the old group, create again what you still need: groups of `new_group`",
         "not bound to the new group: Linear was on a group of 2 ranks",
     ]
 
@@ -61,3 +68,10 @@ def test_rebuilt_asks_for_models_that_some_ranks_lack() -> None:
     """No parameter could be compared."""
     lines = said(disagreements=["the ranks have different numbers of DDP models: 1 on rank 0, 0 on rank 1"])
     assert lines[-1] == "run the cells that make the models again, on all ranks, before the next step"
+
+
+def test_rebuilt_warns_of_unfinished_updates_where_collectives_were_aborted_on_devices() -> None:
+    """Stream order: the optimizer's kernels behind an aborted all_reduce have run before anything could stop them."""
+    (line,) = said(unfinished={1, 0})[1:]
+    assert line.startswith("collectives were aborted on the devices of ranks 0,1: models and optimizers there may hold")
+    assert line.endswith("load a checkpoint on all ranks before training on")

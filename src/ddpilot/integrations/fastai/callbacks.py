@@ -15,6 +15,7 @@ from ddpilot.group.process_group import Group
 from ddpilot.integrations.fastai.agreement import agree, share_tensors
 from ddpilot.integrations.fastai.loaders import Share, share
 from ddpilot.integrations.fastai.metrics import reduce_metrics
+from ddpilot.training.accelerator import device_ids
 
 
 class ShareData(Callback):  # type: ignore[misc]  # fastai is untyped
@@ -111,10 +112,9 @@ class TrainTogether(Callback):  # type: ignore[misc]  # fastai is untyped
         if self._ddp is None and self._module is not None:
             trained = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
             has_unused = average_gradients(trained, self._ranks)
-            device = self._ranks.device
             self._ddp = DistributedDataParallel(
                 self._module,
-                device_ids=[device.index] if device.type == "cuda" else None,
+                device_ids=device_ids(self._module, self._ranks.device),
                 find_unused_parameters=has_unused,
             )
 

@@ -18,9 +18,10 @@ import torch
 
 from ddpilot.group.enter import seed_all
 from ddpilot.group.process_group import Group
+from ddpilot.training.accelerator import rng_state, runs_behind, set_rng_state
 
 _State = tuple[Any, tuple[Any, ...], bytes, bytes]
-"""Of Python, numpy, torch on the CPU, and torch on this rank's GPU (b"" without one)."""
+"""Of Python, numpy, torch on the CPU, and torch on this rank's accelerator (b"" without one)."""
 
 
 def start_equal(run_id: str) -> None:
@@ -68,8 +69,8 @@ def _capture(device: torch.device | None = None) -> _State:
     name, keys, *rest = np.random.get_state(legacy=True)
     numpy = (name, np.asarray(keys).tobytes(), *rest)
     gpu = b""
-    if device is not None and device.type == "cuda":
-        gpu = torch.cuda.get_rng_state(device).numpy().tobytes()
+    if device is not None and runs_behind(device):
+        gpu = rng_state(device).numpy().tobytes()
     return random.getstate(), numpy, torch.get_rng_state().numpy().tobytes(), gpu
 
 
@@ -79,7 +80,7 @@ def _put_back(state: _State, device: torch.device | None = None) -> None:
     np.random.set_state((name, np.frombuffer(keys, dtype=np.uint32), *rest))
     torch.set_rng_state(torch.frombuffer(bytearray(cpu), dtype=torch.uint8))
     if gpu and device is not None:
-        torch.cuda.set_rng_state(torch.frombuffer(bytearray(gpu), dtype=torch.uint8), device)
+        set_rng_state(torch.frombuffer(bytearray(gpu), dtype=torch.uint8), device)
 
 
 def _derive(*parts: bytes) -> int:

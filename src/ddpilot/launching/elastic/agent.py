@@ -52,6 +52,7 @@ class Agent(LocalElasticAgent):
         self._ranks = LocalRanks([], screen.note)
         self._forerunner = Forerunner(screen.note)
         self._has_passed_on = False
+        self._requeue_elsewhere_s: float | None = None
         self._shown: list[tuple[str, str]] = []
         self.report: Path | None = None
         """What the rank that failed first wrote down, where it is one of this node and raised."""
@@ -64,7 +65,7 @@ class Agent(LocalElasticAgent):
         pids: dict[int, Any] = super()._start_workers(worker_group)
         assert isinstance(self._pcontext, SubprocessContext)
         handlers = self._pcontext.subprocess_handlers
-        self.error = None
+        self.error = self._requeue_elsewhere_s = None
         self._forerunner = Forerunner(self._screen.note)
         ranks = [
             LocalRank(worker.global_rank, handlers[worker.local_rank].proc, self._logs.reports[worker.local_rank])
@@ -80,11 +81,13 @@ class Agent(LocalElasticAgent):
             self._ranks.end(signal.SIGTERM, FAILED_GRACE_S)
             raise _describe_broken(self._screen.broken)
         failures = self._ranks.failures()
+        if self._may_follow_elsewhere():
+            return RunResult(state=WorkerState.HEALTHY)
         if all(each.is_victim for each in failures) and self._saw_failure_elsewhere():
             self._ranks.end(signal.SIGTERM, FAILED_GRACE_S)
             return RunResult(state=WorkerState.UNHEALTHY)
-        if self._meeting is not None and (failures or self._ranks.live):
-            self._check_nodes(self._meeting)
+        if self._meeting is not None and (failures or self._ranks.live) and self._requeue_elsewhere_s is None:
+            self._check_nodes(self._meeting)  # a node that left for a requeue takes its store along
         chosen = self._choose(failures)
         if chosen is not None and (self._ranks.is_leaving(chosen.rank) or self._may_be_followed(chosen)):
             self._foretell(chosen, worker_group)
@@ -164,8 +167,17 @@ class Agent(LocalElasticAgent):
 
     def _may_be_followed(self, chosen: Failure) -> bool:
         """True while the other ranks of a `Loop` have time to leave with the exit code for a requeue, too."""
-        exited = chosen.exited
-        return exited is not None and exited.exitcode == EXIT_REQUEUE and self._ranks.are_leaving(chosen.since_s)
+        exited, limit_s = chosen.exited, self._options.shutdown_timeout_s
+        is_requeue = exited is not None and exited.exitcode == EXIT_REQUEUE
+        return is_requeue and self._ranks.are_leaving(chosen.since_s, limit_s)
+
+    def _may_follow_elsewhere(self) -> bool:
+        """True while the ranks here have time to leave with the exit code for a requeue, as another node's have."""
+        if self._meeting is None or not self._meeting.is_requeue_elsewhere:
+            return False
+        if self._requeue_elsewhere_s is None:
+            self._requeue_elsewhere_s = time.monotonic()
+        return self._ranks.are_leaving(self._requeue_elsewhere_s, self._options.shutdown_timeout_s)
 
     def _foretell(self, chosen: Failure, worker_group: WorkerGroup) -> None:
         """Say why the ranks are about to be ended where the one that failed takes its time to end."""

@@ -127,11 +127,12 @@ class LocalRanks:
             each.exited is not None and each.exited.exitcode == EXIT_REQUEUE for each in self._ranks
         )
 
-    def are_leaving(self, since_s: float) -> bool:
-        """True while ranks may still follow one that left with the code for a requeue at `since_s` (monotonic)."""
-        ended = [each.exited.exitcode for each in self._ranks if each.exited is not None]
-        is_in_time = time.monotonic() - since_s <= STUCK_EXIT_S
-        return is_in_time and len(ended) < len(self._ranks) and all(code == EXIT_REQUEUE for code in ended)
+    def are_leaving(self, since_s: float, limit_s: float) -> bool:
+        """True while ranks may still follow one that left with the code for a requeue at `since_s` (monotonic).
+
+        For `limit_s` seconds: a rank that leaves with it too may still run its `finally` or its exit handlers.
+        """
+        return time.monotonic() - since_s <= limit_s and bool(self.live) and all(map(_may_ask_for_requeue, self._ranks))
 
     @property
     def succeeded(self) -> tuple[int, ...]:
@@ -193,6 +194,10 @@ class LocalRanks:
                 continue
             with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS says so of a group of zombies
                 os.killpg(each.process.pid, number)
+
+
+def _may_ask_for_requeue(rank: LocalRank) -> bool:
+    return all(end is None or end.exitcode == EXIT_REQUEUE for end in (rank.exited, rank.raised))
 
 
 def _has_members(group: int) -> bool:

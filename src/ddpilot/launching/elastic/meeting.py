@@ -27,6 +27,7 @@ from ddpilot.launching.elastic.nodes import (
     READY,
     NodeState,
     View,
+    asks_for_requeue,
     check_agreement,
     decode_state,
     render_nodes,
@@ -126,6 +127,17 @@ class Meeting(RendezvousHandler):
             if state.node_rank != self._me.node_rank and state.failure and state.failed_attempt >= self._attempt:
                 return unpack_error(state.failure, how_here)
         return None
+
+    @property
+    def is_requeue_elsewhere(self) -> bool:
+        """True if another node's ranks have left in this attempt with the exit code that asks for a requeue."""
+        states = () if self._peers is None else self._peers.view().states.values()
+        return any(
+            state.node_rank != self._me.node_rank
+            and state.failed_attempt >= self._attempt
+            and asks_for_requeue(state.failure)
+            for state in states
+        )
 
     def check(self) -> None:
         """Say who has been silent for long. Raises RendezvousError once that is longer than is allowed."""

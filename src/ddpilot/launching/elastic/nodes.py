@@ -11,6 +11,8 @@ from typing import Any
 from ddpilot.errors import DdpilotError, LaunchError, RankError, RendezvousError, WatchError
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.sequence import Findings
+from ddpilot.launching.contract import EXIT_REQUEUE
+from ddpilot.launching.elastic.stopping import RunStoppedError
 
 READY, DONE, ENDED = "ready", "done", "ended"
 
@@ -100,6 +102,8 @@ def pack_error(error: DdpilotError) -> dict[str, Any]:
     names = ["did", "found", "fix"]
     if isinstance(error, RankError):
         names += ["rank", "host", "exitcode", "signal_name", "rank_traceback", "last_lines"]
+    if isinstance(error, RunStoppedError):
+        names += ["exitcode"]
     said = {name: getattr(error, name) for name in names}
     if isinstance(error, (RankError, WatchError)):
         said["findings"] = [finding.to_dict() for finding in error.findings]
@@ -111,10 +115,16 @@ def unpack_error(said: Mapping[str, Any], others: str) -> RankError | LaunchErro
     values = dict(said)
     findings = Findings(map(Finding.from_dict, values.pop("findings", ())))
     if "rank" not in said:
+        values.pop("exitcode", None)  # of the other node: what this one ends with is decided here
         return WatchError(**values, findings=findings) if findings else LaunchError(**values)
     error = RankError(**{**values, "last_lines": tuple(said["last_lines"]), "others": others})
     error.findings = findings
     return error
+
+
+def asks_for_requeue(failure: Mapping[str, Any] | None) -> bool:
+    """True if a node packed `failure` because its ranks left with the exit code that asks for a requeue."""
+    return failure is not None and failure.get("exitcode") == EXIT_REQUEUE
 
 
 def with_failure(state: NodeState, error: DdpilotError) -> NodeState:

@@ -29,6 +29,10 @@ _BOOT = (
     "from ddpilot.launching.local.server import serve;"
     "serve(given['fd'], given['parent'], tuple(given['preload']), given['may_fork'])"
 )
+_COUNT_BY_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
+"""With it a module that asks on import whether there is a GPU gets its answer without `cuInit`, after which no process
+can be forked. The ranks do not have it."""
+
 _MAX_WARM = 2
 _START_LIMIT_S = 120.0
 
@@ -77,7 +81,7 @@ class RankServer:
         flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         return subprocess.Popen(
             [self.key.executable, *flags, "-c", _BOOT, json.dumps(boot)],
-            env={**environ, SERVER_VARIABLE: "1"},
+            env={_COUNT_BY_NVML: "1", **environ, SERVER_VARIABLE: "1"},
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=log,

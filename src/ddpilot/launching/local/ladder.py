@@ -16,7 +16,9 @@ from ddpilot.launching.local.process import STACKS_SIGNAL
 _TERM_GRACE_S = 1.0
 _FREE_GRACE_S = 1.0
 _STACKS_S = 0.3
-_STOP_GRACE_S = 30.0
+STOP_GRACE_S = 30.0
+"""Seconds that ranks have after a scheduler's signal, and after the first rank that left for a requeue."""
+
 TAKEN_GRACE_S = 60.0
 """Ranks that took Ctrl-C as their cue go on to the end of their update, which is seldom longer."""
 
@@ -62,9 +64,9 @@ class Ladder:
 
     def start_stopped(self, now_s: float, number: signal.Signals) -> None:
         """A scheduler's signal to the parent: the ranks get it, and SIGKILL 30 seconds later."""
-        self._say(f"{number.name} to {render_ranks(self._live())}; they have {_STOP_GRACE_S:g} s")
+        self._say(f"{number.name} to {render_ranks(self._live())}; they have {STOP_GRACE_S:g} s")
         pass_on = functools.partial(self._pass_on, number)
-        self._steps = [(now_s, pass_on), (now_s + _STOP_GRACE_S, self._say_kill)]
+        self._steps = [(now_s, pass_on), (now_s + STOP_GRACE_S, self._say_kill)]
 
     def start_impatient(self, now_s: float) -> None:
         """Ctrl-C once more: SIGKILL at once."""

@@ -20,7 +20,7 @@ from ddpilot.launching.interrupts import InterruptCatcher
 from ddpilot.launching.local import endings, wire
 from ddpilot.launching.local.handles import RankHandle
 from ddpilot.launching.local.jobs import STORE, Finish, Finished, NotStarted, Signal, Started
-from ddpilot.launching.local.ladder import Ladder
+from ddpilot.launching.local.ladder import STOP_GRACE_S, Ladder
 from ddpilot.launching.local.report import Exited, Raised, Returned, Taken
 from ddpilot.launching.local.stopping import Stopping
 from ddpilot.launching.options import LaunchOptions
@@ -235,7 +235,7 @@ class Supervisor:
         if self._ending is not None:
             return
         chosen = choose_failure(self._failures, now, self._unheard)
-        if chosen is not None:
+        if chosen is not None and not self._may_be_followed(chosen, now):
             others = [failure.rank for failure in self._failures if failure is not chosen and failure.is_victim]
             returned = [handle.rank for handle in self._handles if handle.returned is not None]
             self._drain_output(chosen.rank)
@@ -255,6 +255,13 @@ class Supervisor:
             if self._companion is not None:
                 self._companion.explain(late)
             self._ladder.start_timed_out(now)
+
+    def _may_be_followed(self, chosen: Failure, now: float) -> bool:
+        """True while the other ranks have time to leave with the exit code for a requeue, too: in a `finally`, say."""
+        ends = [handle.raised or handle.exited for handle in self._handles]
+        is_open = any(each.is_live for each in self._handles) and all(each.returned is None for each in self._handles)
+        is_requeue = all(end is None or end.exitcode == EXIT_REQUEUE for end in ends)
+        return is_open and is_requeue and now - chosen.since_s <= STOP_GRACE_S
 
     def _hear_companion(self, now: float) -> None:
         if self._companion is None:

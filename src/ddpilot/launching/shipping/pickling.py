@@ -29,11 +29,13 @@ from ddpilot.launching.shipping.reductions import (
     is_compiled,
     is_parametrized,
     is_plain_exception,
+    is_scheduled,
     owning_module,
     reduce_cached,
     reduce_exception,
     reduce_lazy_module,
     reduce_parametrized,
+    reduce_scheduled,
     reduce_torch_op,
 )
 
@@ -101,6 +103,8 @@ class ShipPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is 
                 return _module_in_ddp, (obj.module,)
             if is_parametrized(obj):
                 return reduce_parametrized(obj)
+            if isinstance(obj, torch.optim.Optimizer) and is_scheduled(obj):
+                return reduce_scheduled(obj)
         by_name = reduce_lazy_module(obj)
         if by_name is not NotImplemented:
             return by_name

@@ -8,6 +8,7 @@ import importlib
 import operator
 import sys
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -123,3 +124,34 @@ def _set_parametrized(module: Any, state: Any) -> None:
     parametrize._inject_new_class(module)
     for name in module.parametrizations:
         parametrize._inject_property(module, name)
+
+
+def is_scheduled(optimizer: Any) -> bool:
+    """Whether a learning rate scheduler was made for this optimizer: torch then notes whether it has stepped."""
+    return hasattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched")
+
+
+def reduce_scheduled(optimizer: Any) -> Any:
+    """An optimizer with that note, which torch leaves behind: the scheduler would warn of steps that were made."""
+    reduced = optimizer.__reduce_ex__(5)
+    if not isinstance(reduced, tuple) or len(reduced) < 3 or any(each is not None for each in reduced[3:]):
+        return reduced  # its class has a way of its own to travel
+    build, arguments, state = reduced[:3]
+    return build, arguments, (state, hasattr(optimizer, "_opt_called")), None, None, _set_scheduled
+
+
+def _set_scheduled(optimizer: Any, state: Any) -> None:
+    given, has_stepped = state
+    optimizer.__setstate__(given)
+    step, reference = type(optimizer).step, weakref.ref(optimizer)
+
+    @functools.wraps(step)
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        one: Any = reference()
+        one._opt_called = True
+        return step(one, *args, **kwargs)
+
+    noting._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # by which a scheduler knows it
+    optimizer.step = noting
+    if has_stepped:
+        optimizer._opt_called = True

@@ -99,7 +99,8 @@ def _sides(digests: Sequence[str]) -> str:
 
 def _distance(parameter: torch.Tensor, group: Group) -> float:
     """The largest difference of any value to rank 0's, over all ranks; NaN where there is one. Collective."""
-    own = parameter.cpu().to(torch.complex128 if parameter.is_complex() else torch.float64)
+    own = parameter.cpu()
     of_rank_zero = group.broadcast_object(own)
-    distances: list[float] = group.all_gather_object(float((own - of_rank_zero).abs().max()))
+    exact = torch.complex128 if own.is_complex() else torch.float64
+    distances: list[float] = group.all_gather_object(float((own.to(exact) - of_rank_zero.to(exact)).abs().max()))
     return float(torch.tensor(distances).max())

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import sys
 import threading
 import time
@@ -167,6 +168,9 @@ class RankKernel(IPythonKernel):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.freeing = threading.Lock()
+        self._has_failed = False
+        """Whether the last cell or request did."""
+
         self.shell_handlers[REQUEST] = self.on_request
         self.control_handlers[FREE] = self.on_free
 
@@ -232,6 +236,7 @@ class RankKernel(IPythonKernel):
             if name in reply:
                 reply[name] = writable(reply[name])
         reply["traceback"] = [writable(line) for line in reply.get("traceback", ())]
+        self._has_failed = reply["status"] != "ok"
         reply[REPORT_KEY] = self._report(reply).to_content()
         shell.failure = None
         return reply
@@ -244,7 +249,7 @@ class RankKernel(IPythonKernel):
         text = "\n".join(reply.get("traceback", ()))
         if self._rank_shell.failure is not None:
             error, time_s = self._rank_shell.failure
-            return report_error(error, text, time_s, num_collectives)
+            return report_error(error, text, time_s, num_collectives, self.requests.space.device)
         return Report(  # a cell that is no Python: nothing of it ran
             status="error",
             time_s=now,
@@ -264,7 +269,7 @@ class RankKernel(IPythonKernel):
     def _tidy(self, keeps_cache: bool) -> None:
         # Once the session has its answer: the workers of a loader that an error has kept alive end in a second.
         forget_error(self._rank_shell)
-        tidy(keeps_cache)
+        tidy(self.requests.space.device, keep_cache=keeps_cache, has_failed=self._has_failed)
 
     def _let_apps_tidy(self) -> None:
         try:
@@ -285,6 +290,7 @@ class RankKernel(IPythonKernel):
             report = self.requests.serve(content)
         finally:
             self.requests.space.end()
+        self._has_failed = report.status != "ok"
         self._reply(stream, REPLY, report, parent, ident)
         asyncio.get_running_loop().call_soon(self._tidy, self.requests.space.start.keep_cache)
         if content["verb"] == "finish":
@@ -296,18 +302,27 @@ class RankKernel(IPythonKernel):
         On a busy machine it may come late: the group that it was about has been replaced, and the new one stays.
         """
         with self.freeing:
-            is_late = parent["content"]["generation"] < self.requests.generation
-            report = Report(status="ok", time_s=time.monotonic()) if is_late else self._free()
+            content = parent["content"]
+            is_late = content["generation"] < self.requests.generation
+            report = Report(status="ok", time_s=time.monotonic()) if is_late else self._free(content["interrupt"])
         self._reply(stream, REPLY, report, parent, ident)
 
-    def _free(self) -> Report:
-        from ddpilot.group.free import free_group
+    def _free(self, interrupt: bool) -> Report:
+        from ddpilot.group.free import free_group, uses_device
 
         self._rank_shell.is_freed = True
         was_in = dist.is_initialized()
         backend = _backend() if was_in else None
+        if interrupt and uses_device():
+            # What waits for the device returns without an error once the group is freed: this is raised before the
+            # cell can go on with what came of that.
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         freed = free_group()
-        value = {"backend": backend, "still_stuck": list(freed.still_stuck)}
+        value = {
+            "backend": backend,
+            "still_stuck": list(freed.still_stuck),
+            "unfinished": bool(freed.aborted) and self.requests.space.counter.count() != 0,
+        }
         return Report(status="ok", time_s=time.monotonic(), has_group=was_in, value=value)
 
 

@@ -20,8 +20,7 @@ _HOLDERS = (
 
 def find_lost(namespace: Mapping[str, Any]) -> list[str]:
     """Kinds of objects of this process that go with its groups, with the variables of `namespace` that are one."""
-    num_others = max(0, len(c10d._world.pg_map) - 1)
-    found = [f"{num_others} group{'s' * (num_others > 1)} of `new_group`"] if num_others else []
+    found = ["groups of `new_group`"] if len(c10d._world.pg_map) > 1 else []
     kinds = {name: getattr(sys.modules[module], name, None) for module, name in _HOLDERS if module in sys.modules}
     kinds = {name: kind for name, kind in kinds.items() if isinstance(kind, type)}
     if not kinds:

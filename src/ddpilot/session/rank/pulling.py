@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpilot.errors import ShipError
 from ddpilot.launching.shipping.blame import ship
+from ddpilot.session.own_names import own_names
 from ddpilot.session.pushed import find_incomplete
 from ddpilot.session.rank.lazy import SessionGroup
 from ddpilot.session.refusals import MISSING, refuse
@@ -41,7 +42,7 @@ def pack_pulled(expressions: Sequence[str], names: dict[str, Any]) -> tuple[list
 def _evaluate(expression: str, names: dict[str, Any]) -> tuple[Any, dict[str, str] | None]:
     """Its value, or why that cannot be pulled."""
     if expression.isidentifier() and expression not in names:
-        near = difflib.get_close_matches(expression, names, 3)
+        near = difflib.get_close_matches(expression, own_names(names), 3)
         return None, refuse(MISSING, f"Did you mean {' or '.join(f'`{name}`' for name in near)}?" if near else "")
     try:
         value = eval(expression, names)

@@ -7,12 +7,14 @@ import asyncio
 import traceback
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ddpilot.launching.exitcode import exitcode_of
 from ddpilot.launching.messages import leave_out_guard, message_of
 from ddpilot.launching.victims import is_victim
+from ddpilot.session.rank.device_errors import find_device_error
 from ddpilot.session.report import Report
 
 CELL = "Cell In["
@@ -29,8 +31,10 @@ def cell_traceback(error: BaseException) -> str:
     return "".join(traceback.TracebackException(type(error), error, frames).format())
 
 
-def report_error(error: BaseException, text: str, time_s: float, num_collectives: int | None) -> Report:
-    """The report of a cell or call that ended with `error`."""
+def report_error(
+    error: BaseException, text: str, time_s: float, num_collectives: int | None, device: torch.device
+) -> Report:
+    """The report of a cell or call that ended with `error` on a rank that uses `device`."""
     return Report(
         status="error",
         time_s=time_s,
@@ -43,6 +47,7 @@ def report_error(error: BaseException, text: str, time_s: float, num_collectives
         interrupted=isinstance(error, (KeyboardInterrupt, asyncio.CancelledError)),
         in_backward=came_from_backward(error),
         exitcode=exitcode_of(error),
+        device_error=find_device_error(device),
     )
 
 

@@ -64,7 +64,8 @@ class Requests:
                 stop_handler.disarm()
         except BaseException as error:  # noqa: BLE001  # the user's function may raise anything, and the parent is told
             stop_handler.disarm()
-            return report_error(error, user_traceback(error), time.monotonic(), self.space.counter.count())
+            num_collectives = self.space.counter.count()
+            return report_error(error, user_traceback(error), time.monotonic(), num_collectives, self.space.device)
         return Report(
             status="ok",
             time_s=time.monotonic(),

@@ -11,14 +11,39 @@ from typing import Any
 
 import torch
 
+from ddpilot.session.rank.device_errors import find_device_error
+
+_MAX_UNUSED_PART = 8
 _LAST = ("last_type", "last_value", "last_traceback", "last_exc")
 
 
-def tidy(keep_cache: bool) -> None:
-    """Collect garbage and, unless `keep_cache`, return what CUDA's allocator keeps for later."""
+def tidy(device: torch.device, *, keep_cache: bool, has_failed: bool) -> None:
+    """Collect garbage and, unless `keep_cache`, return what the allocator of `device` keeps for later if that pays."""
     gc.collect()
-    if not keep_cache and torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+    if keep_cache or device.type == "cpu" or find_device_error(device):
+        return
+    module = torch.get_device_module(device)
+    is_initialized = getattr(module, "is_initialized", None)
+    if is_initialized is not None and not is_initialized():
+        return
+    if pays_to_empty(has_failed, *_read_memory(module, device)) and hasattr(module, "empty_cache"):
+        module.empty_cache()
+
+
+def pays_to_empty(has_failed: bool, unused_bytes: int | None, total_bytes: int) -> bool:
+    """True after a cell that failed, or if more than an eighth of the device's memory is in the cache unused.
+
+    Emptying it waits for the device, and the next cell allocates again: tens of milliseconds. `unused_bytes`: None if
+    that is not known.
+    """
+    return has_failed or unused_bytes is None or unused_bytes > total_bytes / _MAX_UNUSED_PART
+
+
+def _read_memory(module: Any, device: torch.device) -> tuple[int | None, int]:
+    if not all(hasattr(module, name) for name in ("memory_reserved", "memory_allocated", "mem_get_info")):
+        return None, 0
+    unused_bytes = module.memory_reserved(device) - module.memory_allocated(device)
+    return unused_bytes, module.mem_get_info(device)[1]
 
 
 def forget_error(shell: Any) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -123,6 +124,21 @@ def test_local_ranks_let_a_rank_that_raised_end_by_itself_for_a_while(
     assert not local.is_leaving(0)
     assert said[0].startswith("rank 0 raised ValueError and has not ended for ")
     local.kill()
+
+
+def test_local_ranks_may_follow_one_that_left_for_a_requeue(start: Start) -> None:
+    """For the time given, while no rank has ended or raised in another way."""
+    gone, busy = start(0, "exit 75"), start(1, "sleep 60")
+    ranks = LocalRanks([gone, busy], print)
+    while gone.is_live:
+        ranks.look()
+    now_s = time.monotonic()
+    assert ranks.are_leaving(now_s, 60.0)
+    assert not ranks.are_leaving(now_s - 61.0, 60.0)
+    busy.report.write_text(json.dumps({REPORT_KEY: REPORT}))
+    ranks.look()
+    assert not ranks.are_leaving(now_s, 60.0)
+    ranks.kill()
 
 
 def test_local_rank_ignores_a_report_that_is_not_ours(start: Start, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from ddpilot.findings.finding import Finding
 from ddpilot.findings.sequence import Findings
 from ddpilot.launching.elastic.nodes import (
     NodeState,
+    asks_for_requeue,
     check_agreement,
     decode_state,
     pack_error,
@@ -19,6 +20,7 @@ from ddpilot.launching.elastic.nodes import (
     unpack_error,
     with_failure,
 )
+from ddpilot.launching.elastic.stopping import RunStoppedError
 
 ZERO = NodeState(node_rank=0, host="here", pid=7, nnodes=2, nproc_per_node=1, target="train.py", attempt=3)
 FAILED = RankError(
@@ -47,6 +49,17 @@ def test_unpack_error_is_the_other_nodes_error_with_what_became_of_this_one() ->
     assert str(error).endswith("On this node, rank 0 had to end.")
     plain = unpack_error(pack_error(LaunchError("doing", found="that", fix="This")), "")
     assert str(plain) == "doing: that. This"
+
+
+@pytest.mark.parametrize(("exitcode", "expected"), [(75, True), (1, False)])
+def test_asks_for_requeue_reads_the_exit_code_of_the_other_node(exitcode: int, expected: bool) -> None:
+    """Of ranks that left by themselves and of a node that a signal stopped; its own exit code is decided here."""
+    stopped = RunStoppedError("running", found="stopped by SIGTERM", exitcode=exitcode)
+    left = RankError("running", found="rank 0 left", rank=0, host="there", exitcode=exitcode)
+    failures = [decode_state(with_failure(ZERO, error).encode()).failure for error in (stopped, left)]
+    assert [asks_for_requeue(failure) for failure in failures] == [expected, expected]
+    assert type(unpack_error(failures[0] or {}, "")) is LaunchError
+    assert not asks_for_requeue(None)
 
 
 def test_unpack_error_has_the_findings_of_the_other_node() -> None:

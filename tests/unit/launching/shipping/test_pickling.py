@@ -260,6 +260,28 @@ def test_parametrized_modules_travel(norm: Callable[[nn.Module], nn.Module]) -> 
         module.train()
 
 
+def test_an_optimizer_and_its_scheduler_travel_without_a_warning(
+    recwarn: pytest.WarningsRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To a rank and back: torch warns of a step that was forgotten, and of none that was made, before or there."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "unused")  # torch's optimizers would set it
+    optimizer = torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    opened, defined, known = there((optimizer, scheduler))
+    forgotten, _, _ = there(scheduler)
+    returned = back(opened, known, defined)
+    optimizer.step()
+    stepped, _, _ = there(scheduler)
+    for one, its in (opened, returned):
+        one.step()
+        its.step()
+        assert one.param_groups[0]["lr"] == pytest.approx(0.01)
+    stepped.step()
+    assert not recwarn.list
+    forgotten.step()
+    assert "before `optimizer.step()`" in str(recwarn.pop(UserWarning).message)
+
+
 def test_a_parametrized_module_of_a_cell_travels(
     cell: Callable[[str], dict[str, Any]], rank_main: Callable[[], types.ModuleType]
 ) -> None:
