@@ -29,7 +29,7 @@ class Block(nn.Module):
         """x: (samples, tokens, width), and so is the result."""
         query, key, value = self.qkv(self.norms[0](x)).chunk(3, dim=-1)
         scores = (query @ key.transpose(-2, -1)) / math.sqrt(x.shape[-1])
-        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
         x = x + scores.masked_fill(later, -math.inf).softmax(-1) @ value
         return torch.as_tensor(x + self.mlp(self.norms[1](x)))
 

@@ -131,7 +131,7 @@ class Looking:
                     self._observer.resume(time.monotonic_ns(), lambda: None)
                 else:
                     self.looked_s += time.monotonic() - begun_s
-                    self._observer.pause()
+                    self._observer.pause(reports=False)
         self.used_s = time.clock_gettime(clock)
         self._observer.stop()
 

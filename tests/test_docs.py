@@ -9,8 +9,10 @@ import platform
 import re
 import subprocess
 import sys
+from importlib.util import module_from_spec, spec_from_file_location
 from itertools import zip_longest
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -114,3 +116,44 @@ def test_pages_with_snippets_are_found() -> None:
 def test_pages_name_no_path_of_a_machine(path: Path) -> None:
     """A reader's machine has other folders."""
     assert not re.search(r"/(root|home|work|Users)/", path.read_text())
+
+
+def test_pages_say_the_same_of_what_ran_on_gpus() -> None:
+    """docs/gpus.md, tests/gpu/README.md and the README are what docs/gpu_runs.json says."""
+    gpus = load_script("render_gpus")
+    for path, text in gpus.render_pages(gpus.read_runs()).items():
+        assert path.read_text() == text, f"run `make reference` and commit {path.relative_to(ROOT)}"
+    for path in (ROOT / "docs/gpus.md", ROOT / "tests/gpu/README.md"):
+        assert gpus.render_table(gpus.read_runs()) in path.read_text()
+    assert gpus.render_state(gpus.read_runs()) in (ROOT / "README.md").read_text()
+
+
+def test_a_report_of_gpu_check_becomes_a_row(tmp_path: Path) -> None:
+    """Date, devices, versions and what failed by name; a report without devices is refused."""
+    gpus = load_script("render_gpus")
+    report = {
+        "made": "2030-01-02T03:04:05Z",
+        "devices": [{"name": "H100"}, {"name": "H100"}],
+        "torch": "2.13.0",
+        "nccl": None,
+        "counts": {"ok": 30, "failed": 1, "cannot be shown": 4},
+        "checks": [{"name": "mig_slices", "status": "failed"}, {"name": "group_of_one", "status": "ok"}],
+    }
+    run = gpus.summarise(report, "31 passed")
+    assert (
+        "| 2030-01-02 | 2 x H100 | torch 2.13.0 | 30 ok, 1 failed (mig_slices), 4 not shown there | 31 passed |"
+        in gpus.render_table([run])
+    )
+    assert gpus.render_state([run]).startswith("last run on 2030-01-02 on 2 x H100: 30 ok, 1 failed (mig_slices)")
+    with pytest.raises(SystemExit, match="without an accelerator"):
+        gpus.summarise(report | {"devices": []}, "")
+
+
+def load_script(name: str) -> ModuleType:
+    """A script of docs as a module."""
+    spec = spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -22,10 +22,11 @@ MAY_IMPORT_TORCH = (
     *("ddpilot.launching.elastic.meeting", "ddpilot.launching.elastic.peers"),
     *("ddpilot.session.rank", "ddpilot.integrations.fastai", "ddpilot.integrations.lightning"),
     *("ddpilot.data", "ddpilot.training", "ddpilot.trainer", "ddpilot.guard.probes", "ddpilot.record.warm"),
+    "ddpilot.diagnose.gpu_check.checks",
 )
 YET_FREE_OF_TORCH = (
     *("ddpilot.group", "ddpilot.group.devices_count"),
-    "ddpilot.guard.probes",
+    *("ddpilot.guard.probes", "ddpilot.diagnose.gpu_check.checks"),
     *("ddpilot.session.rank", "ddpilot.session.rank.start", "ddpilot.session.rank.counting"),
     *("ddpilot.integrations.fastai", "ddpilot.integrations.fastai.app"),
     *("ddpilot.integrations.lightning", "ddpilot.integrations.lightning.app"),
