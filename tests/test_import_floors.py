@@ -21,8 +21,8 @@ MAY_IMPORT_TORCH = (
     *("ddpilot.launching.elastic.agent", "ddpilot.launching.elastic.assembly", "ddpilot.launching.elastic.logs"),
     *("ddpilot.launching.elastic.meeting", "ddpilot.launching.elastic.peers"),
     *("ddpilot.session.rank", "ddpilot.integrations.fastai", "ddpilot.integrations.lightning"),
-    *("ddpilot.data", "ddpilot.training", "ddpilot.trainer", "ddpilot.guard.probes", "ddpilot.record.warm"),
-    "ddpilot.diagnose.gpu_check.checks",
+    *("ddpilot.data", "ddpilot.training", "ddpilot.trainer", "ddpilot.guard.probes"),
+    *("ddpilot.record.warm", "ddpilot.record.host_copies", "ddpilot.diagnose.gpu_check.checks"),
 )
 YET_FREE_OF_TORCH = (
     *("ddpilot.group", "ddpilot.group.devices_count"),
