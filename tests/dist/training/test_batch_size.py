@@ -58,11 +58,12 @@ def search(limited_rank: int, free_bytes: int) -> dict[str, Any]:
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS is Linux's")
 def test_find_batch_size_is_that_of_the_rank_with_the_least_memory() -> None:
     """Rank 1's allocator refuses: every rank has its answer, nothing has changed, and training goes on in step."""
-    zero, one = launch(2, search, 1, 100 << 20)
+    zero, one = launch(2, search, 1, 300 << 20)
     assert zero["found"] == one["found"]
     assert zero["same"]
     assert one["same"]
     assert zero["after"] == one["after"]
     failed = {trial.failed_ranks for trial in zero["found"].trials}
     assert failed == {(), (1,)}
-    assert 4 <= zero["found"].largest <= 50  # each sample takes 2 MiB or more, of 100
+    # Each sample takes 2 MiB or more, of 300; a thread's first allocation reserves 64.
+    assert 4 <= zero["found"].largest <= 150

@@ -24,4 +24,9 @@ for step in range(20):
         parameters[name].grad /= dist.get_world_size()
     optimizer.step()
     optimizer.zero_grad()
+own = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+dist.all_gather(gathered, own)
+if not torch.equal(gathered[0], gathered[1]):
+    print("WRONG: the ranks' weights differ")
 dist.destroy_process_group()
