@@ -43,7 +43,7 @@ class _Once(nn.Module):
         self._function = function
         self.model = model
 
-    def forward(self) -> Any:
+    def forward(self, _: None) -> Any:
         return self._function()
 
 
@@ -63,6 +63,6 @@ def run_inside(wrapped: Any, function: Callable[[Any], Any]) -> Any:
 
     wrapped.module = _Once(call, model)
     try:
-        return wrapped()
+        return wrapped(None)  # with `device_ids`, torch fails for a call without any argument
     finally:
         wrapped.module = model
