@@ -87,6 +87,12 @@ CHECKS: tuple[Check, ...] = (
         is_pair=True,
     ),
     Check(
+        name="synchronous_collectives_are_followed",
+        module="recording",
+        claim="collectives that are not asynchronous are recorded as begun until all ranks came, then as done",
+        is_pair=True,
+    ),
+    Check(
         name="hang_is_named",
         module="watching",
         claim="a rank that ends early while the other waits is named within 5 s",

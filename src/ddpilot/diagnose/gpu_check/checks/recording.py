@@ -4,18 +4,29 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ddpilot.diagnose.gpu_check.check import CannotBeShownError, Outcome, judge
-from ddpilot.diagnose.gpu_check.checks.accelerator import import_copy, keep_busy, read_own_ring, run_ranks, wait_for
+from ddpilot.diagnose.gpu_check.checks.accelerator import (
+    import_copy,
+    join_pair,
+    keep_busy,
+    read_own_ring,
+    run_ranks,
+    wait_for,
+)
 from ddpilot.group.enter import init_group
 from ddpilot.launching.results import RankResults
 
 _NUM_IN_FLIGHT, _IN_FLIGHT_ELEMENTS = 8, 8 << 20
 _BUSY_S = 2.0
+_LATE_S = 2.0
+_CLOCK_S = 0.5
+"""How far the processes' clocks and starts may be apart."""
 
 Answer = tuple[bool, str]
 
@@ -37,6 +48,42 @@ def collectives_are_recorded() -> Outcome:
     """Collectives of two ranks have their names, their numbers and the line that called them."""
     answers = _run_copy("call_each")
     return judge(all(holds for holds, _ in answers), " // ".join(dict.fromkeys(text for _, text in answers)))
+
+
+def synchronous_collectives_are_followed() -> Outcome:
+    """Collectives that are not asynchronous, for which torch gives no work, are begun until they are over."""
+    early, late = run_ranks(_call_before_the_other_rank)
+    return judge(early[0] and late[0], f"rank 0 {early[1]} // rank 1, {_LATE_S:g} s late, {late[1]}")
+
+
+def _call_before_the_other_rank() -> Answer:
+    device = join_pair()
+    ones, both = torch.ones(1024, device=device), torch.zeros(2048, device=device)
+    dist.all_reduce(ones)
+    wait_for(device)
+    dist.barrier()
+    wait_for(device)
+    num_before = len(read_own_ring().collectives)
+    is_late = dist.get_rank() == 1
+    if is_late:
+        time.sleep(_LATE_S)
+    dist.all_reduce(ones)
+    dist.broadcast(ones, src=1)
+    dist.all_gather_into_tensor(both, ones)
+    during = [each.state for each in read_own_ring().collectives[num_before:]]
+    wait_for(device)
+    dist.all_reduce(ones)  # a thread that starts a collective asks for those before it
+    wait_for(device)
+    log = read_own_ring()
+    found = log.collectives[num_before : num_before + 3]
+    after = [each.state for each in found]
+    lasted_s = [0.0 if each.end_ns is None else (each.end_ns - each.start_ns) / 1e9 for each in found]
+    evidence = (
+        f"at once: {', '.join(during)}; later: {', '.join(after)}, the shortest after {min(lasted_s):.1f} s; "
+        f"faults {log.num_faults} {log.first_fault}".rstrip()
+    )
+    has_waited = is_late or (set(during) == {"begun"} and min(lasted_s) > _LATE_S - _CLOCK_S)
+    return after == ["done"] * 3 and has_waited and log.num_faults == 0, evidence
 
 
 def _run_copy(name: str, *args: Any, num_ranks: int = 2) -> RankResults:
