@@ -23,6 +23,12 @@ def test_training_that_goes_wrong_is_named() -> None:
     assert call("tests.accelerator.zoo:judge_cases", CASES, limit_s=290) == {name: [] for name in CASES}
 
 
+def test_a_loss_that_is_read_late_is_noted_with_the_line_of_its_backward() -> None:
+    """Whatever line runs when its number arrives."""
+    found = call("tests.accelerator.late_losses:noted_lines", limit_s=100)
+    assert found == [["nan", "loss.backward()  # the bad one"]]
+
+
 @pytest.mark.timeout(300)
 def test_right_programs_have_no_finding() -> None:
     """They run to their end, and nothing is said of them."""

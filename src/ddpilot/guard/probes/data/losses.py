@@ -30,13 +30,14 @@ _MAX_KEPT = 1 << 16
 
 
 class _Backward:
-    """One backward pass: its number, and the batch of the last forward before it."""
+    """One backward pass: its number, the batch of the last forward before it, and its line."""
 
-    __slots__ = ("is_noted", "number", "used")
+    __slots__ = ("is_noted", "number", "site", "used")
 
-    def __init__(self, number: int, used: Given | None) -> None:
+    def __init__(self, number: int, used: Given | None, site: dict[str, Any]) -> None:
         self.number = number
         self.used = used
+        self.site = site
         self.is_noted = False
 
     @property
@@ -44,7 +45,7 @@ class _Backward:
         """For the journal."""
         used = self.used
         batch = {} if used is None else {**used.of.key, "batch": used.batch, "indices": used.indices}
-        return {"backward": self.number, **batch}
+        return {"backward": self.number, **batch, "site": self.site}
 
 
 class LossEyes:
@@ -63,6 +64,7 @@ class LossEyes:
         self._copies = HostCopies()
         self._pending: deque[tuple[HostCopy, _Backward, str]] = deque(maxlen=_MAX_PENDING)
         self._num_noted = 0
+        self._has_device_model = False
         self._suspected = 0  # number of the backward since whose step the weights were not looked at
         self._is_spoiled = False
         self._num_spoiled = 0
@@ -97,6 +99,7 @@ class LossEyes:
         with torch.enable_grad():
             node: Any = smallest.expand_as(smallest).grad_fn
         node = node.next_functions[0][0]
+        self._has_device_model |= not smallest.is_cpu
         # On the CPU it is kept and looked at when the backward is over: no line of Python runs between two layers.
         keeps = smallest.device.type == "cpu" and smallest.numel() <= _MAX_KEPT
         hook = self._gradients.append if keeps else self._notes.safely(self._see_gradient)
@@ -109,6 +112,8 @@ class LossEyes:
             self._poll()
         self._number += 1
         self._used, self._backward = self._position.used, None
+        if self._has_device_model:  # whose gradients come in the engine's own thread, which has no line of the user's
+            self._present()
         for loss in (tensors,) if isinstance(tensors, torch.Tensor) else [one for _, one in tensors_in(tensors)]:
             if not self._is_surely_finite(loss) and loss.numel() == 1 and loss.is_floating_point():
                 # To ask for the type of its device takes as long as all the rest.
@@ -146,7 +151,7 @@ class LossEyes:
 
     def _present(self) -> _Backward:
         if self._backward is None:
-            self._backward = _Backward(self._number, self._used)
+            self._backward = _Backward(self._number, self._used, self._notes.site())
         return self._backward
 
     def _note(self, value: float, backward: _Backward, what: str) -> None:
@@ -155,9 +160,7 @@ class LossEyes:
             return
         backward.is_noted = True
         self._num_noted += 1
-        # A thread of the backward engine has no line of the user's: then that of the step is shown.
-        loss = str(value) if what == "loss" else ""
-        self._notes.write("not_finite", **backward.facts, loss=loss, site=self._notes.site())
+        self._notes.write("not_finite", **backward.facts, loss=str(value) if what == "loss" else "")
 
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._gradients or self._pending:
