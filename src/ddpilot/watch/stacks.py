@@ -20,6 +20,7 @@ _WAITS = re.compile(r"\.(wait|wait_stream|synchronize|result|value|item|cpu|nump
 _BLOCKING_FILES = (
     *("/torch/distributed/", "/torch/autograd/graph.py", "/torch/nn/parallel/distributed.py"),
     *("/torch/_tensor.py", "/torch/_tensor_str.py", "/torch/amp/grad_scaler.py"),  # which read numbers of a device
+    "/ddpilot/record/kernels.py",  # which call the operators: a first message waits there for its other side
 )
 
 Chain = tuple[Frame, ...]

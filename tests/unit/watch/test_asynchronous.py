@@ -76,6 +76,16 @@ def test_a_receive_that_returned_at_once_says_nothing_about_a_rank_that_computes
         assert bool(status) is is_held
 
 
+def test_a_first_message_between_two_ranks_waits_in_its_call() -> None:
+    """To connect takes both of them; the call is made by recording's kernels, and the sender has come to its end."""
+    zero, one = pair()
+    one.wait("recv", 5, peer=0, tag=0, via="recv", **LATE)
+    in_call = Frame("/x/site-packages/ddpilot/record/kernels.py", 86, "kernel")
+    assert look(returned(zero), alive(one, in_call, Frame(FILE, 5, "main", "dist.recv(x, 0)")))[0] == [
+        ("DDP219", "error")
+    ]
+
+
 def test_a_message_of_several_that_run_as_one_is_the_other_side_of_a_receive() -> None:
     """`batch_isend_irecv` over NCCL gives no work for each, so that nobody sees its end."""
     zero, one = pair()
