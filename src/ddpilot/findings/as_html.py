@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Findings as an HTML fragment for a notebook."""
+"""Render findings as an HTML fragment for a notebook."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from html import escape
 from ddpilot.findings.finding import Finding, Severity
 from ddpilot.findings.words import printable, render_ranks
 
-# Text takes the notebook's own colour and nothing has a background, so that light and dark themes both read well;
-# these three have enough contrast on white and on black for a line and a bold word.
+# Text inherits the notebook's color and nothing sets a background, so that light and dark themes both stay readable.
+# These three colors have enough contrast on white and on black for a line and a bold word.
 _COLORS: dict[Severity, str] = {"error": "#d33", "warning": "#b87503", "info": "#2b8a9e"}
 _BLOCK = "border-left:4px solid {color};padding:2px 0 2px 10px;margin:0 0 12px 0;color:inherit;line-height:1.4"
 _PRE = "margin:4px 0;white-space:pre-wrap;overflow-wrap:anywhere;background:transparent;color:inherit;font-size:0.95em"
 
 
 def render_html(findings: Iterable[Finding]) -> str:
-    """All findings as one ``<div>`` without scripts, style sheets or anything to load; every text is escaped."""
+    """Return all findings as one ``<div>`` without scripts, style sheets or external resources; all text is escaped."""
     blocks = "".join(_render_block(finding) for finding in findings)
     return f'<div class="ddpilot-findings">{blocks or "<p>no findings</p>"}</div>'
 

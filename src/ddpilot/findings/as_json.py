@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Findings as JSON, and back."""
+"""Write findings as JSON and read them back."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ FORMAT = 1
 
 
 def render_json(findings: Iterable[Finding]) -> str:
-    """``{"format": 1, "findings": [...]}``, indented, readable with `parse_json`."""
+    """Return ``{"format": 1, "findings": [...]}`` as indented text, which `parse_json` reads."""
     document = {"format": FORMAT, "findings": [finding.to_dict() for finding in findings]}
     return json.dumps(document, indent=2, ensure_ascii=False)
 
 
 def parse_json(text: str) -> tuple[Finding, ...]:
-    """The findings that `render_json` wrote. Raises `DdpilotError` for anything else."""
+    """Return the findings that `render_json` wrote. Raises `DdpilotError` for any other text."""
     try:
         document = json.loads(text)
         if document["format"] != FORMAT:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Findings as text for a terminal or a log."""
+"""Render findings as text for a terminal or a log."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _COLORS: dict[Severity, str] = {"error": "31", "warning": "33", "info": "36"}
 
 
 def render_text(findings: Iterable[Finding], width: int | None = None, color: bool = False) -> str:
-    """All findings, one block each, an empty line between them; ``no findings`` where there are none.
+    """Return one block per finding, separated by empty lines; ``no findings`` if there are none.
 
-    `width`: columns to wrap at, at least 40; None (the default) never wraps. `color`: use ANSI colours. Control
+    `width`: column at which to wrap, at least 40; None (the default) never wraps. `color`: use ANSI colors. Control
     characters in a finding are shown as escapes.
     """
     blocks = [_render_block(finding, None if width is None else max(width, _MIN_WIDTH), color) for finding in findings]
@@ -26,7 +26,7 @@ def render_text(findings: Iterable[Finding], width: int | None = None, color: bo
 def _render_block(finding: Finding, width: int | None, color: bool) -> str:
     label = "" if finding.severity == "error" else f"{finding.severity}: "
     name = _paint(finding.name, f"1;{_COLORS[finding.severity]}", color)
-    # Wrapped without the colours, which take no room on the screen.
+    # Wrap without the color codes, which take no space on the screen.
     head = _fold(f"{finding.name}  {finding.code}  {label}{finding.summary}".rstrip(), "", width)
     head[0] = head[0].replace(finding.name, name, 1)
     names_ranks = bool(finding.ranks) and not (finding.shows_place or finding.says_ranks)
@@ -43,7 +43,7 @@ def _render_block(finding: Finding, width: int | None, color: bool) -> str:
 
 
 def _fold(text: str, indent: str, width: int | None) -> list[str]:
-    """`text` line by line with `indent`; what continues a line is indented by four more."""
+    """Split `text` into lines indented by `indent`; continuation lines are indented by four more columns."""
     lines: list[str] = []
     for line in printable(text).split("\n"):
         more = indent if not lines else indent + "    "

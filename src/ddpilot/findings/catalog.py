@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of every code: what it means, what users see, why it happens, what to do. Read from this package's files."""
+"""The catalog of finding codes: one Markdown page per code, read from the files in ``pages``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ddpilot.errors import DdpilotError
 from ddpilot.findings.finding import Severity
 
 SECTIONS = ("What you see", "What it means", "Why it happens", "How to fix it", "Sources")
-"""The headings of a page, in their order."""
+"""The headings of a page, in order."""
 
 _TITLE = re.compile(r"^# (?P<code>DDP\d{3}) (?P<name>[a-z0-9-]+): (?P<title>.+)$")
 _SYMPTOM = re.compile(r"^- `(?P<text>.+)`$", re.MULTILINE)
@@ -23,60 +23,60 @@ _OF_CHILD = re.compile(
     r"|exited unexpectedly|process \d+ terminated with exit code"
 )
 SHIP_ERROR = "ShipError"
-"""ddpilot's own error for what cannot be pickled: it quotes Python's message, and knows better what to do."""
+"""ddpilot's own error for objects that cannot be pickled. It quotes Python's message but has the better advice."""
 
 _GENERAL = "general: yes"
 _GAP = "..."
 _MAX_GAP_CHARS = 300
 _MIN_PART_CHARS = 10
-"""A part of a message that is shorter, such as "rank", is in too many."""
+"""Shorter parts of a message, such as "rank", occur in too many symptoms."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One page."""
+    """The page of one code."""
 
     code: str
-    """Such as ``DDP201``."""
+    """The code, such as ``DDP201``."""
     name: str
-    """Such as ``desync``."""
+    """The short name, such as ``desync``."""
     severity: Severity
     title: str
-    """What it is, in one sentence without its end."""
+    """What the finding is, in one sentence without a final period."""
     symptoms: tuple[str, ...]
-    """Messages that users see, word for word; ``...`` stands for what differs from case to case."""
+    """Messages that users see, verbatim; ``...`` stands for text that varies."""
     text: str
-    """The whole page, in Markdown."""
+    """The whole page in Markdown."""
     is_general: bool = False
-    """True for a page about a message that does not say what is wrong: `explain` shows it, no report names it."""
+    """True if the page is about a message that does not name the cause; `explain` shows it, reports do not."""
 
     def matches(self, message: str, *, any_case: bool = False) -> bool:
-        """Whether one of the symptoms is in `message`, whatever its line breaks; with `any_case` also in other case."""
+        """Return True if one of the symptoms is in `message`, ignoring line breaks and, with `any_case`, case."""
         words = " ".join(message.split())
         return any(pattern.search(words) for pattern in _patterns(self.symptoms, any_case))
 
     def section(self, heading: str) -> str:
-        """What stands under `heading`, one of `SECTIONS`."""
+        """Return the text under `heading`, one of `SECTIONS`."""
         return self.text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0].strip()
 
     @property
     def first_fix(self) -> str:
-        """The first thing to do, on one line, without its end."""
+        """The first fix of the page, on one line without its final punctuation."""
         first = self.section("How to fix it").partition("\n- ")[0].partition("\n\n")[0]
         return " ".join(first.removeprefix("- ").split()).rstrip(".:")
 
 
 @cache
 def all_entries() -> tuple[Entry, ...]:
-    """Every page, by code."""
+    """Return every page, sorted by code."""
     pages = [page for page in files("ddpilot.findings").joinpath("pages").iterdir() if page.name.endswith(".md")]
     return tuple(parse_page(page.read_text("utf-8")) for page in sorted(pages, key=lambda page: page.name))
 
 
 def find_entry(code_or_name: str) -> Entry:
-    """The page of a code such as ``DDP201`` or ``201``, or of a name such as ``desync``.
+    """Return the page of a code such as ``DDP201`` or ``201``, or of a name such as ``desync``.
 
-    Raises `DdpilotError` for one that does not exist, with those that are alike.
+    Raises `DdpilotError` for an unknown code or name; the error lists similar ones.
     """
     wanted = code_or_name.strip().lower()
     wanted = f"ddp{wanted}" if wanted.isdecimal() else wanted
@@ -92,14 +92,15 @@ def find_entry(code_or_name: str) -> Entry:
 
 
 def find_known(message: str) -> tuple[Entry, ...]:
-    """The pages that have a symptom which is in `message`, the one with the longest first; none that is general."""
+    """Return the pages with a symptom in `message`, longest symptom first; general pages are excluded."""
     return _find_by_symptom(message, is_general=False, any_case=False)
 
 
 def find_asked(message: str) -> tuple[Entry, ...]:
-    """The pages about a message that a person asks about: those of `find_known`, then general ones.
+    """Return the pages about a message that a user asks about: those of `find_known`, then general pages.
 
-    If there is none: those that fit but for upper and lower case, then those of whose symptoms `message` is a part.
+    If no page matches, the search ignores case; if that fails too, it returns the pages with a symptom that contains
+    `message`.
     """
     for any_case in (False, True):
         kinds = (_find_by_symptom(message, is_general=general, any_case=any_case) for general in (False, True))
@@ -119,9 +120,11 @@ def _find_by_symptom(message: str, *, is_general: bool, any_case: bool) -> tuple
 
 
 def find_cause(said: str, written: Sequence[str]) -> tuple[Entry, ...]:
-    """The pages of what ended a process: of what it raised, `said`; else of the lines that it has `written` last.
+    """Return the pages that explain why a process ended.
 
-    Where it raised that a child of its ended, what the child wrote comes first.
+    `said`: the text of the exception that it raised, if any. `written`: the last lines that it wrote. The lines are
+    used if there was no exception, or if the exception only reports that a child process ended; in that case pages
+    found in the lines come before those of the exception.
     """
     known = find_known(said)
     if said and not is_of_child(said):
@@ -131,12 +134,12 @@ def find_cause(said: str, written: Sequence[str]) -> tuple[Entry, ...]:
 
 
 def is_of_child(said: str) -> bool:
-    """Whether this error only says that a child process ended, and not of what."""
+    """Return True if this error only reports that a child process ended, not why."""
     return _OF_CHILD.search(said) is not None
 
 
 def parse_page(text: str) -> Entry:
-    """The entry that a page holds. Raises `DdpilotError` where it does not have the shape of one."""
+    """Parse a page into an entry. Raises `DdpilotError` if the page does not have the required title and headings."""
     lines = [line for line in text.splitlines() if not line.startswith("<!--")]
     title = _TITLE.match(lines[0]) if lines else None
     severity = lines[1].removeprefix("severity: ") if len(lines) > 1 else ""

@@ -20,13 +20,13 @@ class Place:
     """A line of the user's program."""
 
     file: str
-    """Path as it should be shown."""
+    """Path as it is shown to the user."""
     line: int
-    """Counts from 1."""
+    """Line number, from 1."""
     function: str = ""
-    """Name of the function around the line; empty where it is not known."""
+    """Name of the enclosing function; empty if unknown."""
     text: str = ""
-    """The source line without its indentation; empty where it is not known."""
+    """The source line without indentation; empty if unknown."""
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}" + (f"  {self.text}" if self.text else "")
@@ -37,21 +37,21 @@ class Finding:
     """One result of a check: what was found, on which ranks, at which line, why, and what to do about it."""
 
     code: str
-    """Such as ``DDP201``; never reused for something else."""
+    """The code, such as ``DDP201``; never reused for something else."""
     name: str
-    """Short name of the rule or the kind, such as ``desync``."""
+    """Short name of the rule or kind, such as ``desync``."""
     severity: Severity
-    """``error`` (results are wrong or will not come), ``warning`` (likely unintended), ``info``."""
+    """``error`` (results are wrong, or the job cannot complete), ``warning`` (likely unintended) or ``info``."""
     summary: str = ""
     """What happened, in one line."""
     ranks: tuple[int, ...] = ()
-    """Ranks that it is about; empty where it is about none in particular."""
+    """The ranks concerned; empty if the finding is not about particular ranks."""
     place: Place | None = None
-    """The user's line to look at first, None where there is none."""
+    """The line of the user's code to look at first; None if there is none."""
     evidence: tuple[str, ...] = ()
-    """What was seen, line by line, with its values."""
+    """What was observed, with its values, one line each."""
     why: str = ""
-    """Why that happens."""
+    """Why it happens."""
     fix: str = ""
     """What to do."""
     source: str = ""
@@ -67,21 +67,21 @@ class Finding:
 
     @property
     def shows_place(self) -> bool:
-        """Whether a line of the evidence says the place already."""
+        """True if a line of the evidence already shows the place."""
         return self.place is not None and any(str(self.place) in line for line in self.evidence)
 
     @property
     def says_ranks(self) -> bool:
-        """True if the summary names the ranks, and there is no place to name with them."""
+        """True if the summary names the ranks and there is no place to show with them."""
         return self.place is None and re.search(rf"\b{render_ranks(self.ranks)}\b", self.summary) is not None
 
     def to_dict(self) -> dict[str, Any]:
-        """The finding as plain values that JSON knows; tuples become lists."""
+        """Return the finding as JSON-serializable values; tuples become lists."""
         return {**asdict(self), "ranks": list(self.ranks), "evidence": list(self.evidence)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Finding:
-        """The finding that `to_dict` wrote. Raises `DdpilotError` for missing and for unknown fields."""
+        """Return the finding that `to_dict` wrote. Raises `DdpilotError` for missing or unknown fields."""
         place = values.get("place")
         built = {
             **values,

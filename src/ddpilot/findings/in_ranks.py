@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to do about a message in a rank that ddpilot has started, where the page speaks to who has started none yet."""
+"""Fixes for errors raised inside a rank of ddpilot, where the page's fix assumes that no launcher was used."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ _FIXES = {
 
 
 def fix_in_rank(entry: Entry) -> str:
-    """The first thing to do in a rank, on one line, without its end."""
+    """Return the first fix that applies inside a rank, on one line without its final punctuation."""
     return _FIXES.get(entry.code, entry.first_fix)

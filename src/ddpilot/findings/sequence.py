@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Findings`: several findings that show themselves, in a terminal and in a notebook."""
+"""`Findings`: a sequence of findings that renders itself in a terminal and in a notebook."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ddpilot.findings.finding import Finding
 
 @dataclass(frozen=True, init=False, repr=False)
 class Findings(Sequence[Finding]):
-    """An immutable sequence of findings, in the order in which they were given; a slice is one too."""
+    """An immutable sequence of findings in the order given; a slice is a `Findings` too."""
 
     items: tuple[Finding, ...]
 

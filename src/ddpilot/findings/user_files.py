@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which files are the user's: scripts, modules and cells, as opposed to libraries, ddpilot and generated code."""
+"""Tell the user's files (scripts, modules and cells) from libraries, ddpilot and generated code."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ _PACKAGES = ("/site-packages/", "/dist-packages/")
 _GENERATED = "torchinductor_"
 _INTERACTIVE = ("<ipython-input-", "<stdin>", "<string>", "<cell")
 _COMMAND = "<string>"
-"""The text of ``python -c``: also of the one with which ddpilot starts ranks, and of methods that dataclasses make."""
+"""File name of code run by ``python -c``, as ddpilot's own start of ranks, and of methods of dataclasses."""
 
 
 def is_ours(file: str) -> bool:
-    """True if `file` is ddpilot's."""
+    """Return True if `file` belongs to ddpilot."""
     return file.startswith(_OURS)
 
 
 def starts_ranks(file: str) -> bool:
-    """True if `file` is a part of ddpilot that starts ranks: what calls it is not the user's code of a rank."""
+    """Return True if `file` is a part of ddpilot that starts ranks; its callers are not the user's code of a rank."""
     return file.startswith(_STARTERS)
 
 
 def is_library(file: str) -> bool:
-    """True if `file` is of an installed package or of the standard library, wherever they are installed."""
+    """Return True if `file` belongs to an installed package or to the standard library."""
     return file.startswith(_LIBRARIES) or any(part in file for part in _PACKAGES)
 
 
 def is_generated(file: str) -> bool:
-    """True if `file` holds code that a library has made, such as torch.compile's."""
+    """Return True if `file` holds generated code, such as that of torch.compile."""
     return _GENERATED in file or (file.startswith("<") and not file.startswith(_INTERACTIVE))
 
 
 @lru_cache(maxsize=10_000)
 def is_users(file: str) -> bool:
-    """True if `file` is the user's: a script, a module, a cell, or the text of ``python -c``."""
+    """Return True if `file` is the user's: a script, a module, a cell, or the text of ``python -c``."""
     return not (is_ours(file) or is_generated(file) or is_library(file))
 
 
 def is_users_line(file: str, function: str, called: str = "") -> bool:
-    """True if a line of `file` in `function` is the user's. `called`: the file of the frame that it called."""
+    """Return True if a line of `file` in `function` is the user's. `called`: the file of the frame it called."""
     if file == _COMMAND and (starts_ranks(called) or (function.startswith("__") and function.endswith("__"))):
         return False
     return is_users(file)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks in words, and text that is safe to print."""
+"""Format lists of ranks, and make text safe to print."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _MIN_CHARS = 32
 
 
 def render_ranks(ranks: Iterable[int], *, max_chars: int = 60) -> str:
-    """`ranks` on one line: ``rank 1``, ``ranks 0,2,3``, ``ranks 0-3`` (three or more in a row), ``no rank``.
+    """Format `ranks` on one line: ``rank 1``, ``ranks 0,2,3``, ``ranks 0-3`` (three or more in a row), ``no rank``.
 
-    A list longer than `max_chars` (at least 32) is shortened in the middle and says how many ranks there are:
-    ``ranks 0,2,4,...,4092,4094 (2048 in all)``. Raises `DdpilotError` for a negative rank.
+    A list longer than `max_chars` (at least 32) is shortened in the middle and ends with the number of ranks: ``ranks
+    0,2,4,...,4092,4094 (2048 in all)``. Raises `DdpilotError` for a negative rank.
     """
     numbers = sorted(set(ranks))
     if numbers and numbers[0] < 0:
@@ -42,7 +42,7 @@ def _join_runs(numbers: list[int]) -> list[str]:
 
 
 def _shorten(pieces: list[str], tail: str, max_chars: int) -> str:
-    """As many pieces of both ends as fit, the first and the last in any case."""
+    """Keep as many pieces from both ends as fit; the first and the last are always kept."""
     head, end = [pieces[0]], [pieces[-1]]
     for side, piece in _outside_in(pieces[1:-1]):
         longer = ([*head, piece], end) if side == "head" else (head, [piece, *end])
@@ -64,9 +64,9 @@ def _with_gap(head: list[str], end: list[str], tail: str) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` with tabs as blanks and every other control character shown as its escape, line ends kept.
+    """Return `text` with tabs expanded and all other control characters escaped; line ends are kept.
 
-    What a user's program printed may hold terminal commands; a report must not pass them on.
+    The output of a user's program may contain terminal control sequences, which a report must not pass on.
     """
     lines = text.expandtabs(4).splitlines()
     return "\n".join("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line) for line in lines)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks left, seen from outside and said in findings. Free of torch.
+"""Watch a job from outside its ranks and report what is wrong as findings. Does not import torch.
 
-`view` holds what was gathered, `stall` and `rules` say what it means, `observer` looks again and again, `watcher` goes
-along with a launch. For scripts that torchrun or srun starts there is `enable`.
+`view` holds the state that was gathered, `stall` and `rules` analyze it, `observer` repeats this while the job runs,
+and `watcher` attaches an observer to a launch. `enable` is for scripts that torchrun or srun starts.
 """
 
 from __future__ import annotations

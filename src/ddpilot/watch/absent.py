@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank does that is alive and not where others wait for it. None of this is proof: it may still come."""
+"""Describe what a live rank does while other ranks wait for it. None of this is proof: the rank may still arrive."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ddpilot.watch.view import Frame, RankView, StackView
 from ddpilot.watch.words import say_place, say_s
 
 SUBPROCESS = "/subprocess.py:"
-"""In the stack of a rank that waits for a child process, or reads what one writes."""
+"""In the stack of a rank that waits for a child process or reads its output."""
 
 Moves = Literal["moves", "stands", "unknown"]
 
 _NO_PYTHON_NS = 1_000_000_000
-"""Without Python for longer, a rank of which nothing else is known is in C code that holds its lock."""
+"""If a rank has run no Python for longer than this and nothing else is known, native code holds the GIL."""
 
-_COMPILES = (  # its functions: a module of it may only be imported
+_COMPILES = (  # functions, since a module may merely be in the middle of its import
     *("/convert_frame.py:_compile", "/compile_fx.py:compile_fx", "/async_compile.py:wait"),
     "/triton/compiler/compiler.py:compile",
 )
@@ -85,22 +85,22 @@ _FIX = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Absence:
-    """What a rank does in place of what is waited for."""
+    """What a rank does instead of the collective that others wait for."""
 
     code: str
     words: str
-    """What it does, as a clause without its subject."""
+    """What the rank does, as a clause without its subject."""
     at: Frame | None
     moves: Moves
 
     @property
     def severity(self) -> Severity:
-        """How bad that is once it has taken long."""
+        """Severity once the wait has lasted for `stall_warn_s`."""
         return "info" if self.code == "DDP217" else "warning"
 
     @property
     def why(self) -> str:
-        """Why that happens."""
+        """Why the wait happens."""
         return _WHY[self.code]
 
     @property
@@ -110,7 +110,7 @@ class Absence:
 
 
 def describe_absence(rank: RankView, earlier: RankView | None, now_ns: int) -> Absence:
-    """Where `rank` is now, and whether it has moved since `earlier`."""
+    """Describe where `rank` is now and whether it has moved since `earlier`."""
     at = innermost(rank.stack)
     moves = has_moved(rank, earlier)
     code, words = _kind(rank, at)
@@ -137,7 +137,10 @@ def _kind(rank: RankView, at: Frame | None) -> tuple[str, str]:
 
 
 def has_moved(rank: RankView, earlier: RankView | None) -> Moves:
-    """Whether its Python line moves, or it begins collectives, since it was looked at before."""
+    """Return "moves" if the rank's stack changed or it began collectives since `earlier`.
+
+    "unknown" if there are not two stacks to compare.
+    """
     if earlier is None:
         return "unknown"
     if rank.log is not None and earlier.log is not None and rank.log.num_begun > earlier.log.num_begun:
@@ -159,6 +162,6 @@ def _without_python_ns(rank: RankView, now_ns: int) -> int:
 
 
 def say_where(absence: Absence) -> str:
-    """Its line, and whether that moves."""
+    """Format the rank's line and whether it moves; empty if the line is unknown."""
     standing = {"stands": " (has not moved)", "moves": " (moves)", "unknown": ""}[absence.moves]
     return f"{say_place(absence.at)}{standing}" if absence.at is not None else ""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Explain a job from its folder alone: one that runs, one that has ended, one whose parent was killed."""
+"""Explain a job from its folder alone: a running one, one that has ended, or one whose parent was killed."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from ddpilot.watch.told import newest
 from ddpilot.watch.view import JobView
 
 _BETWEEN_S = 1.0
-"""Between the two looks that show which rank moves."""
+"""Time between the two looks that show which ranks move."""
 
 
 def find_job(word: str) -> tuple[Path, JobAbout]:
-    """The job that `word` means: its id or a part of it, the number of one of its processes, or its folder.
+    """Return the job that `word` names: by its id or a part of it, the pid of one of its processes, or its folder.
 
-    A process of a job is a rank, what has started the ranks, and what these have started. Raises `DdpilotError` if
-    there is none, or more than one.
+    The processes of a job are its ranks, the processes that started them, and those that the ranks have started. Raises
+    `DdpilotError` if no job matches, or more than one does.
     """
     if os.sep in word and Path(word).is_dir():
         return Path(word), read_about(Path(word))
@@ -61,7 +61,7 @@ def find_job(word: str) -> tuple[Path, JobAbout]:
 
 
 def _find_by_process(pid: int, jobs: Sequence[tuple[Path, JobAbout]]) -> list[tuple[Path, JobAbout]]:
-    """The jobs that the process `pid` belongs to most closely; of those that run, if any does."""
+    """Return the jobs that `pid` is closest to; if some of these are running, only those."""
     ancestors = _ancestors(pid)
     closest: dict[int, list[tuple[Path, JobAbout]]] = {}
     for job in jobs:
@@ -73,12 +73,12 @@ def _find_by_process(pid: int, jobs: Sequence[tuple[Path, JobAbout]]) -> list[tu
 
 
 def _distance(pid: int, ancestors: Container[int], folder: Path, about: JobAbout) -> int | None:
-    """0 for a rank and for what observes the job, 1 for what is above or below these; None if it is no part of it."""
+    """Return 0 if `pid` is a rank or observes the job, 1 for an ancestor or descendant of these, else None."""
     ranks = _pids(folder).values()
     if pid in (about.pid, *ranks):
         return 0
     if not about.is_running:
-        return None  # another process may have the number of one that has ended
+        return None  # a process that has ended may have had its pid reused
     return 1 if any(each in ancestors or pid in _ancestors(each) for each in (about.pid, *ranks)) else None
 
 
@@ -96,7 +96,7 @@ def _pids(folder: Path) -> Mapping[int, int]:
 
 
 def explain_job(folder: Path, about: JobAbout) -> Report:
-    """What can be said of the job now, and what its observer found while it ran. Asks live ranks for their stacks."""
+    """Report the job's present state, and what its observer found while it ran. Takes the stacks of live ranks."""
     saved = read_report(folder)
     gatherer = Gatherer(folder, about.world_size, about.ranks, about.name)
     rules = RuleBook(about.world_size, log=gatherer.full_log, rules=rules_for(about.world_size, about.ranks))
@@ -125,7 +125,7 @@ def explain_job(folder: Path, about: JobAbout) -> Report:
 
 
 def _gather(gatherer: Gatherer, about: JobAbout) -> JobView:
-    """The job now; on another machine its processes have ended if its observer said so."""
+    """Gather the job's present state. On a different machine its processes have ended if its observer recorded that."""
     view = gatherer.gather({})
     if not (about.is_elsewhere and about.is_over):
         return view
@@ -134,9 +134,9 @@ def _gather(gatherer: Gatherer, about: JobAbout) -> JobView:
 
 
 def _without_told_ends(findings: Iterable[Finding], saved: Report | None) -> list[Finding]:
-    """Without the ends of ranks that the observer has told, or has caused because of an error that it told.
+    """Drop ends of ranks that the observer has reported, or has caused because of an error that it reported.
 
-    It knew how they ended, their rings say only whether.
+    The observer knew how the ranks ended; their rings only record whether they did.
     """
     known = saved.findings if saved else ()
     if any(each.severity == "error" and each.code not in OF_ENDS for each in known):

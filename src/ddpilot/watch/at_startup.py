@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imported when Python starts with DDPILOT_WATCH=1: by `ddpilot_watch.pth`, which lies beside the package."""
+"""Imported at Python's startup if DDPILOT_WATCH=1, by `ddpilot_watch.pth`, which is installed next to the package."""
 
 from __future__ import annotations
 
 import os
 
-# Nothing is imported in a process that is no rank, such as the launcher itself.
+# Import nothing in a process that is not a rank, such as the launcher itself.
 if not {"RANK", "SLURM_PROCID", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK"}.isdisjoint(os.environ):
     from ddpilot.watch.enabling import enable_from_environment
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What guards noted on one node, and what was found of it, as text for the other nodes."""
+"""Encode what guard noted on one node, and the findings, as text for the other nodes."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from ddpilot.findings.finding import Finding
 from ddpilot.record.journal import Entry
 
 _MIN_SHARED_CHARS = 64
-"""What is shorter is not worth a number of its own."""
+"""Shorter values are not worth a reference to the shared table."""
 
 _SHARED = "@"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bundle:
-    """What is new on one node since the last bundle."""
+    """What is new on one node since its previous bundle."""
 
     now_ns: int
-    """Up to when it has all entries, on the CLOCK_MONOTONIC of who wrote them."""
+    """The bundle is complete up to this time, on the CLOCK_MONOTONIC of the node that wrote it."""
     entries: Sequence[tuple[int, Entry]] = ()
-    """With their ranks; those of one rank in their order."""
+    """(rank, entry) pairs; the entries of one rank are in order."""
     findings: Sequence[Finding] = ()
     is_last: bool = False
-    """Whether the ranks of that node have ended."""
+    """True if the ranks of that node have ended."""
 
 
 def encode_bundle(bundle: Bundle) -> str:
-    """The bundle as text. What several entries have in common, as ranks that agree do, is written once."""
+    """Encode the bundle as text. Values that several entries share, as those of ranks that agree, are written once."""
     shared: dict[str, int] = {}
     entries = []
     for rank, entry in bundle.entries:
@@ -51,7 +51,7 @@ def encode_bundle(bundle: Bundle) -> str:
 
 
 def decode_bundle(text: str) -> Bundle:
-    """What `encode_bundle` wrote. Raises `ValueError` for anything else."""
+    """Decode what `encode_bundle` wrote. Raises `ValueError` for any other text."""
     try:
         said = json.loads(zlib.decompress(base64.b64decode(text, validate=True)))
         shared = [json.loads(each) for each in said["shared"]]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls the user's `on_finding` in a thread of its own: it may take as long as it likes, and the watch goes on."""
+"""Call the user's `on_finding` in a separate thread, so that a slow function does not delay the watch."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ OnFinding = Callable[[Finding], object]
 
 
 class Caller:
-    """Calls `on_finding` with each finding of a report, one after the other.
+    """Calls `on_finding` with each finding of a report, one call at a time.
 
-    `stop` gets a report of which a finding was answered by ``"stop"``; `say` shows what the function raised.
+    `stop` is called with a report if the function returned ``"stop"`` for one of its findings; `say` is called with a
+    line about any exception that the function raised.
     """
 
     def __init__(self, on_finding: OnFinding, *, stop: Callable[[Report], None], say: Callable[[str], None]) -> None:
@@ -29,7 +30,7 @@ class Caller:
         self._is_running = False
 
     def call(self, report: Report) -> None:
-        """Call the function with the findings of `report` when it has returned from those before; waits for nothing."""
+        """Queue `report`: its findings are passed on after those of earlier reports. Returns at once."""
         with self._changed:
             self._todo.append(report)
             if not self._is_running:
@@ -37,7 +38,7 @@ class Caller:
                 threading.Thread(target=self._run, name="ddpilot-on-finding", daemon=True).start()
 
     def wait(self, limit_s: float) -> None:
-        """Until the function has returned from all calls, at most `limit_s`."""
+        """Wait until the function has returned from all calls, for at most `limit_s`."""
         end_s = time.monotonic() + limit_s
         with self._changed:
             while self._is_running and (left_s := end_s - time.monotonic()) > 0:
@@ -57,6 +58,6 @@ class Caller:
     def _ask(self, finding: Finding) -> object:
         try:
             return self._on_finding(finding)
-        except Exception as error:  # noqa: BLE001 - the user's own function: said, and the job goes on
+        except Exception as error:  # noqa: BLE001 - raised by the user's function: reported, and the job continues
             self._say(f"`on_finding` raised {type(error).__name__}: {error}")
             return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From two parties of ranks that do not meet to a named cause."""
+"""Find the cause when two sets of ranks are not in the same collective."""
 
 from __future__ import annotations
 
@@ -66,44 +66,44 @@ FIXES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Party:
-    """Ranks that do the same."""
+    """A set of ranks whose calls are the same."""
 
     ranks: tuple[int, ...]
     chain: Chain
-    """The calls that lead there; empty where they have come to the end of the program."""
+    """The calls that lead to the collective, outermost first; empty at the end of the program."""
     entry: Collective | None = None
-    """What they are in; None where they never came."""
+    """The collective the ranks are in; None if they never called it."""
     before: Collective | None = None
-    """What they began before that in the same group."""
+    """The collective they began before `entry` in the same group."""
     lines: frozenset[tuple[str, int]] = frozenset()
-    """Lines of their earlier collectives in the same group."""
+    """(file, line) of their earlier collectives in the same group."""
     error: str = ""
-    """What ended their program."""
+    """The message of the exception that ended their program; empty if there was none."""
     passes: Mapping[int, int] = field(default_factory=dict)
-    """By loader: how often they have begun to read it, as far as guard has noted it; the newest last."""
+    """Number of passes they have started over each loader, as far as guard noted it; the newest loader is last."""
     knows_all_passes: bool = False
-    """All of them are among `passes`."""
+    """True if `passes` includes every pass they have started."""
     talk: bool = False
-    """They have called collectives of the program's own, by which ranks may have agreed on something."""
+    """True if they have called the program's own collectives, by which ranks may have agreed on something."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """A named cause, and the line to look at."""
+    """A named cause, with the line to look at."""
 
     code: str
     ranks: tuple[int, ...]
-    """Those that do what the others do not, or do not do what the others do."""
+    """The ranks that differ from the others."""
     why: str
     at: Frame | None = None
     is_branch: bool = False
-    """Only some ranks come there, and what the others do is no other branch of the same condition."""
+    """True if only some ranks take the branch, and the others do not take a different branch of the same condition."""
     fix: str = ""
-    """What to do, where that is not what is always to be done with this code."""
+    """What to do, if it differs from the usual fix for this code."""
 
 
 def find_cause(one: Party, other: Party, sources: Sources) -> Cause | None:
-    """Why two parties do not meet in one collective; None where nothing says so."""
+    """Return why two sets of ranks are not in one collective; None if the cause cannot be determined."""
     parting = find_parting(_side(one), _side(other), sources)
     for here, there in ((one, other), (other, one)):
         cause = _unused(here, there) or _lone_forward(here, there, parting)
@@ -128,7 +128,7 @@ def _side(party: Party) -> Side:
 
 
 def _unused(here: Party, there: Party) -> Cause | None:
-    """`here` is in a gradient bucket that `there` has left out of the same backward pass."""
+    """Report DDP212 if `here` is in a gradient bucket that `there` left out of the same backward pass."""
     part = _bucket_of(here.entry)
     if here.entry is None or part is None or _bucket_of(there.entry) is not None:
         return None
@@ -152,7 +152,7 @@ def _bucket_of(entry: Collective | None) -> DdpPart | None:
 
 
 def _lone_forward(here: Party, there: Party, parting: Parting | None) -> Cause | None:
-    """`here` runs a forward of a DDP model that `there` does not run."""
+    """Report DDP211 if `here` runs a forward of a DDP model that `there` does not run."""
     part = here.entry.ddp if here.entry is not None else None
     if here.entry is None or part is None or part.what not in _FORWARD_PARTS:
         return None
@@ -176,7 +176,7 @@ def _spot_of(entry: Collective) -> tuple[str, int]:
 
 
 def _was_there(gone: Party, here: Party) -> bool:
-    """Whether those that are gone were in the loop before: they have run one of its lines."""
+    """True if the departed ranks were in the loop before: they have run one of its lines."""
     return bool(gone.lines & here.lines) if here.lines else True
 
 
@@ -208,7 +208,7 @@ def _left_loop(parting: Parting, here: Party, gone: Party) -> Cause | None:
         why = f"{who} came to the end of {loop} with fewer exchanges of gradients: each rank decides for itself what"
         return Cause(code="DDP201", ranks=gone.ranks, why=f"{why} {spot} is in a round", at=_at(here))
     if parting.same_rounds and gone.entry is not None:
-        return None  # it has run them all, or the others are in them again
+        return None  # it has completed the loop, or the others have started the loop again
     if parting.same_rounds:
         why = f"{who} left {loop} before its end: it has as many rounds on all ranks"
         return Cause(code="DDP208", ranks=gone.ranks, why=why, at=_at(here))
@@ -227,9 +227,10 @@ def _is_unexplained(parting: Parting) -> bool:
 
 
 def _left_outside(here: Party, gone: Party) -> bool:
-    """Whether it is no loop over data that parts them but one around it: `here` has begun to read the data again.
+    """Return True if the ranks split at an outer loop, not at the loop over data.
 
-    Where that is not known, they have not agreed on anything.
+    That is so if `here` has started another pass over the data. If passes are unknown: True unless either side has
+    called the program's own collectives.
     """
     loader, number = next(reversed(list(here.passes.items())), (0, 0))
     if loader in gone.passes:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cells of a notebook whose functions were launched: IPython's file names for them, and the names that people know."""
+"""Show notebook cells by the names users know instead of IPython's file names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ddpilot.findings.finding import Finding
 
 
 def label_cells(files: Iterable[str]) -> dict[str, str]:
-    """``Cell In[3]`` for each of `files` that is a cell of this process; empty where this is no IPython."""
+    """Map each of `files` that is a cell of this process to a label such as ``Cell In[3]``; empty outside IPython."""
     interactive_shell = getattr(sys.modules.get("IPython.core.interactiveshell"), "InteractiveShell", None)
     if interactive_shell is None or not interactive_shell.initialized():
         return {}
@@ -20,14 +20,14 @@ def label_cells(files: Iterable[str]) -> dict[str, str]:
 
 
 def rename(text: str, labels: Mapping[str, str]) -> str:
-    """`text` with every file of `labels` under its label."""
+    """Replace every file of `labels` in `text` by its label."""
     for file, label in labels.items():
         text = text.replace(file, label)
     return text
 
 
 def rename_in(finding: Finding, labels: Mapping[str, str]) -> Finding:
-    """`finding` with every file of `labels` under its label."""
+    """Replace every file of `labels` in the texts of `finding` by its label."""
     if not labels:
         return finding
     place = finding.place

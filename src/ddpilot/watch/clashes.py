@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that meet in one collective with different ideas of it: proof, whether or not anybody waits yet."""
+"""Explain ranks that are in one collective with different arguments: a proven error even before any rank waits."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ _WORDS = {
     "shape": "in shape",
 }
 _NUM_SAME = 32
-"""After so many collectives from the same lines on all ranks, nothing is a consequence of what was before."""
+"""After this many collectives from the same lines on all ranks, an earlier split no longer counts as the origin."""
 
 
 def find_firsts(progress: Progress) -> list[Meet]:
-    """The first collectives of a group about which its ranks do not agree: one that goes on silently, and another."""
+    """Return the first mismatches of a group: at most one that does not stop training, and at most one that does."""
     terms: dict[tuple[int, int, str], object] = {}
-    same: dict[object, object] = {}  # equal terms as one object: ranks are compared at the cost of an identity
+    same: dict[object, object] = {}  # equal terms are one object, so that ranks are compared by identity
     first = progress.first_common
     by_seq: dict[int, dict[int, Collective]] = {}
     said: dict[int, tuple[object, int | None, str | None]] = {}
@@ -73,7 +73,7 @@ def find_firsts(progress: Progress) -> list[Meet]:
             if said[seq] != (mine, entry.root, entry.reduce_op):
                 odd.add(seq)
             here[rank] = entry
-    # What is exchanged pair by pair is looked at where ranks are now: all of it would take too long.
+    # Exchanges of point-to-point parts are compared only where the ranks are now: comparing all of them takes too long.
     newest = max(map(progress.position, progress.by_rank))
     odd |= {seq for seq in (newest - 1, newest) if any(each.op in EXCHANGES for each in by_seq.get(seq, {}).values())}
     found: dict[bool, Meet] = {}
@@ -87,7 +87,7 @@ def find_firsts(progress: Progress) -> list[Meet]:
 
 
 def explain_clash(view: JobView, meet: Meet, sources: Sources) -> Finding:
-    """What is wrong, with the cause where the source and the logs say it."""
+    """Return the finding for a mismatch, with its cause where the source and the logs determine it."""
     sides = [ranks for _, ranks in meet.clash.said]
     rest, odd = _party(view, meet, sides[0]), _party(view, meet, sides[1])
     cause = find_joined(meet.progress, meet.seq) or _find_cause(view, meet, rest, odd, sources)
@@ -126,10 +126,10 @@ def _choose_code(meet: Meet, cause: Cause | None) -> str:
     parts = {entry.ddp.what for entry in meet.by_rank.values() if entry.ddp is not None}
     own = (_OF_CONSTRUCTION if parts == {"construction"} else _CODES).get(meet.clash.aspect, "DDP201")
     if len({entry.ddp and (entry.ddp.what, entry.ddp.names) for entry in meet.by_rank.values()}) > 1:
-        own = "DDP201" if own in ("DDP202", "DDP203") else own  # different gradients, or none on one side
+        own = "DDP201" if own in ("DDP202", "DDP203") else own  # different gradients, or one side has none
     if cause is None or (cause.code in ("DDP201", "DDP220") and not cause.is_branch):
         return own
-    if cause.code in ("DDP201", "DDP220"):  # what they give differs because they are not in the same call
+    if cause.code in ("DDP201", "DDP220"):  # the arguments differ because the ranks are not in the same call
         return "DDP201" if own in ("DDP201", "DDP202", "DDP203") else own
     return cause.code
 
@@ -170,7 +170,7 @@ def _fate(rank: RankView | None) -> str:
 
 
 def show_common(progress: Progress, seq: int) -> tuple[str, ...]:
-    """A line on what all ranks did together before the number `seq`; none where the logs do not hold it."""
+    """Return a line about the collective before `seq` that all ranks share; empty if the logs do not hold it."""
     entries = [entry for rank in progress.by_rank if (entry := progress.at(rank, seq - 1)) is not None]
     if not entries or len(entries) < len(progress.by_rank):
         return ()
@@ -182,7 +182,7 @@ def _party(view: JobView, meet: Meet, ranks: tuple[int, ...]) -> Party:
 
 
 def make_party(view: JobView, progress: Progress, ranks: tuple[int, ...], seq: int, *, stacks: bool = True) -> Party:
-    """The party of `ranks` in the collective `seq`, told by the first of them that is in it, else by the first."""
+    """Build the party of `ranks` in collective `seq` from the first of them that has called it, or from the first."""
     rank = next((each for each in ranks if progress.at(each, seq) is not None), ranks[0])
     entry = progress.at(rank, seq)
     earlier = [each for each in progress.by_rank.get(rank, ()) if each.seq is not None and each.seq < seq]
@@ -218,7 +218,10 @@ def _passes_of(rank: RankView | None) -> dict[int, int]:
 def find_origin(
     view: JobView, progress: Progress, one: int, other: int, seq: int, sources: Sources
 ) -> tuple[Party, Party] | None:
-    """Where two ranks began to ask from different lines, of which what happens at `seq` may be a consequence."""
+    """Find where two ranks first called collectives from different lines, which may have caused the mismatch at `seq`.
+
+    Returns their parties there; None if the logs do not reach back that far.
+    """
     start = max(_first_seq(progress, one), _first_seq(progress, other))
     found, same = None, 0
     for number in range(seq - 1, start - 1, -1):
@@ -245,7 +248,7 @@ def _site(entry: Collective) -> tuple[object, ...]:
 
 
 def _are_siblings(one: Collective, other: Collective, sources: Sources) -> bool:
-    """Whether their ways part at both branches of one condition, as the sides of a broadcast may."""
+    """True if the two call paths split at different branches of one condition, as the two sides of a broadcast may."""
     ways = zip(chain_of_line(one.line), chain_of_line(other.line), strict=False)
     parted = ((first, second) for first, second in ways if (first.file, first.line) != (second.file, second.line))
     first, second = next(parted, (None, None))
@@ -262,5 +265,5 @@ def _frame_of(entry: Collective) -> Frame | None:
 
 
 def involved(meet: Meet) -> tuple[int, ...]:
-    """One rank of each side: those whose stacks say more."""
+    """Return one rank of each side: their stacks show the most."""
     return tuple(ranks[0] for _, ranks in meet.clash.said)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs that were ended as a whole from outside: nobody's end is why anybody waited."""
+"""Recognize jobs that were ended as a whole from outside, so that no rank's end is reported as why others waited."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FROM_OUTSIDE = ("SIGKILL", "SIGTERM")
 
 
 def before_common_end(view: JobView, fates: Mapping[int, Fate]) -> JobView | None:
-    """The job as it was when all of its ranks were ended at once from outside; None where they were not."""
+    """Return the job as it was when all of its ranks were ended at once from outside; None if they were not."""
     ranks = {number: rank for number, rank in view.ranks.items() if rank.process.state != "unknown"}
     if len(ranks) < 2 or not all(_was_ended(rank) for rank in ranks.values()):
         return None

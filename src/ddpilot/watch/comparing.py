@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Guard's rules that compare ranks, where the ranks are on several nodes: they run on node 0, for all."""
+"""Run the guard rules that compare ranks if the ranks are on several nodes: on node 0, for all nodes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ddpilot.watch.rules.book import RuleBook
 from ddpilot.watch.rules.gathering import some
 
 _SLACK_NS = 1_000_000_000
-"""By so much may another node's clock be taken for slow: nothing of it is missed before."""
+"""Margin for errors of the clock offset between nodes: nothing counts as missing before it has passed."""
 
 _SLICE_NS = 100_000_000
-"""Entries of all ranks are fed in turns of this length."""
+"""Entries of all ranks are fed to the rules in time slices of this length."""
 
 _LAST_S = 1.25
-"""So long the end of a job waits for what the other nodes send last."""
+"""At the end of a job, wait at most this long for the last bundles of the other nodes."""
 
 _PAUSE_S = 0.05
 
@@ -29,9 +29,10 @@ ByRank = Mapping[int, Sequence[Entry]]
 
 
 class Comparing:
-    """Of the node that `carrier` belongs to. `make_book`: the rules for all ranks, asked on node 0.
+    """Compares ranks across nodes, on the node that `carrier` belongs to.
 
-    A node whose notes are out of reach ends the comparison: without them a rank would seem to have done nothing.
+    `make_book`: returns the rules for all ranks; called on node 0 only. If the notes of a node cannot be read, the
+    comparison ends: without them its ranks would seem to have done nothing.
     """
 
     def __init__(self, carrier: Carrier, make_book: Callable[[], RuleBook]) -> None:
@@ -44,11 +45,11 @@ class Comparing:
 
     @property
     def faults(self) -> list[str]:
-        """Why ranks of different nodes are not compared any more, and errors of rules."""
+        """Why ranks of different nodes are no longer compared, and errors raised by rules."""
         return [*([self._fault] if self._fault else ()), *(self._book.faults if self._book is not None else ())]
 
     def feed(self, here: ByRank, now_ns: int, *, is_last: bool = False) -> list[Finding]:
-        """What is found, by node 0's account, after these entries of the ranks here. `is_last`: no more will come."""
+        """Add entries of the ranks here and return node 0's new findings. `is_last`: no more entries will follow."""
         found = self._take()
         if self._book is None:
             self._outbox.put(here)
@@ -63,7 +64,7 @@ class Comparing:
         return found
 
     def _take(self) -> list[Finding]:
-        """Take what has come from other nodes: entries, or on others than node 0 what was found there."""
+        """Take what other nodes have sent: on node 0 entries, on the other nodes the findings of node 0."""
         found: list[Finding] = []
         for node, pieces in self._carrier.take_pieces().items():
             for bundle in self._senders[node].take(pieces):
@@ -87,7 +88,7 @@ class Comparing:
         return found
 
     def _known_ns(self, node: int, now_ns: int) -> int:
-        """Up to when all of that node's entries are here."""
+        """Time up to which all entries of that node have arrived."""
         sender = self._senders[node]
         if sender.told_ns is None or sender.offset_ns is None:
             return 0
@@ -96,7 +97,8 @@ class Comparing:
     def _ready(self, until_ns: int) -> Iterator[tuple[int, Entry]]:
         for node, held in self._held.items():
             offset_ns = 0 if node == 0 else self._senders[node].offset_ns or 0
-            # A node's entries come rank by rank, so a newer one of one rank may stand before older ones of the next.
+            # A node's entries arrive rank by rank, so a newer entry of one rank may precede older ones of the next
+            # rank.
             self._held[node] = [(rank, entry) for rank, entry in held if entry.time_ns + offset_ns > until_ns]
             for rank, entry in held:
                 if entry.time_ns + offset_ns <= until_ns:
@@ -106,7 +108,7 @@ class Comparing:
         return all(sender.has_ended for sender in self._senders.values())
 
     def _await_others(self) -> None:
-        """Take the last that the other nodes send, where they send at all; at most `_LAST_S`."""
+        """Wait at most `_LAST_S` for the last bundles of the other nodes, if all of them have sent before."""
         deadline_s = time.monotonic() + _LAST_S
         while (
             not self._have_ended()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a program's flow can part: guards, loops that end early, errors that are swallowed, rounds that are skipped."""
+"""Find statements where control flow may differ between ranks: guards, early exits, swallowed errors, skipped steps."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ _PARTS_OF_MODELS = frozenset({"parameters", "named_parameters", "modules", "name
 
 @dataclass(frozen=True, slots=True)
 class Spot:
-    """A line of a source that decides something."""
+    """A source line that decides which path is taken."""
 
     line: int
     text: str
     depends_on_rank: bool = False
     is_else: bool = False
-    """It is what happens where the condition is false."""
+    """True if the path is the one taken when the condition is false."""
     has_other_branch: bool = False
-    """The other ranks have something else to do there."""
+    """True if the condition has a different branch for the other ranks."""
     fixed_lines: range = range(0)
-    """Lines behind it that a rank runs each time or never: the condition is made of the rank and constants alone."""
+    """Lines that a rank runs either every time or never: the condition depends only on the rank and on constants."""
 
 
 def guards(source: Source, blocks: Sequence[Block], line: int, callee: str = "") -> list[Spot]:
-    """The conditions that decide whether `line` is reached: around it, and those that leave before it; outermost first.
+    """Return the conditions that decide whether `line` is reached, outermost first.
 
-    `blocks`: those around the line that matter; `callee`: what is called there, where that is known. Of conditions that
-    return before it only those on the rank are told, and those in a loop are told by `find_exits`.
+    These are conditions around it and early returns before it. `blocks`: the enclosing blocks to consider. `callee`:
+    name of the function called at `line`, if known. Of the conditions that return before `line`, only those on the rank
+    are included; those in a loop are left to `find_exits`.
     """
     found = [spot for block in blocks if (spot := _condition(source, block)) is not None]
     found += _inline_conditions(source, line, callee)
@@ -66,9 +67,9 @@ def _condition(source: Source, block: Block) -> Spot | None:
 
 
 def _inline_conditions(source: Source, line: int, callee: str) -> list[Spot]:
-    """Conditions on the rank within the statement of `line` itself: `is_main and dist.barrier()`, `... if is_main`.
+    """Return conditions on the rank within the statement at `line`: `is_main and dist.barrier()`, `... if is_main`.
 
-    Not those that only decide what `callee` is given: `share(load() if is_main else None)`.
+    Excludes those that only decide the arguments of `callee`: `share(load() if is_main else None)`.
     """
     statement = source.statement(line)
     if statement is None or hasattr(statement, "body"):
@@ -97,7 +98,7 @@ def _calls(node: ast.AST) -> bool:
 
 
 def _num_calls(nodes: Sequence[ast.AST], name: str) -> int:
-    """How many calls of what is named `name` are in `nodes`."""
+    """Return the number of calls of a function named `name` in `nodes`."""
     return sum(isinstance(each, ast.Call) and call_name(each) == name for node in nodes for each in ast.walk(node))
 
 
@@ -106,7 +107,7 @@ def _leaves(body: Sequence[ast.stmt]) -> bool:
 
 
 def has_same_rounds(source: Source, loop: ast.AST) -> bool:
-    """Whether it is a `for` over a range that is the same on all ranks."""
+    """Return True if the loop is a `for` over a range that is the same on all ranks."""
     call = loop.iter if isinstance(loop, ast.For) else None
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.func.id != "range":
         return False
@@ -114,7 +115,7 @@ def has_same_rounds(source: Source, loop: ast.AST) -> bool:
 
 
 def goes_over_model(loop: ast.AST) -> bool:
-    """Whether it is a `for` over parameters, buffers or modules, of which all ranks have as many."""
+    """Return True if the loop is a `for` over parameters, buffers or modules, whose number is the same on all ranks."""
     if not isinstance(loop, ast.For):
         return False
     calls = {call_name(node) for node in ast.walk(loop.iter) if isinstance(node, ast.Call)}
@@ -122,7 +123,7 @@ def goes_over_model(loop: ast.AST) -> bool:
 
 
 def early_returns(source: Source, line: int) -> list[Spot]:
-    """Conditions that leave the function before `line` and may not be the same on all ranks, the nearest first."""
+    """Return conditions that leave the function before `line` and may differ between ranks, nearest first."""
     return [
         Spot(statement.lineno, with_condition(source, statement.body[-1], [statement.test]))
         for statement in source.before(line)
@@ -131,7 +132,10 @@ def early_returns(source: Source, line: int) -> list[Spot]:
 
 
 def handler_of(source: Source, blocks: Sequence[Block], line: int) -> Spot | None:
-    """The handler or `finally` among `blocks` to which only an error leads while others are at `line`."""
+    """Return the `except` or `finally` among `blocks` whose `try` body contains `line`.
+
+    Only an error leads there while other ranks are at `line`. None if there is none.
+    """
     for block in blocks:
         if not isinstance(block.node, ast.Try) or block.part not in ("handlers", "finalbody"):
             continue
@@ -145,7 +149,7 @@ def handler_of(source: Source, blocks: Sequence[Block], line: int) -> Spot | Non
 
 
 def is_behind_yield(source: Source, line: int, function: str) -> bool:
-    """Whether `line` is in an `__exit__`, or in a generator behind its `yield`: what a `with` calls when it is left."""
+    """Return True if `line` runs when a `with` ends: in an `__exit__`, or after the `yield` of a generator."""
     name = function.rpartition(".")[2]
     if name in ("__exit__", "__aexit__"):
         return True
@@ -155,7 +159,7 @@ def is_behind_yield(source: Source, line: int, function: str) -> bool:
 
 
 def unsynced(source: Source, blocks: Sequence[Block]) -> list[Spot]:
-    """Blocks around a line in which DDP exchanges nothing, in rounds that are not the same on all ranks."""
+    """Return the `no_sync` blocks around a line that may apply in different iterations on different ranks."""
     return [
         Spot(block.node.lineno, source.text(block.node.lineno))
         for block in blocks
@@ -170,7 +174,7 @@ def _mentions(node: ast.AST, name: str) -> bool:
 
 
 def skips(source: Source, loop: ast.AST, line: int) -> list[Spot]:
-    """Where a round of the loop may be cut short before `line`, for a reason that is not the same on all ranks."""
+    """Return `continue` statements that may skip the rest of an iteration before `line`, on some ranks only."""
     return [
         Spot(node.lineno, with_condition(source, node, tests), any(map(source.depends_on_rank, tests)))
         for node, tests in walk(loop, [], nested=False)
@@ -179,10 +183,10 @@ def skips(source: Source, loop: ast.AST, line: int) -> list[Spot]:
 
 
 def may_start_over(source: Source, line: int) -> bool:
-    """Whether what `line` goes over may be begun anew at its end, for as long as something else lasts.
+    """Return True if the iterable at `line` may be restarted when it is exhausted, for as long as something else lasts.
 
-    An iterator that is held by hand; or a loop inside another that counts no rounds, which hands on what it gets or is
-    left from inside, as after a number of steps.
+    That is the case for an iterator advanced by `next`, or for a loop inside an outer one without a fixed number of
+    iterations, if the inner loop yields its items or is left from inside, as after a number of steps.
     """
     statement = source.statement(line)
     if statement is None:
@@ -206,14 +210,14 @@ def _counts_nothing(loop: ast.AST) -> bool:
 
 
 def call_name(call: ast.Call) -> str:
-    """The last part of the name of what is called."""
+    """Return the last part of the name of the function called."""
     return call.func.attr if isinstance(call.func, ast.Attribute) else str(getattr(call.func, "id", ""))
 
 
 def swallowers(source: Source, blocks: Sequence[Block], *, leaving: ast.AST | None = None) -> list[Spot]:
-    """Handlers around a line that go on after an error, innermost first.
+    """Return handlers and `suppress` blocks around a line that continue after an error, innermost first.
 
-    `leaving`: an endless loop; of the handlers in it only those count that leave it.
+    `leaving`: an endless loop; of the handlers inside it only those that leave it are included.
     """
     found = []
     for block in reversed(blocks):
@@ -233,7 +237,7 @@ def swallowers(source: Source, blocks: Sequence[Block], *, leaving: ast.AST | No
 
 
 def is_end_of_data(handler: ast.ExceptHandler) -> bool:
-    """Whether it is `except StopIteration`: an iterator has come to its end, which is no error."""
+    """Return True for `except StopIteration`: the end of an iterator, not an error."""
     return isinstance(handler.type, ast.Name) and handler.type.id in ("StopIteration", "StopAsyncIteration")
 
 
@@ -246,7 +250,7 @@ def _has_way_out(handler: ast.ExceptHandler) -> bool:
 
 
 def skipping_handlers(source: Source, loop: ast.AST, line: int) -> list[Spot]:
-    """Handlers before `line` in the loop that go on with its next round after an error."""
+    """Return handlers before `line` in the loop that continue with its next iteration after an error."""
     return [
         Spot(handler.lineno, source.text(handler.lineno))
         for node, _ in walk(loop, [], nested=False)
@@ -258,7 +262,10 @@ def skipping_handlers(source: Source, loop: ast.AST, line: int) -> list[Spot]:
 
 
 def walk(node: ast.AST, tests: list[ast.expr], *, nested: bool) -> Iterator[tuple[ast.AST, list[ast.expr]]]:
-    """What is inside a loop, with the conditions around it; what leaves or goes on in an inner loop is left out."""
+    """Yield the nodes inside a loop with the conditions around each.
+
+    Excludes nested functions, and `break` and `continue` of inner loops.
+    """
     for name, value in ast.iter_fields(node):
         for child in value if isinstance(value, list) else [value]:
             if not isinstance(child, ast.AST) or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
@@ -271,30 +278,30 @@ def walk(node: ast.AST, tests: list[ast.expr], *, nested: bool) -> Iterator[tupl
 
 
 def may_differ(source: Source, tests: Sequence[ast.expr]) -> bool:
-    """Whether what is behind `tests` may not be the same on all ranks."""
+    """Return True if code under the conditions `tests` may not run alike on all ranks."""
     return not tests or any(not source.is_the_same_everywhere(test) for test in tests)
 
 
 def line_of(node: ast.AST) -> int:
-    """Its number."""
+    """Return the line number of `node`, 0 if it has none."""
     return int(getattr(node, "lineno", 0))
 
 
 def with_condition(source: Source, node: ast.AST, tests: Sequence[ast.expr]) -> str:
-    """The text of its line, after that of the nearest condition around it."""
+    """Return the source line of `node`, preceded by that of the nearest condition around it."""
     text = source.text(line_of(node))
     condition = source.text(tests[-1].lineno) if tests else ""
     return condition if condition.startswith(("if", "elif")) and text in condition else f"{condition} {text}".strip()
 
 
 def _raises(handler: ast.ExceptHandler) -> bool:
-    """Whether it always ends by an error of its own, or by the end of the program."""
+    """True if the handler always ends by raising an exception or by ending the program."""
     goes_on = any(isinstance(node, (ast.Continue, ast.Break, ast.Return)) for node in ast.walk(handler))
     return not goes_on and (isinstance(handler.body[-1], ast.Raise) or is_exit(handler.body[-1]))
 
 
 def is_exit(node: ast.AST) -> bool:
-    """Whether it ends the program: `sys.exit()`, `raise SystemExit`."""
+    """Return True if `node` ends the program: `sys.exit()`, `raise SystemExit`."""
     if isinstance(node, ast.Raise):
         raised = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
         return isinstance(raised, ast.Name) and raised.id == "SystemExit"

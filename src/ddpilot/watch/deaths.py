@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that died while nobody waited for them yet."""
+"""Explain ranks that died before any other rank waited for them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ddpilot.watch.view import JobView
 from ddpilot.watch.words import describe_shortly, place_of, say_call, say_place, who_does
 
 OF_ENDS = frozenset({"DDP208", "DDP209"})
-"""Codes of what is said of a rank's end, by whether it is known how it came."""
+"""Codes of findings about how a rank ended."""
 
 _NEEDS_OTHERS = "DDP2"
 _GOES_ON = "DDP204"
-"""Different reduce-ops: nothing stops because of that."""
+"""Different reduce-ops: the job does not stop because of them."""
 
 _FIXES = {
     "SIGKILL": "look whether memory was out (`dmesg | tail`): fewer DataLoader workers, smaller batches",
@@ -28,13 +28,13 @@ _FIXES = {
 
 
 def find_cause_of_end(findings: Iterable[Finding]) -> Finding | None:
-    """Of what was found, what ends ranks that wait for others; None where nothing does."""
+    """Return the finding that makes ranks waiting for others fail; None if there is none."""
     ends = (each for each in findings if each.code.startswith(_NEEDS_OTHERS) and each.code != _GOES_ON)
     return next((each for each in ends if each.severity == "error"), None)
 
 
 def explain_death(view: JobView, ranks: Sequence[int], words: str) -> Finding:
-    """`ranks` ended in the way that `words` say."""
+    """Return the DDP209 finding for `ranks`, which ended as `words` describe."""
     seen = view.ranks[ranks[0]]
     chain = chain_of(seen, None)
     last = seen.log.collectives[-1] if seen.log is not None and seen.log.collectives else None

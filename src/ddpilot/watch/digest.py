@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the observer of one node tells those of the others of its ranks: bounded text, and times on the reader's clock.
+"""Encode the state of one node's ranks as bounded text for the observers of other nodes.
 
-What is not in it: guard's notes, stacks of other threads than the main one, and all but the newest records.
+A digest excludes guard's notes, the stacks of threads other than the main thread, and all but the newest records. The
+reader converts its times to its own clock.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from ddpilot.watch.view import ErrorView, Frame, JobView, ProcessView, RankView,
 MAX_CHARS = 64 * 1024
 _NUM_ENTRIES = 256
 _NUM_OF_GROUP = 4
-"""Of a group that was not used lately: enough to know how far each of its ranks has come."""
+"""Records kept of a group that was not used lately: enough to show how far each of its ranks has progressed."""
 _NUM_FRAMES = 40
 _MAX_ERROR_CHARS = 4000
 
 _SHARED: Mapping[str, type] = {"group": GroupOfRanks, "line": Line, "ddp": DdpPart}
-"""Fields of a record whose values are written once and then named by number."""
+"""Fields of a record whose values are written once and then referred to by index."""
 _TENSORS = ("inputs", "outputs")
 _DEFAULTS: Mapping[type, Sequence[tuple[str, Any]]] = {
     kind: tuple((field.name, field.default) for field in fields(kind))
@@ -38,24 +39,24 @@ _TIMES_OF_LOG, _TIMES_OF_ENTRY = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Digest:
-    """What is known of the ranks of one node."""
+    """The state of the ranks of one node."""
 
     now_ns: int
-    """When this was gathered, on CLOCK_MONOTONIC of whoever holds it."""
+    """When the state was gathered, on CLOCK_MONOTONIC of the machine that holds the digest."""
     unix_ns: int
-    """The same moment by the writer's calendar clock."""
+    """The same moment on the writer's system clock (Unix time)."""
     is_asking: bool
-    """Whether the writer wants to know what the others' ranks do."""
+    """True if the writer requests digests of the other nodes."""
     ranks: Mapping[int, RankView]
 
     @property
     def is_final(self) -> bool:
-        """Whether all of its ranks have ended: nothing more will come of them."""
+        """True if all of its ranks have ended, so that no newer digest will follow."""
         return all(rank.process.state == "ended" or rank.returned for rank in self.ranks.values())
 
 
 def encode_digest(digest: Digest, max_chars: int = MAX_CHARS) -> str:
-    """The digest as text of at most `max_chars` characters: if need be with fewer records, at last with fewer ranks."""
+    """Encode the digest as at most `max_chars` characters, dropping old records and then ranks until it fits."""
     num_entries, ranks = _NUM_ENTRIES, dict(digest.ranks)
     while True:
         text = _encode(replace(digest, ranks=ranks), num_entries)
@@ -68,7 +69,7 @@ def encode_digest(digest: Digest, max_chars: int = MAX_CHARS) -> str:
 
 
 def decode_digest(text: str) -> Digest:
-    """What `encode_digest` wrote, on the writer's clock. Raises `ValueError` for anything else."""
+    """Decode what `encode_digest` wrote, on the writer's clock. Raises `ValueError` for any other text."""
     try:
         said = json.loads(zlib.decompress(base64.b64decode(text, validate=True)))
         shared = [_read_shared(kind, value) for kind, value in said["shared"]]
@@ -79,9 +80,9 @@ def decode_digest(text: str) -> Digest:
 
 
 def move_clock(digest: Digest, *, unix_minus_monotonic_ns: int, after_ns: int, before_ns: int) -> Digest:
-    """The digest on the clock of this machine, of which the difference to its calendar clock is given.
+    """Convert the digest to this machine's clock; `unix_minus_monotonic_ns` is the offset of its system clock.
 
-    It was written between `after_ns` and `before_ns`: calendar clocks that disagree by more do no harm.
+    The digest was written between `after_ns` and `before_ns`, which bounds the error if the system clocks disagree.
     """
     written_ns = min(max(digest.unix_ns - unix_minus_monotonic_ns, after_ns), before_ns)
     by_ns = written_ns - digest.now_ns
@@ -90,7 +91,7 @@ def move_clock(digest: Digest, *, unix_minus_monotonic_ns: int, after_ns: int, b
 
 
 def merge(view: JobView, digests: Iterable[Digest]) -> JobView:
-    """`view` with the ranks of `digests`, which are on its clock; of its own ranks it knows better."""
+    """Add the ranks of `digests`, which are on the clock of `view`; ranks that `view` already has are kept."""
     ranks = dict(view.ranks)
     for digest in digests:
         age_ns = max(0, view.now_ns - digest.now_ns)
@@ -101,7 +102,7 @@ def merge(view: JobView, digests: Iterable[Digest]) -> JobView:
 
 
 def _keep_beating(log: RankLog | None, age_ns: int) -> RankLog | None:
-    # How long it had been silent when it was looked at is what counts.
+    # Only the silence up to the moment of gathering counts.
     if log is None or log.heartbeat_ns is None:
         return log
     return replace(log, heartbeat_ns=log.heartbeat_ns + age_ns)
@@ -121,7 +122,7 @@ def _encode(digest: Digest, num_entries: int) -> str:
 
 
 class _Shared:
-    """Values that records have in common, each written once."""
+    """Table of values that several records share, each written once."""
 
     def __init__(self) -> None:
         self.values: list[tuple[str, Any]] = []
@@ -177,7 +178,7 @@ def _read_rank(said: Mapping[str, Any], shared: list[Any]) -> RankView:
 
 
 def _choose(entries: tuple[Collective, ...], num_newest: int) -> list[Collective]:
-    """The newest, and the last few of each group."""
+    """Return the newest `num_newest` entries, and before them the last few of each group."""
     chosen = list(entries[-num_newest:])
     counts: dict[tuple[str, int, int], int] = {}
     older = []
@@ -207,7 +208,7 @@ def _read_entry(said: Mapping[str, Any], shared: list[Any]) -> Collective:
 
 
 def _bare(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass that differ from their defaults."""
+    """Return the fields of a dataclass that differ from their defaults."""
     found = {}
     for name, default in _DEFAULTS[type(value)]:
         here = getattr(value, name)

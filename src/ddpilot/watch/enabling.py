@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Watch ranks that ddpilot has not started, but torchrun, srun or mpirun. Each rank records, the first of a node starts
-an observer, which is a process of its own and ends with the ranks.
+"""Watch ranks that torchrun, srun or mpirun started instead of ddpilot.
+
+Each rank records its collectives. The first rank of a node starts an observer, a separate process that ends with the
+ranks.
 """
 
 from __future__ import annotations
@@ -34,12 +36,12 @@ from ddpilot.watch.rank_processes import RankProcess, error_path, read_rank_proc
 from ddpilot.watch.reaching import describe_way
 
 WATCH_VARIABLE = "DDPILOT_WATCH"
-"""1: ranks are watched without a word of their script's."""
+"""If 1, ranks are watched without any change to their script."""
 
 GUARD_VARIABLE = "DDPILOT_GUARD"
 ACTION_VARIABLE = "DDPILOT_ON_FINDING"
 OWNER_VARIABLE = "DDPILOT_WATCHED_PID"
-"""Set in the environment of a watched rank, for the processes that it starts: its process id."""
+"""Set in the environment of a watched rank, for the processes that it starts: the rank's pid."""
 
 GUARD_HOOK = "ddpilot.guard.hook:start"
 _ABOUT_A_RANK = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
@@ -48,7 +50,7 @@ _ABOUT_A_JOB = (
     *("SLURM_STEP_ID", "PMIX_NAMESPACE"),
 )
 _DETACH = (
-    "import sys; sys.path[:] = filter(None, sys.path)\n"  # a module of the working directory is not Python's own
+    "import sys; sys.path[:] = filter(None, sys.path)\n"  # modules there may shadow standard ones
     "import os\nif os.fork(): os._exit(0)\nimport runpy\nrunpy.run_module(sys.argv[1], run_name='__main__')"
 )
 _enabled_pid = 0
@@ -57,14 +59,14 @@ _enabled_pid = 0
 def enable(
     *, guard: bool = True, on_finding: Action | None = None, stall_warn_s: float = 30.0, name: str | None = None
 ) -> Path | None:
-    """Record this rank's collectives from now on, and have the ranks of this node observed, until they end.
+    """Record this rank's collectives from now on, and have the ranks of this node observed until they end.
 
-    To be called on every rank, early, by a script that torchrun, srun or mpirun has started; not collective. Returns
-    the job's folder; None if there is nothing to do: in a process that is not a rank, or one that is watched already.
-    `guard`, `on_finding` ("stop" or "report"; None: "stop") and `stall_warn_s` as in `Launcher`: the values of the
-    first rank of a node count. "stop" shows the report on stderr and sends SIGTERM to the ranks of this node. `name`:
-    of the job, in `ddpilot watch`; default: the script's. Raises LaunchError for a value that is not one of these;
-    whatever fails later is said in one line, and the script goes on.
+    Call it early on every rank of a script that torchrun, srun or mpirun has started; it is not collective. Returns the
+    job's folder; None if there is nothing to do, that is, in a process that is not a rank or is watched already.
+    `guard`, `on_finding` ("stop" or "report"; None: "stop") and `stall_warn_s` are as in `Launcher`; the values of the
+    first rank of a node apply. "stop" prints the report on stderr and sends SIGTERM to the ranks of this node. `name`:
+    the job's name in `ddpilot watch`; default: the script's. Raises LaunchError for an invalid value. Later failures
+    are reported in one line, and the script continues.
     """
     if callable(on_finding):
         raise LaunchError(
@@ -85,34 +87,34 @@ def enable(
 
 
 def enable_from_environment(environ: Mapping[str, str] = os.environ) -> None:
-    """`enable`, where `WATCH_VARIABLE` is 1; whatever is wrong is said in one line."""
+    """Call `enable` if `WATCH_VARIABLE` is 1; any error is reported in one line."""
     if environ.get(WATCH_VARIABLE) != "1":
         return
     try:
         action = environ.get(ACTION_VARIABLE) or None
-        enable(guard=environ.get(GUARD_VARIABLE) != "0", on_finding=action)  # type: ignore[arg-type]  # it checks that
-    except Exception as error:  # noqa: BLE001 - said, and never in the way of training
+        enable(guard=environ.get(GUARD_VARIABLE) != "0", on_finding=action)  # type: ignore[arg-type]  # checked there
+    except Exception as error:  # noqa: BLE001 - reported; must not stop the training
         sys.stderr.write(f"ddpilot: {WATCH_VARIABLE}=1: this job is not watched: {error}\n")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """The processes that this rank comes from."""
+    """The processes that started this rank."""
 
     launcher: psutil.Process
-    """The nearest ancestor that is not of this rank alone."""
+    """The nearest ancestor that does not belong to this rank alone."""
     shell: psutil.Process
-    """The outermost process of this rank alone: this process, or the shell that started it."""
+    """The outermost process that belongs to this rank alone: this process, or the shell that started it."""
 
 
 def find_origin(environ: Mapping[str, str]) -> Origin | None:
-    """Where this rank comes from; None in a process that a watched rank has started as its own, such as a worker.
+    """Return the origin of this rank; None in a process that a watched rank has started, such as a worker.
 
-    A rank of a job that a watched rank has launched is a rank of its own: between the two is its launcher.
+    A rank of a job that a watched rank has launched is a rank in its own right: its launcher is between the two.
     """
     this = psutil.Process()
     began_with = _environ(this) or {}
-    # A rank that was forked has its variables from its own code, and a script may add some; wrappers know neither.
+    # A forked rank sets its variables itself, and a script may add some; wrapper processes have neither.
     mine = began_with if any(name in began_with for name in _ABOUT_A_RANK) else environ
     line = [(each, _environ(each)) for each in this.parents()]
     if not line:
@@ -137,9 +139,9 @@ _Line = list[tuple[psutil.Process, Mapping[str, str] | None]]
 
 
 def _count_below_owner(line: _Line, environ: Mapping[str, str]) -> int | None:
-    """How many of the ancestors in `line` were started, one by the other, by a watched rank; None without such a rank.
+    """Return the number of ancestors in `line` below the watched rank that started them; None if there is no such rank.
 
-    -1 if this process itself is watched by its launcher, or comes from a watched rank that is not an ancestor any more.
+    -1 if this process is watched by its launcher, or descends from a watched rank that is no longer its ancestor.
     """
     owner = int(environ.get(OWNER_VARIABLE) or 0)
     folder = environ.get(RING_DIR_VARIABLE)
@@ -156,7 +158,10 @@ def _count_below_owner(line: _Line, environ: Mapping[str, str]) -> int | None:
 
 
 def _first_different(line: _Line, mine: Mapping[str, str], names: tuple[str, ...]) -> int | None:
-    """The first in `line` whose variables `names` are not `mine`; those of another user's process are unknown."""
+    """Return the index of the first process in `line` whose variables `names` differ from `mine`; None if none do.
+
+    A process whose environment cannot be read, as another user's, counts as different.
+    """
     for at, (_, theirs) in enumerate(line):
         if theirs is None or any(theirs.get(name) != mine.get(name) for name in names):
             return at
@@ -164,7 +169,7 @@ def _first_different(line: _Line, mine: Mapping[str, str], names: tuple[str, ...
 
 
 def _environ(process: psutil.Process) -> Mapping[str, str] | None:
-    """What `process` began with; None if it is another user's, or gone."""
+    """Return the initial environment of `process`; None if it belongs to a different user or has ended."""
     try:
         return process.environ()
     except (psutil.Error, OSError):
@@ -178,7 +183,7 @@ def _enable(options: WatchOptions, topology: Topology, name: str, origin: Origin
         folder = _open_folder(root, origin.launcher)
         before = read_rank_process(folder, topology.rank)
         if before is not None and before.is_running and before.pid != os.getpid():
-            return None  # a second process of this rank at the same time: the first is the rank
+            return None  # a second process of this rank at the same time: the first one is the rank
         number = 0 if before is None else before.number + 1
         error_path(folder, topology.rank).unlink(missing_ok=True)
         _describe(options, topology, name, origin, number).write(folder, topology.rank)
@@ -201,18 +206,18 @@ def _enable(options: WatchOptions, topology: Topology, name: str, origin: Origin
     if not is_observed:
         _start_observer(folder)
     _enabled_pid = os.getpid()
-    # What this rank starts, such as a DataLoader's worker, inherits its variables and is not a rank.
+    # Child processes of this rank, such as DataLoader workers, inherit its variables and are not ranks.
     os.environ[OWNER_VARIABLE] = str(os.getpid())
     return folder
 
 
 def _note_exit(stop: Callable[[], None]) -> None:
-    """Call `stop` before `os._exit(0)` too: the observer sees no exit status, so that it looks like a crash else."""
+    """Call `stop` before `os._exit(0)` too: the observer does not see the exit status and would report a crash."""
     pid, theirs = os.getpid(), os._exit
 
     def leave(status: int) -> NoReturn:
         try:
-            if status == 0 and os.getpid() == pid:  # workers that the rank forks end in this way
+            if status == 0 and os.getpid() == pid:  # forked workers of the rank exit this way
                 stop()
         finally:
             theirs(status)
@@ -221,7 +226,7 @@ def _note_exit(stop: Callable[[], None]) -> None:
 
 
 def _open_folder(root: Path, launcher: psutil.Process) -> Path:
-    """The folder of the job, the same for all ranks that `launcher` has started on this node in this attempt."""
+    """Return the job's folder, the same for all ranks that `launcher` has started on this node in this attempt."""
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     about = (platform.node(), _pid_namespace(), str(launcher.pid), _start_of(launcher), attempt)
     key = hashlib.blake2b("\n".join(about).encode(), digest_size=4).hexdigest()
@@ -234,14 +239,14 @@ def _open_folder(root: Path, launcher: psutil.Process) -> Path:
 
 
 def _start_of(process: psutil.Process) -> str:
-    """When `process` was started: on Linux in ticks since the machine was, which no change of the clock moves."""
+    """Return the start time of `process`: on Linux in clock ticks since boot, which clock changes do not affect."""
     with suppress(OSError, IndexError):
         return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19]
     return str(round(process.create_time()))
 
 
 def _pid_namespace() -> str:
-    """Which numbers of processes these are: a container has its own, and may share a folder with others."""
+    """Return the pid namespace: a container has its own pids, and may share a folder with others."""
     with suppress(OSError):
         return os.readlink("/proc/self/ns/pid")
     return ""
@@ -270,7 +275,7 @@ def _describe(options: WatchOptions, topology: Topology, name: str, origin: Orig
 
 
 def _is_observed(folder: Path) -> bool:
-    """True if an observer runs for `folder`: it will see this process too."""
+    """True if an observer runs for `folder`; it will see this process too."""
     fd = open_own_file(folder / OBSERVER, os.O_RDWR | os.O_CREAT)
     try:
         return not lock_file(fd, wait=False)
@@ -281,7 +286,7 @@ def _is_observed(folder: Path) -> bool:
 def _start_observer(folder: Path) -> None:
     environ = {key: value for key, value in os.environ.items() if key not in (WATCH_VARIABLE, *_ABOUT_A_RANK)}
     environ["PYTHONPATH"] = os.pathsep.join(str(path) for path in sys.path if str(path))
-    # In the end it is not a child of this process: the script may wait for all of its own.
+    # The observer detaches itself: the script may wait for all of its child processes.
     subprocess.run(
         [sys.executable, "-c", _DETACH, "ddpilot.watch.observing", str(folder)],
         stdin=subprocess.DEVNULL,
@@ -296,7 +301,7 @@ def _note_exceptions(path: Path) -> None:
 
     def hook(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
         try:
-            if os.getpid() == pid:  # not in a process that the rank has forked
+            if os.getpid() == pid:  # not in a forked child of the rank
                 import traceback
 
                 text = "".join(traceback.format_exception(kind, error, frames))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the observers of several nodes tell each other: nothing while all is well, else a digest of their ranks."""
+"""Exchange the state of ranks between nodes' observers: only checksums while all is well, else digests."""
 
 from __future__ import annotations
 
@@ -16,42 +16,42 @@ from ddpilot.watch.stall import Analysis
 from ddpilot.watch.view import JobView, RankView
 
 _ASK_AFTER_NS = 600_000_000
-"""So long has a collective not been over when the other nodes are asked about it."""
+"""Ask the other nodes about a collective that has been unfinished for this long."""
 
 _LATE = 1.5
-"""Times the longest pause between collectives: a rank that begins none for so long is late."""
+"""A rank is late if it has begun no collective for this many times its longest pause between collectives."""
 
 _AGAIN_NS = 750_000_000
-"""Between two questions to the other nodes."""
+"""Minimum interval between two requests to the other nodes."""
 
 _SELDOM_AFTER_NS = 60_000_000_000
 _SELDOM_NS = 5_000_000_000
-"""The same from `_SELDOM_AFTER_NS` on: what has waited for a minute may wait for hours."""
+"""The same after `_SELDOM_AFTER_NS`: a wait that has lasted for a minute may last for hours."""
 
 _ANSWER_AGAIN_NS = 200_000_000
-"""Between two answers: several nodes that ask at once get one."""
+"""Minimum interval between two answers: nodes that ask at the same time share one."""
 
 _PATIENCE_NS = 2_500_000_000
-"""Between the first question and the moment at which what is known without an answer is said."""
+"""How long to wait for answers, from the first request, before reporting what is known without them."""
 
 _FRESH_NS = 1_900_000_000
-"""What another node's ranks did not so long ago says where they are not now: waits are said after 2 s."""
+"""A digest younger than this counts as the present state of a node; waits are reported after 2 s."""
 
 _OLD_NS = 10_000_000_000
-"""The same where no rank here has begun anything since."""
+"""The same if no rank here has begun a collective since."""
 
 _APART_NS = 5_000_000_000
-"""So long are other nodes asked because their marks differ from those here."""
+"""How long to request digests after the marks of another node differed from those here."""
 
 _APART_AGAIN_NS = 60_000_000_000
-"""Between two times of that for one group, whose marks stay different once they are."""
+"""Minimum interval between two such requests for one group, whose marks stay different once they differ."""
 
 _NUM_LOOKED_AT = 64
-"""Of a rank's newest collectives: their pauses tell how long the next one may take to come."""
+"""Number of a rank's newest collectives whose pauses show when the next one is due."""
 
 
 class Exchange:
-    """Of the observer of `ranks`, with those that `carrier` leads to. To be used by one thread at a time."""
+    """The exchange of the observer of `ranks` with the nodes that `carrier` reaches. Not thread-safe."""
 
     def __init__(self, carrier: Carrier, ranks: Sequence[int]) -> None:
         self.ranks = tuple(ranks)
@@ -68,7 +68,7 @@ class Exchange:
         self._gone: frozenset[int] = frozenset()
 
     def widen(self, view: JobView) -> JobView:
-        """`view`, which is of the ranks here, with those of other nodes as far as it is known where they are now."""
+        """Add ranks of other nodes to `view`, which holds the ranks here, as far as their digests are recent enough."""
         for node, letter in self.carrier.letters.items():
             if letter.number != self._numbers.get(node):
                 self._numbers[node] = letter.number
@@ -91,9 +91,9 @@ class Exchange:
         )
 
     def tell(self, view: JobView, analysis: Analysis, with_stacks: Callable[[JobView], JobView]) -> None:
-        """Tell the other nodes of the ranks of `view`, where there is a reason here, or they ask.
+        """Send the other nodes a digest of the ranks of `view`, if there is a reason here or they have requested one.
 
-        `analysis`: of all that is known; `with_stacks` gives the view with the stacks of all ranks here.
+        `analysis`: of all ranks that are known. `with_stacks`: returns the view with the stacks of all ranks here.
         """
         is_asking = self._is_apart(view) or bool(analysis.findings or analysis.status)
         is_asking |= any(map(_needs_others(view), view.ranks.values()))
@@ -105,7 +105,7 @@ class Exchange:
         self._write(with_stacks(view), is_asking=is_asking)
 
     def _is_apart(self, view: JobView) -> bool:
-        """Whether ranks of another node were seen lately to call other collectives than those here."""
+        """True if ranks of another node were recently seen to call different collectives than those here."""
         self._marks.feed([rank.log for rank in view.ranks.values() if rank.log is not None], view.now_ns)
         self.carrier.show(self._marks.encode())
         for text in self.carrier.marks.values():
@@ -115,7 +115,7 @@ class Exchange:
         return any(view.now_ns - since_ns < _APART_NS for since_ns in self._apart.values())
 
     def say_farewell(self, view: JobView) -> None:
-        """Tell of the ranks of `view` for the last time."""
+        """Send the last digest of the ranks of `view`."""
         self._write(view, is_asking=False)
 
     def _write(self, view: JobView, *, is_asking: bool) -> None:
@@ -132,22 +132,22 @@ class Exchange:
         return asked_ns > self._told_ns and since_ns >= _ANSWER_AGAIN_NS
 
     def is_waiting(self, now_ns: int) -> bool:
-        """Whether other nodes have been asked, and may still answer."""
+        """True if other nodes have been asked and may still answer."""
         return self._asking_ns is not None and now_ns - self._asking_ns < _PATIENCE_NS and bool(self._silent())
 
     def has_heard_since(self, since_ns: int) -> bool:
-        """Whether every other node has told of its ranks since then, or cannot."""
+        """True if every other node has sent a digest since `since_ns`, or the connection has failed."""
         is_off = bool(self.carrier.fault)
         return is_off or all(self._heard_ns.get(node, 0) >= since_ns for node in self.carrier.places)
 
     def _silent(self) -> list[int]:
-        """Nodes that have not told since this one asks."""
+        """Return the nodes that have not sent a digest since this node asked."""
         finals = [node for node, each in self._digests.items() if each.is_final]
         places = self.carrier.places
         return [node for node in places if node not in finals and self._heard_ns.get(node, 0) < (self._asking_ns or 0)]
 
     def complaints(self, now_ns: int) -> Iterator[str]:
-        """Why ranks of other nodes are not seen: lines, each of which is to be shown once."""
+        """Yield lines about why ranks of other nodes are not seen; each is to be shown once."""
         if self._asking_ns is None:
             return
         if self.carrier.fault:
@@ -173,7 +173,7 @@ def _is_gone(rank: RankView) -> bool:
 
 
 def _needs_others(view: JobView) -> Callable[[RankView], bool]:
-    """Of a rank whether what it does cannot be explained by the ranks here alone."""
+    """Return a predicate: True for a rank whose state cannot be explained by the ranks here alone."""
 
     def needs(rank: RankView) -> bool:
         if _is_gone(rank) and not rank.returned:
@@ -183,7 +183,7 @@ def _needs_others(view: JobView) -> Callable[[RankView], bool]:
         unsure_ns = [view.now_ns - each.start_ns for each in newest if each.state == "begun" and not each.is_watched]
         if max(open_ns, default=0) > _ASK_AFTER_NS:
             return True
-        # One of these may be over: it would show when the next begins, which is due after as long as between others.
+        # One of these may be over: the next collective would show it, and is due after the usual pause.
         return min(unsure_ns, default=0) > max(_ASK_AFTER_NS, int(_LATE * _longest_pause_ns(newest)))
 
     return needs

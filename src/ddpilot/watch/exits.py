@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a loop can come to its end: by itself, with its data, or because a rank leaves it."""
+"""Find how a loop can end: at its end, because its data is exhausted, or because a rank leaves it early."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _MAX_DEPTH = 3
 
 @dataclass(frozen=True, slots=True)
 class Exits:
-    """Where loops may be left before their end. Either part may be empty."""
+    """Where loops may be left before their end. Either field may be empty."""
 
     decided: tuple[Spot, ...] = ()
-    """For a reason that need not be the same on all ranks."""
+    """Exits for a reason that may differ between ranks."""
     of_data: tuple[Spot, ...] = ()
-    """Because there is no more data."""
+    """Exits because the data is exhausted."""
 
 
 def find_exits(source: Source, loops: Sequence[ast.AST], *, has_ended: bool) -> Exits:
-    """Where `loops`, outermost first, may be left; `has_ended`: that may have been the end of the program.
+    """Return where `loops`, outermost first, may be left. `has_ended`: the exit may also have ended the program.
 
-    Of an endless one also by what looks the same on all ranks: nothing else can have ended it.
+    For an endless loop, exits whose conditions look the same on all ranks are included: nothing else can have ended it.
     """
     never_ends = is_endless(source, loops[0])
     found = [
@@ -58,7 +58,7 @@ def find_exits(source: Source, loops: Sequence[ast.AST], *, has_ended: bool) -> 
 
 
 def is_endless(source: Source, loop: ast.AST) -> bool:
-    """Whether nothing but leaving it ends it: `while True`, `for i in count()`, a generator that never returns."""
+    """Return True if a loop ends only when it is left: `while True`, `for i in count()`, an endless generator."""
     if isinstance(loop, ast.While):
         return isinstance(loop.test, ast.Constant) and bool(loop.test.value)
     return isinstance(loop, (ast.For, ast.AsyncFor)) and _never_ends(source, loop.iter)
@@ -77,7 +77,7 @@ def _never_ends(source: Source, value: ast.expr) -> bool:
 
 
 def _ends_of_generators(source: Source, loop: ast.AST) -> Iterator[Spot]:
-    """Where a generator of this file that the loop goes over returns, for a reason that may differ between ranks."""
+    """Yield `return`s that may differ between ranks in a generator of this file that the loop iterates over."""
     value = loop.iter if isinstance(loop, (ast.For, ast.AsyncFor)) else None
     while isinstance(value, ast.Call) and call_name(value) in _PASS_ON and value.args:
         value = value.args[-1 if call_name(value) == "map" else 0]
@@ -101,7 +101,7 @@ def _yields_forever(maker: ast.FunctionDef) -> bool:
 def _early_exits(
     source: Source, loop: ast.AST, *, has_ended: bool, also_same: bool = False
 ) -> Iterator[tuple[Spot, bool]]:
-    """What leaves the loop and may not be the same on all ranks, and whether that is because data has ended."""
+    """Yield statements that leave the loop and may differ between ranks, with True for those at the end of data."""
     at_stop = _handlers_of_stop(loop)
     for node, tests in walk(loop, [], nested=False):
         if not (isinstance(node, (ast.Break, ast.Return)) or (has_ended and _ends_well(node))):
@@ -116,7 +116,7 @@ def _early_exits(
 
 
 def _own_ends(source: Source, loop: ast.AST) -> Iterator[tuple[Spot, bool]]:
-    """The loop's own condition, where it may end a `while` at another round on each rank."""
+    """Yield the condition of a `while` loop if it may end the loop at a different iteration on each rank."""
     if isinstance(loop, ast.While) and not source.is_the_same_everywhere(loop.test):
         depends = source.depends_on_rank(loop.test)
         yield Spot(loop.lineno, source.text(loop.lineno), depends), not depends and _asks_for_next(source, loop.test)
@@ -127,7 +127,7 @@ def _handlers_of_stop(node: ast.AST) -> list[ast.ExceptHandler]:
 
 
 def _asks_for_next(source: Source, test: ast.expr) -> bool:
-    """Whether a condition is on what `next(iterator, default)` gave."""
+    """True if the condition depends on the result of `next(iterator, default)`."""
     names = [node for node in ast.walk(test) if isinstance(node, (ast.Name, ast.Attribute))]
     values = [test, *(value for name in names for value in source.values_of(name))]
     calls = [node for value in values for node in ast.walk(value) if isinstance(node, ast.Call)]
@@ -135,7 +135,7 @@ def _asks_for_next(source: Source, test: ast.expr) -> bool:
 
 
 def _exits_in_calls(source: Source, loop: ast.AST) -> list[Spot]:
-    """Where the loop calls a function of the same file that may end the program, or where that function does."""
+    """Return where the loop calls a function of the same file that may end the program, or where that function does."""
     found = []
     for node, tests in walk(loop, [], nested=False):
         if not isinstance(node, ast.Call):
@@ -149,7 +149,7 @@ def _exits_in_calls(source: Source, loop: ast.AST) -> list[Spot]:
 
 
 def _exits_of(source: Source, call: ast.Call, depth: int, *, also_same: bool = False) -> Iterator[Spot]:
-    """What ends the program in the functions of this file that `call` may mean, or in those that they call."""
+    """Yield exits of the program in functions of this file that `call` may refer to, and in those they call."""
     for function in source.functions_called(call_name(call)) if depth else ():
         for node, tests in walk(function, [], nested=False):
             if _ends_well(node) and (also_same or may_differ(source, tests)):
@@ -160,7 +160,7 @@ def _exits_of(source: Source, call: ast.Call, depth: int, *, also_same: bool = F
 
 
 def _ends_well(node: ast.AST) -> bool:
-    """Whether it may end the program with exit status 0."""
+    """True if the statement may end the program with exit status 0."""
     if not is_exit(node):
         return False
     raised = node.exc if isinstance(node, ast.Raise) else node

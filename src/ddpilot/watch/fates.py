@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What has become of a rank's process, and what holds it up while it lives."""
+"""Determine how a rank's process ended, and whether a live one is held up by a collective."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from ddpilot.watch.stacks import is_waiting, passes
 from ddpilot.watch.view import JobView, RankView
 
 State = Literal["alive", "finished", "died", "victim", "unknown"]
-"""``victim``: it ended because of another one's end, as far as its error says; ``unknown``: nothing is known of it."""
+"""``victim``: it ended because another rank did, judging by its error; ``unknown``: nothing is known about it."""
 
 _MAX_CHARS = 100
 _STOPPING = ("SIGKILL", "SIGTERM", "SIGINT")
 _ERROR_NS = 1_500_000_000
-"""A rank may have left because of an error, as in a `finally`: so long later that is known."""
+"""A rank may destroy its groups in a `finally` because of an error; by then the error is known."""
 _CUT_OFF_NS = 200_000_000
-"""So long after it has left, one that was on its way to an error of its own has come to it."""
+"""The same for a rank whose peers have lost their connection to it."""
 _BEAT_NS = 60_000_000
-"""A little more than the time between two signs of life in a ring."""
+"""Slightly more than the interval between two heartbeats in a ring."""
 _LEAVES = "/ddpilot/group/leaving.py:wait_for_peers"
 _PATIENT_CALLS = ("send", "recv", "send_object_list", "recv_object_list")
 
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """What has become of a rank, and that in words."""
+    """The state of a rank, and its description."""
 
     state: State
     words: str = ""
 
     @property
     def is_gone(self) -> bool:
-        """Whether it will begin no collective any more."""
+        """True if the rank will begin no more collectives."""
         return self.state in ("finished", "died", "victim")
 
 
 def fate_of(rank: RankView | None) -> Fate:
-    """What has become of a rank, of which nothing may be known."""
+    """Return the state of a rank; "unknown" for None."""
     if rank is None:
         return Fate("unknown")
     error = rank.error
@@ -75,7 +75,7 @@ def _shorten(message: str) -> str:
 
 
 def first_deaths(view: JobView, fates: Mapping[int, Fate]) -> list[int]:
-    """The ranks that died by themselves: no victims, and none that was ended after another one had died."""
+    """Return the ranks that died first: neither victims, nor ranks that were terminated after another one had died."""
     died = [rank for rank, fate in fates.items() if fate.state == "died"]
     of_itself = [rank for rank in died if view.ranks[rank].process.signal_name not in _STOPPING]
     if of_itself:
@@ -92,7 +92,7 @@ def _earliest(view: JobView, ranks: Iterable[int]) -> list[int]:
 
 
 def _first_silent(view: JobView, ranks: list[int]) -> list[int]:
-    """Of ranks whose end nobody has seen, those whose rings were written last before those of the others."""
+    """Of ranks whose end was not observed, return those whose heartbeats stopped first."""
     beats = {rank: log.heartbeat_ns for rank in ranks if (log := view.ranks[rank].log) is not None and log.heartbeat_ns}
     if len(beats) < len(ranks):
         return ranks
@@ -102,9 +102,9 @@ def _first_silent(view: JobView, ranks: list[int]) -> list[int]:
 def as_left(
     rank: RankView | None, fate: Fate, last: Collective | None, now_ns: int, *, is_cut_off: bool = False
 ) -> Fate:
-    """`fate`, or of a rank that lives and has left the group in which `last` was its newest, that it has.
+    """Return "finished" for a live rank that has left the group in which `last` was its newest collective, else `fate`.
 
-    `is_cut_off`: others have lost their connection to it, so that it does not matter why it left.
+    `is_cut_off`: other ranks have lost their connection to it, so that the reason for leaving does not matter.
     """
     if rank is None or fate.state != "alive" or rank.log is None:
         return fate
@@ -117,9 +117,9 @@ def as_left(
 
 
 def holds_up(rank: RankView, fate: Fate, entry: Collective) -> bool | None:
-    """Whether the rank cannot go on before `entry` is over; None where that needs a stack of now.
+    """Return True if the rank cannot continue before `entry` completes; None if only a current stack can tell.
 
-    Of one that is gone: whether it was so when it ended.
+    For a rank that has ended: True if it could not continue at that time.
     """
     is_over = entry.state == "done" or (entry.state == "unknown" and not entry.is_passed_over)
     if fate.state == "finished" or (is_over and not entry.is_p2p):
@@ -127,9 +127,10 @@ def holds_up(rank: RankView, fate: Fate, entry: Collective) -> bool | None:
     if fate.is_gone:
         return True
     if entry.state == "failed":
-        return False  # and the program went on
+        return False  # and the program continued
     if entry.is_p2p:
-        # A call that returns at once, as with NCCL, and whose end nobody sees, says nothing about the rank.
+        # A call that returns at once and whose completion is not observed, as with NCCL, does not show where the rank
+        # is.
         is_patient = entry.is_watched and entry.line is not None and entry.line.via in _PATIENT_CALLS
         return True if is_patient else is_waiting(rank.stack, entry)
     if not entry.is_watched and _may_end_alone(entry) and not _has_begun_more(rank, entry):
@@ -140,13 +141,13 @@ def holds_up(rank: RankView, fate: Fate, entry: Collective) -> bool | None:
 
 
 def _may_end_alone(entry: Collective) -> bool:
-    """True if this rank only gives in `entry`, so that it may be over although others have not begun it."""
+    """True if this rank only sends in `entry`, so that it may complete before other ranks have begun it."""
     is_root = entry.group is not None and entry.root == entry.group.rank
     return (entry.op in ("broadcast", "scatter") and is_root) or (entry.op in ("reduce", "gather") and not is_root)
 
 
 def _has_begun_more(rank: RankView, entry: Collective) -> bool:
-    """True if the rank has begun a later collective of the same group that cannot be over before the others come."""
+    """True if the rank has begun a later collective of the group that cannot complete without the other ranks."""
     later = (each for each in (rank.log.collectives if rank.log is not None else ()) if each.index > entry.index)
     return any(
         each.group == entry.group and not each.is_p2p and each.state == "begun" and not _may_end_alone(each)

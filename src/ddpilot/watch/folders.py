@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of a watched job: its rings, its reports, and who it is; removed after a clean end, else kept a while."""
+"""The folder of a watched job, with its rings, reports and `job.json`.
+
+The folder is removed after a clean end of the job, and otherwise kept for `ddpilot watch`.
+"""
 
 from __future__ import annotations
 
@@ -34,21 +37,21 @@ from ddpilot.record.hook import find_rings
 from ddpilot.record.reading import read_ring
 
 JOBS_VARIABLE = "DDPILOT_JOBS_DIR"
-"""Names the folder that jobs have theirs in; default: one of the user's own in the temporary directory."""
+"""Names the folder that holds the jobs' folders; default: a folder of this user in the temporary directory."""
 
 NUM_KEPT = 20
-"""Jobs whose folders stay, for `ddpilot watch`."""
+"""Number of ended jobs whose folders are kept, for `ddpilot watch`."""
 
 _FORGOTTEN_S = 30 * 24 * 3600.0
-"""The longest that a job of another machine is taken for a running one: nobody here can look at its process."""
+"""A job of a different machine counts as running for at most this long: its process cannot be inspected here."""
 
 OBSERVER = "observer"
-"""Locked in a job's folder by the process that observes it."""
+"""File in a job's folder that is locked by the process that observes the job."""
 
 _ABOUT = "job.json"
 _LOCK = ".lock"
 _LOST_S = 3600.0
-"""A folder without a readable `job.json` is removed when nothing in it has changed for so long."""
+"""A folder without a readable `job.json` is removed if nothing in it has changed for this long."""
 
 _ID = re.compile(r"\d{4}-\d{6}-[0-9a-f]{4,}")
 _FILES = re.compile(r"(rank\d+\.\w+|job\.json|report\.(json|txt)|observer)(\.new)?")
@@ -57,7 +60,7 @@ _MAX_WORLD_SIZE = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class JobAbout:
-    """Who a job is. `pid` with `pid_started_s` is the process that watches it."""
+    """Description of a job. `pid` and `pid_started_s` identify the process that watches it."""
 
     id: str
     name: str
@@ -67,41 +70,41 @@ class JobAbout:
     pid: int
     pid_started_s: float
     started_s: float
-    """Seconds since 1970."""
+    """Unix time in seconds."""
     ranks: tuple[int, ...] = ()
-    """Those of this node, of which there are rings here."""
+    """The ranks of this node, whose rings are in the folder."""
     ended_s: float | None = None
-    """When it ended, in seconds since 1970; None while it runs, and where who watched it was killed."""
+    """When the job ended, as Unix time in seconds; None while it runs, or if the process that watched it was killed."""
 
     @property
     def is_elsewhere(self) -> bool:
-        """True for a job of another machine: whether its processes live can be seen only there."""
+        """True for a job of a different machine, whose processes can be inspected only there."""
         return self.host != platform.node()
 
     @property
     def is_running(self) -> bool:
-        """Whether it has not ended, and the process that watches it lives, as far as can be told on this machine."""
+        """True if the job has not ended and the process that watches it is alive; False for other machines' jobs."""
         if self.ended_s is not None or self.is_elsewhere:
             return False
         try:
             process = psutil.Process(self.pid)
             is_it = abs(process.create_time() - self.pid_started_s) < 1.0
-            return is_it and process.status() != psutil.STATUS_ZOMBIE  # ended, and not yet waited for
+            return is_it and process.status() != psutil.STATUS_ZOMBIE  # a zombie has ended and was not yet waited for
         except psutil.Error:
             return False
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended for certain. On another machine a job that never said so is over after 30 days."""
+        """True if the job has certainly ended. A job of a different machine without `ended_s` is over after 30 days."""
         if self.ended_s is not None or not self.is_elsewhere:
             return not self.is_running
         return time.time() - self.started_s > _FORGOTTEN_S
 
 
 def jobs_root(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where this user's jobs have their folders, existing or not.
+    """Return the folder that holds this user's jobs; it may not exist.
 
-    In a folder that several users share, such as one with mode 1777, that is one of this user's own.
+    If the configured folder is shared by several users, as one with mode 1777, this is a subfolder of this user's own.
     """
     given = environ.get(JOBS_VARIABLE)
     if not given:
@@ -116,7 +119,7 @@ def jobs_root(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def open_root(root: Path) -> Path:
-    """`root`, made if it does not exist. Raises `OSError` if that fails, or if other users can write to it."""
+    """Return `root`, creating it if needed. Raises `OSError` if that fails or if other users can write to it."""
     try:
         return make_own_folder(root)
     except (PermissionError, NotADirectoryError) as error:
@@ -125,7 +128,7 @@ def open_root(root: Path) -> Path:
 
 @contextmanager
 def locked(root: Path) -> Iterator[None]:
-    """While it is entered, no other process of this user makes, takes over or removes a job's folder in `root`."""
+    """While entered, no other process of this user creates, takes over or removes a job's folder in `root`."""
     fd = open_own_file(root / _LOCK, os.O_RDWR | os.O_CREAT)
     try:
         lock_file(fd)
@@ -135,9 +138,9 @@ def locked(root: Path) -> Iterator[None]:
 
 
 def make_job_folder(name: str, world_size: int, ranks: tuple[int, ...] = ()) -> tuple[Path, JobAbout]:
-    """A new folder for a job that this process watches, private to the user; old ones are removed down to 20.
+    """Create a private folder for a job that this process watches; old ones are removed down to 20.
 
-    Raises `OSError` where there is no room, or where somebody else has the place.
+    Raises `OSError` if the disk is full or the folder belongs to a different user.
     """
     root = open_root(jobs_root())
     remove_old(root)
@@ -163,12 +166,12 @@ def make_job_folder(name: str, world_size: int, ranks: tuple[int, ...] = ()) -> 
 
 
 def write_about(folder: Path, about: JobAbout) -> None:
-    """Write `job.json`: all of it or nothing."""
+    """Write `job.json` atomically."""
     write_own_text(folder / _ABOUT, json.dumps(asdict(about), indent=1))
 
 
 def read_about(folder: Path) -> JobAbout:
-    """Who the job of `folder` is. Raises `DdpilotError` if that is not the folder of a job of this user."""
+    """Read the description of the job in `folder`. Raises `DdpilotError` if it is not a job folder of this user."""
     try:
         check_own_folder(folder)
         said = json.loads(read_own_text(folder / _ABOUT))
@@ -203,11 +206,11 @@ _CHECKS: Mapping[str, Callable[[Any], bool]] = {
     "tuple[str, ...]": lambda value: all(isinstance(each, str) for each in value),
     "tuple[int, ...]": lambda value: all(map(_is_count, value)),
 }
-"""By the type of a field of `JobAbout`."""
+"""Validators by the type of a field of `JobAbout`."""
 
 
 def _check(about: JobAbout) -> None:
-    """Raise `TypeError` if a field of `about` does not have its type, or a number nobody can have written."""
+    """Raise `TypeError` if a field of `about` has the wrong type or an impossible value."""
     for field in fields(about):
         value = getattr(about, field.name)
         if not _CHECKS[str(field.type)](value):
@@ -217,7 +220,7 @@ def _check(about: JobAbout) -> None:
 
 
 def check_jobs_root() -> None:
-    """Raises `DdpilotError` if the folder of jobs is there, and may not be read since others can write to it."""
+    """Raise `DdpilotError` if the jobs folder exists but must not be read, because other users can write to it."""
     root = jobs_root()
     try:
         check_own_folder(root)
@@ -229,18 +232,18 @@ def check_jobs_root() -> None:
 
 
 def list_jobs(root: Path | None = None) -> list[tuple[Path, JobAbout]]:
-    """The folders of this user's jobs, the newest first. Folders of other users are left out."""
+    """Return the folders of this user's jobs, newest first. Folders of other users are skipped."""
     root = root or jobs_root()
     found = []
-    with suppress(OSError):  # there is none, or it is another user's
+    with suppress(OSError):  # it does not exist, or belongs to a different user
         for folder in check_own_folder(root).glob("*/"):
-            with suppress(DdpilotError):  # one that is just being made or removed
+            with suppress(DdpilotError):  # one that is being created or removed
                 found.append((folder, read_about(folder)))
     return sorted(found, key=lambda job: -job[1].started_s)
 
 
 def remove_old(root: Path, num_kept: int = NUM_KEPT) -> None:
-    """Remove the folders of jobs that have ended, except the newest, and those that no job can be read from."""
+    """Remove the folders of ended jobs, except the newest `num_kept`, and unused folders without a readable job."""
     jobs = list_jobs(root)
     ended = [folder for folder, about in jobs if about.is_over]
     for folder in ended[num_kept:]:
@@ -253,7 +256,7 @@ def remove_old(root: Path, num_kept: int = NUM_KEPT) -> None:
 
 
 def _is_lost(folder: Path) -> bool:
-    """True for the folder of a job whose observer never wrote who it is, and which nothing uses any more."""
+    """True for the folder of a job whose observer never wrote `job.json` and which no process uses any longer."""
     if not _ID.fullmatch(folder.name):
         return False
     try:
@@ -268,7 +271,7 @@ def _is_lost(folder: Path) -> bool:
 
 
 def _may_run(ring: Path) -> bool:
-    """True unless the process that records into `ring` is known to be gone."""
+    """True unless the process that records into `ring` is known to have ended."""
     try:
         log = read_ring(ring, newest=1)
     except (RecordError, OSError):
@@ -282,14 +285,14 @@ def _may_run(ring: Path) -> bool:
 
 
 def close_job(folder: Path, about: JobAbout, *, is_clean: bool) -> None:
-    """The job has ended: its folder goes after a clean end, else it says so."""
+    """Remove the folder of a job that ended cleanly; otherwise record in it when the job ended."""
     if is_clean:
         remove(folder)
         return
-    with suppress(OSError):  # on a full disk it is an ended job of a process that lives
+    with suppress(OSError):  # on a full disk the job counts as ended once this process is gone
         write_about(folder, replace(about, ended_s=time.time()))
 
 
 def remove(folder: Path) -> None:
-    """Remove a job's folder; a second call does nothing."""
+    """Remove a job's folder; does nothing if it does not exist."""
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a job's folder and what is known of its processes to a view of the job."""
+"""Build a view of a job from the files in its folder and the state of its processes."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ _NUM_KEPT = 256
 
 @dataclass(frozen=True, kw_only=True)
 class RankFacts:
-    """What who started a rank knows of it, beyond what it recorded itself."""
+    """What the process that started a rank knows about it, beyond the rank's own records."""
 
     process: ProcessView = field(default_factory=lambda: ProcessView(pid=0))
     error: ErrorView | None = None
     returned: bool = False
     is_away: bool = False
-    """True if its process has ended and another one may come: what it has left says nothing of the job."""
+    """True if its process has ended and a new one may start: what the old one left is ignored."""
 
 
 class Gatherer:
-    """Looks at the ranks `ranks` of a job whose rings are in `folder`."""
+    """Reads the state of `ranks` of a job whose rings are in `folder`."""
 
     def __init__(self, folder: Path, world_size: int, ranks: Sequence[int], name: str) -> None:
         self._folder = folder
@@ -52,12 +52,12 @@ class Gatherer:
         self._num_begun: dict[int, int] = {}
         self._complained: set[tuple[int, str]] = set()
         self.sources: dict[str, str] = {}
-        """Texts of the user's that lie in no file, by the name that lines have."""
+        """Source texts that are not in a file, such as cells, by the file name that their lines have."""
         self.logs: dict[int, RankLog] = {}
-        """By rank: what the rings held at the last look."""
+        """By rank: the contents of the rings at the last call of `gather`."""
 
     def read_entries(self) -> dict[int, tuple[Entry, ...]]:
-        """By rank: what guard noted since the last call."""
+        """Return by rank what guard noted since the last call."""
         self._read_journals()
         found, self._unread = self._unread, {}
         return found
@@ -69,7 +69,7 @@ class Gatherer:
                 self._unread[rank] = (*self._unread.get(rank, ()), *entries)
 
     def complaints(self) -> list[str]:
-        """Which files of ranks cannot be read any more, and why: each once."""
+        """Return lines about files of ranks that can no longer be read, with the reason; each is returned once."""
         found: dict[tuple[str, str], list[int]] = {}
         for rank, reader in self._readers.items():
             journal = self._journals[rank]
@@ -83,14 +83,14 @@ class Gatherer:
         ]
 
     def full_log(self, rank: int) -> RankLog | None:
-        """All that the ring of `rank` holds, which takes milliseconds; None where it cannot be read."""
+        """Read everything the ring of `rank` holds, which takes milliseconds; None if it cannot be read."""
         try:
             return read_ring(ring_path(self._folder, rank))
         except (RecordError, OSError):
             return None
 
     def gather(self, facts: Mapping[int, RankFacts], since_ns: int = 0) -> JobView:
-        """The job as it is now. `facts`: by rank, also of ranks that record nothing."""
+        """Return the current state of the job. `facts`: by rank, may include ranks that record nothing."""
         self._away = {rank for rank, each in facts.items() if each.is_away}
         self._read_journals()
         present = [(rank, reader) for rank, reader in self._readers.items() if rank not in self._away]
@@ -113,12 +113,12 @@ class Gatherer:
 
     def _view(self, rank: int, log: RankLog | None, facts: RankFacts | None) -> RankView:
         if log is not None and self._num_begun.get(rank) != log.num_begun:
-            self._stacks.pop(rank, None)  # it has gone on since then
+            self._stacks.pop(rank, None)  # the rank has moved since then
             self._num_begun[rank] = log.num_begun
         if facts is None:
             facts = RankFacts(process=look_at(log.pid, log.host)) if log is not None else RankFacts()
         elif facts.process.state == "running":
-            # Whether it runs is for its parent to say: a process is gone before anybody knows of what.
+            # Its parent decides whether it is running: a process is gone before its exit status is known.
             facts = replace(facts, process=replace(look_at(facts.process.pid), state="running"))
         return RankView(
             rank=rank,
@@ -131,14 +131,14 @@ class Gatherer:
         )
 
     def add_stacks(self, view: JobView, ranks: Sequence[int]) -> JobView:
-        """`view` with the stacks of `ranks` as they are now, as far as they answer within 0.3 s."""
+        """Return `view` with the current stacks of `ranks`, as far as these respond, within 2 s."""
         pids = {rank: view.ranks[rank].process.pid for rank in ranks if view.ranks[rank].process.state == "running"}
         taken = take_stacks(self._folder, pids)
         self._stacks |= {rank: _with_child(stack, pids[rank]) for rank, stack in taken.items()}
         return self._with_stacks(view)
 
     def add_last_stacks(self, view: JobView) -> JobView:
-        """`view` with the stacks that the ranks were asked for last, also of those that are gone."""
+        """Return `view` with the stacks that the ranks wrote last, including those of ranks that have ended."""
         for rank, each in view.ranks.items():
             pid = each.log.pid if each.log is not None else each.process.pid
             stack = read_stack(self._folder, rank, pid)
@@ -152,5 +152,5 @@ class Gatherer:
 
 
 def _with_child(stack: StackView, pid: int) -> StackView:
-    """`stack` of the process `pid`, with the child that it waits for if it does."""
+    """Return `stack` of the process `pid`, with the child process that it waits for, if any."""
     return stack if passes(stack, SUBPROCESS) is None else replace(stack, child=name_child(pid))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that have run out of batches within Join, which answers for DDP's collectives, and for no others."""
+"""Explain ranks without batches in Join, which calls the matching collectives of DDP but not those of the program."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ddpilot.watch.meetings import Progress
 from ddpilot.watch.view import Frame
 from ddpilot.watch.words import describe_shortly, say_spot
 
-_ANSWERS = ("Join.__exit__", "__exit__")  # before Python 3.11 without its class
+_ANSWERS = ("Join.__exit__", "__exit__")  # without the class name before Python 3.11
 _FIX = (
     "call nothing else between ranks in a loop within Join: sum up on each rank, and all_reduce once behind it; or "
     "give all ranks the same number of batches"
@@ -18,7 +18,7 @@ _FIX = (
 
 
 def find_joined(progress: Progress, seq: int) -> Cause | None:
-    """What met a collective of Join's in place of the one that it answers for, at `seq` or before; None where none."""
+    """Return the cause if at `seq` or before a collective of Join met one of the program's own; None otherwise."""
     start = _first_answer(progress, seq)
     for number in range(start, seq + 1):
         here = {rank: entry for rank in sorted(progress.by_rank) if (entry := progress.at(rank, number)) is not None}
@@ -30,7 +30,7 @@ def find_joined(progress: Progress, seq: int) -> Cause | None:
 
 
 def _first_answer(progress: Progress, seq: int) -> int:
-    """Since when, without a break, some rank has been answering; behind `seq` where none does there."""
+    """Return the start of the uninterrupted run of Join's collectives up to `seq`; `seq` + 1 if there is none."""
     start = seq + 1
     while any((entry := progress.at(rank, start - 1)) is not None and _answers(entry) for rank in progress.by_rank):
         start -= 1

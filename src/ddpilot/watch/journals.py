@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read a rank's journal again and again: each time only what is new."""
+"""Read the new entries of a rank's journal repeatedly."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from ddpilot.record.journal import Entry, read_journal
 from ddpilot.watch.rings import describe_fault
 
 NUM_HELD = 512
-"""Entries of a rank that stay in view."""
+"""Number of a rank's newest entries that are kept."""
 
 
 class JournalReader:
-    """The journal at `path`, as far as it was read. `held`: its newest entries, oldest first."""
+    """Reads the journal at `path` incrementally. `held`: its newest entries, oldest first."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._after = self._pid = 0
         self.held: deque[Entry] = deque(maxlen=NUM_HELD)
         self.fault = ""
-        """Why there is nothing to read any more."""
+        """Why the journal can no longer be read; empty if it can."""
 
     def read(self) -> tuple[Entry, ...]:
-        """What is new since the last call; nothing where there is no journal (yet)."""
+        """Return the entries since the last call; empty if there is no journal (yet)."""
         try:
             journal = read_journal(self._path, after=self._after)
-            if journal.pid != self._pid and self._after:  # the rank was started anew
+            if journal.pid != self._pid and self._after:  # the rank was restarted
                 journal = read_journal(self._path)
         except (RecordError, OSError) as error:
             self.fault = describe_fault(error, has_been_read=self._pid > 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank raised as a finding, where a page knows the message: with the user's line, which torch does not name."""
+"""Turn a rank's error into a finding if the catalog has a page for the message, with the user's line."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _NEXT_IN_CHAIN = re.compile(
 )
 _MAX_MESSAGE_CHARS = 200
 _SAID_OF_DESYNC = frozenset({"DDP201", "DDP202", "DDP203", "DDP218", "DDP603"})
-"""Pages of what gloo, NCCL and unpickling say where ranks do not agree: they cannot know about what."""
+"""Pages of errors that gloo, NCCL and unpickling raise if ranks disagree; the messages do not name the cause."""
 _OF_CONSTRUCTION = frozenset({"DDP301", "DDP302", "DDP303", "DDP304"})
-"""Codes of models that differ: torch counts what is frozen on one rank as missing there."""
+"""Codes of models that differ between ranks: torch counts parameters frozen on one rank as missing there."""
 _OF_MEETING = frozenset({"DDP103", "DDP104"})
-"""Pages of why a rank could not reach where ranks meet: a taken port, an address that leads nowhere."""
+"""Pages about why a rank could not reach the rendezvous: a port in use, a wrong address."""
 _OF_WAITS = frozenset({"DDP208", "DDP209", "DDP215"})
-"""Codes of what is seen of ranks that wait for one which could not."""
+"""Codes of findings about ranks that wait for a rank that could not reach the rendezvous."""
 
 
 def find_known_error(rank: int, error: ErrorView | None, last_lines: Sequence[str] = ()) -> Finding | None:
-    """The finding for how `rank` ended, by what it raised or else by the last lines of its output.
+    """Return the finding for how `rank` ended: by its exception, or else by the last lines of its output.
 
-    None where no page knows any of that, and for ddpilot's ShipError, which says more than its page.
+    None if no page matches, and for ddpilot's ShipError, whose message is more specific than its page.
     """
     if error is not None and error.type_name == SHIP_ERROR:
         return None
@@ -44,7 +44,7 @@ def find_known_error(rank: int, error: ErrorView | None, last_lines: Sequence[st
     known = find_cause(said, last_lines)
     if not known:
         known, said, traceback = _find_in_chain(traceback)
-    elif not known[0].matches(said):  # a child of the rank's, or C++, wrote what is wrong
+    elif not known[0].matches(said):  # a child process of the rank, or C++ code, wrote the message
         said = next((line for line in reversed(last_lines) if known[0].matches(line)), "\n".join(last_lines))
     if not known:
         return None
@@ -64,7 +64,7 @@ def find_known_error(rank: int, error: ErrorView | None, last_lines: Sequence[st
 
 
 def _find_in_chain(traceback: str) -> tuple[tuple[Entry, ...], str, str]:
-    """Of the errors that led to the one that was raised the last that a page knows: its pages, words and traceback."""
+    """Return pages, text and traceback of the last exception in the chain, before the raised one, with a page."""
     parts = _NEXT_IN_CHAIN.split(traceback)[:-1]
     for part in reversed(parts):
         said = part.strip().rpartition("\n  ")[2].partition("\n")[2]
@@ -75,9 +75,9 @@ def _find_in_chain(traceback: str) -> tuple[tuple[Entry, ...], str, str]:
 
 
 def put_first(known: Finding, findings: list[Finding]) -> str:
-    """Put `known` before `findings`, unless these explain it.
+    """Insert `known` at the front of `findings`, unless these explain it.
 
-    Returns what to do where that is known better by them than by the message; else nothing.
+    Returns the fix of a finding that knows better what to do than the message does; empty if there is none.
     """
     if not is_explained(known, findings):
         findings.insert(0, known)
@@ -86,9 +86,9 @@ def put_first(known: Finding, findings: list[Finding]) -> str:
 
 
 def is_explained(known: Finding, recorded: Sequence[Finding]) -> bool:
-    """Whether what a page knows of a message adds nothing to what was `recorded`.
+    """Return True if `known`, the page of an error message, adds nothing to the findings `recorded`.
 
-    A connection that was closed is a consequence; a port that is taken is a cause.
+    A closed connection is a consequence of a recorded cause; a port in use is a cause itself.
     """
     codes = {finding.code for finding in recorded}
     if known.code == "DDP209" or known.code in codes:
@@ -102,19 +102,19 @@ def is_explained(known: Finding, recorded: Sequence[Finding]) -> bool:
 
 
 def without_waits(findings: Sequence[Finding], known: Finding | None) -> list[Finding]:
-    """`findings`, without those that others wait where `known` says that a rank could not reach them."""
+    """Drop findings about waiting ranks if `known` says that a rank could not reach them."""
     is_of_meeting = known is not None and known.code in _OF_MEETING
     return [each for each in findings if not (is_of_meeting and each.code in _OF_WAITS)]
 
 
 def _find_place(traceback: str) -> Place | None:
-    """The innermost line outside of installed libraries; of a chain of exceptions, of the last one."""
+    """Return the innermost line outside of installed libraries; in a chain of exceptions, that of the last one."""
     raised = find_raised_line(traceback)
     return None if raised is None else Place(**raised._asdict())
 
 
 def _find_crash_place(lines: Sequence[str]) -> Place | None:
-    """The innermost line of what Python's fault handler wrote, which begins with the innermost call."""
+    """Return the innermost user line of the output of Python's fault handler, which lists the innermost call first."""
     called = ""
     for frame in filter(None, map(_FAULT_FRAME.match, lines)):
         file = frame["file"] or frame["cell"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waits that cannot end: for a rank that is gone, or in a circle."""
+"""Explain waits that cannot end: for a rank that has ended, or in a cycle."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _DEATH_FIX = "look at how it ended; the others wait for it, and end with errors 
 def explain_gone(
     view: JobView, wait: Wait, gone: Sequence[int], fates: Mapping[int, Fate], sources: Sources
 ) -> Finding:
-    """Ranks wait for others that will never come."""
+    """Return the finding for ranks that wait for ranks that have ended."""
     ranks = _blame(view, gone, fates)
     words = fates[ranks[0]].words
     has_died = fates[ranks[0]].state != "finished"
@@ -75,7 +75,7 @@ def _code_of(wait: Wait, gone: RankView | None, has_died: bool) -> str:
 
 
 def _blame(view: JobView, gone: Sequence[int], fates: Mapping[int, Fate]) -> tuple[int, ...]:
-    """Of the ranks that are gone those it began with, all of one kind."""
+    """Return the ranks, of those that have ended, that started it; all of them ended in the same way."""
     firsts = [rank for rank in first_deaths(view, dict(fates)) if rank in gone]
     for state in ("died", "finished", "victim"):
         of_state = [rank for rank in (firsts if state == "died" and firsts else gone) if fates[rank].state == state]
@@ -107,7 +107,7 @@ def _find_cause(
     cause = (find_cause(*origin, sources) if origin is not None else None) or find_cause(one, other, sources)
     if cause is None or (has_died and cause.code != "DDP212"):
         return None
-    if cause.code == "DDP201":  # where they parted both were in something
+    if cause.code == "DDP201":  # both ranks were in a collective where they split
         return Cause(code="DDP220", ranks=cause.ranks, why=cause.why, at=cause.at)
     return cause
 
@@ -153,7 +153,7 @@ def _why(wait: Wait, ranks: Sequence[int], words: str, has_died: bool) -> str:
 
 
 def explain_circle(view: JobView, circle: Sequence[Wait], sources: Sources) -> Finding:
-    """Ranks wait for each other, each in something that needs one that is elsewhere."""
+    """Return the finding for ranks that wait for each other in a cycle: DDP206 for collectives, else DDP219."""
     code = "DDP206" if all(wait.meeting is not None for wait in circle) else "DDP219"
     held = {rank: entry for wait in circle for rank, entry in wait.held.items()}
     rows = [(rank, _describe_in(wait), say_place(entry.line)) for wait in circle for rank, entry in wait.held.items()]
@@ -206,7 +206,7 @@ def _why_circle(circle: Sequence[Wait]) -> str:
 
 
 def _say_tags(circle: Sequence[Wait]) -> str:
-    """That one sends to the other what that one receives under another tag; empty where it is not so."""
+    """Return a clause if one rank sends what the other receives under a different tag; empty otherwise."""
     if len(circle) != 2 or any(wait.meeting is not None for wait in circle):
         return ""
     one, other = (next(iter(wait.held.values())) for wait in circle)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What nodes tell each other while all is well: a few numbers for each group, the same where their ranks agree.
+"""Checksums of the collectives of each group, by which nodes detect differences while no rank waits.
 
-Ranks that reduce in different ways do not wait for each other: nobody would look at them otherwise.
+Ranks with different reduce-ops do not wait for each other, so that nothing else would show the difference.
 """
 
 from __future__ import annotations
@@ -17,28 +17,29 @@ from ddpilot.record.log import Collective, RankLog
 from ddpilot.watch.rings import Key, key_of
 
 _SETTLED_NS = 1_000_000_000
-"""After so long what a collective reduces by has been written."""
+"""The reduce-op of a collective has been written after this time."""
 
 _NUM_LEVELS = 11
 _WINDOW = 1 << (_NUM_LEVELS - 1)
-"""Collectives after which a checksum begins anew: one that could not be read spoils it up to there."""
+"""The checksum is reset after this many collectives: an unreadable one invalidates it up to the next reset."""
 
 _MAX_GROUPS = 64
 _MAX_SAID = 4
-"""Groups that the other nodes are told of: they are sent with every pulse."""
+"""Number of groups whose marks are sent to the other nodes, with every pulse."""
 
 
 @dataclass(slots=True)
 class _Chain:
-    """The collectives of one group as one of its ranks began them."""
+    """Checksums over the collectives of one group, as one of its ranks began them."""
 
     rank: int
     next_seq: int = 0
     checksum: int = 0
     is_whole: bool = True
     marks: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """By level: the newest count of collectives that 2 to the power of it divides, and the checksum then. Two nodes
-    of which one is some ahead have the counts of a high level in common."""
+    """By level: the newest number of collectives that is divisible by 2**level, and the checksum at that point.
+    Nodes that are at different points still share the numbers of a high level.
+    """
 
     def add(self, entry: Collective, seq: int) -> None:
         if seq % _WINDOW == 0:
@@ -54,14 +55,14 @@ class _Chain:
 
 
 class Marks:
-    """Of the ranks of one node, which are compared with each other anyway: for each group one of them counts."""
+    """Checksums for one node: one rank per group is enough, since the ranks of a node are compared elsewhere."""
 
     def __init__(self) -> None:
         self._chains: dict[Key, _Chain] = {}
         self._done: dict[int, int] = {}
 
     def feed(self, logs: Iterable[RankLog], now_ns: int) -> None:
-        """Take what is new in `logs` and old enough for its reduce-op to be known."""
+        """Add collectives of `logs` that are new and old enough for their reduce-op to be known."""
         for log in logs:
             entries = log.collectives
             first = bisect_right(entries, self._done.get(log.rank, 0), key=lambda entry: entry.index)
@@ -83,12 +84,12 @@ class Marks:
             chain.add(entry, seq)
 
     def encode(self) -> str:
-        """What the other nodes are to know: of the groups that were made last."""
+        """Return the marks of the newest groups as text for the other nodes."""
         newest = list(self._chains.items())[-_MAX_SAID:]
         return json.dumps({_name(key): dict(chain.marks.values()) for key, chain in newest}, separators=(",", ":"))
 
     def find_different(self, text: str) -> set[str]:
-        """Groups of which another node, which has encoded `text`, has seen other collectives than this one."""
+        """Return the groups whose collectives differ between this node and the one that encoded `text`."""
         theirs = json.loads(text) if text else {}
         mine = {_name(key): chain for key, chain in self._chains.items()}
         return {

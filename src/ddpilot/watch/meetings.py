@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far the ranks of every group have come, and in which collectives some of them are without the others."""
+"""Find how far the ranks of each group have progressed, and collectives that only some of them have begun."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from ddpilot.record.log import Collective, GroupOfRanks, RankLog
 from ddpilot.watch.view import JobView
 
 GroupKey = tuple[str, tuple[int, ...]]
-"""Name and ranks: of several groups that had them one after the other only the newest counts."""
+"""Name and ranks; of successive groups with the same key only the newest counts."""
 
 
 @dataclass(slots=True)
 class Progress:
-    """What the ranks of one group have begun in it, each in its order."""
+    """The collectives that the ranks of one group have begun in it, in order."""
 
     group: GroupOfRanks
     by_rank: dict[int, list[Collective]] = field(default_factory=dict)
 
     def at(self, rank: int, seq: int) -> Collective | None:
-        """What `rank` began under the number `seq`; None where that is not known."""
+        """Return the collective with number `seq` of `rank`; None if it is unknown."""
         entries = self.by_rank.get(rank, [])
         found = bisect_left(entries, seq, key=_seq_of)
         return entries[found] if found < len(entries) and entries[found].seq == seq else None
 
     def last(self, rank: int) -> Collective | None:
-        """The newest that `rank` began; None where it began none."""
+        """Return the newest collective of `rank`; None if it began none."""
         entries = self.by_rank.get(rank)
         return entries[-1] if entries else None
 
     def position(self, rank: int) -> int:
-        """The number of the newest that `rank` began, -1 where it began none."""
+        """Return the number of the newest collective of `rank`; -1 if it began none."""
         last = self.last(rank)
         return _seq_of(last) if last is not None else -1
 
@@ -53,22 +53,22 @@ class Meeting:
     arrived: Mapping[int, Collective]
     missing: tuple[int, ...]
     unknown: tuple[int, ...]
-    """Of these it cannot be seen whether they have come."""
+    """Ranks whose progress cannot be seen."""
 
     @property
     def since_ns(self) -> int:
-        """When the first of them began it."""
+        """When the first of the ranks began it."""
         return min(entry.start_ns for entry in self.arrived.values())
 
     @property
     def newest_ns(self) -> int:
-        """When the last of them began it."""
+        """When the last of the ranks began it."""
         return max(entry.start_ns for entry in self.arrived.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Meet:
-    """A collective about which ranks do not agree."""
+    """A collective with different arguments on different ranks."""
 
     progress: Progress
     seq: int
@@ -77,7 +77,7 @@ class Meet:
 
     @property
     def newest_ns(self) -> int:
-        """When the last of them began it."""
+        """When the last of the ranks began it."""
         return max(entry.start_ns for entry in self.by_rank.values())
 
 
@@ -86,11 +86,11 @@ def _seq_of(entry: Collective) -> int:
 
 
 def find_progress(logs: Iterable[RankLog]) -> list[Progress]:
-    """The newest group of every name and set of ranks."""
+    """Return the progress in the newest group of every name and set of ranks."""
     newest: dict[GroupKey, tuple[int, int]] = {}
     groups: dict[GroupKey, Progress] = {}
     for log in logs:
-        known: dict[int, list[Collective] | None] = {}  # one value for each group and log: its ranks may be thousands
+        known: dict[int, list[Collective] | None] = {}  # one lookup per group: it may have thousands of ranks
         for entry in log.collectives:
             if entry.group is None or entry.seq is None:
                 continue
@@ -117,7 +117,7 @@ def _find_entries(
 
 
 def find_meetings(view: JobView, progress: Iterable[Progress]) -> Iterator[Meeting]:
-    """For every group in which ranks are ahead of others: what they wait for first."""
+    """Yield, for each group in which some ranks are ahead of others, the first collective that these wait in."""
     for each in progress:
         meeting = _find_meeting(view, each)
         if meeting is not None and meeting.newest_ns >= view.since_ns:
@@ -140,13 +140,13 @@ def _find_meeting(view: JobView, progress: Progress) -> Meeting | None:
 
 
 def _find_full_meeting(progress: Progress, seq: int, unknown: set[int]) -> Meeting | None:
-    # Everybody who can be seen has come.
+    # All ranks whose progress can be seen have begun it.
     arrived = {rank: entry for rank in progress.by_rank if (entry := progress.at(rank, seq)) is not None}
     return Meeting(progress, seq, arrived, (), tuple(sorted(unknown - arrived.keys()))) if arrived else None
 
 
 def _may_have_come(view: JobView, progress: Progress, rank: int) -> bool:
-    """Whether `rank` may have begun more in this group than can be seen."""
+    """True if `rank` may have begun more collectives in this group than can be seen."""
     if rank in progress.by_rank:
         return False
     seen = view.ranks.get(rank)

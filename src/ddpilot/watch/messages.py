@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages of which one side gives another number of bytes than the other has room for."""
+"""Match sends with receives, and explain messages whose sizes differ between the two sides."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from ddpilot.watch.view import JobView, RankView
 from ddpilot.watch.words import describe, lay_out, peer_of, place_of, say_place
 
 _Channel = tuple[int, int, int | None, str]
-"""Who sends, who receives, the tag, and the group's name: what goes this way arrives in its order."""
+"""Sender, receiver, tag and group key: messages of one channel arrive in order."""
 
 
 _WITH_TAGS = ("mpi", "ucc")
-"""Backends that have tags, besides gloo, of which somebody looks all the time what is over."""
+"""Backends with tags besides gloo, which is recognized by `is_watched`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Both sides of it."""
+    """A send and the receive that matches it."""
 
     sender: int
     sent: Collective
@@ -31,10 +31,10 @@ class Message:
 
 
 def find_lone_messages(view: JobView) -> dict[tuple[int, int], bool]:
-    """Whether what was sent or received has no other side, by rank and index of the entry.
+    """Return by (rank, index of the entry) True if a send or receive has no matching call.
 
-    What goes one way arrives in its order, so that it is told by counting; nothing is told of ranks whose logs have
-    forgotten some, and of receives from anybody.
+    Messages of one channel arrive in order and are matched by counting. Ranks whose logs have dropped entries, or that
+    receive from any source, are excluded.
     """
     ways: dict[_Channel, tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {}
     known = {rank for rank, seen in view.ranks.items() if _counts(seen)}
@@ -60,13 +60,13 @@ def _counts(rank: RankView) -> bool:
 
 
 def find_unequal_messages(view: JobView) -> Iterator[Message]:
-    """The first message of each way on which the sides differ; none of ranks whose logs have forgotten some."""
+    """Yield the first message of each channel whose sizes differ; excludes ranks whose logs have dropped entries."""
     sent: dict[_Channel, list[Collective]] = {}
     received: dict[_Channel, list[Collective]] = {}
     for rank, seen in view.ranks.items():
         for entry in _messages(seen):
             peer = peer_of(entry)
-            if peer is None:  # a receive from anybody may have taken what was sent to another
+            if peer is None:  # a receive from any source may have taken a message of a different channel
                 received = {way: entries for way, entries in received.items() if way[1] != rank}
                 break
             if entry.op == "send":
@@ -82,32 +82,32 @@ def find_unequal_messages(view: JobView) -> Iterator[Message]:
 
 def _messages(rank: RankView) -> list[Collective]:
     entries = rank.log.collectives if rank.log is not None else ()
-    if not entries or entries[-1].index != len(entries):  # with one forgotten, all after it would meet another
+    if not entries or entries[-1].index != len(entries):  # a dropped entry would shift all later matches
         return []
     return [entry for entry in entries if entry.is_p2p]
 
 
 def group_key(entry: Collective) -> str:
-    """The group of `entry`, distinct from an earlier one of the same name, as of a rebuild or another attempt."""
+    """Return a key of the group of `entry`, distinct from earlier groups of the same name (rebuilds, attempts)."""
     group = entry.group
     return f"{group.name}/{group.attempt}/{group.incarnation}" if group is not None else ""
 
 
 def tag_of(entry: Collective) -> int | None:
-    """The tag by which `entry` finds its other side; None where its backend goes by the order alone, as NCCL does."""
+    """Return the tag by which `entry` is matched; None if its backend matches by order alone, as NCCL does."""
     backend = entry.group.backend if entry.group is not None else ""
     return entry.tag if entry.is_watched or any(name in backend for name in _WITH_TAGS) else None
 
 
 def explain_message(view: JobView, message: Message) -> Finding:
-    """Both sides with their lines."""
+    """Return the finding for `message`, with the lines of both sides."""
     sides = ((message.sender, message.sent), (message.receiver, message.received))
     rows = [(f"rank {rank}", describe(entry) + _fate(view.ranks[rank]), say_place(entry.line)) for rank, entry in sides]
     gives, takes = f"{message.sent.num_bytes:,} bytes", f"{message.received.num_bytes:,}"
     return Finding(
         code="DDP202",
         name=NAMES["DDP202"],
-        # Over gloo some leave room on purpose, for messages of any size.
+        # Over gloo, some programs allocate larger buffers on purpose, for messages of any size.
         severity="error" if message.sent.num_bytes > message.received.num_bytes else "warning",
         summary=f"rank {message.sender} sends {gives} to rank {message.receiver}, which has room for {takes}",
         ranks=(message.sender, message.receiver),

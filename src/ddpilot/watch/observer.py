@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looks at a job from outside, four times a second, and tells what is wrong as soon as it is known."""
+"""Observe a job from outside its ranks, four times a second, and report what is wrong as soon as it is known."""
 
 from __future__ import annotations
 
@@ -25,29 +25,30 @@ from ddpilot.watch.told import Told, newest
 from ddpilot.watch.view import JobView, StackView
 
 INTERVAL_S = 0.25
-"""Between two looks."""
+"""Interval between two looks."""
 
 _NUM_SOURCES = 200
-"""The newest texts of cells are kept for their lines."""
+"""Number of the newest cell sources that are kept to show their lines."""
 
 _EARLIER_NS = 1_000_000_000
-"""A look or a stack this old shows whether a rank has moved since."""
+"""A look or a stack of this age shows whether a rank has moved since."""
 
 _ANSWER_S = 1.25
-"""Other nodes look every 0.25 s, and what they tell goes through a store; a failed launch waits no longer for it."""
+"""How long a failed launch waits for digests of other nodes, which look every 0.25 s and answer via a store."""
 
 _PAUSE_S = 0.05
 
 _MAX_STACKS = 64
-"""Stacks taken for one look: each is a signal to a rank and a file to read."""
+"""Maximum number of stacks taken per look; each one takes a signal to a rank and a file to read."""
 
 
 class Observer:
-    """Watches the job whose ranks record in `folder`, in a thread of its own between `start` and `stop`.
+    """Observes the job whose ranks record in `folder`, in its own thread between `start` and `stop`.
 
-    `facts` gives what is known of ranks now, by rank; `tell` gets a report with what is new, in the observer's thread.
-    `ranks`: those of this node (default: all of `world_size`); `exchange`: with the observers of other nodes. An error
-    in here is told once, as a note of a report, and ends the watching: never the job.
+    `facts` returns what is known of the ranks now, by rank. `tell` is called in the observer's thread with a report of
+    what is new. `ranks`: those of this node (default: all of `world_size`). `exchange`: the exchange with the observers
+    of other nodes. An error in the observer is reported once, as a note of a report, and ends the observation but not
+    the job.
     """
 
     def __init__(
@@ -87,20 +88,20 @@ class Observer:
         self._labels: Mapping[str, str] = {}
 
     def _make_book(self) -> RuleBook:
-        """Of the rules that compare ranks, for those of all nodes."""
+        """Return the rules that compare ranks, for the ranks of all nodes."""
         log, sources = self._gatherer.full_log, self._sources
         rules = RULES_OF_SEVERAL_RANKS
         return RuleBook(self._empty.world_size, log=log, sources=sources, rules=rules, has_all_logs=False)
 
     def start(self, *, is_paused: bool = False) -> None:
-        """Begin to look, or with `is_paused` be ready for `resume`."""
+        """Start to observe, or with `is_paused` wait for `resume`."""
         self._is_active = not is_paused
         if not is_paused:
             self._is_wanted.set()
         self._thread.start()
 
     def add_sources(self, sources: Mapping[str, str]) -> None:
-        """Texts of the user's that lie in no file, such as cells, by name; of 200 the newest are kept."""
+        """Add sources that are not in a file, such as cells, by name; the newest 200 are kept."""
         with self._lock:
             held = {**self._gatherer.sources, **sources}
             self._gatherer.sources = {name: held[name] for name in list(held)[-_NUM_SOURCES:]}
@@ -110,9 +111,9 @@ class Observer:
         return self._gatherer.sources
 
     def pause(self, *, reports: bool) -> None:
-        """Look no more until `resume`. What guard has noted until now is reported, or dropped if not `reports`.
+        """Stop observing until `resume`. What guard has noted so far is reported, or dropped if `reports` is False.
 
-        Waits for a look that is under way.
+        Waits for a look that is in progress.
         """
         with self._lock:
             self._is_active = False
@@ -120,7 +121,7 @@ class Observer:
                 return
             try:
                 self._read_rest(reports=reports)
-            except Exception as error:  # noqa: BLE001 - said once, and never in the way of the cell
+            except Exception as error:  # noqa: BLE001 - reported once; must not fail the cell
                 self._give_up(error)
 
     def _read_rest(self, *, reports: bool) -> None:
@@ -136,9 +137,9 @@ class Observer:
             self._tell(report)
 
     def resume(self, since_ns: int, begin: Callable[[], None]) -> None:
-        """Look again, as if for the first time, at what is newer than `since_ns`.
+        """Observe again, from a clean state, what is newer than `since_ns`.
 
-        `begin` is called while nothing is told.
+        `begin` is called first, while nothing can be reported.
         """
         with self._lock:
             begin()
@@ -150,14 +151,14 @@ class Observer:
         self._is_wanted.set()
 
     def stop(self) -> None:
-        """Look no more; waits for a look that is under way, at most 5 s."""
+        """Stop observing; waits at most 5 s for a look that is in progress."""
         self._stopped.set()
         self._is_wanted.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(5.0)
 
     def await_others(self) -> None:
-        """Wait until the other nodes have told of their ranks, which are asked; at most 1.25 s."""
+        """Request digests of the other nodes and wait for them, for at most 1.25 s."""
         exchange, since_ns = self._exchange, time.monotonic_ns()
         while exchange is not None and time.monotonic_ns() - since_ns < _ANSWER_S * 1e9:
             with self._lock:
@@ -166,7 +167,7 @@ class Observer:
             time.sleep(_PAUSE_S)
 
     def report(self) -> Report:
-        """What can be said now, all of it, with what was found before; saved. For any thread, also after `stop`."""
+        """Return and save a report of all that is known, with earlier findings. Thread-safe, also after `stop`."""
         with self._lock:
             view, analysis = self._look()
             self._findings += self._told.new_findings(self._read_journals(view))
@@ -175,20 +176,20 @@ class Observer:
         return report
 
     def finish(self, *, is_caused: bool = False) -> None:
-        """Look once more now that the ranks are gone, and tell what is new. To be called after `stop`.
+        """Look once more after the ranks have ended and report what is new. Call it after `stop`.
 
-        `is_caused`: they were ended because of what was told, so that their ends are no finding.
+        `is_caused`: the ranks were terminated because of a finding, so that their ends are not reported.
         """
         if self._has_given_up:
             return
         try:
             with self._lock:
                 self._step(is_last=True, is_caused=is_caused)
-        except Exception as error:  # noqa: BLE001 - said, and never in the way of the job
+        except Exception as error:  # noqa: BLE001 - reported; must not fail the job
             self._give_up(error)
 
     def say_farewell(self) -> None:
-        """Leave for the other nodes what can be said now that the ranks are gone. To be called after `finish`."""
+        """Send the other nodes the final state of the ranks here. Call it after `finish`."""
         if self._exchange is not None and not self._has_given_up:
             with self._lock:
                 self._exchange.say_farewell(self._gatherer.gather(self._present_facts(), self._since_ns))
@@ -204,7 +205,7 @@ class Observer:
                         self._step()
                     else:
                         self._is_wanted.clear()
-            except Exception as error:  # noqa: BLE001 - said once, and never in the way of the job
+            except Exception as error:  # noqa: BLE001 - reported once; must not fail the job
                 self._give_up(error)
                 return
 
@@ -219,7 +220,7 @@ class Observer:
         if is_caused:
             analysis = Analysis(findings=Findings())
         may_know_more = self._exchange is not None and self._exchange.is_waiting(view.now_ns)
-        # A rank that died may have died of what ranks of other nodes did, or have been ended with the whole job.
+        # A rank may have died because of ranks on other nodes, or have been terminated together with the whole job.
         is_unsure = may_know_more or (not is_last and self._has_just_ended(view))
         known = [each for each in analysis.findings if not (is_unsure and each.code == "DDP209")]
         found = [*self._read_journals(view, is_last=is_last), *known]
@@ -236,7 +237,7 @@ class Observer:
         self._tell(replace(report, status=status))
 
     def _has_just_ended(self, view: JobView) -> bool:
-        """Whether a rank has ended since the look before this one: of those that end with it some may still run."""
+        """True if a rank has ended since the previous look: other ranks that end with it may still be running."""
         before = self._views[-2].ranks if len(self._views) > 1 else {}
         return any(
             each.process.state == "ended" and rank in before and before[rank].process.state == "running"
@@ -288,11 +289,11 @@ class Observer:
         facts = self._facts()
         if self._is_active:
             return facts
-        # Between two cells a rank that has come to the end of one may still answer another in the next.
+        # Between two cells, a rank that has completed one may still take part in the next.
         return {rank: replace(each, returned=False) for rank, each in facts.items()}
 
     def _find_earlier(self, now_ns: int) -> JobView | None:
-        """The newest look that is a second old: by it is judged whether a rank moves."""
+        """Return the newest look that is at least one second old, to see which ranks have moved; None if none is."""
         while len(self._views) > 1 and now_ns - self._views[1].now_ns >= _EARLIER_NS:
             self._views.popleft()
         return self._views[0] if self._views and now_ns - self._views[0].now_ns >= _EARLIER_NS else None

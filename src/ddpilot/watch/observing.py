@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The observer of ranks that ddpilot has not started: a process of its own on each node, which ends with the ranks."""
+"""The observer of ranks that ddpilot has not started: a separate process per node that ends with the ranks."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ from ddpilot.watch.view import ErrorView
 _PAUSE_S = 0.1
 
 _GATHER_S = 10.0
-"""The observation begins without the ranks that do not record so long after the first one did; later ones join it."""
+"""Time to wait for the ranks of this node after the first one records; later ones join the observation."""
 
 _SETTLED_NS = 1_000_000_000
-"""A folder that changed so long ago has not changed again without another time of change."""
+"""Only a modification time older than this is trusted: any later change would have given the folder a new one."""
 
 _TERM_GRACE_S = 3.0
-"""Between SIGTERM and SIGKILL to ranks that are ended."""
+"""Time between SIGTERM and SIGKILL for ranks that are terminated."""
 
 
 class Observing:
-    """Observes the ranks that record in `folder`, until all of them have ended.
+    """Observes the ranks that record in `folder` until all of them have ended.
 
-    The processes that the ranks have at one time are observed together. A new process of a rank, such as a shell's
-    second try, and a rank that comes late begin the observation again: what earlier processes did counts for nothing.
+    The processes that the ranks have at one time are observed together. A new process of a rank, such as the second
+    attempt of a shell, and a rank that joins late restart the observation; what earlier processes did is dropped.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -65,7 +65,7 @@ class Observing:
         self._is_stopping = self._has_errors = self._has_ended_ranks = False
 
     def run(self) -> None:
-        """Observe until no rank is left; nothing happens if another process observes them."""
+        """Observe until all ranks have ended; return at once if another process observes them."""
         root = self._folder.parent
         with locked(root):
             fd = open_own_file(self._folder / OBSERVER, os.O_RDWR | os.O_CREAT)
@@ -75,7 +75,7 @@ class Observing:
         is_over = False
         while not is_over:
             is_clean = self._observe()
-            with locked(root):  # a rank that comes after this starts an observer of its own
+            with locked(root):  # a rank that starts after this starts its own observer
                 is_over = not any(self._is_new(*each) for each in find_rank_processes(self._folder).items())
                 if is_over:
                     if is_clean:
@@ -87,7 +87,7 @@ class Observing:
         return self._ranks.get(rank) != process and process.is_running
 
     def _observe(self) -> bool:
-        """Observe the present processes until they have ended, or others are there; True if all of them ended well."""
+        """Observe the current processes until they end or change; return True if all of them ended cleanly."""
         self._ranks = self._await_ranks()
         if not self._ranks:
             return not self._has_errors
@@ -135,7 +135,7 @@ class Observing:
             self._way = None
 
     def _await_ranks(self) -> dict[int, RankProcess]:
-        """The ranks of this node that record: all of them, or those that do `_GATHER_S` after the first one does."""
+        """Return the ranks of this node that record: all of them, or those that do `_GATHER_S` after the first one."""
         since_s = None
         while True:
             present = find_rank_processes(self._folder)
@@ -149,7 +149,7 @@ class Observing:
             time.sleep(_PAUSE_S)
 
     def _records(self, rank: int, process: RankProcess, present: Mapping[int, RankProcess]) -> bool:
-        """True if `process` records, and not in a group of before, to which a newer process of a rank cannot belong."""
+        """True if `process` records, and not in a group that is older than the newest process of any rank."""
         if self._ranks.get(rank) == process:
             return True
         log = self._read(rank) if process.is_running else None
@@ -164,10 +164,10 @@ class Observing:
         return None
 
     def _has_changed(self) -> bool:
-        """True if a rank has a new process, or one has begun to record that is not observed."""
+        """True if a rank has a new process, or a rank that is not observed has begun to record."""
         try:
             changed_ns = os.stat(self._folder).st_mtime_ns
-        except OSError:  # deleted, which the observer says
+        except OSError:  # the folder was deleted, which the observer reports
             return False
         if changed_ns == self._looked_ns:
             return False
@@ -209,7 +209,7 @@ class Observing:
             view = look_at(process.pid)
             may_return = process.may_return
             if process.is_running:
-                # Its shell may try again, as after a failed download: that is not the end of the rank.
+                # Its shell may try again, as after a failed download: that does not end the rank.
                 found[rank] = RankFacts(process=view, error=None if may_return else self._read_error(rank))
             elif may_return:
                 found[rank] = RankFacts(process=replace(view, state="unknown"), is_away=True)
@@ -264,8 +264,8 @@ def _find(process: RankProcess) -> psutil.Process | None:
 
 
 def _write_to_stderr_of(process: RankProcess) -> None:
-    """This observer was started by an earlier process of the rank, whose stderr may be a file of its own."""
-    with suppress(OSError):  # a socket, or no /proc: it stays as it is
+    """Write to the stderr of `process`, which may differ from that of the process that started this observer."""
+    with suppress(OSError):  # it is a socket, or there is no /proc: stderr stays as it is
         fd = os.open(f"/proc/{process.pid}/fd/2", os.O_WRONLY | os.O_APPEND | os.O_NOCTTY | os.O_CLOEXEC)
         os.dup2(fd, 2)
         os.close(fd)
@@ -273,7 +273,7 @@ def _write_to_stderr_of(process: RankProcess) -> None:
 
 def _signal(processes: list[psutil.Process], number: signal.Signals) -> None:
     for process in processes:
-        with suppress(psutil.Error):  # psutil looks whether it still is that process
+        with suppress(psutil.Error):  # psutil checks that it is still the same process
             process.send_signal(number)
 
 
@@ -285,16 +285,16 @@ def _is_running(process: psutil.Process) -> bool:
 
 
 def _say(text: str) -> None:
-    with suppress(OSError):  # whoever read that is gone
+    with suppress(OSError):  # the reader of stderr is gone
         sys.stderr.write(f"ddpilot: {text}\n")
         sys.stderr.flush()
 
 
 def main(folder: Path) -> None:
-    """Observe the ranks in `folder`; an error in here is said in one line, and the ranks go on."""
+    """Observe the ranks in `folder`. An error here is reported in one line, and the ranks continue."""
     try:
         Observing(folder).run()
-    except Exception as error:  # noqa: BLE001 - said, and never in the way of training
+    except Exception as error:  # noqa: BLE001 - reported; must not stop the training
         _say(f"watching ended with an error of its own, and the job continues: {type(error).__name__}: {error}")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What watching a job can be told, checked when it is said."""
+"""The options of watching a job, validated when they are given."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ OnFinding = Action | Callable[[Finding], object] | None
 
 @dataclass(frozen=True, kw_only=True)
 class WatchOptions:
-    """Whether ranks are watched from outside, and what is done about a finding. LaunchError for a wrong value."""
+    """Options of watching ranks from outside. Raises LaunchError for an invalid value."""
 
     watch: bool = True
-    """Record the ranks' collectives and look from outside what is wrong where they do not get on."""
+    """Record the ranks' collectives and report, from outside the ranks, why they do not proceed."""
 
     guard: bool = True
-    """Look for what trains on silently with wrong numbers, such as gradients that differ. Needs `watch`."""
+    """Check for training that continues silently with wrong numbers, such as different gradients. Needs `watch`."""
 
     on_finding: OnFinding = None
-    """"stop": an error ends the job, with the findings in the exception. "report": findings are shown, and the job goes
-    on. A function is called with each finding, in a thread of its own; the job goes on unless it returns "stop". None:
-    "report" in a notebook, else "stop". Warnings never stop a job by themselves."""
+    """"stop": an error ends the job, with the findings in the exception. "report": findings are shown, and the job
+    continues. A function is called with each finding, in its own thread; the job continues unless it returns "stop".
+    None: "report" in a notebook, else "stop". Warnings alone never stop a job.
+    """
 
     stall_warn_s: float = 30.0
-    """Seconds for which ranks may wait for one that is alive before that is a warning."""
+    """Seconds that ranks may wait for a live rank before a warning is reported."""
 
     def __post_init__(self) -> None:
         for name in ("watch", "guard"):
@@ -46,12 +47,12 @@ class WatchOptions:
             raise LaunchError("reading `stall_warn_s`", found=f"{warn_s!r}", fix="Give seconds, more than 0")
 
     def action(self) -> Action | Callable[[Finding], object]:
-        """What `on_finding` means in this process."""
+        """Return the effective value of `on_finding` in this process."""
         if self.on_finding is not None:
             return self.on_finding
         return "report" if is_notebook() else "stop"
 
 
 def is_notebook() -> bool:
-    """Whether this process is the kernel of a notebook."""
+    """Return True if this process is the kernel of a notebook."""
     return type(sys.stdout).__module__.partition(".")[0] == "ipykernel"

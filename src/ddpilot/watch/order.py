@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether ranks that give other sizes to one collective are in another call of the same series, told by their logs."""
+"""Explain different sizes in one collective by ranks that are at different calls of the same sequence."""
 
 from __future__ import annotations
 
@@ -17,17 +17,21 @@ ORDER_FIX = (
     "zeros where a rank has nothing to give"
 )
 _MIN_TIMES = 2
-"""What has come after the same call so often, and nothing else, is an order."""
+"""A call counts as the regular successor if it followed the same call this often, with no exception."""
 
 
 def are_other_buckets(clash: Clash, first: Collective, second: Collective) -> bool:
-    """Whether these are gradients of other parameters: for the same ones DDP has compared sizes when it wrapped."""
+    """Return True if these are gradient buckets of different parameters.
+
+    DDP compares the sizes of the same parameters when it wraps the model, so different sizes imply different
+    parameters.
+    """
     parts = [entry.ddp for entry in (first, second)]
     return clash.aspect == "size" and all(part is not None and part.what == "bucket" for part in parts)
 
 
 def say_other_calls(progress: Progress, seq: int, one: tuple[int, ...], other: tuple[int, ...]) -> str:
-    """That both sides call at `seq` what both have called before, from different lines; empty where it is not so."""
+    """Return a sentence if both sides call at `seq`, from different lines, what both have called before; else empty."""
     mine, theirs = progress.at(one[0], seq), progress.at(other[0], seq)
     if mine is None or theirs is None or _site(mine) == _site(theirs):
         return ""
@@ -38,7 +42,10 @@ def say_other_calls(progress: Progress, seq: int, one: tuple[int, ...], other: t
 
 
 def say_left_order(progress: Progress, seq: int, one: tuple[int, ...], other: tuple[int, ...]) -> str:
-    """That one side calls at `seq` what has always come there, and the other what comes elsewhere; else empty."""
+    """Return a sentence if at `seq` one side makes the usual call and the other one that belongs elsewhere.
+
+    Empty otherwise.
+    """
     for keeps, leaves in ((one, other), (other, one)):
         before, mine, theirs = progress.at(keeps[0], seq - 1), progress.at(keeps[0], seq), progress.at(leaves[0], seq)
         if before is None or mine is None or theirs is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waits that ended with an error of those who waited, while the ranks that they waited for ran on."""
+"""Explain waits that failed on the waiting ranks while the ranks that they waited for continued to run."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from ddpilot.watch.words import describe, describe_shortly, lay_out, merge_rows,
 _TIME_IS_UP = re.compile(r"timed ?out|timeout|failed to pass monitoredBarrier", re.IGNORECASE)
 _LONGER = "what is meant to take long needs a longer `timeout=` of init_process_group"
 _ENDING_NS = 1_500_000_000
-"""So long after its connections are closed a rank that ends has ended."""
+"""A rank that closes its connections because it exits is gone within this time."""
 _BY_LAUNCHER = ("SIGTERM", "SIGINT")
 
 
 def explain_outlasted(view: JobView, earlier: JobView | None, wait: Wait, fates: Mapping[int, Fate]) -> Finding | None:
-    """Who had not come when the time of those who waited was up, or who closed their connection; None where neither.
+    """Return the finding for ranks that had not arrived at the timeout, or closed their connections; None if neither.
 
-    Whoever started the ranks stops the others when one has failed: that is no end of their own.
+    The launcher terminates the other ranks after a failure; a rank that it terminated counts as having continued.
     """
     ended_ns = [view.ranks[rank].process.ended_ns for rank in wait.held if fates[rank].is_gone]
     first_ns = min((each for each in ended_ns if each is not None), default=None)
@@ -57,7 +57,7 @@ def _is_over(wait: Wait, fates: Mapping[int, Fate]) -> list[bool]:
 
 
 def _ran_on(rank: RankView | None, fate: Fate, first_ns: int | None) -> bool:
-    """Whether it was alive when the first of those who waited ended."""
+    """True if the rank was alive when the first of the waiting ranks ended."""
     if rank is None or rank.error is not None or rank.returned:
         return False
     ended_ns = rank.process.ended_ns
@@ -66,7 +66,7 @@ def _ran_on(rank: RankView | None, fate: Fate, first_ns: int | None) -> bool:
 
 
 def _has_stayed(view: JobView, rank: RankView, first_ns: int | None) -> bool:
-    """Whether its connection cannot be closed because it was about to end: its recording would be closed before."""
+    """True if the rank did not close its connections by exiting: it would have closed its recording first."""
     if rank.log is None or rank.log.closed_ns is not None:
         return False
     is_long_ago = first_ns is not None and view.now_ns - first_ns > _ENDING_NS

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the ways of two sets of ranks part, and what the user's source says of the reason."""
+"""Find where the control flow of two sets of ranks splits, and the reason in the user's source."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ddpilot.watch.view import Frame
 
 
 def find_parting(first: Side, second: Side, sources: Sources) -> Parting | None:
-    """Why two sets of ranks are at different lines; None where the source does not say."""
+    """Return why two sets of ranks are at different lines; None if the source does not show it."""
     if not first.chain or not second.chain:
         return find_end_parting(first, second, sources) if first.chain else find_end_parting(second, first, sources)
     pair = _part(first.chain, second.chain)
@@ -60,7 +60,7 @@ def find_parting(first: Side, second: Side, sources: Sources) -> Parting | None:
 def _find_handler(
     source: Source, one: tuple[Side, Frame], other: tuple[Side, Frame], sources: Sources
 ) -> Parting | None:
-    """Of two lines, one that is in a handler, a `finally` or the end of a `with` around the other one."""
+    """Check whether one line is in a handler, a `finally`, or the exit of a `with` around the other line."""
     for (side, frame), (_, there) in ((one, other), (other, one)):
         spot = handler_of(source, source.blocks(frame.line), there.line) or _with_left(
             source, side, frame, there, sources
@@ -71,7 +71,7 @@ def _find_handler(
 
 
 def _with_left(source: Source, side: Side, frame: Frame, there: Frame, sources: Sources) -> Spot | None:
-    """The `with` at `frame`, where its end is what is called from there while others are at the line `there` in it."""
+    """Return the `with` at `frame` if its exit runs there while other ranks are at `there` in its body."""
     below = _below(side.chain, frame)
     deeper = sources.find(below[0]) if below else None
     is_around = any(block.node.lineno == frame.line and block.part == "body" for block in source.blocks(there.line))
@@ -81,7 +81,7 @@ def _with_left(source: Source, side: Side, frame: Frame, there: Frame, sources: 
 
 
 def _find_deep_guard(side: Side, other: Side, at: Frame, sources: Sources) -> Parting | None:
-    """In what is called from the line `at`, a condition on the rank that only these ranks can have passed."""
+    """Find a condition on the rank, in functions called from the line `at`, that only these ranks can have passed."""
     for frame in _below(side.chain, at):
         source = sources.find(frame)
         callee = _callee(side.chain, frame)
@@ -93,13 +93,13 @@ def _find_deep_guard(side: Side, other: Side, at: Frame, sources: Sources) -> Pa
 
 
 def _below(chain: Chain, at: Frame) -> Chain:
-    """The calls that are made from the line `at`."""
+    """Return the calls made from the line `at`."""
     lines = [(frame.file, frame.line) for frame in chain]
     return chain[lines.index((at.file, at.line)) + 1 :] if (at.file, at.line) in lines else ()
 
 
 def _look_into_loop(found: Parting, behind: Side, ahead: Side, at: Frame, sources: Sources) -> Parting:
-    """`found`, with what the functions say that are called from it; or their loop, where this one cannot differ."""
+    """Refine `found` by the functions called in the loop; return their loop if this one is the same on all ranks."""
     if found.swallower is not None or found.exit is not None or found.skip is not None:
         return found
     if found.same_rounds and found.unsynced is None:
@@ -110,7 +110,7 @@ def _look_into_loop(found: Parting, behind: Side, ahead: Side, at: Frame, source
 
 
 def _find_swallowed(behind: Side, ahead: Side, at: Frame, sources: Sources) -> Parting | None:
-    """In what is called from the line `at`, a handler around what the others are in that goes on after an error."""
+    """Find a handler that continues after an error, in functions called from `at` and around where the others are."""
     for frame in reversed(_below(behind.chain, at)):
         source = sources.find(frame)
         found = _swallowed_at(source, frame, ahead) if source is not None else None
@@ -125,19 +125,19 @@ def _swallowed_at(source: Source, frame: Frame, ahead: Side) -> Parting | None:
 
 
 def _callee(chain: Chain, at: Frame) -> str:
-    """The function that is called from the line `at`; empty where it is not the user's."""
+    """Return the name of the function called from the line `at`; empty if it is not the user's."""
     below = _below(chain, at)
     return below[0].function.rpartition(".")[2] if below else ""
 
 
 def _look_deeper(behind: Side, ahead: Side, at: Frame, sources: Sources) -> Parting | None:
-    """The others are in a call that the ranks `ahead` have come back from."""
+    """Search the call that the ranks `behind` are in and the ranks `ahead` have returned from."""
     deeper = _below(behind.chain, at)
     return _search_outwards(replace(behind, chain=deeper), ahead, sources) if deeper else None
 
 
 def find_end_parting(here: Side, gone: Side, sources: Sources) -> Parting | None:
-    """Why the ranks `gone` have come to the end while others are `here`: from the innermost call outwards."""
+    """Return why the ranks `gone` reached the end while others are `here`, searching from the innermost call."""
     return _search_outwards(here, gone, sources)
 
 
@@ -160,7 +160,7 @@ def _search_outwards(here: Side, gone: Side, sources: Sources) -> Parting | None
 
 
 def _find_left(here: Side, gone: Side, sources: Sources) -> Parting | None:
-    """Where nothing else says it: a function that the ranks `gone` may have left before the line of the others."""
+    """As a last resort, find a function that the ranks `gone` may have left before the line of the others."""
     for frame in reversed(here.chain):
         source = sources.find(frame)
         spots = early_returns(source, frame.line) if source is not None else []
@@ -170,7 +170,7 @@ def _find_left(here: Side, gone: Side, sources: Sources) -> Parting | None:
 
 
 def _part(one: Chain, other: Chain) -> tuple[Frame, Frame] | None:
-    """The first lines, from outside, at which two chains differ within one function."""
+    """Return the first pair of frames, from the outermost, at which two chains differ within one function."""
     if not one or not other:
         return None
     at = 0
@@ -241,19 +241,19 @@ def _same_loop(source: Source, file: str, common: Sequence[Block], line: int) ->
 def _own_guards(
     source: Source, side: Side, frame: Frame, own: Sequence[Block], other: Side, there: Frame
 ) -> list[Spot]:
-    """Conditions of `frame` that are none of the line `there`; leaving before both lines parts neither."""
+    """Return conditions of `frame` that do not apply to the line `there`; a return before both lines splits neither."""
     other_lines = {spot.line for spot in guards(source, (), there.line)}
     found = guards(source, own, frame.line, _callee(side.chain, frame))
     return [spot for spot in _deciding(found, frame.file, other) if spot.line not in other_lines]
 
 
 def _deciding(spots: Sequence[Spot], file: str, other: Side) -> list[Spot]:
-    """`spots` without those that the `other` ranks have passed before, and which let a rank pass always or never."""
+    """Drop conditions that always or never hold on a rank and that the `other` ranks have passed before."""
     return [spot for spot in spots if not any((file, line) in other.lines for line in spot.fixed_lines)]
 
 
 def _choose(spots: Sequence[Spot]) -> Spot | None:
-    """The innermost that asks for the rank; else the innermost."""
+    """Return the innermost condition on the rank; without one, the innermost condition."""
     return next((spot for spot in reversed(spots) if spot.depends_on_rank), spots[-1] if spots else None)
 
 
@@ -277,7 +277,7 @@ def _left_loop(source: Source, loop: Block, blocks: Sequence[Block], frame: Fram
     never_ends = is_endless(source, loop.node)
     left = loop.node if never_ends else loops[-1].node
     same_rounds = all(has_same_rounds(source, each.node) for each in loops)
-    if never_ends:  # what only goes on with its next round does not end it
+    if never_ends:  # a handler that continues with the next iteration does not end an endless loop
         handlers = swallowers(source, inside if exits.decided else blocks, leaving=loop.node)
         rounds = []
     else:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the operating system says of a rank's process, while it runs."""
+"""Read the state of a rank's process from the operating system."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _HOST = platform.node()
 
 
 def look_at(pid: int, host: str = _HOST) -> ProcessView:
-    """The process `pid` of `host`: running, ended (nobody can say how), or unknown if that cannot be seen from here."""
+    """Return the state of process `pid`: running, ended (exit status unknown), or unknown on a different host."""
     if host != _HOST:
         return ProcessView(pid=pid, host=host, state="unknown")
     try:
-        # The first field after the name, which may hold anything.
+        # The first field after the process name, which may contain any character.
         os_state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         state = "ended" if Path("/proc/self/stat").exists() else "unknown"
@@ -28,16 +28,16 @@ def look_at(pid: int, host: str = _HOST) -> ProcessView:
 
 
 def name_child(pid: int) -> str:
-    """The program that the process `pid` has started last, such as ``rsync (pid 4711)``; empty if there is none.
+    """Return the newest child process of `pid`, such as ``rsync (pid 4711)``; empty if there is none.
 
-    Copies of itself, such as workers of a DataLoader, do not count.
+    Copies of the process itself, such as DataLoader workers, are not included.
     """
     found = []
     try:
         parent = psutil.Process(pid)
         own = parent.cmdline()
         for child in parent.children():
-            with suppress(psutil.Error):  # it has ended meanwhile
+            with suppress(psutil.Error):  # it has ended in the meantime
                 words = child.cmdline()
                 if words and words != own and not any(word.startswith("from multiprocessing") for word in words):
                     found.append((child.create_time(), f"{child.name()} (pid {child.pid})"))
