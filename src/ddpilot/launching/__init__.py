@@ -1,2 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starting ranks. What the parent needs of it is free of torch; what runs in a rank is in `local/rank*.py`."""
+"""Start and supervise ranks. The parent's modules do not import torch; code that runs in a rank is in `local/rank.py`.
+
+`local/` runs a function on forked ranks, `elastic/` is ``ddpilot run``, `shipping/` pickles, `output/` shows output.
+"""

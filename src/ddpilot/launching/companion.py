@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who goes along with a launch: may prepare its ranks, look at them from outside, and end it. Implemented above."""
+"""Interface for observers of a launch, which may prepare ranks, watch them from outside and stop the launch.
+
+Implemented by packages above `launching`.
+"""
 
 from __future__ import annotations
 
@@ -11,112 +14,112 @@ from ddpilot.launching.local.report import Exited, Raised
 
 
 class RankState(Protocol):
-    """What is known of one rank's process; it changes while the launch runs."""
+    """State of one rank's process. It changes while the launch runs."""
 
     @property
     def rank(self) -> int:
-        """Its number."""
+        """Rank of the process."""
 
     @property
     def pid(self) -> int | None:
-        """Of its process, once it has one."""
+        """Process id, or None if the process has not been started."""
 
     @property
     def exited(self) -> Exited | None:
-        """How its process ended; None while it has not."""
+        """Exit status of the process, or None while it is running."""
 
     @property
     def raised(self) -> Raised | None:
-        """What it raised."""
+        """The exception that the rank reported, or None."""
 
     @property
     def has_returned(self) -> bool:
-        """Whether its program came to its end without an error."""
+        """True if the rank's program finished without an error."""
 
 
 class Letter(NamedTuple):
-    """What the companion of another node wrote last."""
+    """The most recent message from another node's companion."""
 
     text: str
     number: int
-    """Counts those of that node, from 1."""
+    """Sequence number among that node's letters, starting at 1."""
     after_ns: int
     before_ns: int
-    """It was written between the two, on this machine's CLOCK_MONOTONIC."""
+    """The letter was written between `after_ns` and `before_ns`, in this machine's CLOCK_MONOTONIC."""
 
 
 class Piece(NamedTuple):
-    """A part of what the companion of another node tells on and on."""
+    """One message of the stream that another node's companion appends to."""
 
     text: str
     number: int
-    """Counts those of that node, from 1; where one is missing, it was overwritten before it was read."""
+    """Sequence number among that node's pieces, starting at 1; a gap means that a piece was overwritten unread."""
     read_ns: int
-    """When it came, on this machine's CLOCK_MONOTONIC."""
+    """When this node read the piece, in this machine's CLOCK_MONOTONIC."""
 
 
 class Carrier(Protocol):
-    """Carries letters between the companions of a job's nodes. Nothing of it blocks or raises."""
+    """Exchanges messages between the companions of a job's nodes. Methods never block and never raise."""
 
     @property
     def node_rank(self) -> int:
-        """The number of this node."""
+        """Rank of this node."""
 
     @property
     def places(self) -> Mapping[int, str]:
-        """The other nodes, as they should be shown, by number."""
+        """Display name of each other node, by node rank."""
 
     @property
     def letters(self) -> Mapping[int, Letter]:
-        """The last letter of each other node that has written one, by its number."""
+        """The most recent letter from each other node that has written one, by node rank."""
 
     @property
     def marks(self) -> Mapping[int, str]:
-        """What each other node shows of itself, by its number."""
+        """The mark that each other node last set with `show`, by node rank."""
 
     @property
     def fault(self) -> str:
-        """Why nothing is carried any more; empty while all is well."""
+        """Why messages are no longer exchanged; empty while the exchange works."""
 
     def write(self, text: str) -> None:
-        """Let the other nodes read `text`, in place of what was written before."""
+        """Publish `text` to the other nodes, replacing this node's previous letter."""
 
     def show(self, mark: str) -> None:
-        """Let the other nodes see `mark`, some hundred characters, with the next sign of life of this node."""
+        """Publish `mark`, at most a few hundred characters, with this node's next heartbeat."""
 
     def append(self, text: str) -> None:
-        """Let node 0 read `text` after all that was appended before; of node 0 itself: all the others."""
+        """Append `text` to this node's stream. Node 0 reads every stream; the other nodes read node 0's."""
 
     def take_pieces(self) -> Mapping[int, Sequence[Piece]]:
-        """What other nodes have appended for this one since the last call, by their numbers."""
+        """Pieces received from other nodes since the last call, by node rank."""
 
 
 class Companion(Protocol):
-    """Of one launch. None of its methods raises."""
+    """Observer of one launch. Methods must not raise."""
 
     @property
     def hooks(self) -> tuple[str, ...]:
-        """Functions "module:name" that each rank calls before the user's function."""
+        """Functions, as "module:name", that each rank calls before the user's function."""
 
     @property
     def variables(self) -> Mapping[str, str]:
-        """For the ranks' environment."""
+        """Environment variables to set in the ranks."""
 
     @property
     def fd(self) -> int:
-        """Becomes readable when there is something for `take`."""
+        """File descriptor that becomes readable when `take` has something to process."""
 
     def begin(self, ranks: Sequence[RankState], sources: Mapping[str, str]) -> None:
-        """The ranks are being started. `sources`: texts of the user's that lie in no file, such as cells, by name."""
+        """Called when the ranks are being started. `sources`: source text that has no file, such as cells, by name."""
 
     def take(self, note: Callable[[str], None]) -> WatchError | None:
-        """Show by `note` what there is to say; the error that the launch is to end with, else None."""
+        """Report events by calling `note`. Returns the error that the launch must end with, or None."""
 
     def explain(self, error: RankError | LaunchTimeoutError) -> None:
-        """Add to `error`, by which the launch ends, what was seen from outside."""
+        """Add what was observed from outside to `error`, which ends the launch."""
 
     def finish(self, note: Callable[[str], None]) -> WatchError | None:
-        """The ranks have ended well: show by `note` what there is to say; the error that it ends with all the same."""
+        """Called after all ranks succeeded: report by calling `note`. Returns an error to end with anyway, or None."""
 
     def end(self, is_clean: bool) -> None:
-        """The launch is over, and its ranks are gone."""
+        """Called when the launch has finished and its ranks have exited. `is_clean`: True if it raised nothing."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The environment of a rank: torchrun's contract, so that third-party code sees a torchrun job.
+"""Environment variables of a rank: the ones torchrun sets, so that third-party code detects a torchrun job.
 
 Source of the names: `torch/distributed/run.py`, "Environment Variables", and `torch/distributed/elastic/agent`.
 """
@@ -11,16 +11,16 @@ import sys
 from collections.abc import Mapping
 
 LAUNCH_VARIABLE = "DDPILOT_LAUNCH"
-"""Names the launch; equal to TORCHELASTIC_RUN_ID in its ranks, different where torchrun was started inside one."""
+"""Id of the launch. Equals TORCHELASTIC_RUN_ID in its ranks, and differs in a torchrun job started by one of them."""
 
 SERVER_VARIABLE = "DDPILOT_RANK_SERVER"
-"""Is set in a rank server, so that a module which launches when it is imported cannot start servers for ever."""
+"""Set in a rank server, so that a module that launches on import cannot start servers recursively."""
 
 WATCHED_VARIABLE = "DDPILOT_WATCHED"
-"""Is set in ranks whose output somebody sees as it comes: in a terminal or in a notebook."""
+"""Set in ranks whose output is displayed live, in a terminal or a notebook."""
 
 EXIT_REQUEUE = 75
-"""Exit code of a rank that asks to be started again, as a Loop's that has saved: EX_TEMPFAIL of sysexits.h."""
+"""Exit code of a rank that asks to be restarted, such as a Loop that saved a checkpoint: EX_TEMPFAIL of sysexits.h."""
 
 _LOOPBACK_INTERFACE = "lo" if sys.platform == "linux" else "lo0"
 _IMPORT_TIME_PREFIXES = (
@@ -31,13 +31,13 @@ _IMPORT_TIME_PREFIXES = (
 
 
 _SET_BY_TORCH = ("TORCHINDUCTOR_CACHE_DIR",)
-"""Set when the first optimizer is made, and read when something is compiled."""
+"""Variables that torch sets when the first optimizer is created; torch reads them when it compiles."""
 
 
 def rank_variables(
     *, launch_id: str, rank: int, nproc_per_node: int, master_port: int, num_threads: int, backend: str | None
 ) -> dict[str, str]:
-    """The variables that make a process rank `rank` of a single-node launch; they win over the user's."""
+    """The variables that make a process rank `rank` of a single-node launch. They override the user's variables."""
     size = str(nproc_per_node)
     number = str(rank)
     variables = {
@@ -63,10 +63,10 @@ def rank_variables(
 
 
 def default_variables(*, stays: bool = False) -> dict[str, str]:
-    """Variables that the user's own win over.
+    """Variables that the user's own variables override.
 
-    A group on one node listens on loopback, and ranks know whether somebody is watching. NCCL's errors and time limits
-    end the rank, as under torchrun; a rank that `stays` keeps its variables, and is freed by aborting NCCL instead.
+    A single-node group listens on loopback, and ranks know whether their output is displayed. An NCCL error or timeout
+    ends the rank, as under torchrun. With `stays`, a rank keeps running and its group is aborted instead.
     """
     return {
         **({WATCHED_VARIABLE: "1"} if is_watched() else {}),
@@ -77,29 +77,29 @@ def default_variables(*, stays: bool = False) -> dict[str, str]:
 
 
 def is_watched() -> bool:
-    """Is stderr a terminal, or a cell of a notebook?"""
+    """True if stderr is a terminal or a notebook cell."""
     stream = sys.stderr
     return stream is not None and (stream.isatty() or type(stream).__module__.partition(".")[0] == "ipykernel")
 
 
 def import_time_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that libraries read when they are imported: a change of one needs a new rank server."""
+    """The variables that libraries read on import. If one changes, a new rank server is needed."""
     read = (name for name in sorted(environ) if name.startswith(_IMPORT_TIME_PREFIXES))
     return {name: environ[name] for name in read if name not in _SET_BY_TORCH}
 
 
 def module_paths() -> list[str]:
-    """The entries of `sys.path` that imports use; Python skips all others, such as a `pathlib.Path`."""
+    """The entries of `sys.path` that are strings; the import system skips all others, such as a `pathlib.Path`."""
     paths: list[object] = list(sys.path)
     return [path for path in paths if isinstance(path, str)]
 
 
 def count_cores() -> int:
-    """The cores that this process may run on."""
+    """Number of CPU cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def choose_num_threads(environ: Mapping[str, str], nproc_per_node: int) -> int:
-    """Threads per rank: OMP_NUM_THREADS if it is set to a number, else cores / ranks, at least 1."""
+    """Threads per rank: OMP_NUM_THREADS if it is a positive number, else cores // ranks, at least 1."""
     text = environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return int(text) if text.isdigit() and int(text) > 0 else max(1, count_cores() // nproc_per_node)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read what Python's fault handler wrote into a rank's output when it crashed, and where a traceback ends."""
+"""Parse fault handler output and tracebacks to find the line at which a rank failed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MAX_SHOWN = 20
 
 
 class RaisedAt(NamedTuple):
-    """A line of a traceback. `text`: the source line without its indentation, empty where it is not known."""
+    """One frame of a traceback. `text`: the stripped source line, or "" if it is not known."""
 
     file: str
     line: int
@@ -26,7 +26,7 @@ class RaisedAt(NamedTuple):
 
 
 def tidy_lines(lines: Iterable[str]) -> tuple[str, ...]:
-    """The last 20 of `lines` without the frames of the launcher and without the list of extension modules."""
+    """The last 20 of `lines`, without the launcher's frames and the list of extension modules."""
     kept, called = [], ""
     for line in lines:
         frame = _FRAME.match(line)
@@ -40,9 +40,9 @@ def tidy_lines(lines: Iterable[str]) -> tuple[str, ...]:
 
 
 def find_crash_line(lines: Iterable[str]) -> str | None:
-    """Where the crashed thread's Python was, as ``file:line in function``; None if no stack is in `lines`.
+    """Location of the crashed thread, as ``file:line in function``; None if `lines` contains no stack.
 
-    The innermost line outside installed libraries and ddpilot, where there is one.
+    Prefers the innermost frame outside installed libraries and ddpilot; falls back to the innermost frame.
     """
     in_stack = False
     innermost = None
@@ -60,7 +60,7 @@ def find_crash_line(lines: Iterable[str]) -> str | None:
 
 
 def find_raised_line(traceback: str) -> RaisedAt | None:
-    """The innermost line outside of installed libraries and ddpilot; of a chain of exceptions, of the last one."""
+    """The innermost frame outside installed libraries and ddpilot; in a chain of exceptions, that of the last one."""
     found = None
     for frame in _RAISED_FRAME.finditer(traceback):
         if is_users_line(frame["file"], frame["function"]):

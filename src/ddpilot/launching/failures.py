@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rank failed first, and the error that says so."""
+"""Determine which rank failed first and build the error that reports it."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from ddpilot.launching.shipping.sources import name_cells
 _NAMED = re.compile(r"\[rank (\d+)\] ")
 
 SETTLE_S = 0.05
-"""How long the first cause waits for one that was earlier in time and arrives later."""
+"""Seconds to wait after the first cause for a cause that happened earlier but is reported later."""
 
 VICTIM_GRACE_S = 0.3
-"""How long a victim waits for a cause."""
+"""Seconds to wait after a victim's failure for its cause."""
 
 ENDING_LIMIT_S = 3.0
-"""How long, while a rank that has not been heard of is on its way out: it is the cause, and its end will be told."""
+"""Maximum wait in seconds while a rank that has not reported is exiting: it is the cause and will be reported."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """One rank's failure. `error`: the original exception where it could travel; `since_s`: when it became known."""
+    """One rank's failure. `error`: the original exception if it could be unpickled; `since_s`: when it was received."""
 
     rank: int
     raised: Raised | None
@@ -43,7 +43,7 @@ class Failure:
 
     @property
     def time_s(self) -> float:
-        """When it happened, on the machine's monotonic clock."""
+        """When the failure happened, in seconds of the machine's monotonic clock."""
         if self.raised is not None:
             return self.raised.time_s
         assert self.exited is not None
@@ -51,7 +51,7 @@ class Failure:
 
     @property
     def told_rank(self) -> int | None:
-        """The rank that its exception is about, where that is one of ddpilot's and says so."""
+        """The rank that a ddpilot exception names as failed; None for other exceptions or if it names no rank."""
         if self.raised is None or not is_known(self.raised.type_name):
             return None
         named = _NAMED.match(self.raised.message)
@@ -59,17 +59,17 @@ class Failure:
 
     @property
     def is_victim(self) -> bool:
-        """Whether it reads like a consequence of another rank's end."""
+        """True if the failure looks like a consequence of another rank's failure."""
         return self.raised is not None and self.raised.is_victim
 
 
 def choose_failure(
     failures: Sequence[Failure], now_s: float, unheard: Callable[[], Iterable[int]] = tuple
 ) -> Failure | None:
-    """The first cause in time, or the first victim where no cause has come; None while more may come.
+    """Return the earliest cause, or the earliest victim if no cause was reported; None while more may arrive.
 
-    Where all ranks raise what happened on one of them, it is that rank's. `unheard` gives the process ids of the ranks
-    that have neither ended, as far as is known, nor reported.
+    If several ranks report a failure that happened on one of them, that rank's own failure is returned. `unheard`
+    returns the process ids of ranks that have neither reported nor, as far as is known, exited.
     """
     if not failures:
         return None
@@ -98,7 +98,7 @@ def build_error(
     returned: Sequence[int],
     is_script: bool = False,
 ) -> RankError:
-    """The error for the parent, its cause chained. `is_script`: `function_name` is that of a script."""
+    """The error to raise in the parent, with its cause chained. `is_script`: `function_name` is a script's name."""
     raised, exited = failure.raised, failure.exited
     found = f"rank {failure.rank} "
     fix = ""
@@ -137,7 +137,7 @@ def build_error(
 
 
 def describe_exit(exited: Exited, function_name: str, crash_line: str | None) -> tuple[str, str]:
-    """How a process ended, as the rest of a sentence that begins with the rank; and what to do, where that is known."""
+    """How a process ended, as the predicate of a sentence whose subject is the rank; and the fix, "" if unknown."""
     where = "" if crash_line is None else f" at {name_cells(crash_line)}"
     peak = f"its peak was {exited.peak_memory_bytes / 1e9:.1f} GB"
     if exited.signal_name == "SIGKILL":
@@ -155,7 +155,7 @@ def describe_exit(exited: Exited, function_name: str, crash_line: str | None) ->
 
 
 def _describe_known(raised: Raised | None, last_lines: Sequence[str]) -> str:
-    """What the page of a message of torch's or Python's says; ddpilot's ShipError says itself what to do."""
+    """The fix for a known message of torch or Python; "" for a ShipError, which contains its own fix."""
     if raised is not None and raised.type_name == SHIP_ERROR:
         return ""
     known = find_cause(f"{raised.type_name}: {raised.message}" if raised is not None else "", last_lines)
@@ -166,7 +166,10 @@ def _describe_known(raised: Raised | None, last_lines: Sequence[str]) -> str:
 
 
 def find_words_of_child(raised: Raised, last_lines: Sequence[str]) -> tuple[str, ...]:
-    """Where a rank raised that a child of its ended: the lines, at most 5, in which the child says of what."""
+    """For a rank that raised because its child process ended: up to 5 output lines in which the child gives the reason.
+
+    Empty if the exception is not about a child process.
+    """
     said = f"{raised.type_name}: {raised.message}"
     if not is_of_child(said):
         return ()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ctrl-C and a scheduler's signals in the parent, as something that a loop can wait for; Ctrl-C in a rank.
+"""Turn SIGINT, SIGTERM and SIGUSR1 in the parent into events that a loop can wait for; handle SIGINT in a rank.
 
-No signal cuts a message in two.
+Signals never interrupt the parent in the middle of a message.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 STOPS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
-"""What schedulers send before they kill."""
+"""Signals that schedulers send before they kill a job."""
 
 
 class InterruptCatcher:
-    """While entered, SIGINT is counted and makes `fd` readable instead of raising KeyboardInterrupt.
+    """Context manager in which SIGINT is counted and makes `fd` readable instead of raising KeyboardInterrupt.
 
-    An interrupt that nobody took is delivered on leaving, unless an exception is on its way already. SIGTERM and
-    SIGUSR1 make `fd` readable too, and end this process when it leaves, unless `stop` was set to None; they are left
-    alone where other code handles them. Does nothing outside the main thread, where Python delivers no signals.
+    An interrupt that was not taken is delivered on exit, unless an exception is already propagating. SIGTERM and
+    SIGUSR1 make `fd` readable too and end this process on exit, unless `stop` was reset to None; they are not caught if
+    other code handles them. Does nothing outside the main thread, where Python does not run signal handlers.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class InterruptCatcher:
         self._previous: Any = None
         self._caught: list[signal.Signals] = []
         self.stop: signal.Signals | None = None
-        """The last of SIGTERM and SIGUSR1 that came."""
+        """The last SIGTERM or SIGUSR1 received, or None."""
 
     def __enter__(self) -> InterruptCatcher:
         os.set_blocking(self._writer, False)
@@ -68,24 +68,24 @@ class InterruptCatcher:
     def _wake(self) -> None:
         try:
             os.write(self._writer, b"i")
-        except BlockingIOError:  # the pipe is full of earlier ones, which wake the loop too
+        except BlockingIOError:  # the pipe is full of earlier wake-ups, which wake the loop too
             return
 
     def clear(self) -> None:
-        """Take what made `fd` readable."""
+        """Empty the pipe behind `fd`."""
         os.read(self.fd, 4096)
 
     def take(self) -> bool:
-        """Whether an interrupt came since the last call."""
+        """True if an interrupt arrived since the last call."""
         is_new, self._taken = self._count > self._taken, self._count
         return is_new
 
 
 class RankInterrupt:
-    """The SIGINT handler of a rank: raises KeyboardInterrupt while it is entered, which is in the user's function.
+    """SIGINT handler of a rank: raises KeyboardInterrupt while entered, that is, while the user's function runs.
 
-    An interrupt that comes earlier is raised on entering: what runs before may swallow it (`random.seed` does). One
-    that comes later changes nothing any more. `on_taken` is called where the function took one as its cue to end.
+    An earlier interrupt is raised on entering, since code that runs before could swallow it (`random.seed` does). A
+    later interrupt has no effect. `on_taken` is called when the function handles an interrupt itself by calling `take`.
     """
 
     def __init__(self, on_taken: Callable[[], None] = lambda: None) -> None:
@@ -111,7 +111,7 @@ class RankInterrupt:
         self._is_entered = False
 
     def take(self) -> None:
-        """An interrupt came to a handler of the function's own, which will end soon: what it returns is wanted."""
+        """Record that the function's own handler received the interrupt and will return soon with a value."""
         self.was_raised = True
         self._on_taken()
 
@@ -121,6 +121,6 @@ class RankInterrupt:
 
 
 def saw_interrupt() -> bool:
-    """Whether SIGINT reached this rank's function; True where it put a handler of its own in place."""
+    """True if SIGINT reached this rank's function, or if the function installed its own handler."""
     handler = signal.getsignal(signal.SIGINT)
     return handler.was_raised if isinstance(handler, RankInterrupt) else True

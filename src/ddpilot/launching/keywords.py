@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keywords that a launcher, a session or the function to launch does not have: the right name, before anything runs."""
+"""Reject unknown keyword arguments before ranks start, and suggest the right name."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ _OTHER_NAMES = {
     "gpu": "gpus",
     "app": "apps",
 }
-"""What torch.multiprocessing, Accelerate, Lightning and others call these options."""
+"""Names of these options in torch.multiprocessing, Accelerate, Lightning and others."""
 
 SURE = 0.8
-"""How near a name has to be where others are possible."""
+"""Similarity that a name needs (0 to 1) when it might also be a keyword of something else."""
 
 
 def option_meant(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """The one of `known` that was meant by `name`, "" if none is near; `cutoff`: how near, up to 1."""
+    """The name in `known` that `name` most likely means, or "" if none is similar. `cutoff`: similarity, 0 to 1."""
     known = list(known)
     other = _OTHER_NAMES.get(name, "")
     return other if other in known else next(iter(difflib.get_close_matches(name, known, 1, cutoff)), "")
 
 
 def explain_unknown(cls: type[_T]) -> type[_T]:
-    """Give `cls` an `__init__` that raises LaunchError, with the right name, for a keyword that it does not have."""
+    """Class decorator: `__init__` raises LaunchError, with the likely name, for a keyword that it does not accept."""
     init: Callable[..., None] = vars(cls)["__init__"]
     parameters = list(inspect.signature(init).parameters.values())[1:]
     known = [parameter.name for parameter in parameters]
@@ -60,10 +60,10 @@ def explain_unknown(cls: type[_T]) -> type[_T]:
 
 
 def check_keywords(name: str, fn: Callable[..., Any], kwargs: Mapping[str, Any], fix: Callable[[str], str]) -> None:
-    """Raise LaunchError if `fn`, called `name`, takes one of `kwargs` under no name.
+    """Raise LaunchError if `fn`, called `name` in the message, does not accept one of `kwargs`.
 
-    `fix(keyword)`: what was meant by one that is no parameter of `fn`, "" if that is unknown. Nothing is raised for a
-    callable without a signature, or one that takes any keyword.
+    `fix(keyword)` returns the advice for an unknown keyword, or "". Nothing is raised for a callable that has no
+    signature or that accepts any keyword.
     """
     try:
         parameters = inspect.signature(fn, follow_wrapped=False).parameters.values()

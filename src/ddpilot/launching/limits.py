@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits of the system that a launch can reach: open files, file sizes, processes, space. Each has its own fix."""
+"""Detect system limits that a launch can reach (open files, file size, processes, disk space) and how to raise them."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _FIXES = {
     errno.ENOMEM: "Free memory, or ask for fewer ranks",
     errno.EAGAIN: "Raise the limit of processes, `ulimit -u`, or ask for fewer ranks",
 }
-_NO_TEMPORARY = "No usable temporary directory"  # how tempfile begins its message
+_NO_TEMPORARY = "No usable temporary directory"  # prefix of tempfile's message
 
 
 _FILES_OF_SESSION, _FILES_OF_RANK = 16, 11
-"""Files that the parent of a session opens: for all ranks, and for each."""
+"""Files that the parent of a session opens: in total, and per rank."""
 
 _FILES_IN_RANK = 64
-"""Files that are open in a rank of a session before it trains; each rank of its group adds one."""
+"""Files open in a session's rank before training; each rank of its group adds one."""
 
 
 def check_open_files(did: str, num_ranks: int) -> None:
-    """Raise LaunchError if this process may not open the files that a session of `num_ranks` needs here and there."""
+    """Raise LaunchError if RLIMIT_NOFILE is too low for a session of `num_ranks`, in this process or in the ranks."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     num_open = len(os.listdir("/dev/fd"))
     num_needed = max(num_open + _FILES_OF_SESSION + _FILES_OF_RANK * num_ranks, _FILES_IN_RANK + num_ranks)
@@ -49,7 +49,7 @@ def check_open_files(did: str, num_ranks: int) -> None:
 
 
 def explain_limit(did: str, error: OSError) -> LaunchError | None:
-    """What to do about `error`; None if it is not about a limit."""
+    """The LaunchError that explains `error`; None if `error` is not about a limit."""
     found, fix = f"{error.strerror or error}", _FIXES.get(error.errno or 0)
     if error.errno == errno.EMFILE:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -66,7 +66,7 @@ def explain_limit(did: str, error: OSError) -> LaunchError | None:
 
 @contextlib.contextmanager
 def limits_explained(did: str) -> Iterator[None]:
-    """Raise LaunchError, chained, in place of an OSError that is about a limit."""
+    """Context manager that replaces an OSError about a limit with a LaunchError, chained."""
     try:
         yield
     except OSError as error:

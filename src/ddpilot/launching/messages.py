@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an exception says, also where its own `__str__` fails."""
+"""Message of an exception, even if its own `__str__` raises."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ _GUARD_FRAME = re.compile(
 
 
 def message_of(error: BaseException) -> str:
-    """`str(error)`; where that raises, what Python's own tracebacks say then."""
+    """`str(error)`, or the placeholder of Python's own tracebacks if that raises."""
     try:
         return str(error)
-    except Exception as failure:  # the user's code, and what is to be told is the error, not this
+    except Exception as failure:  # `__str__` is user code; the error itself has to be reported, not this failure
         return f"<exception str() failed: {type(failure).__name__}>"
 
 
 def leave_out_guard(text: str) -> str:
-    """`text` without the frames of guard's wrappers, in tracebacks that another process has made text of."""
+    """Remove the frames of guard's wrappers from tracebacks that another process formatted as text."""
     return _GUARD_FRAME.sub("", text)
 
 
 def shorten_message(message: str) -> str:
-    """A message in one line or two, for a headline: of more lines the first and the last that have text."""
+    """Shorten a message for a headline: more than 3 non-empty lines become the first and the last one."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     return message if len(lines) <= _MAX_HEADLINE_LINES else f"{lines[0]} ... {lines[-1]}"

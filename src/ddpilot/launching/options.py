@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a launch can be told, checked when it is said."""
+"""Options of a launch, validated on construction."""
 
 from __future__ import annotations
 
@@ -21,40 +21,41 @@ def _is_number(value: object) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions:
-    """Options of one launch on this machine. Raises LaunchError for a value that cannot be meant."""
+    """Options of one launch on this machine. Raises LaunchError for an invalid value."""
 
     nproc_per_node: int | str = "auto"
-    """Number of ranks, at most 1024. "auto": the visible accelerators, else 1 with a hint; "gpu": the visible
-    accelerators, at least one; "cpu": the cores that this process may use."""
+    """Number of ranks, at most 1024. "auto": one per visible accelerator, or 1 with a hint if there is none; "gpu": one
+    per visible accelerator, an error if there is none; "cpu": one per core that this process may use."""
 
     backend: str | None = None
-    """Backend that `init_group()` uses where it is given none ("gloo", "nccl", "cpu:gloo,cuda:nccl"); None chooses."""
+    """Default backend of `init_group()` ("gloo", "nccl", "cpu:gloo,cuda:nccl"). None: chosen for the device."""
 
     env: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables of the ranks, on top of the parent's."""
+    """Environment variables of the ranks, added to the parent's."""
 
     timeout_s: float | None = None
-    """Seconds that the whole launch may take; the ranks' Python stacks are printed when it is over. None: no limit."""
+    """Seconds that the whole launch may take. After that the ranks' Python stacks are printed and the launch fails.
+    None: no limit."""
 
     preload: tuple[str, ...] = ()
-    """Modules that the rank server imports before it forks, so that ranks need not. One that starts threads or touches
-    CUDA on import makes forking unsafe: that is said, and ranks are started as fresh interpreters instead."""
+    """Modules that the rank server imports before it forks, so that ranks do not have to. If one starts threads or
+    initializes CUDA on import, forking is unsafe: a notice is shown and ranks start as fresh interpreters instead."""
 
     output: Output = "labelled"
-    """What is shown of the ranks' output: "labelled" all of it with the rank in front, "rank_zero" only rank 0's and
-    without label, "silent" nothing (an error still carries its rank's last lines)."""
+    """Which output of the ranks is shown: "labelled" (all of it, with the rank in front of each line), "rank_zero"
+    (only rank 0's, without labels) or "silent" (none; an error still carries its rank's last lines)."""
 
     output_limit_bytes: int | None = None
-    """Bytes shown of each rank's output before the rest is only counted; None: 1 MB in a notebook, else no limit."""
+    """Bytes of each rank's output to show; the rest is only counted. None: 1 MB in a notebook, else no limit."""
 
     stop_grace_s: float = 3.0
-    """Seconds that ranks have after Ctrl-C or the stop button, for instance to save a checkpoint, before the group is
-    freed under them; one second later they are killed. Ranks in a `Loop` or a `Trainer`, which end together after an
-    update, have 60 seconds for that where it is less, as long as none of them has ended otherwise."""
+    """Seconds that ranks have after Ctrl-C or the stop button, for instance to save a checkpoint, before their process
+    group is aborted; one second later they are killed. Ranks in a `Loop` or a `Trainer`, which stop together after an
+    update, have at least 60 seconds as long as no rank has failed or exited."""
 
     start_method: StartMethod = "auto"
-    """"fork" from the rank server, "spawn" a fresh interpreter per rank (slower, the same otherwise), or "auto": fork
-    where the server is clean."""
+    """"fork" from the rank server, "spawn" a fresh interpreter per rank (slower, otherwise equivalent), or "auto": fork
+    if the server can be forked safely."""
 
     def __post_init__(self) -> None:
         count = self.nproc_per_node

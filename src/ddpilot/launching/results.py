@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks returned."""
+"""Values that the ranks returned, unpickled on first access."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ddpilot.launching.shipping.pickling import map_parcel, open_parcel
 class RankResults(Sequence[Any]):
     """Every rank's value, by rank: `results[0]` is what rank 0 returned.
 
-    A value is unpickled when it is first asked for, and large tensors in it are read from a memory file when they are
-    touched; they are this process's own. A DDP model comes back as the module in it. Classes and functions that the
-    parent had shipped come back as the parent's.
+    A value is unpickled on first access. Large tensors in it are backed by a memory file, are read when they are
+    touched, and belong to this process. A DDP model comes back as the module it wraps. Classes and functions that the
+    parent shipped come back as the parent's own objects.
     """
 
     def __init__(self, parcels: Sequence[Sequence[int]], known: Sequence[Any]) -> None:
-        # Mapped now: a notebook that keeps the unread results of 300 launches would run out of descriptors.
+        # Mapped here: a notebook that keeps 300 unread results would otherwise run out of file descriptors.
         self._parcels = {rank: map_parcel(fds) for rank, fds in enumerate(parcels)}
         self._known = known
         self._values: dict[int, Any] = {}
@@ -49,7 +49,7 @@ class RankResults(Sequence[Any]):
     def _open(self, rank: int) -> Any:
         try:
             value, _ = open_parcel(self._parcels[rank], self._known)
-        except Exception as error:  # unpickling runs the value's own code: anything can come
+        except Exception as error:  # unpickling runs the value's own code, which may raise anything
             raise LaunchError(
                 f"reading what rank {rank} returned",
                 found=f"{type(error).__name__}: {error}",

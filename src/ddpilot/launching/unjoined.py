@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank that could not enter a process group was connected to: written to its output, next to the error."""
+"""Write the TCP connections of a rank that could not form a process group to its output, next to the error."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def show_connections(error: BaseException) -> None:
         return
     import psutil
 
-    with contextlib.suppress(psutil.Error, OSError, ValueError):  # it adds to the error, which is reported anyway
+    with contextlib.suppress(psutil.Error, OSError, ValueError):  # only adds to the error, which is reported anyway
         found = psutil.Process().net_connections(kind="tcp")
         rows = [_render(each.laddr, each.raddr, each.status) for each in found[:_MAX_CONNECTIONS]]
         more = f" and {len(found) - len(rows)} more" if len(found) > len(rows) else ""
@@ -26,6 +26,6 @@ def show_connections(error: BaseException) -> None:
 
 
 def _render(near: Sequence[object], far: Sequence[object], status: str) -> str:
-    """Both ends as host:port, and the state; a listening socket has no far end."""
+    """Format both ends as host:port, and the state; a listening socket has no remote end."""
     ends = [f"{end[0]}:{end[1]}" for end in (near, far) if end]
     return f"{' to '.join(ends)} {status}"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tell an error that follows from another rank's end from one that may be a cause.
+"""Distinguish an error that follows from another rank's failure (a victim) from a possible cause.
 
-A victim is believed last: it can arrive before the death it follows from (measured with gloo: by up to 0.1 s).
+A victim's error can arrive before the failure that caused it (measured with gloo: up to 0.1 s earlier).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _VICTIM_TYPES = ("RemoteRankError", "RendezvousError", "DistNetworkError", "Dist
 
 
 def is_victim(error: BaseException) -> bool:
-    """Whether `error`, or one it was raised from, reads like another rank or a connection to it going away."""
+    """True if `error`, or an exception it was raised from, looks like a lost connection or a failed peer rank."""
     return any(
         type(link).__name__ in _VICTIM_TYPES
         or (isinstance(link, (RuntimeError, OSError)) and _VICTIM_TEXT.search(message_of(link)))
@@ -32,7 +32,7 @@ def is_victim(error: BaseException) -> bool:
 
 
 def reads_like_victim(type_name: str, message: str) -> bool:
-    """The same of an error of which only type and message are left."""
+    """Same as `is_victim`, for an error of which only the type name and the message are known."""
     return type_name in _VICTIM_TYPES or bool(_VICTIM_TEXT.search(message))
 
 

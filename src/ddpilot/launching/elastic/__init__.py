@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scripts on ranks: torch elastic's agent with ddpilot's output, environment and failure text. See docs/run.md."""
+"""``ddpilot run``: run scripts with torch elastic's agent, ddpilot's output and failure reports. See docs/run.md."""

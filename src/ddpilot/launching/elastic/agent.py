@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch elastic's agent, told which failure was first, when to end ranks, and what to say."""
+"""torch elastic's agent, extended to find the first failure, terminate ranks and report to the other nodes."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from ddpilot.launching.elastic.stopping import OutputClosedError
 from ddpilot.launching.failures import Failure, build_error, choose_failure, find_words_of_child
 
 _NEWS_GRACE_S = 2.0
-"""How long a victim waits for the news that a rank of another node was the cause."""
+"""Seconds that a victim waits for another node to report the cause."""
 
 _SIGN_AFTER_S = 1.0
 _GONE_S = 3.5
-"""A victim believes that another node is alive once it has given a sign so long after the failure, and that it is gone
-where it has given none for so much longer."""
+"""To decide whether a victim's cause is on another node: a node that sends a heartbeat at least `_SIGN_AFTER_S` after
+the failure is alive; one that sends none until `_GONE_S` after it is lost."""
 
 
 class Agent(LocalElasticAgent):
-    """The agent of this node. `meeting`: how nodes meet, None where torch's own rendezvous does that."""
+    """The elastic agent of this node. `meeting`: ddpilot's rendezvous; None if one of torch's backends is used."""
 
     def __init__(
         self, spec: WorkerSpec, logs: PipedLogs, options: RunOptions, screen: Screen, meeting: Meeting | None
@@ -55,11 +55,11 @@ class Agent(LocalElasticAgent):
         self._requeue_elsewhere_s: float | None = None
         self._shown: list[tuple[str, str]] = []
         self.report: Path | None = None
-        """What the rank that failed first wrote down, where it is one of this node and raised."""
+        """Report file of the rank that failed first, if it is on this node and raised; otherwise None."""
         self.error: DdpilotError | None = None
-        """Why the last attempt ended; None while it has not, and where it ended well."""
+        """Why the last attempt ended; None while it is running and if it succeeded."""
 
-    # torch's agent calls these
+    # called by torch's agent
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         pids: dict[int, Any] = super()._start_workers(worker_group)
@@ -87,7 +87,7 @@ class Agent(LocalElasticAgent):
             self._ranks.end(signal.SIGTERM, FAILED_GRACE_S)
             return RunResult(state=WorkerState.UNHEALTHY)
         if self._meeting is not None and (failures or self._ranks.live) and self._requeue_elsewhere_s is None:
-            self._check_nodes(self._meeting)  # a node that left for a requeue takes its store along
+            self._check_nodes(self._meeting)  # node 0 takes the store along when it exits to be requeued
         chosen = self._choose(failures)
         if chosen is not None and (self._ranks.is_leaving(chosen.rank) or self._may_be_followed(chosen)):
             self._foretell(chosen, worker_group)
@@ -97,8 +97,8 @@ class Agent(LocalElasticAgent):
         if seen is not None and not failures and self.error is None:
             self._end_with(seen)
         if self._ranks.live or (failures and self.error is None):
-            # A failure may be a victim whose cause is about to come. torch is not asked before the end: it would reap
-            # a rank between two looks of ours, and end the others by rules of its own.
+            # A failure may be a victim whose cause is reported soon. torch's method is not called before the end,
+            # because it would reap a rank between two of our checks and terminate the others by its own rules.
             return RunResult(state=WorkerState.HEALTHY)
         result: RunResult = super()._monitor_workers(worker_group)
         return result
@@ -121,10 +121,10 @@ class Agent(LocalElasticAgent):
             return
         self._meeting.wait_until_all_are_done(self._saw_failure_elsewhere)
 
-    # what we do
+    # ddpilot's own logic
 
     def _show_findings(self) -> None:
-        """Show what is proven about the attempt that has failed, unless an attempt before it failed in the same way."""
+        """Show the findings about the attempt that failed, unless the previous attempt failed with the same ones."""
         findings = self.error.findings if isinstance(self.error, (RankError, WatchError)) else ()
         keys = [(finding.code, finding.summary) for finding in findings]
         if findings and keys != self._shown:
@@ -145,10 +145,10 @@ class Agent(LocalElasticAgent):
         return None if silent else chosen
 
     def _end_by_silence(self, meeting: Meeting, node: NodeState, victim: Failure) -> NoReturn:
-        """End because of a node that has gone, which a connection of a rank here has noticed first."""
+        """Terminate because of a lost node, which a rank here noticed first through a closed connection."""
         failed = [each.rank for each in self._ranks.failures()]
         self._ranks.end(signal.SIGTERM, FAILED_GRACE_S)
-        assert victim.raised is not None  # who only exits is no victim
+        assert victim.raised is not None  # a rank that exited without an exception is never a victim
         how = " ".join([f"{victim.raised.type_name}:", *victim.raised.message.splitlines()[:1]])
         self.error = RendezvousError(
             f"watching {node.place}",
@@ -159,20 +159,20 @@ class Agent(LocalElasticAgent):
         raise self.error
 
     def _end_with(self, error: DdpilotError) -> None:
-        """End the ranks because of what was seen from outside, and let the other nodes know."""
+        """Terminate the ranks because of an observer's finding, and report it to the other nodes."""
         self.error = error
         self._ranks.end(signal.SIGTERM, FAILED_GRACE_S, partial(self._forerunner.tell, error))
         if self._meeting is not None:
             self._meeting.tell_failure(error)
 
     def _may_be_followed(self, chosen: Failure) -> bool:
-        """True while the other ranks of a `Loop` have time to leave with the exit code for a requeue, too."""
+        """True while the other ranks of a `Loop` may still exit with the requeue code too."""
         exited, limit_s = chosen.exited, self._options.shutdown_timeout_s
         is_requeue = exited is not None and exited.exitcode == EXIT_REQUEUE
         return is_requeue and self._ranks.are_leaving(chosen.since_s, limit_s)
 
     def _may_follow_elsewhere(self) -> bool:
-        """True while the ranks here have time to leave with the exit code for a requeue, as another node's have."""
+        """True while the ranks here may still exit with the requeue code, as ranks of another node did."""
         if self._meeting is None or not self._meeting.is_requeue_elsewhere:
             return False
         if self._requeue_elsewhere_s is None:
@@ -180,12 +180,12 @@ class Agent(LocalElasticAgent):
         return self._ranks.are_leaving(self._requeue_elsewhere_s, self._options.shutdown_timeout_s)
 
     def _foretell(self, chosen: Failure, worker_group: WorkerGroup) -> None:
-        """Say why the ranks are about to be ended where the one that failed takes its time to end."""
+        """Show why the ranks will be terminated, if the rank that failed takes a while to exit."""
         if self._forerunner.is_due(time.monotonic() - chosen.since_s):
             self._forerunner.tell(self._explain(chosen, worker_group))
 
     def _end_by(self, chosen: Failure, worker_group: WorkerGroup) -> None:
-        """End the other ranks because of one, and let the other nodes know."""
+        """Terminate the other ranks because one failed, and report it to the other nodes."""
         self.error = error = self._explain(chosen, worker_group)
         self._ranks.end(signal.SIGTERM, FAILED_GRACE_S, partial(self._forerunner.tell, error))
         self.report = self._ranks.report(chosen.rank)
@@ -193,7 +193,7 @@ class Agent(LocalElasticAgent):
             self._meeting.tell_failure(self.error)
 
     def _explain(self, chosen: Failure, worker_group: WorkerGroup) -> RankError:
-        """What is known now of the failure of one rank."""
+        """Build the error for one rank's failure from what is known now."""
         victims = [each.rank for each in self._ranks.failures() if each.rank != chosen.rank and each.is_victim]
         raised, last_lines = chosen.raised, self._screen.last_lines(chosen.rank)
         error = build_error(
@@ -228,9 +228,9 @@ class Agent(LocalElasticAgent):
             raise
 
     def _pass_on(self, death_sig: signal.Signals) -> None:
-        """Pass a signal on and give the ranks time; a second one, whenever it comes, kills them.
+        """Pass a signal on and give the ranks time to exit; a second signal kills them, even during that wait.
 
-        What it interrupts raises through torch's agent, which comes here once more then.
+        What the second signal raises propagates through torch's agent, which calls this method again.
         """
         who, grace_s = render_ranks(self._ranks.live), self._options.shutdown_timeout_s
         is_first, self._has_passed_on = not self._has_passed_on, True
@@ -246,12 +246,12 @@ class Agent(LocalElasticAgent):
 
     @property
     def wants_requeue(self) -> bool:
-        """Whether every rank of this node has saved where it stands, and asks to be started again."""
+        """True if every rank of this node exited with the code that asks for a requeue, after saving."""
         return self._ranks.want_requeue
 
     @property
     def ends(self) -> str:
-        """How each rank of this node ended."""
+        """How each rank of this node ended, as one line."""
         return self._ranks.describe_ends()
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch elastic's parts and ours, put together for one run."""
+"""Assemble and run torch elastic's agent with ddpilot's parts for one ``ddpilot run``. Imports torch."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def run_assembled(
     variables: Mapping[str, str],
     accompany: Accompany | None = None,
 ) -> None:
-    """Run the ranks of this node to the end of the job. Raises what `run_script` says.
+    """Run the ranks of this node to the end of the job. Raises the errors that `run_script` documents.
 
-    `endpoint`: where nodes meet, None for a rendezvous of torch's; `folder`: for the ranks' reports; `variables`: for
-    the ranks' environment, on top of torch's; `accompany`: makes who goes along with an attempt.
+    `endpoint`: address of the store, None for a rendezvous backend of torch; `folder`: for the ranks' reports;
+    `variables`: for the ranks' environment, in addition to torch's; `accompany`: makes the observer of an attempt.
     """
     meeting = None if endpoint is None else _meeting(endpoint, options, me, run_id, screen.note)
     handler = meeting or _torchs_rendezvous(options, run_id, screen.note)
@@ -65,7 +65,7 @@ def run_assembled(
         raise
     finally:
         escort.end(is_clean=is_clean)
-        with contextlib.suppress(StopSignal, SignalException):  # an impatient second signal: leave without goodbyes
+        with contextlib.suppress(StopSignal, SignalException):  # a second signal: exit without leaving the rendezvous
             handler.shutdown()
 
 
@@ -123,7 +123,7 @@ def _run(agent: Agent, me: NodeState, options: RunOptions) -> None:
 
 
 def _hand_up(report: Path | None) -> None:
-    """Give the first failure to who started this agent and asks for it, as torchrun does: schedulers read it."""
+    """Copy the first failure's report to the file that the parent process asks for, as torchrun does for schedulers."""
     wanted = os.environ.get(worker_main.REPORT_VARIABLE)
     if wanted and report is not None:
         shutil.copyfile(report, wanted)
@@ -132,13 +132,13 @@ def _hand_up(report: Path | None) -> None:
 def _command(options: RunOptions) -> tuple[str, tuple[str, ...]]:
     if options.kind == "program":
         return options.target, options.args
-    # -u: what a rank prints is shown at once, as under torchrun.
+    # -u: ranks' output is shown immediately, as under torchrun.
     program = ("-u", worker_main.__file__, str(os.getpid()), options.kind, options.target)
     return sys.executable, (*program, *options.args)
 
 
 class _Patient(RendezvousHandler):
-    """A rendezvous of torch's whose waiting a signal ends, and a line explains."""
+    """Wraps a rendezvous of torch so that signals interrupt its waiting and notices explain it."""
 
     def __init__(self, theirs: RendezvousHandler, options: RunOptions, say: Callable[[str], None]) -> None:
         self._theirs = theirs
@@ -147,39 +147,39 @@ class _Patient(RendezvousHandler):
         self._is_waiting = False
 
     def get_backend(self) -> str:
-        """torch's name for it."""
+        """Name of torch's rendezvous backend."""
         return self._theirs.get_backend()
 
     @property
     def use_agent_store(self) -> bool:
-        """Whether ranks are clients of the agents' store."""
+        """True if ranks are clients of the agents' store."""
         return self._theirs.use_agent_store
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for the nodes of the next attempt."""
-        self._is_waiting = True  # and stays so where a signal ends it: the thread still holds the connection
+        self._is_waiting = True  # stays True if a signal interrupts: the thread still uses the connection
         info = _wait(self._theirs.next_rendezvous, self._options, self._say)
         self._is_waiting = False
         return info
 
     def is_closed(self) -> bool:
-        """Whether nobody can join any more."""
+        """True if no node can join any more."""
         return self._theirs.is_closed()
 
     def set_closed(self) -> None:
-        """Let nobody join any more."""
+        """Close the rendezvous: no node can join any more."""
         self._theirs.set_closed()  # type: ignore[no-untyped-call]
 
     def num_nodes_waiting(self) -> int:
-        """Nodes that came while the others were running."""
+        """Number of nodes that arrived while the others were running."""
         return self._theirs.num_nodes_waiting()
 
     def get_run_id(self) -> str:
-        """Name of the job."""
+        """Id of the job."""
         return self._theirs.get_run_id()
 
     def shutdown(self) -> bool:
-        """Close it for all nodes, as torchrun does at the end."""
+        """Close the rendezvous for all nodes, as torchrun does at the end. False if it is still waiting for nodes."""
         return not self._is_waiting and self._theirs.shutdown()
 
 
@@ -204,7 +204,7 @@ def _torchs_rendezvous(options: RunOptions, run_id: str, say: Callable[[str], No
     )
     try:
         return _Patient(_wait(lambda: get_rendezvous_handler(parameters), options, say), options, say)
-    except ImportError as error:  # torch's etcd backends need a package of their own
+    except ImportError as error:  # torch's etcd backends need an extra package
         fix = "Install it, `pip install python-etcd`, or use c10d, which needs none"
         raise RendezvousError(f"preparing the {options.rdzv_backend} rendezvous", found=str(error), fix=fix) from error
     except (ValueError, TorchRendezvousError) as error:

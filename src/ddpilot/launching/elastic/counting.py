@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many ranks a word such as "gpu" means on this node."""
+"""Resolve a number of ranks, or a word such as "gpu", to the number of ranks on this node."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ddpilot.launching.contract import count_cores
 
 
 def count_ranks(asked: int | str, environ: Mapping[str, str], say: Callable[[str], None]) -> int:
-    """The number of ranks that `asked` (a number, "auto", "gpu", "cpu") means; `say` shows what may surprise.
+    """Number of ranks that `asked` (a number, "auto", "gpu" or "cpu") means on this node. `say` shows a notice.
 
-    Raises LaunchError for "gpu" where no GPU is visible.
+    Raises LaunchError for "gpu" if no GPU is visible.
     """
     if asked == "cpu":
         return count_cores()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The companion of one attempt of a run after another."""
+"""Create and forward to the companion (observer) of each attempt of a run."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from ddpilot.launching.companion import Carrier, Companion, RankState
 from ddpilot.launching.elastic.worker_main import HOOKS_VARIABLE
 
 Accompany = Callable[[str, int, tuple[int, ...], Carrier | None], Companion | None]
-"""Makes who goes along, of the name, the world size, the ranks of this node and what leads to the other nodes, None
-where there are none; None for nobody."""
+"""Makes the observer of an attempt from the script's name, the world size, the ranks of this node and the carrier of
+messages to the other nodes (None on one node). Returns None for no observer."""
 
 
 class Escort:
-    """Asks `accompany`, where there is one, for a companion for each attempt; `say` shows a line.
+    """Asks `accompany`, if it is given, for a companion for each attempt. `say` shows a notice.
 
-    `open_post`: gives what leads to the other nodes in an attempt.
+    `open_post`: returns the carrier of messages between the nodes for the current attempt, or None.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Escort:
         self._companion: Companion | None = None
 
     def begin_attempt(self, world_size: int, ranks: tuple[int, ...]) -> Mapping[str, str]:
-        """The variables for the environment of `ranks`, which are about to be started."""
+        """Environment variables for `ranks`, which are about to be started."""
         self.end(is_clean=False)
         if self._accompany is None:
             return {}
@@ -44,25 +44,25 @@ class Escort:
         return {**companion.variables, HOOKS_VARIABLE: ",".join(companion.hooks)}
 
     def watch(self, ranks: Sequence[RankState]) -> None:
-        """The ranks have been started."""
+        """Called when the ranks have been started."""
         if self._companion is not None:
             self._companion.begin(ranks, {})
 
     def take(self) -> WatchError | None:
-        """Show what there is to say; the error that the attempt is to end with, else None."""
+        """Show new findings. Returns the error that the attempt must end with, or None."""
         return None if self._companion is None else self._companion.take(self._say)
 
     def explain(self, error: RankError) -> None:
-        """Add to `error`, by which the attempt ends, what was seen from outside."""
+        """Add what was observed from outside to `error`, which ends the attempt."""
         if self._companion is not None:
             self._companion.explain(error)
 
     def finish(self) -> WatchError | None:
-        """The ranks have ended well: show what there is to say; the error that the run ends with if any."""
+        """Called after all ranks succeeded: show new findings. Returns an error that the run must end with, or None."""
         return None if self._companion is None else self._companion.finish(self._say)
 
     def end(self, *, is_clean: bool) -> None:
-        """The attempt is over."""
+        """End the attempt's observation."""
         companion, self._companion = self._companion, None
         if companion is not None:
             companion.take(self._say)

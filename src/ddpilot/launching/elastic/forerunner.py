@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A line that says why ranks are being ended, ahead of the report: that comes when all of them have ended."""
+"""One-line notice of why ranks are being terminated; the full report follows once they have exited."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from ddpilot.errors import DdpilotError, RankError
 from ddpilot.launching.crash import find_raised_line
 
 _PATIENCE_S = 0.3
-"""A rank that has raised and ends within that needs no line: the report is there then."""
+"""Seconds within which a rank that raised usually exits; the full report is then available and no notice is needed."""
 
 _MAX_CHARS = 500
 
 
 class Forerunner:
-    """Of one attempt: `say` shows its line, once. A rank that imported torch takes a second or more to end."""
+    """Shows the notice of one attempt, at most once, by `say`. A rank that imported torch takes 1 s or more to exit."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
         self._has_told = False
 
     def is_due(self, waited_s: float) -> bool:
-        """Whether the failure of a rank that is still there, known for `waited_s` seconds, is worth its line now."""
+        """True if the notice should be shown: the failure has been known for `waited_s` and the rank has not exited."""
         return not self._has_told and waited_s > _PATIENCE_S
 
     def tell(self, error: DdpilotError) -> None:
-        """Say what `error` is about, the first time."""
+        """Show the notice about `error`, unless one was shown before."""
         if not self._has_told:
             self._has_told = True
             self._say(f"{foretell(error)}; the report follows when the ranks have ended")
 
 
 def foretell(error: DdpilotError) -> str:
-    """What happened, the line, and the codes of what was seen from outside, in one line."""
+    """The failure, its line and the codes of the findings in one line."""
     findings: Sequence[Any] = getattr(error, "findings", ())
     cause = next((each for each in findings if error.found.startswith(each.summary)), None)
     if cause is not None:

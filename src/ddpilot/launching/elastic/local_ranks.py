@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes of this node's ranks: who ended, why, who was first, and how the others are ended."""
+"""The processes of this node's ranks: poll for exits and reports, list failures, terminate process groups."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from ddpilot.launching.failures import Failure
 from ddpilot.launching.local.report import Exited, Raised
 
 FAILED_GRACE_S = 1.0
-"""Seconds between SIGTERM and SIGKILL for the ranks that are left when one failed."""
+"""Seconds between SIGTERM and SIGKILL for the remaining ranks after one failed."""
 
 STUCK_EXIT_S = 5.0
-"""Seconds that a rank whose script raised may take to end, for its threads and exit handlers."""
+"""Seconds that a rank whose script raised may take to exit, for its threads and exit handlers."""
 
 _PATIENCE_S = 0.3
 _GONE_LIMIT_S = 5.0
@@ -31,7 +31,7 @@ _PAUSE_S = 0.01
 
 @dataclass
 class LocalRank:
-    """One rank's process. `report`: where it writes what it raised."""
+    """One rank's process. `report`: file in which the rank reports its exception."""
 
     rank: int
     process: subprocess.Popen[bytes]
@@ -40,25 +40,25 @@ class LocalRank:
     raised: Raised | None = None
     raised_seen_s: float | None = None
     has_group: bool = True
-    """Whether processes of its group are left. A number that was free once may be another's by now."""
+    """True while processes of its process group remain. Once it was empty, the number may have been reused."""
 
     @property
     def pid(self) -> int:
-        """Of its process."""
+        """Process id."""
         return self.process.pid
 
     @property
     def has_returned(self) -> bool:
-        """Whether it ended with code 0."""
+        """True if the process exited with code 0."""
         return self.exited is not None and self.exited.exitcode == 0
 
     @property
     def is_live(self) -> bool:
-        """Whether its process has not been reaped."""
+        """True until the process has been reaped."""
         return self.exited is None
 
     def look(self) -> None:
-        """Reap the process if it has ended, and read its report if there is one."""
+        """Reap the process if it has exited, and read its report if it exists."""
         if self.exited is None and self.process.returncode is None:
             pid, status, usage = os.wait4(self.process.pid, os.WNOHANG)
             if pid:
@@ -74,7 +74,7 @@ class LocalRank:
             self.raised_seen_s = time.monotonic()
 
     def describe_end(self) -> str:
-        """How it ended, as the rest of a sentence that begins with the rank."""
+        """How the rank ended, as the predicate of a sentence whose subject is the rank."""
         if self.raised is not None:
             if self.raised.type_name == "SystemExit":
                 return f"called sys.exit with code {self.raised.exitcode}"
@@ -87,19 +87,19 @@ class LocalRank:
 
 
 class LocalRanks:
-    """All ranks of this node, of one attempt. `say` shows a line of ddpilot's own."""
+    """All ranks of this node in one attempt. `say` shows a notice."""
 
     def __init__(self, ranks: Sequence[LocalRank], say: Callable[[str], None]) -> None:
         self._ranks = ranks
         self._say = say
 
     def look(self) -> None:
-        """Take note of every process that has ended and of every exception that was reported."""
+        """Poll all processes for exits and reports."""
         for each in self._ranks:
             each.look()
 
     def is_leaving(self, rank: int) -> bool:
-        """Whether `rank` has raised and may still take its time to end; says so when that time is over."""
+        """True if `rank` raised and may still be exiting. Shows a notice when its time is over (5 s)."""
         each = next(each for each in self._ranks if each.rank == rank)
         if not each.is_live or each.raised_seen_s is None:
             return False
@@ -113,39 +113,39 @@ class LocalRanks:
 
     @property
     def live(self) -> tuple[int, ...]:
-        """The ranks whose process is there."""
+        """The ranks whose process is running."""
         return tuple(each.rank for each in self._ranks if each.is_live)
 
     def unheard(self) -> list[int]:
-        """The process ids of the ranks that have neither ended, as far as is known, nor reported."""
+        """Process ids of the ranks that have neither exited, as far as is known, nor reported."""
         return [each.process.pid for each in self._ranks if each.is_live and each.raised is None]
 
     @property
     def want_requeue(self) -> bool:
-        """Whether every rank has left with the exit code that asks to be started again."""
+        """True if every rank exited with the code that asks for a requeue."""
         return bool(self._ranks) and all(
             each.exited is not None and each.exited.exitcode == EXIT_REQUEUE for each in self._ranks
         )
 
     def are_leaving(self, since_s: float, limit_s: float) -> bool:
-        """True while ranks may still follow one that left with the code for a requeue at `since_s` (monotonic).
+        """True while ranks may still follow one that exited with the requeue code at `since_s` (monotonic clock).
 
-        For `limit_s` seconds: a rank that leaves with it too may still run its `finally` or its exit handlers.
+        They may for `limit_s` seconds, in which they may still run a `finally` block or exit handlers.
         """
         return time.monotonic() - since_s <= limit_s and bool(self.live) and all(map(_may_ask_for_requeue, self._ranks))
 
     @property
     def succeeded(self) -> tuple[int, ...]:
-        """The ranks that ended with code 0."""
+        """The ranks that exited with code 0."""
         return tuple(each.rank for each in self._ranks if each.exited is not None and each.exited.exitcode == 0)
 
     def report(self, rank: int) -> Path | None:
-        """The file in which `rank` has written what it raised; None where it has not."""
+        """Report file of `rank`; None if the rank did not write one."""
         path = next(each.report for each in self._ranks if each.rank == rank)
         return path if path.exists() else None
 
     def failures(self) -> list[Failure]:
-        """One for each rank that raised, exited with another code than 0, or was killed."""
+        """One failure for each rank that raised, exited with a nonzero code, or was killed."""
         found = []
         for each in self._ranks:
             exited = each.exited
@@ -157,10 +157,10 @@ class LocalRanks:
         return found
 
     def end(self, number: signal.Signals, grace_s: float, while_waiting: Callable[[], None] | None = None) -> None:
-        """Send `number` to every rank's process group, SIGKILL `grace_s` seconds later to what is left; wait for it.
+        """Send `number` to every rank's process group, wait, and kill after `grace_s` seconds what has not exited.
 
-        Groups of ranks that ended by themselves get them too: workers of theirs may be left. `while_waiting` is called
-        once where that takes longer than 0.3 s.
+        Groups of ranks that have exited get the signals too, since workers may remain in them. `while_waiting` is
+        called once if this takes longer than 0.3 s.
         """
         since_s = time.monotonic()
         self._signal(self._ranks, number)
@@ -172,10 +172,10 @@ class LocalRanks:
         self.kill()
 
     def kill(self) -> None:
-        """SIGKILL what is left of every rank's process group, and wait for the ranks, at most 5 s."""
+        """Send SIGKILL to the remaining process groups and wait for the ranks, at most 5 s."""
         self._signal(self._ranks, signal.SIGKILL)
         deadline_s = time.monotonic() + _GONE_LIMIT_S
-        # Not for their groups: in a container nobody may reap what a rank left, and a group of zombies stays.
+        # Do not wait for the groups: in a container, orphans may never be reaped, and zombies keep a group alive.
         while self._are_there() and self.live and time.monotonic() < deadline_s:
             time.sleep(_PAUSE_S)
 
@@ -192,7 +192,7 @@ class LocalRanks:
         for each in ranks:
             if not each.has_group:
                 continue
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS says so of a group of zombies
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: PermissionError for a zombie group
                 os.killpg(each.process.pid, number)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a rank's output and its report go: torch elastic asks a `LogsSpecs` for each attempt."""
+"""Destinations of ranks' output and reports: the `LogsSpecs` that torch elastic calls for each attempt."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _STREAMS = {"stdout": Std.OUT, "stderr": Std.ERR}
 
 
 class PipedLogs(LogsSpecs):
-    """Ranks write into the pipes of `screen`, and into files where `options` ask for them.
+    """Directs ranks' output to the pipes of `screen`, and to files if `options` ask for them.
 
-    `folder`: for the ranks' reports. `variables`: what the environment of each rank gets on top of torch's, beside what
-    `escort` gives it for this attempt.
+    `folder`: for the ranks' reports. `variables`: added to each rank's environment, like those that `escort` returns
+    for the attempt.
     """
 
     def __init__(
@@ -39,15 +39,15 @@ class PipedLogs(LogsSpecs):
         self.escort = escort
         self._log_dir: Path | None = None
         self.reports: dict[int, Path] = {}
-        """Where each local rank of the present attempt writes what it raised."""
+        """Report file of each local rank in the current attempt."""
 
     @property
     def root_log_dir(self) -> str:
-        """The folder that the reports are in."""
+        """The folder of the reports."""
         return str(self._folder)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Pipes, files and variables for one attempt; called by torch before it starts the ranks."""
+        """Create pipes, files and variables for one attempt; torch calls this before it starts the ranks."""
         numbers = {local_rank: int(env["RANK"]) for local_rank, env in envs.items()}
         attempt = f"attempt_{envs[0]['TORCHELASTIC_RESTART_COUNT']}"
         self.reports = {local_rank: self._folder / f"{attempt}_rank_{local_rank}.json" for local_rank in envs}
@@ -77,7 +77,7 @@ class PipedLogs(LogsSpecs):
         return LogsDest(stdouts=paths["stdout"], stderrs=paths["stderr"], error_files=reports)
 
     def _file(self, attempt: str, local_rank: int, stream: str) -> Path:
-        """As torchrun lays them out: <log dir>/<run id>_<unique>/attempt_0/<local rank>/stdout.log."""
+        """Path in torchrun's layout: <log dir>/<run id>_<unique>/attempt_0/<local rank>/stdout.log."""
         if self._log_dir is None:
             base = self._options.log_dir
             if base is not None:

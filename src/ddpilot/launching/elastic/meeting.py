@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How nodes meet: node 0 hosts the store, the others come to it, and everybody is named who does not.
+"""Static rendezvous: node 0 hosts the store, the other nodes connect to it, and missing nodes are named.
 
-This is torch elastic's `RendezvousHandler` for nodes that have numbers. torch's own for that case ("static") waits in
-one C++ call, which says nothing, names nobody, and cannot be interrupted.
+This is a `RendezvousHandler` of torch elastic for nodes with fixed ranks. torch's own "static" handler waits in one C++
+call, which shows no progress, does not name missing nodes, and cannot be interrupted.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _LAST_WORD_S = 5.0
 
 
 class Meeting(RendezvousHandler):
-    """The rendezvous of this node. `say` shows a line of ddpilot's own; seconds are those of `RunOptions`."""
+    """The rendezvous of this node. `say` shows a notice; `timeout_s`, `node_timeout_s`: as in `RunOptions`."""
 
     def __init__(
         self,
@@ -72,36 +72,36 @@ class Meeting(RendezvousHandler):
         self._attempt = -1
 
     def get_backend(self) -> str:
-        """Its name, for torch's events."""
+        """Name of the backend, for torch's events."""
         return "static"
 
     @property
     def use_agent_store(self) -> bool:
-        """Ranks are clients of this store."""
+        """True: ranks are clients of this store."""
         return True
 
     def is_closed(self) -> bool:
-        """Never: nodes are fixed."""
+        """False: the set of nodes is fixed."""
         return False
 
     def set_closed(self) -> None:
-        """Nothing: see `is_closed`."""
+        """Does nothing; see `is_closed`."""
 
     def num_nodes_waiting(self) -> int:
-        """None: nodes are fixed."""
+        """0: the set of nodes is fixed."""
         return 0
 
     def get_run_id(self) -> str:
-        """Name of the job."""
+        """Id of the job."""
         return self._run_id
 
     def shutdown(self) -> bool:
-        """Leave; torch calls it at the end where it owns the handler."""
+        """Leave the rendezvous; torch calls this at the end if it owns the handler."""
         self.close()
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for all nodes to be ready for the next attempt. Raises RendezvousError with who is missing."""
+        """Wait until all nodes are ready for the next attempt. Raises RendezvousError with the missing nodes."""
         self._attempt += 1
         attempt, port = self._attempt, self._endpoint.port
         if self._store is None:
@@ -116,11 +116,11 @@ class Meeting(RendezvousHandler):
         return RendezvousInfo(store, self._me.node_rank, self._me.nnodes, where)
 
     def open_post(self) -> Post | None:
-        """What carries letters between the nodes in this attempt; None where there is one node."""
+        """The mailbox for messages between nodes in this attempt; None if there is only one node."""
         return None if self._peers is None else self._peers.open_post(self._attempt)
 
     def failure_elsewhere(self, how_here: str) -> RankError | LaunchError | None:
-        """Why another node's ranks have ended in this attempt; `how_here`: what became of the ranks here."""
+        """The failure that another node reported in this attempt, or None. `how_here`: how the ranks here ended."""
         if self._peers is None:
             return None
         for state in self._peers.view().states.values():
@@ -130,7 +130,7 @@ class Meeting(RendezvousHandler):
 
     @property
     def is_requeue_elsewhere(self) -> bool:
-        """True if another node's ranks have left in this attempt with the exit code that asks for a requeue."""
+        """True if another node's ranks exited in this attempt with the code that asks for a requeue."""
         states = () if self._peers is None else self._peers.view().states.values()
         return any(
             state.node_rank != self._me.node_rank
@@ -140,22 +140,22 @@ class Meeting(RendezvousHandler):
         )
 
     def check(self) -> None:
-        """Say who has been silent for long. Raises RendezvousError once that is longer than is allowed."""
+        """Show a notice for nodes that have been silent for long. Raises RendezvousError after `node_timeout_s`."""
         if self._peers is not None:
             self._vigil.look(self._peers.view())
 
     def silent_nodes(self, limit_s: float) -> list[NodeState]:
-        """The nodes that have given no sign for `limit_s` seconds, though they have not left."""
+        """Nodes that have sent no heartbeat for `limit_s` seconds and have not left."""
         return [] if self._peers is None else silent_nodes(self._peers.view(), limit_s)
 
     def tell_failure(self, error: DdpilotError) -> None:
-        """Let the other nodes know why this one's ranks have ended."""
+        """Report to the other nodes why this node's ranks ended."""
         if self._peers is not None:
             self._peers.tell(lambda me: with_failure(me, error))
             self._peers.flush(_LAST_WORD_S)
 
     def wait_until_all_are_done(self, failure: Callable[[], bool]) -> None:
-        """Keep the store open while other nodes' ranks run; ends early where `failure` says that one has failed."""
+        """Keep the store running while other nodes' ranks run. Returns early if `failure()` is True."""
         if self._peers is None:
             return
         self._peers.tell(lambda me: replace(me, phase=DONE))
@@ -175,7 +175,7 @@ class Meeting(RendezvousHandler):
             time.sleep(_PAUSE_S)
 
     def close(self) -> None:
-        """Tell the others that this node leaves. Node 0, which has the store, lets them leave first, at most 5 s."""
+        """Report that this node leaves. Node 0, which hosts the store, waits at most 5 s for the others to leave."""
         if self._peers is None:
             return
         peers, self._peers = self._peers, None
@@ -190,10 +190,10 @@ class Meeting(RendezvousHandler):
         peers.stop()
         self._standstill.stop()
 
-    # opening it
+    # opening
 
     def _open(self) -> Store:
-        """Host the store or connect to it, and start to exchange signs of life."""
+        """Host the store or connect to it, and start to exchange heartbeats."""
         listener = self._endpoint.listener
         if listener is not None:
             self._server = self._host(listener, self._endpoint.port)
@@ -206,7 +206,7 @@ class Meeting(RendezvousHandler):
         return PrefixStore(f"ddpilot-run/{self._run_id}", base)
 
     def _open_for_ranks(self) -> int:
-        """The port of a fresh store for ranks that start again: the old one has the addresses of those that died."""
+        """Start a new store for restarted ranks and return its port: the old one has addresses of dead ranks."""
         listener = listen(self._endpoint.addr, 0)
         assert listener is not None
         port: int = listener.getsockname()[1]
@@ -228,7 +228,7 @@ class Meeting(RendezvousHandler):
         )
 
     def _join(self) -> Store:
-        """A connection for the signs of life; RendezvousError where another agent has this node's number."""
+        """Connect for heartbeats. Raises RendezvousError if another agent has this node's rank."""
         store = PrefixStore(f"ddpilot-run/{self._run_id}", self._connect(self._endpoint.port))
         number = self._me.node_rank
         if store.add(f"taken/{number}", 1) > 1:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Addresses and interfaces of this node: what can be known of the way to node 0 before anything starts."""
+"""Check this node's addresses and interfaces, and the route to node 0, before anything starts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """Where node 0 has the store. `listener`: the socket that this node, if it is node 0, listens on already."""
+    """Address of the store on node 0. `listener`: on node 0, the socket that already listens there."""
 
     addr: str
     port: int
@@ -35,10 +35,10 @@ class Endpoint:
 
 
 def open_endpoint(options: RunOptions) -> Endpoint:
-    """Find out where node 0 is, and on node 0 open the port.
+    """Resolve the address of node 0, and on node 0 open the port.
 
-    Raises LaunchError where no address is given, RendezvousError for a name that does not resolve (in under 3 s) and
-    for a port that another process holds, which is named.
+    Raises LaunchError if several nodes are given no address, RendezvousError for a name that does not resolve (in less
+    than 3 s) or for a port in use, whose owner is named.
     """
     addr, port = _read_endpoint(options)
     if options.node_rank != 0:
@@ -51,7 +51,7 @@ def open_endpoint(options: RunOptions) -> Endpoint:
     except RendezvousError as error:
         fix = f"Stop that process, or choose another --master-port than {port}"
         raise RendezvousError(f"opening port {port} for the store", found=error.found, fix=fix) from error
-    if listener is None:  # this very process listens there: a caller's own server
+    if listener is None:  # this process itself listens there: a server of the caller
         fix = f"Close it, or choose another --master-port than {port}"
         raise RendezvousError(f"opening port {port} for the store", found="this process listens there", fix=fix)
     return Endpoint(addr=addr, port=listener.getsockname()[1], listener=listener)
@@ -86,11 +86,11 @@ def _check(addr: str) -> None:
 def rank_network_variables(
     options: RunOptions, endpoint: Endpoint, environ: Mapping[str, str], say: Callable[[str], None]
 ) -> dict[str, str]:
-    """Variables that let ranks of all nodes reach each other, where the user has set none.
+    """Environment variables that let ranks of all nodes reach each other, unless the user has set them.
 
-    On one node ranks listen on loopback. On several, gloo would take the interface of this machine's own host name,
-    which often is none that the others reach: it gets the one that the way to node 0 leads over. Raises LaunchError
-    where the user's own choice of an interface cannot work.
+    On one node, ranks listen on loopback. On several nodes, gloo would choose the interface of this host's own name,
+    which other nodes often cannot reach; the interface that routes to node 0 is set instead. Raises LaunchError if the
+    user's choice of interface cannot work.
     """
     if options.nnodes[1] == 1:
         return {name: value for name, value in default_variables().items() if name not in environ}
@@ -126,14 +126,14 @@ def _check_choice(
 
 
 def _interface_towards(endpoint: Endpoint, interfaces: Mapping[str, list[Any]]) -> str | None:
-    """The interface whose address a packet to node 0 would carry; on node 0 the one that has its address."""
+    """The interface that routes to node 0; on node 0 the interface that has its address. None if unknown."""
     for family, kind, protocol, _, address in _resolve(endpoint):
         with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)  # a datagram socket: nothing is sent
+            probe.connect(address)  # a datagram socket: no packet is sent
             mine = str(probe.getsockname()[0])
             for name in interfaces:
                 if mine in _ips(interfaces, name):
-                    # An address of this machine is reached over loopback, but the others come by its interface.
+                    # Locally this address is reached over loopback, but other nodes reach it through this interface.
                     return name
     return None
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the nodes of a job tell each other, and how that reads."""
+"""State that the nodes of a job exchange through the store, and its encoding."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ READY, DONE, ENDED = "ready", "done", "ended"
 
 @dataclass(frozen=True, kw_only=True)
 class NodeState:
-    """One node as it presents itself, again and again; `beat` grows each time.
+    """State of one node, published repeatedly; `beat` increases each time.
 
-    `attempt`: the restart that it is in, from 0; `phase`: "ready" to start or running, "done" (its ranks ended well),
-    "ended" (it leaves). `ranks_port`: of node 0, where the ranks of this attempt find their store. `failure`: why it
-    ended `attempt` or leaves, as `pack_error` made it. `letter`: how many letters its companion has written in
-    `attempt`; `mark`: what its companion shows; `num_pieces`: how many it has appended.
+    `attempt`: number of the restart, from 0; `phase`: "ready" (to start, or running), "done" (its ranks succeeded) or
+    "ended" (it leaves). `ranks_port`: on node 0, port of the store for the ranks of this attempt. `failure`: why it
+    ended `attempt` or leaves, as returned by `pack_error`. `letter`: number of letters that its companion has written
+    in `attempt`; `mark`: its companion's mark; `num_pieces`: number of pieces that its companion has appended.
     """
 
     node_rank: int
@@ -43,7 +43,7 @@ class NodeState:
     mark: str = ""
     num_pieces: int = 0
     failed_attempt: int = -1
-    """The last attempt that ended by a failure on this node."""
+    """The last attempt that ended with a failure on this node, or -1."""
 
     @property
     def place(self) -> str:
@@ -51,25 +51,25 @@ class NodeState:
         return f"node {self.node_rank} ({self.host})"
 
     def is_same_process(self, other: NodeState) -> bool:
-        """Whether both are the same agent."""
+        """True if both states are of the same agent process."""
         return (self.host, self.pid) == (other.host, other.pid)
 
     def encode(self) -> str:
-        """As text for the store."""
+        """Encode as text for the store."""
         return json.dumps(asdict(self))
 
 
 def decode_state(text: str | bytes) -> NodeState:
-    """A state from the store's text."""
+    """Decode a state from the store's text."""
     return NodeState(**json.loads(text))
 
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """What this node knows of the others at one moment.
+    """What this node knows about the other nodes at one moment.
 
-    `states`: of every node that has come, itself included; `silent_s`: seconds since the last sign of each other node;
-    `link_error`: why the connection to node 0's store has ended, None while it has not.
+    `states`: of every node that has joined, including this one; `silent_s`: seconds since the last heartbeat of each
+    other node; `link_error`: why the connection to node 0's store was lost, None while it works.
     """
 
     states: Mapping[int, NodeState] = field(default_factory=dict)
@@ -78,7 +78,7 @@ class View:
 
 
 def render_nodes(nodes: Iterable[int], states: Mapping[int, NodeState]) -> str:
-    """Nodes with their hosts where they are known: "node 1 (myhost), node 2"."""
+    """Nodes with their hosts if known: "node 1 (myhost), node 2"."""
     return ", ".join(states[node].place if node in states else f"node {node}" for node in sorted(nodes))
 
 
@@ -98,7 +98,7 @@ def check_agreement(mine: NodeState, states: Mapping[int, NodeState]) -> None:
 
 
 def pack_error(error: DdpilotError) -> dict[str, Any]:
-    """What another node needs to show `error` as its own."""
+    """Serialize `error` so that another node can raise it."""
     names = ["did", "found", "fix"]
     if isinstance(error, RankError):
         names += ["rank", "host", "exitcode", "signal_name", "rank_traceback", "last_lines"]
@@ -111,11 +111,11 @@ def pack_error(error: DdpilotError) -> dict[str, Any]:
 
 
 def unpack_error(said: Mapping[str, Any], others: str) -> RankError | LaunchError:
-    """The error that another node packed; `others`: what became of this node's ranks."""
+    """Rebuild an error that another node packed. `others`: how this node's ranks ended."""
     values = dict(said)
     findings = Findings(map(Finding.from_dict, values.pop("findings", ())))
     if "rank" not in said:
-        values.pop("exitcode", None)  # of the other node: what this one ends with is decided here
+        values.pop("exitcode", None)  # it is the other node's; this node determines its own
         return WatchError(**values, findings=findings) if findings else LaunchError(**values)
     error = RankError(**{**values, "last_lines": tuple(said["last_lines"]), "others": others})
     error.findings = findings
@@ -123,13 +123,13 @@ def unpack_error(said: Mapping[str, Any], others: str) -> RankError | LaunchErro
 
 
 def asks_for_requeue(failure: Mapping[str, Any] | None) -> bool:
-    """True if a node packed `failure` because its ranks left with the exit code that asks for a requeue."""
+    """True if `failure` was packed because ranks exited with the code that asks for a requeue."""
     return failure is not None and failure.get("exitcode") == EXIT_REQUEUE
 
 
 def with_failure(state: NodeState, error: DdpilotError) -> NodeState:
-    """`state` of a node whose present attempt ended by `error`."""
+    """Return `state` with `error` as the failure of its current attempt."""
     packed = pack_error(error)
-    if isinstance(error, WatchError):  # what it says to do is to be done on this machine
+    if isinstance(error, WatchError):  # its advice applies to this machine
         packed["fix"] += f" on {state.place}"
     return replace(state, failure=packed, failed_attempt=state.attempt)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `ddpilot run` can be told, checked when it is said."""
+"""Options of ``ddpilot run``, validated on construction."""
 
 from __future__ import annotations
 
@@ -13,84 +13,84 @@ from ddpilot.launching.elastic.stopping import DEFAULT_SIGNALS
 
 TargetKind = Literal["script", "module", "program"]
 DEFAULT_PORT = 29500
-"""Where nodes meet if no port is given; torchrun's."""
+"""Default port of the store; the same as torchrun's."""
 
 _COUNT_WORDS = ("auto", "cpu", "gpu")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """Options of one run of a script on this node. Raises LaunchError for a value that cannot be meant."""
+    """Options of one run of a script on this node. Raises LaunchError for an invalid value."""
 
     target: str
-    """Path of the script, directory or zip file with a `__main__.py`, name of the module, or program."""
+    """Path of the script, or of a directory or zip file with a `__main__.py`; module name; or program."""
 
     kind: TargetKind = "script"
-    """What `target` is: a Python script, a module to run as `python -m` does, or any program."""
+    """Kind of `target`: a Python script, a module to run as with `python -m`, or any program."""
 
     args: tuple[str, ...] = ()
     """Arguments of the script. torch's agent replaces "${local_rank}" in them."""
 
     nproc_per_node: int | str = "auto"
-    """Ranks on this node. "auto": the visible accelerators, else 1; "gpu": the visible accelerators, at least one;
-    "cpu": the cores that this process may use."""
+    """Ranks on this node. "auto": one per visible accelerator, else 1; "gpu": one per visible accelerator, an error if
+    there is none; "cpu": one per core that this process may use."""
 
     nnodes: tuple[int, int] = (1, 1)
-    """Fewest and most nodes. They differ only with a rendezvous backend of torch's ("c10d")."""
+    """Minimum and maximum number of nodes. They may differ only with a rendezvous backend of torch ("c10d")."""
 
     node_rank: int = 0
-    """Number of this node, 0 to nnodes - 1. Node 0 hosts the store at `master_addr`:`master_port`."""
+    """Rank of this node, 0 to nnodes - 1. Node 0 hosts the store at `master_addr`:`master_port`."""
 
     master_addr: str | None = None
-    """Name or address of node 0. None: loopback on one node; on several it has to be given."""
+    """Name or address of node 0. None: loopback on one node; required on several."""
 
     master_port: int | None = None
-    """TCP port on node 0. None: a free one on one node, 29500 on several."""
+    """TCP port on node 0. None: a free port on one node, 29500 on several."""
 
     local_addr: str | None = None
-    """Address of this node that the others are told, for torch's backends. None: torch finds one."""
+    """Address of this node for the other nodes, with torch's backends. None: determined by torch."""
 
     rdzv_backend: str = "static"
     """How nodes find each other: "static" is ddpilot's own, by node rank; "c10d", "etcd-v2", ... are torch's."""
 
     rdzv_endpoint: str = ""
-    """host:port of a rendezvous of torch's; with "static" another way to give `master_addr` and `master_port`."""
+    """host:port for torch's rendezvous backends; with "static", an alternative to `master_addr` and `master_port`."""
 
     rdzv_id: str = "none"
-    """Name of the job, the same on every node."""
+    """Id of the job, the same on every node."""
 
     rdzv_conf: Mapping[str, str] = field(default_factory=dict)
-    """More settings of a rendezvous backend of torch's."""
+    """Further settings for torch's rendezvous backends."""
 
     rdzv_timeout_s: float = 900.0
     """Seconds that nodes wait for each other at the start and at each restart."""
 
     node_timeout_s: float = 30.0
-    """Seconds without a sign of another node after which this node ends its ranks."""
+    """Seconds without a heartbeat of another node after which this node terminates its ranks."""
 
     max_restarts: int = 0
-    """How often all ranks are started again after one failed."""
+    """Number of times that all ranks are restarted after a failure."""
 
     monitor_interval_s: float = 0.1
-    """Seconds between two looks at the ranks."""
+    """Seconds between two polls of the ranks."""
 
     shutdown_timeout_s: float = 30.0
     """Seconds that ranks have after a signal to `ddpilot run`, for instance to save a checkpoint, before SIGKILL."""
 
     signals: tuple[str, ...] = DEFAULT_SIGNALS
-    """Signals that are passed on to the ranks, which then have `shutdown_timeout_s` to end."""
+    """Signals that are passed on to the ranks, which then have `shutdown_timeout_s` to exit."""
 
     role: str = "default"
-    """Name of these ranks, which torch's agent passes on as ROLE_NAME."""
+    """Role name of these ranks, passed to them as ROLE_NAME."""
 
     log_dir: Path | None = None
-    """Folder for the files of `redirects` and `tee`; alone, it means tee of both streams."""
+    """Folder for the files of `redirects` and `tee`; given alone, it implies tee of both streams."""
 
     redirects: str = "0"
-    """Streams that go to files instead of the screen, as torchrun has it: "3", "0:1,1:2"."""
+    """Streams written to files instead of the screen, in torchrun's syntax: "3", "0:1,1:2"."""
 
     tee: str = "0"
-    """Streams that go to files and to the screen."""
+    """Streams written to files and to the screen, in the same syntax."""
 
     shown_local_ranks: frozenset[int] | None = None
     """Local ranks whose output is shown; None: all."""
@@ -123,12 +123,12 @@ class RunOptions:
 
     @property
     def is_static(self) -> bool:
-        """Whether nodes meet by ddpilot's own rendezvous."""
+        """True if nodes use ddpilot's own rendezvous."""
         return self.rdzv_backend == "static"
 
     @property
     def name(self) -> str:
-        """The target as messages call it."""
+        """Name of the target in messages."""
         return f"-m {self.target}" if self.kind == "module" else Path(self.target).name or self.target
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The thread that keeps this node and the others informed of each other, through node 0's store.
+"""Heartbeat thread: exchanges the nodes' states through node 0's store.
 
-A thread of its own with a connection of its own: a call on a connection that was cut does not come back, and the main
-thread of the agent must not be the one that waits for it.
+It has its own thread and connection, because a call on a broken connection may never return, and the main thread of the
+agent must not block on it.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 PULSE_S = 0.5
-"""Seconds between two signs of life."""
+"""Seconds between two heartbeats."""
 
 _BUSY_PULSE_S = 0.1
-"""The same while letters go to and fro."""
+"""Seconds between two heartbeats while letters are being exchanged."""
 
 _NEWS_S = 0.05
 _DEAD_S = 3.0
-"""Silence of the store after which there is nobody to say goodbye to."""
+"""Seconds without an answer from the store after which it is considered dead, and `flush` does not wait for it."""
 
 
 class Peers:
-    """`connect` opens the connection, in the thread; `me` is what the others are told first, then every `pulse_s`."""
+    """`connect` opens the connection, in the thread; `me` is the first state to publish, repeated every `pulse_s`."""
 
     def __init__(self, connect: Callable[[], Store], me: NodeState, pulse_s: float = PULSE_S) -> None:
         self._connect = connect
@@ -51,29 +51,29 @@ class Peers:
 
     @property
     def me(self) -> NodeState:
-        """What this node tells the others."""
+        """The state that this node publishes."""
         with self._lock:
             return self._me
 
     def tell(self, change: Callable[[NodeState], NodeState]) -> None:
-        """Change what this node tells, and tell it now."""
+        """Update the state of this node and publish it now."""
         with self._lock:
             self._me = change(self._me)
         self._wake.set()
 
     def open_post(self, attempt: int) -> Post:
-        """Carry letters of this attempt from now on, and none of an earlier one."""
+        """Start exchanging messages of this attempt, instead of those of an earlier one."""
         post = Post(self.me, attempt, self._wake.set)
         with self._lock:
             self._post = post
         return post
 
     def view(self) -> View:
-        """What is known of the other nodes now."""
+        """What is known about the other nodes now."""
         now = time.monotonic()
         with self._lock:
             link_s = now - self._heard_s
-            # Behind a dead connection nothing is known of anybody: that is node 0's silence, not the others'.
+            # If node 0's store does not answer, other nodes cannot be heard either: only node 0 counts as silent then.
             behind = 0.0 if self._me.node_rank == 0 else link_s
             silent_s = {node: max(0.0, now - seen_s - behind) for node, seen_s in self._seen_s.items()}
             if self._me.node_rank != 0 and 0 in self._seen_s:
@@ -81,14 +81,14 @@ class Peers:
             return View(states=dict(self._states), silent_s=silent_s, link_error=self._link_error)
 
     def flush(self, limit_s: float) -> None:
-        """Wait until what was told last has reached the store, at most `limit_s` seconds."""
+        """Wait until the last update has reached the store, at most `limit_s` seconds."""
         deadline_s = time.monotonic() + limit_s
         with self._lock:
             before = self._told_beat
         self._wake.set()
         while time.monotonic() < deadline_s and not self._is_dead():
             with self._lock:
-                if self._told_beat >= before + 2:  # the exchange that ran when this was called may have missed it
+                if self._told_beat >= before + 2:  # the exchange in progress at the call may have missed the update
                     return
             self._wake.set()
             time.sleep(_NEWS_S)
@@ -98,7 +98,7 @@ class Peers:
             return self._link_error is not None or time.monotonic() - self._heard_s > _DEAD_S
 
     def stop(self, limit_s: float = 1.0) -> None:
-        """End the thread; one that is stuck on a dead connection is left to the end of the process."""
+        """Stop the thread. If it is stuck on a dead connection, it is left running until the process exits."""
         self._stopping = True
         self._wake.set()
         self._thread.join(limit_s)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Letters between the companions of several nodes, through the store that the nodes have in common."""
+"""Mailbox for messages between the companions of several nodes, through the nodes' shared store."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _BUSY_S = 3.0
-"""So long after a letter another one is likely."""
+"""Seconds after a letter during which another one is likely."""
 
 NUM_SLOTS = 16
-"""So many pieces of each node stay in the store."""
+"""Number of pieces of each node that are kept in the store."""
 
 _ON_ITS_WAY_NS = 1_000_000_000
-"""Between the writing of a letter and the moment at which the store has it."""
+"""Maximum time in nanoseconds between writing a letter and its arrival in the store."""
 
 
 class Post:
-    """A `Carrier` for one attempt. `send` and `fetch` are for the thread that has the connection, which `wake` wakes.
+    """A `Carrier` for one attempt. The thread that owns the connection calls `send` and `fetch`; `wake` wakes it.
 
-    Nothing is read or written while nobody writes: that there is a letter is said in `NodeState.letter`, and marks go
-    along in `NodeState.mark`. How many pieces there are is said in `NodeState.num_pieces`.
+    An idle mailbox causes no store traffic: the numbers of letters and pieces travel in `NodeState.letter` and
+    `NodeState.num_pieces`, and the mark in `NodeState.mark`.
     """
 
     def __init__(self, me: NodeState, attempt: int, wake: Callable[[], None]) -> None:
@@ -53,47 +53,47 @@ class Post:
 
     @property
     def node_rank(self) -> int:
-        """The number of this node."""
+        """Rank of this node."""
         return self._me.node_rank
 
     @property
     def places(self) -> Mapping[int, str]:
-        """The other nodes, with their hosts where they are known."""
+        """The other nodes, with their hosts if known."""
         with self._lock:
             return dict(self._places)
 
     @property
     def letters(self) -> Mapping[int, Letter]:
-        """The last one of each other node."""
+        """The most recent letter of each other node."""
         with self._lock:
             return dict(self._letters)
 
     @property
     def marks(self) -> Mapping[int, str]:
-        """What each other node shows."""
+        """The mark of each other node."""
         with self._lock:
             return dict(self._marks)
 
     @property
     def mark(self) -> str:
-        """What this node shows."""
+        """The mark of this node."""
         with self._lock:
             return self._mark
 
     @property
     def fault(self) -> str:
-        """Why the connection has ended."""
+        """Why the connection was lost; empty while it works."""
         with self._lock:
             return self._fault
 
     @property
     def is_busy(self) -> bool:
-        """Whether letters have gone to and fro lately."""
+        """True if letters were exchanged recently."""
         with self._lock:
             return time.monotonic() - self._busy_s < _BUSY_S
 
     def write(self, text: str) -> None:
-        """Let the other nodes read `text`."""
+        """Publish `text` to the other nodes as this node's letter."""
         with self._lock:
             self._text = text
             self._number += 1
@@ -101,30 +101,30 @@ class Post:
         self._wake()
 
     def show(self, mark: str) -> None:
-        """Let the other nodes see `mark`."""
+        """Publish `mark` with the next heartbeat."""
         with self._lock:
             self._mark = mark
 
     def append(self, text: str) -> None:
-        """Let node 0 read `text` after all that was appended before; of node 0 itself: all the others."""
+        """Append `text` to this node's stream. Node 0 reads every stream; the other nodes read node 0's."""
         with self._lock:
             self._unsent.append(text)
             self._num_appended += 1
         self._wake()
 
     def take_pieces(self) -> Mapping[int, Sequence[Piece]]:
-        """What other nodes have appended for this one since the last call, by their numbers."""
+        """Pieces received from other nodes since the last call, by node rank."""
         with self._lock:
             taken, self._pieces = self._pieces, {}
         return taken
 
     def break_off(self, error: Exception) -> None:
-        """The connection has ended by `error`."""
+        """Record that the connection was lost because of `error`."""
         with self._lock:
             self._fault = str(error).partition("\n")[0] or type(error).__name__
 
     def send(self, store: Store) -> tuple[int, int]:
-        """Put the newest letter and all pieces into the store; how many of each were written."""
+        """Write the newest letter and all pieces to the store. Returns the total numbers of letters and of pieces."""
         with self._lock:
             number, text = self._number, self._text
             pieces, last = list(self._unsent), self._num_appended
@@ -137,7 +137,7 @@ class Post:
         return number, last
 
     def fetch(self, store: Store, states: Iterable[NodeState], asked_ns: int) -> None:
-        """Take what is new by the other nodes' `states`, which the store was asked for at `asked_ns`."""
+        """Fetch what is new according to the other nodes' `states`, which were requested at `asked_ns`."""
         after_ns, self._looked_ns = self._looked_ns - _ON_ITS_WAY_NS, asked_ns
         here = [state for state in states if state.attempt == self.attempt]
         read = {node: letter.number for node, letter in self.letters.items()}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank wrote down about its exception, read by the agent."""
+"""Read the report that a rank wrote about its exception."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ddpilot.launching.local.report import Raised
 
 
 def read_report(path: Path) -> Raised | None:
-    """The exception that a rank reported in `path`; None where it reported none, or only torch's `record` did."""
+    """The exception that a rank reported in `path`; None if there is no report, or only one of torch's `record`."""
     try:
         said = json.loads(path.read_text(encoding="utf-8"))[REPORT_KEY]
     except (OSError, ValueError, KeyError):

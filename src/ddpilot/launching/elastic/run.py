@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a script on ranks of this node, as part of a job on one node or several. Loads torch when it has to."""
+"""Run a script on ranks of this node, as part of a job on one or several nodes. Imports torch only when ranks start."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CPP_LEVEL_VARIABLE = "TORCH_CPP_LOG_LEVEL"
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedRun:
-    """A run that nothing is known to be wrong with. `variables`: for the ranks' environment, on top of torch's."""
+    """A validated run, ready to start. `variables`: for the ranks' environment, in addition to torch's."""
 
     options: RunOptions
     me: NodeState
@@ -44,15 +44,15 @@ class PreparedRun:
 
 
 def run_script(options: RunOptions, accompany: Accompany | None = None) -> None:
-    """Run the script of `options` on this node's ranks, to the end of the whole job: `prepare_run`, `run_prepared`."""
+    """Run the script of `options` on this node's ranks to the end of the job: `prepare_run`, then `run_prepared`."""
     run_prepared(prepare_run(options, os.environ), accompany)
 
 
 def prepare_run(options: RunOptions, environ: Mapping[str, str]) -> PreparedRun:
-    """Look at everything that can be wrong before anything starts, without torch; on node 0, open the port.
+    """Check everything that can be wrong before ranks start, without importing torch; on node 0, open the port.
 
-    Raises, in under 3 s, LaunchError (no such script, a syntax error, a folder that takes no files, no GPU, an
-    interface that cannot work) and RendezvousError (a name that does not resolve, a port in use).
+    Raises, in less than 3 s, LaunchError (missing script, syntax error, folder that is not writable, no GPU, unusable
+    interface) and RendezvousError (a name that does not resolve, a port in use).
     """
     check_target(options.kind, options.target)
     check_backend(options.rdzv_backend)
@@ -81,7 +81,7 @@ def prepare_run(options: RunOptions, environ: Mapping[str, str]) -> PreparedRun:
         except BaseException:
             endpoint.close()
             raise
-    for note in notes:  # not before an error that is about something else
+    for note in notes:  # shown only if no error about something else was raised
         display.note(note)
     me = NodeState(
         node_rank=options.node_rank,
@@ -107,7 +107,7 @@ def _check_filter(options: RunOptions, count: int, say: Callable[[str], None]) -
     if options.nnodes[1] == 1:
         fix = "Name local ranks that there are; they count from 0"
         raise LaunchError("reading --local-ranks-filter", found=f"{given}, but the node has {has}", fix=fix)
-    if min(wanted) >= count:  # nodes may differ in their number of ranks
+    if min(wanted) >= count:  # nodes may have different numbers of ranks
         say(f"--local-ranks-filter {given}: this node has {has}, so nothing of its output is shown")
 
 
@@ -125,11 +125,11 @@ def _check_log_dir(folder: Path) -> None:
 
 
 def run_prepared(prepared: PreparedRun, accompany: Accompany | None = None) -> None:
-    """Run the ranks of this node to the end of the whole job. Loads torch. `accompany`: makes who goes along.
+    """Run the ranks of this node to the end of the job. Imports torch. `accompany`: makes the observer of an attempt.
 
-    Raises RankError for the first failure in time on any node, RendezvousError for a node that never came or is gone,
-    WatchError for what who goes along has seen, RunStoppedError where a signal ended it, LaunchError for anything else.
-    No process of this node's is left then. To be called in the main thread, where signals come.
+    Raises RankError for the earliest failure on any node, RendezvousError for a node that never joined or was lost,
+    WatchError for an observer's finding, RunStoppedError if a signal ended the run, and LaunchError otherwise. No
+    process of this node remains afterwards. Must be called in the main thread, which receives signals.
     """
     options = prepared.options
     try:
@@ -151,7 +151,7 @@ def _run(prepared: PreparedRun, accompany: Accompany | None) -> None:
         _quiet_torch(),
         signals_raise(prepared.options.signals),
     ):
-        # Loads torch: what can be wrong without it has been looked at.
+        # Imports torch: everything that can be checked without it has been checked.
         from ddpilot.launching.elastic.assembly import run_assembled
 
         run_assembled(
@@ -168,9 +168,9 @@ def _run(prepared: PreparedRun, accompany: Accompany | None) -> None:
 
 @contextmanager
 def _quiet_torch() -> Iterator[None]:
-    """Leave out what torch's agent and store log about failures and signals, which is said here.
+    """Suppress what torch's agent and store log about failures and signals, which ddpilot reports itself.
 
-    Unless LOGLEVEL or TORCH_CPP_LOG_LEVEL is set: who sets them wants to read that.
+    Nothing is suppressed if the user has set LOGLEVEL or TORCH_CPP_LOG_LEVEL, respectively.
     """
     logger = logging.getLogger("torch.distributed.elastic")
     nothing, propagate = logging.NullHandler(), logger.propagate

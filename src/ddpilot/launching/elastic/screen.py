@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The output of this node's ranks, shown by a thread of its own: the agent's main thread waits for other things."""
+"""Thread that shows the output of this node's ranks, while the agent's main thread waits for other events."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from ddpilot.launching.output.pump import OutputPump
 _IDLE_S = 0.2
 _SMALL_BYTES = 16 << 10
 _GATHER_S = 0.01
-"""A rank's lines come one by one, and a look at each costs more than the line: after a few, more are waited for."""
+"""Pause in seconds after a small read. Each wake-up costs more than a line, so several lines are collected first."""
 
 _PIPE_BYTES = 256 << 10
-"""So much a rank can print before it waits for this process. The kernel's default is 64 KiB."""
+"""Pipe capacity: how much a rank can print before it blocks on this process. The kernel's default is 64 KiB."""
 _INVISIBLE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x20\x7f]")
 Pipe = tuple[int, str]
-"""A rank and one of its streams: (3, "stderr")."""
+"""A rank and the name of its stream: (3, "stderr")."""
 
 
 class Screen:
-    """Pipes of the ranks of one attempt after another, and the lines of ddpilot's own between them."""
+    """Shows the ranks' pipes, attempt after attempt, and ddpilot's notices between their lines."""
 
     def __init__(self, display: Display) -> None:
         self._display = display
@@ -44,7 +44,7 @@ class Screen:
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="ddpilot-output", daemon=True)
         self.broken: OSError | None = None
-        """Why nothing can be shown any more: nobody reads it (`ddpilot run ... | head`), or the disk is full."""
+        """Why output cannot be shown any more: its reader has exited (`ddpilot run ... | head`) or the disk is full."""
 
     def __enter__(self) -> Screen:
         self._thread.start()
@@ -65,9 +65,9 @@ class Screen:
         copies: Mapping[Pipe, Path],
         shown_ranks: Container[int] | None,
     ) -> dict[Pipe, str]:
-        """Make a pipe for each of `piped` and return the paths that a rank's descriptors are opened from.
+        """Create a pipe for each of `piped`; return the paths that the ranks open as their streams.
 
-        `copies`: files that get all of a pipe's bytes too; `shown_ranks`: whose output is shown, None: everybody's.
+        `copies`: files that also get all bytes of a pipe; `shown_ranks`: ranks whose output is shown, None for all.
         """
         with self._lock:
             self.end_attempt()
@@ -83,7 +83,7 @@ class Screen:
             return {pipe: f"/dev/fd/{writer}" for pipe, writer in self._writers.items()}
 
     def end_attempt(self) -> None:
-        """Show what is left in the pipes, and close them. To be called when the ranks are gone."""
+        """Show what is left in the pipes, and close them. Call this after the ranks have exited."""
         with self._lock:
             for pipe, reader in self._readers.items():
                 self._drain(pipe)
@@ -98,7 +98,7 @@ class Screen:
             self._readers, self._writers, self._copies = {}, {}, {}
 
     def last_lines(self, rank: int) -> tuple[str, ...]:
-        """The last lines that `rank` wrote to its pipes, up to the last one that shows anything."""
+        """The last lines that `rank` wrote to its pipes, without trailing lines that show nothing."""
         with self._lock:
             for pipe in self._readers:
                 if pipe[0] == rank:
@@ -108,7 +108,7 @@ class Screen:
         return lines[: shown[-1] + 1] if shown else ()
 
     def note(self, text: str) -> None:
-        """Show one line of ddpilot's own, after what the ranks wrote before."""
+        """Show one notice of ddpilot, after what the ranks wrote before."""
         with self._lock:
             if self._pump is not None:
                 pump = self._pump
@@ -134,8 +134,8 @@ class Screen:
                 time.sleep(_GATHER_S)
 
     def _read(self, pipe: Pipe) -> int:
-        """Take what is in `pipe`, at most 64 KiB; returns the number of bytes."""
-        if self._pump is None or pipe not in self._readers:  # the attempt has ended meanwhile
+        """Read at most 64 KiB from `pipe`; returns the number of bytes."""
+        if self._pump is None or pipe not in self._readers:  # the attempt has ended in the meantime
             return 0
         pump, before = self._pump, self._pump.num_bytes
         reader = self._readers[pipe]
@@ -150,7 +150,7 @@ class Screen:
     def _show(self, act: Callable[[], object]) -> None:
         try:
             act()
-        except BlockingIOError:  # another call has read it
+        except BlockingIOError:  # another call has read the data
             return
         except OSError as error:
             self.broken = error
@@ -158,5 +158,5 @@ class Screen:
 
 def _enlarge(pipe: int) -> None:
     if hasattr(fcntl, "F_SETPIPE_SZ"):
-        with contextlib.suppress(OSError):  # the user's share of the kernel's memory for pipes is used up
+        with contextlib.suppress(OSError):  # the user's limit of memory for pipes is reached
             fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signals to `ddpilot run`."""
+"""Signals sent to ``ddpilot run``, and the errors they cause."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from typing import NoReturn
 from ddpilot.errors import LaunchError
 
 DEFAULT_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
-"""Signals that are passed on to the ranks: torchrun's, and the one that Slurm is asked for (`--signal=USR1@120`)."""
+"""Signals that are passed on to the ranks: torchrun's, and the one that Slurm can send (`--signal=USR1@120`)."""
 
-# torch's agent reads which signals to handle from here, once it starts ranks.
+# torch's agent reads the signals to handle from this variable when it starts ranks.
 _VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
 
 class StopSignal(BaseException):
-    """A signal came before there were ranks that torch's agent passes it on to."""
+    """A signal arrived before torch's agent had ranks to pass it on to."""
 
     def __init__(self, number: signal.Signals) -> None:
         self.number = number
@@ -29,9 +29,9 @@ class StopSignal(BaseException):
 
 
 class RunStoppedError(LaunchError):
-    """A signal ended the run. `exitcode`: torchrun's in the same case, 1 with ranks, 128 + the signal's before.
+    """A signal ended the run. `exitcode`: as torchrun's: 1 if ranks were running, 128 + the signal's number if not.
 
-    75 where all ranks have saved where they stand, and ask to be started again.
+    75 if all ranks have saved a checkpoint and ask to be requeued.
     """
 
     def __init__(self, did: str, *, found: str, exitcode: int) -> None:
@@ -40,14 +40,14 @@ class RunStoppedError(LaunchError):
 
 
 class OutputClosedError(RunStoppedError):
-    """Nobody reads what the ranks print any more, as after `| head`: a reason to end, and none to say much."""
+    """The reader of the ranks' output has exited, as after `| head`. The run ends without a long report."""
 
 
 @contextmanager
 def signals_raise(names: Sequence[str]) -> Iterator[None]:
-    """Let the signals `names` raise `StopSignal` until torch's agent takes them over; everything as before after it."""
+    """Make the signals `names` raise `StopSignal` until torch's agent handles them; restore all handlers on exit."""
     numbers = [signal.Signals[name] for name in names]
-    # Where a parent ignored it, which is inherited, nobody could tell how a rank ended.
+    # SIGCHLD too: if a parent process ignored it, which is inherited, exit codes of ranks could not be read.
     before = {number: signal.getsignal(number) for number in (*numbers, signal.SIGCHLD)}
     variable = os.environ.get(_VARIABLE)
     os.environ[_VARIABLE] = ",".join(names)
@@ -66,7 +66,7 @@ def signals_raise(names: Sequence[str]) -> Iterator[None]:
 
 
 def check_signals(names: Sequence[str]) -> None:
-    """Raise LaunchError for a name that is no signal's, or is one that cannot be handled."""
+    """Raise LaunchError for a name that is not a signal or that cannot be handled."""
     for name in names:
         if name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP"):
             fix = "Give names that can be handled, such as SIGTERM,SIGINT,SIGUSR1"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is there a script to run, and can Python read it? Asked before anything starts, so that one answer comes, not N."""
+"""Check that the script exists and compiles before ranks start, so that an error is reported only once."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ LAUNCHERS = ("torch.distributed.launch", "torch.distributed.run")
 
 
 def check_target(kind: TargetKind, target: str) -> None:
-    """Raise LaunchError where `target` is not there or is no Python that compiles. Runs and imports none of it."""
+    """Raise LaunchError if `target` does not exist or does not compile. Does not run or import any of it."""
     if kind == "module":
         _check_module(target)
     elif kind == "script" and is_stream(target):
-        return  # reading it here would leave nothing of it for the rank
+        return  # reading it here would leave nothing for the rank to read
     elif kind == "script":
         _check_script(Path(target))
     elif shutil.which(target) is None:
@@ -38,7 +38,7 @@ def check_target(kind: TargetKind, target: str) -> None:
 
 
 def is_stream(target: str) -> bool:
-    """True if `target` can be read once only: a pipe, as in `generate | ddpilot run /dev/stdin`, or a terminal."""
+    """True if `target` can be read only once: a pipe, as in `generate | ddpilot run /dev/stdin`, or a terminal."""
     try:
         mode = os.stat(target).st_mode
     except OSError:
@@ -80,7 +80,7 @@ def _has_main(folder: Path) -> bool:
 
 
 def _read_main(path: Path) -> tuple[Path, bytes | None]:
-    """The file that Python runs for `path`, a script, a directory or a zip file, and its source where it has one."""
+    """The file that Python runs for `path` (a script, directory or zip file), and its source or None if compiled."""
     main = path / "__main__.py"
     if path.is_dir():
         return main, main.read_bytes() if main.is_file() else None
@@ -95,7 +95,7 @@ def _read_main(path: Path) -> tuple[Path, bytes | None]:
 def _check_syntax(did: str, path: Path, source: bytes) -> None:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the ranks give them
+            warnings.simplefilter("ignore")  # the ranks show them
             compile(source, str(path), "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as error:
         shown = "".join(traceback.format_exception_only(error)).rstrip()
@@ -142,11 +142,11 @@ def _check_module(name: str) -> None:
 
 
 def _find(did: str, name: str) -> importlib.machinery.ModuleSpec:
-    """The module's spec, without importing the packages that it is in: that may take seconds, and touch a GPU."""
+    """The module's spec, found without importing its parent packages, which may take seconds or use a GPU."""
     top, *rest = name.split(".")
     try:
         spec = importlib.util.find_spec(top)
-    except ValueError:  # this process has it loaded under another name
+    except ValueError:  # this process has imported it under a different name
         spec = None
     here = top
     for part in rest:
@@ -169,7 +169,7 @@ def _find(did: str, name: str) -> importlib.machinery.ModuleSpec:
 
 @contextmanager
 def _as_python_m() -> Iterator[None]:
-    """Look in the working directory first, as `python -m` does."""
+    """Search the working directory first, as `python -m` does."""
     before = list(sys.path)
     sys.path.insert(0, os.getcwd())
     try:

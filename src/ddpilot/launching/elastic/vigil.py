@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When silence of another node is worth a word, and when it is the end."""
+"""Show a notice when another node sends no heartbeats, and raise after `node_timeout_s`."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from ddpilot.errors import DdpilotError, RendezvousError
 from ddpilot.launching.elastic.nodes import READY, NodeState, View
 
 SILENCE_S = 5.0
-"""Silence of a node that is worth a line, seconds."""
+"""Seconds without a heartbeat after which a notice is shown."""
 
 
 _TICK_S = 0.25
 _STANDSTILL_S = 2.0
 _CATCH_UP_S = 2.0
-"""Seconds after this process stood still in which it reads what the other nodes have written meanwhile."""
+"""Seconds that this process takes, after it was suspended, to read what the other nodes wrote in the meantime."""
 
 
 class Standstill:
-    """Measures when this process itself did not run: it was stopped, or its machine suspended or out of CPU time."""
+    """Detects that this process itself was not running: stopped, on a suspended machine, or without CPU time."""
 
     def __init__(self) -> None:
         self._ticked_s = time.monotonic()
         self._stopping = threading.Event()
         self.length_s = 0.0
-        """Length of the last standstill."""
+        """Duration in seconds of the last standstill."""
         self.ended_s = 0.0
-        """When it ended, on the monotonic clock."""
+        """End of the last standstill on the monotonic clock."""
 
     def start(self) -> None:
-        """Measure in a thread from now on, until `stop`."""
+        """Start a thread that measures until `stop` is called."""
         self._ticked_s = time.monotonic()
         threading.Thread(target=self._run, name="ddpilot-standstill", daemon=True).start()
 
     def stop(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         self._stopping.set()
 
     def tick(self, now_s: float) -> None:
-        """Take note that this process runs now."""
+        """Record that this process is running at `now_s`."""
         gap_s, self._ticked_s = now_s - self._ticked_s, now_s
         if gap_s >= _STANDSTILL_S:
             self.length_s, self.ended_s = gap_s, now_s
@@ -52,9 +52,9 @@ class Standstill:
 
 
 class Vigil:
-    """Looks at one view after another. `limit_s`: the silence that ends this node; `say` shows a line.
+    """Checks successive views. `limit_s`: seconds without a heartbeat after which to raise; `say` shows a notice.
 
-    `standstill`: of this process, after which it first has to catch up with what the other nodes have written.
+    `standstill`: of this process, which must catch up on what the other nodes have written before it judges them.
     """
 
     def __init__(self, limit_s: float, say: Callable[[str], None], standstill: Standstill) -> None:
@@ -65,7 +65,7 @@ class Vigil:
         self._told: dict[int, float] = {}
 
     def look(self, view: View) -> None:
-        """Say what is new. Raises RendezvousError for a node that is gone, or has been silent for too long."""
+        """Show new notices. Raises RendezvousError if the store is lost or a node is silent for too long."""
         if view.link_error is not None:
             raise _link_lost(view)
         now = time.monotonic()
@@ -105,7 +105,7 @@ class Vigil:
 
 
 def silent_nodes(view: View, limit_s: float) -> list[NodeState]:
-    """The nodes of `view` that have given no sign for `limit_s` seconds, though their ranks run."""
+    """Nodes of `view` that have sent no heartbeat for `limit_s` seconds although their ranks run."""
     silent = [view.states[node] for node, silent_s in sorted(view.silent_s.items()) if silent_s >= limit_s]
     return [state for state in silent if state.phase == READY]
 

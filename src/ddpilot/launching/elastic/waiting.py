@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waiting for a rendezvous of torch's: in C++, which holds back every signal and says nothing, so in a thread."""
+"""Wait in a thread for torch's rendezvous backends, whose C++ calls block signals and show no progress."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from ddpilot.group.address import is_loopback, listen
 Result = TypeVar("Result")
 
 FIRST_WORD_S = 5.0
-"""Seconds of waiting that are worth a line."""
+"""Seconds of waiting after which a notice is shown."""
 
 _WORD_EVERY_S = 15.0
 _PAUSE_S = 0.1
 _ANSWER_S = 0.5
 _TORCHS_PORT = 29400
-"""Where torch's c10d rendezvous is if no port is given."""
+"""Default port of torch's c10d rendezvous."""
 
 _BACKENDS = ("static", "c10d", "etcd", "etcd-v2")
-_BACKEND_ENTRIES = "torchrun.handlers"  # where torch looks for those of other packages
+_BACKEND_ENTRIES = "torchrun.handlers"  # entry point group in which torch looks for other packages' backends
 
 _MAGIC, _VALIDATE, _PING = 0x3C85F7CE, 0, 13
-"""How a client of torch's TCPStore begins, and a question that changes nothing (TCPStoreBackend.hpp)."""
+"""First request of a client of torch's TCPStore, and a request without side effects (TCPStoreBackend.hpp)."""
 
 
 class Waiter(Generic[Result]):
-    """`call` in a thread of its own, so that a signal ends the wait for it.
+    """Runs `call` in a thread, so that a signal interrupts the wait for it.
 
-    `say` shows a line after 5 s, and every 15 s then; `describe` gives its text for the seconds waited.
+    `say` shows a notice after 5 s and then every 15 s; `describe` returns its text for the seconds waited.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Waiter(Generic[Result]):
         self._call = call
 
     def wait(self) -> Result:
-        """What `call` returns or raises. Where a signal's handler raises instead, the thread is left to itself."""
+        """Return or raise what `call` does. If a signal handler raises, the thread is abandoned."""
         threading.Thread(target=self._run, name="ddpilot-rendezvous", daemon=True).start()
         start, said_s = time.monotonic(), FIRST_WORD_S
         while True:
@@ -70,14 +70,14 @@ class Waiter(Generic[Result]):
     def _run(self) -> None:
         try:
             result = self._call()
-        except BaseException as error:  # to be raised by `wait`
+        except BaseException as error:  # raised by `wait`
             self._answer.put((None, error))
         else:
             self._answer.put((result, None))
 
 
 def check_backend(name: str) -> None:
-    """Raise LaunchError if torch has no rendezvous of that name; those of installed packages count."""
+    """Raise LaunchError if torch has no rendezvous backend of that name, including those of installed packages."""
     known = [*_BACKENDS, *sorted(entry.name for entry in importlib.metadata.entry_points(group=_BACKEND_ENTRIES))]
     if name not in known:
         close = difflib.get_close_matches(name, known, n=1)
@@ -87,9 +87,9 @@ def check_backend(name: str) -> None:
 
 
 def check_endpoint(endpoint: str) -> None:
-    """Raise RendezvousError where `endpoint` is a port of this machine that another than torch's store holds.
+    """Raise RendezvousError if `endpoint` is a local port that is used by something other than a torch store.
 
-    The holder is named. A store of another agent of the same job is fine, and so is a tunnel to one.
+    The error names the process. A store of another agent of the same job, or a tunnel to one, is accepted.
     """
     addr, port = _split(endpoint)
     if not _is_here(addr) or _ask(addr, port) != "something that is no torch store":
@@ -102,12 +102,12 @@ def check_endpoint(endpoint: str) -> None:
             found=error.found,
             fix=f"Stop that process, or choose another port than {port} in --rdzv-endpoint, the same on every node",
         ) from error
-    if listener is not None:  # it went away meanwhile
+    if listener is not None:  # the process has exited in the meantime
         listener.close()
 
 
 def describe_endpoint(endpoint: str) -> str:
-    """Who answers at `endpoint`, as the rest of a sentence. Takes half a second at most."""
+    """What answers at `endpoint`, as a clause for a notice. Takes at most half a second."""
     addr, port = _split(endpoint)
     return f"{_ask(addr, port)} answers at {addr}:{port}"
 
@@ -120,7 +120,7 @@ def _split(endpoint: str) -> tuple[str, int]:
 
 
 def _ask(addr: str, port: int) -> str:
-    """Who answers there: "nobody (why)", "torch's store" or "something that is no torch store"."""
+    """What answers there: "nobody (why)", "torch's store" or "something that is no torch store"."""
     number = struct.pack("=I", 20113)
     try:
         with socket.create_connection((addr, port), timeout=_ANSWER_S) as connection:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program of a rank of `ddpilot run`: run the user's script as ``__main__`` and write down what it raises.
+"""Main program of a rank of ``ddpilot run``: run the user's script as ``__main__`` and report its exception.
 
-Run by path, so that nothing in the working directory can be taken for a part of ddpilot. It must not show: the script
-finds the arguments, the module path and the ``__main__`` that plain Python gives it, tracebacks begin at its own lines,
-and it ends as it would without this.
+It is run by path, so that nothing in the working directory is mistaken for a part of ddpilot. It must be transparent:
+the script has the arguments, the module path and the ``__main__`` that plain Python gives it, tracebacks start at its
+own lines, and it exits as it would without this program.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ddpilot.launching.victims import is_victim
 REPORT_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 REPORT_KEY = "ddpilot"
 HOOKS_VARIABLE = "DDPILOT_RANK_HOOKS"
-"""Functions "module:name", with commas between them, that a rank calls as soon as the script has imported torch."""
+"""Functions, as "module:name" separated by commas, that a rank calls as soon as the script has imported torch."""
 
 _MAX_TEXT_CHARS = 100_000
 _PR_SET_PDEATHSIG = 1
@@ -39,7 +39,7 @@ _GUARD = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(os.path.ab
 
 
 def main(argv: list[str]) -> None:
-    """Run what `argv` says: the agent's pid, "script" or "module", the path or name, then the script's arguments."""
+    """Run `argv`: the agent's pid, "script" or "module", the path or name, then the script's arguments."""
     agent_pid, kind, target, *args = argv
     _die_with(int(agent_pid))
     faulthandler.enable(all_threads=False)
@@ -58,7 +58,7 @@ def main(argv: list[str]) -> None:
 
 
 def _die_with(agent_pid: int) -> None:
-    """A rank whose agent is killed would go on as an orphan, and hold its port and its GPU."""
+    """Ask to be killed when the agent dies; an orphaned rank would keep its port and its GPU."""
     if sys.platform != "linux":
         return
     import ctypes
@@ -69,7 +69,7 @@ def _die_with(agent_pid: int) -> None:
 
 
 def _wait_for_torch(hooks: str) -> None:
-    """Call `hooks` once torch has been imported. Not earlier: a script may set variables that torch reads then."""
+    """Call `hooks` once torch has been imported, not earlier: a script may set variables that torch reads on import."""
     from ddpilot.record.on_import import when_imported
 
     def call_hooks(_torch: types.ModuleType) -> None:
@@ -104,7 +104,7 @@ def _run_script(given: str, args: list[str]) -> None:
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.path.dirname(os.path.realpath(path))
     main = _fresh_main()
-    # As Python's own: multiprocessing finds the script by its file, since there is no spec.
+    # As in plain Python: multiprocessing finds the script by its file, since there is no spec.
     vars(main).update(__file__=path, __loader__=SourceFileLoader("__main__", path), __spec__=None, __cached__=None)
     with open(path, "rb") as file:
         code = compile(file.read(), path, "exec", dont_inherit=True)
@@ -112,8 +112,8 @@ def _run_script(given: str, args: list[str]) -> None:
 
 
 def _run_application(given: str) -> None:
-    """A directory or a zip file with a ``__main__.py``: as Python does, whatever `sys.flags.safe_path` is."""
-    place = os.path.join(os.getcwd(), given)  # Python leaves "./" and a last "/" in
+    """Run a directory or zip file with a ``__main__.py`` as Python does, for any `sys.flags.safe_path`."""
+    place = os.path.join(os.getcwd(), given)  # Python keeps "./" and a trailing "/" too
     if getattr(sys.flags, "safe_path", False):
         sys.path.insert(0, place)
     else:
@@ -138,7 +138,7 @@ def _user_frames(error: BaseException) -> TracebackType | None:
 
 
 def _leave_out_guard(error: BaseException) -> None:
-    """Drop the frames of what guard put around torch's functions, also in the errors that led to this one."""
+    """Drop the frames of guard's wrappers around torch functions, also in chained exceptions."""
     seen: set[int] = set()
     todo: list[BaseException | None] = [error]
     while todo:
@@ -162,7 +162,7 @@ def _without_guard(frames: TracebackType | None) -> TracebackType | None:
 
 
 def _hide_own_frames(error: BaseException) -> None:
-    """Let the interpreter deal with the exception as always, except for where its traceback begins."""
+    """Let the interpreter handle the exception as usual, but start its traceback at the user's frames."""
     frames, theirs = _user_frames(error), sys.excepthook
 
     def hook(kind: type[BaseException], value: BaseException, found: TracebackType | None) -> None:
@@ -183,12 +183,12 @@ def _report(error: BaseException) -> None:
     try:
         show_connections(error)
         _write_report(path, error, exitcode, time.monotonic())
-    except Exception as failure:  # the user's exception matters more: its own `__str__` may raise, the disk be full
+    except Exception as failure:  # never mask the user's exception: its `__str__` may raise, or the disk may be full
         sys.stderr.write(f"ddpilot: this exception could not be reported to the agent: {failure!r}\n")
 
 
 def _write_report(path: str, error: BaseException, exitcode: int, time_s: float) -> None:
-    """Write the file that torch's agent asks for, with more in it; a whole file or none."""
+    """Write the error file that torch's agent reads, with additional fields; atomically."""
     text = "".join(traceback.TracebackException(type(error), error, _user_frames(error)).format())[-_MAX_TEXT_CHARS:]
     message = message_of(error)[:_MAX_TEXT_CHARS]
     what = {

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks on this machine, forked from a rank server that has imported torch and used nothing of it."""
+"""Run ranks on this machine, forked from a rank server: a process that has imported torch but not used it."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prove that forking this process is safe: no CUDA driver in use, no threads beyond those of torch's import.
+"""Check that forking this process is safe: the CUDA driver is not in use, and no thread beyond torch's own is running.
 
-A fork after ``cuInit`` breaks CUDA in the child; a fork beside a thread can leave a lock taken for ever (an OpenMP
-pool after one parallel region hangs the child's first one).
+A fork after ``cuInit`` breaks CUDA in the child. A fork while another thread runs can leave a lock locked forever (an
+OpenMP pool that has run one parallel region hangs the child's first one).
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ _CUDA_ERROR_NOT_INITIALIZED = 3
 
 
 class CleanWatch:
-    """Remembers the threads that torch's import made, and who made more of them. `dirty` is None or says what."""
+    """Detects which import started threads or initialized CUDA. `dirty`: a description of it, or None."""
 
     def __init__(self) -> None:
         self.dirty: str | None = None
         self._num_threads = 0
 
     def begin(self) -> None:
-        """Take the state now as torch's own."""
+        """Record the current number of threads as the baseline, after importing torch."""
         self._num_threads = count_threads()
 
     def check(self, module: str) -> None:
-        """Blame `module`, which was just imported, for what is not clean any more."""
+        """Set `dirty` if `module`, which was just imported, made forking unsafe."""
         if self.dirty is None and cuda_driver_in_use():
             self.dirty = f"importing `{module}` initialised the CUDA driver"
         elif self.dirty is None and count_threads() > self._num_threads:
@@ -37,12 +37,12 @@ class CleanWatch:
 
 
 def count_threads() -> int:
-    """Threads of this process, also those that Python does not know."""
+    """Number of threads of this process, on Linux including those that Python did not start."""
     return len(os.listdir("/proc/self/task")) if sys.platform == "linux" else threading.active_count()
 
 
 def cuda_driver_in_use() -> bool:
-    """Whether ``cuInit`` was called in this process, found without calling it."""
+    """True if ``cuInit`` was called in this process; determined without calling it."""
     if sys.platform != "linux":
         return False
     with open("/proc/self/maps") as maps:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parent's side of rank servers: start one, know when it is stale, stop it."""
+"""The parent's side of rank servers: start them, reuse warm ones, detect stale ones, stop them."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from ddpilot.launching.local import wire
 from ddpilot.launching.local.report import Hello
 
 _BOOT = (
-    "import sys; sys.path[:] = filter(None, sys.path);"  # not the working directory's json.py
+    "import sys; sys.path[:] = filter(None, sys.path);"  # do not import json.py of the working directory
     "import json; given = json.loads(sys.argv[1]); sys.path[:] = given['sys_path']; sys.argv[:] = ['ddpilot'];"
     "from ddpilot.launching.local.server import serve;"
     "serve(given['fd'], given['parent'], tuple(given['preload']), given['may_fork'])"
 )
 _COUNT_BY_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
-"""With it a module that asks on import whether there is a GPU gets its answer without `cuInit`, after which no process
-can be forked. The ranks do not have it."""
+"""With it, a module that asks on import whether there is a GPU gets its answer without ``cuInit``, after which the
+server could not be forked. Not set in the ranks."""
 
 _MAX_WARM = 2
 _START_LIMIT_S = 120.0
@@ -39,7 +39,7 @@ _START_LIMIT_S = 120.0
 
 @dataclass(frozen=True, kw_only=True)
 class ServerKey:
-    """What a server cannot change after its start. Another key needs another server."""
+    """What a server cannot change after it has started. A different key needs a different server."""
 
     executable: str
     variables: tuple[tuple[str, str], ...]
@@ -63,7 +63,7 @@ class RankServer:
                 theirs.close()
                 try:
                     self.hello = self._wait_for_hello(log)
-                except BaseException:  # Ctrl-C included: no half-started server stays behind
+                except BaseException:  # KeyboardInterrupt included: leave no half-started server behind
                     self._kill()
                     raise
         except BaseException:
@@ -91,12 +91,12 @@ class RankServer:
 
     @property
     def pid(self) -> int:
-        """The server's process id."""
+        """Process id of the server."""
         return self._process.pid
 
     @property
     def forks(self) -> bool:
-        """Whether it forks ranks; otherwise each rank is a fresh interpreter."""
+        """True if the server forks ranks; False if each rank is a fresh interpreter."""
         return self.key.may_fork and self.hello.dirty is None
 
     def _wait_for_hello(self, log: IO[bytes]) -> Hello:
@@ -125,7 +125,7 @@ class RankServer:
 
     @contextlib.contextmanager
     def job(self, launch_id: str, num_ranks: int) -> Iterator[socket.socket]:
-        """A launch, for as long as it is entered; its channel to the server. Raises wire.Closed without a server."""
+        """Context manager of one launch; yields its channel to the server. Raises wire.Closed if the server is gone."""
         ours, theirs = socket.socketpair()
         with ours:
             with theirs, self._lock:
@@ -143,7 +143,7 @@ class RankServer:
                     self.stop()
 
     def retire(self) -> None:
-        """Stop as soon as nothing runs on it."""
+        """Stop the server as soon as no launch is running on it."""
         with self._lock:
             self._is_retired = True
             is_idle = self._num_jobs == 0
@@ -151,7 +151,7 @@ class RankServer:
             self.stop()
 
     def is_fresh(self) -> bool:
-        """Whether it lives and the files of its modules are as they were when it imported them."""
+        """True if the server is running and the files of the modules it imported have not changed."""
         if self._process.poll() is not None:
             return False
         for path, known in self.hello.files.items():
@@ -164,7 +164,7 @@ class RankServer:
         return True
 
     def describe_end(self) -> str:
-        """How it ended, in words; waits a moment for the end."""
+        """Describe how the server exited, waiting up to 2 s for it."""
         try:
             return f"it ended with code {self._process.wait(timeout=2)}"
         except subprocess.TimeoutExpired:
@@ -176,7 +176,7 @@ class RankServer:
         self._channel.close()
 
     def stop(self) -> None:
-        """End it, and whatever it runs."""
+        """Stop the server and every process it runs."""
         self._channel.close()
         try:
             self._process.wait(timeout=5)
@@ -186,7 +186,7 @@ class RankServer:
 
 
 def _kill_marked(launch_id: str) -> None:
-    """Kill what ranks of a launch left in sessions of their own, where the server that would is dead."""
+    """Kill a launch's processes that moved to their own sessions. Used if the server, which would do it, is dead."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.environ().get(LAUNCH_VARIABLE) == launch_id:
@@ -194,7 +194,7 @@ def _kill_marked(launch_id: str) -> None:
 
 
 class _Servers:
-    """The warm servers of this process, the last used last."""
+    """The warm servers of this process, ordered by last use, the most recent last."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -202,7 +202,7 @@ class _Servers:
 
     def get(self, key: ServerKey, environ: Mapping[str, str]) -> RankServer:
         with self.lock:
-            # A server that was started before this process was forked belongs to the process it was forked from.
+            # A server that was started before this process was forked belongs to the process that forked.
             self.warm = [server for server in self.warm if server.owner_pid == os.getpid()]
             for stale in [server for server in self.warm if not server.is_fresh()]:
                 self.warm.remove(stale)
@@ -231,17 +231,17 @@ atexit.register(_servers.stop_all)
 
 
 def ensure_server(environ: Mapping[str, str], preload: tuple[str, ...], may_fork: bool) -> RankServer:
-    """A warm server for this environment, or a new one (about a second). Raises LaunchError when it cannot start."""
+    """Return a warm server for this environment, or start one (about 1 s). Raises LaunchError if it cannot start."""
     variables = tuple(import_time_variables(environ).items())
     key = ServerKey(executable=sys.executable, variables=variables, preload=preload, may_fork=may_fork)
     return _servers.get(key, environ)
 
 
 def server_pids() -> tuple[int, ...]:
-    """Process ids of this process's warm servers."""
+    """Process ids of this process's warm rank servers."""
     return tuple(server.pid for server in _servers.warm if server.owner_pid == os.getpid())
 
 
 def stop_servers() -> None:
-    """End this process's rank servers; the next launch starts a new one."""
+    """Stop this process's rank servers. The next launch starts a new one."""
     _servers.stop_all()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a launch raises that ends by no rank's failure: its server, its store, a start, its time."""
+"""Errors of launches that end for a reason other than a rank's failure: lost server or store, failed start, timeout."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _KILLED = "If nobody killed it, the kernel's OOM killer is the usual cause; laun
 
 
 def server_ended(function_name: str) -> LaunchError:
-    """The rank server is gone."""
+    """Error: the rank server exited."""
     return LaunchError(f"running `{function_name}`", found="the rank server ended, and the ranks with it", fix=_KILLED)
 
 
 def store_ended(function_name: str, exited: Exited) -> LaunchError:
-    """The process of the store is gone."""
+    """Error: the store's process exited."""
     return LaunchError(
         f"running `{function_name}`",
         found=f"the process of its store ended with code {exited.exitcode}, and ranks cannot meet without it",
@@ -29,7 +29,7 @@ def store_ended(function_name: str, exited: Exited) -> LaunchError:
 
 
 def not_started(function_name: str, message: NotStarted) -> LaunchError:
-    """A rank could not be started."""
+    """Error: a rank's process could not be started."""
     return LaunchError(
         f"starting rank {message.rank} of `{function_name}`",
         found=message.reason,
@@ -38,7 +38,7 @@ def not_started(function_name: str, message: NotStarted) -> LaunchError:
 
 
 def timed_out(function_name: str, handles: Sequence[RankHandle], timeout_s: float | None) -> LaunchTimeoutError:
-    """The time is over; what the ranks of `handles` were doing is said."""
+    """Error: `timeout_s` has passed. Reports which ranks had not returned or not exited."""
     late = [handle.rank for handle in handles if handle.returned is None]
     exiting = [handle.rank for handle in handles if handle.returned is not None and handle.is_live]
     states = [f"{render_ranks(late)} had not returned"] * bool(late)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parent's view of one rank of a launch."""
+"""The parent's handle of one rank: its channels, its reports and its exit status."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from ddpilot.launching.local.report import Exited, Raised, RankStart, Returned
 
 @dataclass
 class RankHandle:
-    """Channels to one rank process and what is known of it."""
+    """Channels to one rank's process, and what the process reported."""
 
     rank: int
     control: socket.socket
     pipes: dict[str, int]
-    """The parent's ends of its "stdout" and "stderr", while they are open."""
+    """The parent's ends of the "stdout" and "stderr" pipes that are still open."""
 
     pid: int | None = None
     returned: Returned | None = None
     raised: Raised | None = None
     exited: Exited | None = None
     parcel: list[int] = field(default_factory=list)
-    """Descriptors of the parcel with its value or exception."""
+    """File descriptors of the parcel with the rank's value or exception."""
 
     exited_notice_at_s: float | None = None
 
     @property
     def is_live(self) -> bool:
-        """Whether its process has not been reaped."""
+        """True until the process has been reaped."""
         return self.exited is None
 
     @property
     def has_returned(self) -> bool:
-        """Whether its function returned."""
+        """True if the rank's function returned."""
         return self.returned is not None
 
     def describe_end(self) -> str:
-        """How it ended, as the rest of a sentence that begins with the rank."""
+        """How the rank ended, as the predicate of a sentence whose subject is the rank."""
         if self.returned is not None:
             return "returned"
         if self.raised is not None:
@@ -52,7 +52,7 @@ class RankHandle:
         return f"was ended by {self.exited.signal_name or f'exit code {self.exited.exitcode}'}"
 
     def close(self) -> None:
-        """Close everything that is still open."""
+        """Close all file descriptors that are still open."""
         self.control.close()
         wire.close_all([*self.pipes.values(), *self.parcel])
         self.pipes.clear()
@@ -60,7 +60,7 @@ class RankHandle:
 
 
 def start_rank(job: socket.socket, start: RankStart, parcel: list[int]) -> RankHandle:
-    """Ask the server for the process of one rank, and give it what it needs. Raises wire.Closed without a server."""
+    """Ask the server to start a rank, and send it the `start` message. Raises wire.Closed if the server is gone."""
     control, theirs = socket.socketpair()
     handle = RankHandle(start.rank, control, {})
     writers: list[int] = []
@@ -69,7 +69,7 @@ def start_rank(job: socket.socket, start: RankStart, parcel: list[int]) -> RankH
             handle.pipes[stream], writer = os.pipe()
             writers.append(writer)
         wire.send(job, Start(start.rank), [theirs.fileno(), *writers])
-        with contextlib.suppress(wire.Closed):  # there is no such process (any more): the server says why
+        with contextlib.suppress(wire.Closed):  # the process was not started or has exited: the server reports why
             wire.send(control, start, parcel)
     except BaseException:
         handle.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launch a function on ranks of this machine and return every rank's value. Free of torch."""
+"""Launch a function on ranks of this machine and return every rank's value. Does not import torch."""
 
 from __future__ import annotations
 
@@ -50,9 +50,10 @@ def run_local(
     kwargs: Mapping[str, Any],
     accompany: Callable[[str, int], Companion | None] = lambda name, count: None,
 ) -> RankResults:
-    """Run `function(*args, **kwargs)` on every rank. `accompany` makes who goes along, of the name and the count.
+    """Run `function(*args, **kwargs)` on every rank and return the values by rank.
 
-    Raises ShipError or LaunchError before any rank starts, RankError, LaunchTimeoutError or LaunchInterrupted after.
+    `accompany(function_name, num_ranks)` returns the observer of the launch, or None. Raises ShipError or LaunchError
+    before any rank starts, and RankError, LaunchTimeoutError or LaunchInterrupted afterwards.
     """
     name = check_function(function)
     _refuse_nested(os.environ, name)
@@ -110,9 +111,10 @@ def _run_shipped(
 
 @contextlib.contextmanager
 def standard_fds_taken() -> Iterator[None]:
-    """Keep what is opened meanwhile off descriptors 0 to 2, which a daemon may have closed.
+    """Context manager that keeps newly opened files off descriptors 0 to 2, which a daemon may have closed.
 
-    C code that writes to stderr would write into a channel there, and a process started with it would lose it.
+    Otherwise C code that writes to stderr could write into a channel, and a process started with that channel would
+    lose it.
     """
     taken: list[int] = []
     try:
@@ -125,7 +127,7 @@ def standard_fds_taken() -> Iterator[None]:
 
 
 def check_function(function: Callable[..., Any]) -> str:
-    """The name to call `function` by; LaunchError where calling it would run nothing."""
+    """Return the name of `function` for messages. Raises LaunchError if it is not callable or a call runs no code."""
     inner: Any = function
     while isinstance(inner, functools.partial):
         inner = inner.func
@@ -168,7 +170,7 @@ def _refuse_nested(environ: Mapping[str, str], name: str) -> None:
 
 
 def resolve_count(options: LaunchOptions, environ: Mapping[str, str], display: Display) -> int:
-    """The number of ranks that `options` mean on this machine."""
+    """Resolve `nproc_per_node` to a number of ranks on this machine. Raises LaunchError for "gpu" without a GPU."""
     asked = options.nproc_per_node
     if asked == "cpu":
         return count_cores()
@@ -204,12 +206,12 @@ def _check_sharing(options: LaunchOptions, asked: int, num_accelerators: int, di
 
 
 def may_fork(options: LaunchOptions) -> bool:
-    """Whether ranks are to be forked where that is safe."""
+    """True if ranks may be forked when that is safe."""
     return sys.platform == "linux" and options.start_method != "spawn"
 
 
 def say_dirty(server: RankServer, options: LaunchOptions, display: Display) -> None:
-    """Say why ranks start as fresh interpreters; LaunchError where forking was asked for."""
+    """Show why ranks start as fresh interpreters. Raises LaunchError if `start_method` is "fork"."""
     if options.start_method == "fork":
         raise LaunchError(
             'starting ranks with `start_method="fork"`',
@@ -220,7 +222,7 @@ def say_dirty(server: RankServer, options: LaunchOptions, display: Display) -> N
 
 
 def find_working_directory(did: str) -> str:
-    """The path of the working directory. Raises LaunchError where it was removed: no process can be started there."""
+    """Path of the working directory. Raises LaunchError if it was removed, since no process can start in it."""
     try:
         return os.getcwd()
     except FileNotFoundError as error:
@@ -244,7 +246,7 @@ def make_rank_start(
     launch_id: str,
     working_directory: str,
 ) -> RankStart:
-    """What rank `rank` of `count` is told, with the store of the launch on `port` of the loopback interface."""
+    """The start message for rank `rank` of `count`, whose store listens on `port` of the loopback interface."""
     main = sys.modules["__main__"]
     num_threads = choose_num_threads(environ, count)
     variables = rank_variables(
@@ -297,7 +299,7 @@ def _run_on(
                 answers: list[Any] = []
                 for start in starts:
                     handles.append(start_rank(job, start, parcel))
-                    # A server that answers into a full socket and a parent that asks into one wait for each other.
+                    # Limit unanswered requests: if both sockets were full, server and parent would block each other.
                     while len(handles) - _num_answered(answers) > _MAX_UNANSWERED:
                         answers.append(wire.receive(job)[0])
                 if companion is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One launch inside the rank server: its store, its ranks, and their ends."""
+"""One launch inside the rank server: start its store and ranks, signal them, reap them."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from ddpilot.launching.local import wire
 from ddpilot.launching.local.report import Exited
 
 STORE = -1
-"""Stands for the store process where a rank is asked for."""
+"""Pseudo rank of the store process in requests and answers."""
 
 StartProcess = Callable[[Callable[[], Any], list[str], list[int]], int]
 
 
 @dataclass(frozen=True)
 class Start:
-    """Ask for a process: a rank (descriptors: control, stdout, stderr), or STORE (descriptor: listener)."""
+    """Request to start a process: a rank (descriptors: control, stdout, stderr) or STORE (descriptor: listener)."""
 
     rank: int
 
 
 @dataclass(frozen=True)
 class Signal:
-    """Ask for a signal to the process groups of `ranks`."""
+    """Request to send signal `number` to `ranks`: to their process groups, or if not `group` to their processes."""
 
     ranks: tuple[int, ...]
     number: int
@@ -48,19 +48,19 @@ class Signal:
 
 @dataclass(frozen=True)
 class Finish:
-    """Ask for the end of everything that is left; `Finished` is the answer."""
+    """Request to kill all remaining processes; answered by `Finished`."""
 
 
 @dataclass(frozen=True)
 class Own:
-    """Ask for the removal of `folder` when the launch has ended, however its parent ended."""
+    """Request to remove `folder` when the launch has ended, even if its parent was killed."""
 
     folder: str
 
 
 @dataclass(frozen=True)
 class Started:
-    """A rank has a process now."""
+    """Answer: the rank's process was started."""
 
     rank: int
     pid: int
@@ -68,7 +68,7 @@ class Started:
 
 @dataclass(frozen=True)
 class NotStarted:
-    """The system gave no process for a rank."""
+    """Answer: the operating system could not create the rank's process."""
 
     rank: int
     reason: str
@@ -76,13 +76,13 @@ class NotStarted:
 
 @dataclass(frozen=True)
 class Finished:
-    """No process of the launch is left. `num_leftovers`: how many had to be killed beside the store."""
+    """Answer: all processes of the launch have exited. `num_leftovers`: killed processes, not counting the store."""
 
     num_leftovers: int
 
 
 class Job:
-    """The processes of one launch. They end with it, and it ends with the parent's end of `channel`."""
+    """The processes of one launch, killed when the launch ends. It ends when the parent closes its end of `channel`."""
 
     def __init__(self, launch_id: str, channel: socket.socket, start_process: StartProcess) -> None:
         self.launch_id = launch_id
@@ -92,27 +92,27 @@ class Job:
         self._num_leftovers = 0
         self._ending = False
         self._folders: list[str] = []
-        # Python's multiprocessing makes a folder of its own in each process that needs one, and leaves it if killed.
+        # multiprocessing creates a folder in each process that needs one, and leaves it if that process is killed.
         with contextlib.suppress(OSError):
             self._folders.append(tempfile.mkdtemp(prefix="pymp-"))
         self._processes_folder = self._folders[0] if self._folders else None
 
     def owns(self, pid: int) -> bool:
-        """Whether `pid` is the store or a rank of this launch, and not reaped yet."""
+        """True if `pid` is this launch's store or one of its ranks and has not been reaped."""
         return pid in self._ranks
 
     @property
     def pids(self) -> set[int]:
-        """The processes that are not reaped yet."""
+        """Process ids that have not been reaped."""
         return set(self._ranks)
 
     @property
     def has_ended(self) -> bool:
-        """Whether the launch was told to end and its recorded processes are reaped."""
+        """True if the launch was asked to end and all recorded processes have been reaped."""
         return self._ending and not self._ranks
 
     def close(self) -> None:
-        """Remove what the launch owns, and tell the parent that nothing is left."""
+        """Remove the folders of the launch and report `Finished` to the parent."""
         for folder in self._folders:
             shutil.rmtree(folder, ignore_errors=True)
         with contextlib.suppress(wire.Closed, OSError):
@@ -120,7 +120,7 @@ class Job:
         self._channel.close()
 
     def handle(self, request: Any, fds: list[int]) -> None:
-        """Do what the parent asks."""
+        """Execute a request of the parent."""
         if isinstance(request, Start):
             self._start(request.rank, fds)
         elif isinstance(request, Signal):
@@ -144,23 +144,23 @@ class Job:
         self._tell(Started(rank, pid))
 
     def abandon(self) -> None:
-        """Kill whatever is left, at once."""
+        """Kill all remaining processes at once."""
         self._ending = True
         for pid in self._ranks:
             _signal(pid, signal.SIGKILL, True)
 
     def end_process_group(self, pid: int) -> None:
-        """End what an ended rank left in its process group. `pid` is not reaped yet, so the number still is its."""
+        """Kill the process group of an exited rank. `pid` has not been reaped, so it cannot have been reused."""
         _signal(pid, signal.SIGKILL, True)
 
     def on_exit(self, pid: int, status: int, peak_memory_bytes: int, now: float) -> None:
-        """A process of this launch was reaped."""
+        """Record that a process of this launch was reaped, and report its exit to the parent."""
         rank = self._ranks.pop(pid)
         if not self._ending:
             self._tell(Exited(rank=rank, status=status, peak_memory_bytes=peak_memory_bytes, time_s=now))
 
     def _tell(self, message: Any) -> None:
-        with contextlib.suppress(wire.Closed):  # the parent is gone: its end closes this launch
+        with contextlib.suppress(wire.Closed):  # the parent is gone: the closed channel ends this launch
             wire.send(self._channel, message)
 
 
@@ -170,9 +170,9 @@ def _signal(pid: int, number: int, group: bool) -> None:
 
 
 def kill_orphans(recorded: set[int], launch_id: str | None) -> int:
-    """Kill adopted children of this process that are not `recorded`; return how many there were.
+    """Kill adopted children of this process that are not `recorded`, and return their number.
 
-    `launch_id`: only those that were started in that launch, since another one is still running.
+    `launch_id`: kill only children of that launch, because another launch is still running; None kills all.
     """
     found = 0
     for child in psutil.Process().children():
@@ -197,7 +197,7 @@ def _run(rank: int, fds: list[int], folder: str | None) -> None:
 
 
 def keep_files_in(folder: str | None) -> None:
-    """Have Python's multiprocessing put its files there, also in processes that this one starts."""
+    """Make multiprocessing put its files into `folder`, in this process and in the processes it starts."""
     multiprocessing.process.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How ranks are ended that do not end by themselves: step by step, each after a stated time."""
+"""Terminate the ranks of a launch step by step, each step after a stated time."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _TERM_GRACE_S = 1.0
 _FREE_GRACE_S = 1.0
 _STACKS_S = 0.3
 STOP_GRACE_S = 30.0
-"""Seconds that ranks have after a scheduler's signal, and after the first rank that left for a requeue."""
+"""Seconds that ranks have after a scheduler's signal, and after the first rank exited to be requeued."""
 
 TAKEN_GRACE_S = 60.0
-"""Ranks that took Ctrl-C as their cue go on to the end of their update, which is seldom longer."""
+"""Seconds that ranks have after Ctrl-C to finish an update and stop together; an update is seldom longer."""
 
 
 class Ladder:
-    """The steps that end a launch. `ask` sends a request to the rank server, `say` shows a line of ddpilot's own."""
+    """The scheduled steps that end a launch. `ask` sends a request to the rank server, `say` shows a notice."""
 
     def __init__(
         self, handles: Sequence[RankHandle], ask: Callable[[Signal], None], say: Callable[[str], None]
@@ -35,16 +35,16 @@ class Ladder:
         self._steps: list[tuple[float, Callable[[tuple[int, ...]], None]]] = []
 
     def start_failed(self, now_s: float) -> None:
-        """A rank failed: the others get SIGTERM, and SIGKILL a second later."""
+        """After a rank failed: SIGTERM to the other ranks, SIGKILL 1 s later."""
         self._steps = [(now_s, self._terminate), (now_s + _TERM_GRACE_S, self._kill)]
 
     def start_timed_out(self, now_s: float) -> None:
-        """Time is over: the ranks print their Python stacks first."""
+        """After a timeout: the ranks print their Python stacks, then as in `start_failed`."""
         self.start_failed(now_s + _STACKS_S)
         self._steps.insert(0, (now_s, self._print_stacks))
 
     def start_interrupted(self, now_s: float, grace_s: float) -> None:
-        """Ctrl-C: SIGINT, `grace_s` later the group is freed under the ranks, another second later SIGKILL."""
+        """After Ctrl-C: SIGINT, `grace_s` later abort the ranks' process group, another second later SIGKILL."""
         ranks = render_ranks(self._live())
         longer = f", or {TAKEN_GRACE_S:g} s where they train to the end of an update" if grace_s < TAKEN_GRACE_S else ""
         self._say(f"interrupting {ranks}; they have {grace_s:g} s{longer} (interrupt again to kill them now)")
@@ -52,32 +52,32 @@ class Ladder:
         self.free_at(now_s + grace_s)
 
     def wait_longer(self, notice_at_s: float, until_s: float) -> None:
-        """After Ctrl-C: ranks go on to the end of their update until then; said if they still do at `notice_at_s`."""
+        """After Ctrl-C: let ranks finish their update until `until_s`; report those that still do at `notice_at_s`."""
         self.free_at(until_s)
         if notice_at_s < until_s:
             self._steps.insert(len(self._steps) - 2, (notice_at_s, self._say_waiting))
 
     def free_at(self, at_s: float) -> None:
-        """After Ctrl-C: free the group under the ranks then instead, and kill them a second later."""
+        """After Ctrl-C: reschedule aborting the process group to `at_s`, and SIGKILL to one second later."""
         first = [step for step in self._steps if step[1] == self._interrupt]
         self._steps = [*first, (at_s, self._free), (at_s + _FREE_GRACE_S, self._say_kill)]
 
     def start_stopped(self, now_s: float, number: signal.Signals) -> None:
-        """A scheduler's signal to the parent: the ranks get it, and SIGKILL 30 seconds later."""
+        """After a scheduler's signal to the parent: pass it on to the ranks, SIGKILL 30 s later."""
         self._say(f"{number.name} to {render_ranks(self._live())}; they have {STOP_GRACE_S:g} s")
         pass_on = functools.partial(self._pass_on, number)
         self._steps = [(now_s, pass_on), (now_s + STOP_GRACE_S, self._say_kill)]
 
     def start_impatient(self, now_s: float) -> None:
-        """Ctrl-C once more: SIGKILL at once."""
+        """After a second Ctrl-C: SIGKILL at once."""
         self._steps = [(now_s, self._say_kill)]
 
     def next_due_s(self) -> float | None:
-        """When the next step is due; None if there is none."""
+        """Time of the next step on the monotonic clock, or None if no step is left."""
         return self._steps[0][0] if self._steps else None
 
     def climb(self, now_s: float) -> None:
-        """Do the steps that are due, for the ranks that still live."""
+        """Execute the steps that are due, for the ranks that are still alive."""
         while self._steps and self._steps[0][0] <= now_s:
             _, act = self._steps.pop(0)
             live = self._live()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process that was just forked from the rank server does before anything else."""
+"""Set up a process that was just forked from the rank server: process group, signals, output, fault handler."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _PR_SET_CHILD_SUBREAPER = 36
 _LINE_BUFFERED = 1  # _IOLBF of the C library
 
 STACKS_SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR1) + 5
-"""A rank prints the Python stack of its main thread when it gets this; SIGUSR1 is Slurm's and the user's."""
+"""Signal at which a rank prints its main thread's Python stack. SIGUSR1 is left to Slurm and the user."""
 
 
 def become_process_of(server_pid: int) -> None:
-    """Own process group; killed when the server dies; the signals' default actions.
+    """Create an own process group, ask to be killed when the server dies, and reset signal handlers.
 
-    The death signal fires when the *thread* that forked ends, so the server forks from its main thread.
+    The parent-death signal fires when the *thread* that forked exits, so the server forks from its main thread.
     """
     os.setpgid(0, 0)
     if sys.platform == "linux":
@@ -33,27 +33,27 @@ def become_process_of(server_pid: int) -> None:
     for number in (signal.SIGCHLD, signal.SIGPIPE, *STOPS):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as in every Python process
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # Python's default
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
 
 def outlive_stops() -> None:
-    """Do nothing at SIGTERM and SIGUSR1: a scheduler sends them to every process of a job, and ranks need this one.
+    """Ignore SIGTERM and SIGUSR1, which schedulers send to every process of a job: ranks still need this process.
 
-    It ends with its parent. Not by SIG_IGN, which a process that it starts would inherit.
+    The process ends with its parent instead. A handler is used because SIG_IGN would be inherited by its children.
     """
     for number in STOPS:
         signal.signal(number, lambda number, frame: None)
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of descendants whose own parent ends, so that it can end them."""
+    """Become the reaper of orphaned descendants, so that they can be killed. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def write_to(out_fd: int, err_fd: int) -> None:
-    """Send stdout and stderr, C and C++ code's too, to `out_fd` and `err_fd` line by line; stdin is empty."""
+    """Redirect stdout and stderr, also of C and C++ code, line-buffered to `out_fd` and `err_fd`; stdin is empty."""
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     for source, target in ((out_fd, 1), (err_fd, 2)):
@@ -67,6 +67,6 @@ def write_to(out_fd: int, err_fd: int) -> None:
     libc.setvbuf.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
     libc.setvbuf(stdout, None, _LINE_BUFFERED, 0)
     faulthandler.enable(file=2, all_threads=False)
-    # What is left when Python takes its handlers back as it ends: the default would end a rank that is asked then.
+    # Python restores this disposition when it shuts down; the default one would kill a rank that gets the signal then.
     signal.signal(STACKS_SIGNAL, signal.SIG_IGN)
     faulthandler.register(STACKS_SIGNAL, file=2, all_threads=False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank process, from its first instruction to its exit."""
+"""Main function of a rank process: set up, run the user's function, report its value or exception, exit."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ _MAX_TEXT_CHARS = 100_000
 
 
 def run_rank(control_fd: int, out_fd: int, err_fd: int) -> NoReturn:
-    """Be a rank: read who this is from `control_fd`, run the function, send its value or its exception, exit."""
+    """Run as a rank: receive the start message on `control_fd`, call the function, send its outcome, exit."""
     write_to(out_fd, err_fd)
     control = socket.socket(fileno=control_fd)
     interrupts = RankInterrupt(functools.partial(_say_taken, control))
     signal.signal(signal.SIGINT, interrupts)
     try:
         start, parcel = wire.receive(control)
-    except wire.Closed:  # the parent gave up before this rank began
+    except wire.Closed:  # the parent cancelled the launch before this rank started
         os._exit(1)
     code = _run(start, parcel, control, interrupts)
     _finish(code)
@@ -61,12 +61,12 @@ def _run(start: RankStart, parcel: list[int], control: socket.socket, interrupts
         with interrupts:
             value = function(*args, **kwargs)
         return _send_value(control, start, value, known)
-    except BaseException as error:  # every way out of the user's function is reported to the parent
+    except BaseException as error:  # whatever the user's function raises is reported to the parent
         return _send_error(control, start, error, known)
 
 
 def _become(start: RankStart, parcel: list[int]) -> None:
-    """Take the parent's environment, directory, path and arguments; fresh random states; an empty ``__main__``."""
+    """Take over the parent's environment, directory, path and arguments; reseed; create an empty ``__main__``."""
     os.environ.clear()
     os.environ.update(start.environ)
     os.environ[PARCEL_VARIABLE] = os.pathsep.join(f"/proc/{os.getpid()}/fd/{fd}" for fd in parcel)
@@ -74,11 +74,11 @@ def _become(start: RankStart, parcel: list[int]) -> None:
     sys.path[:] = start.sys_path
     sys.argv[:] = start.argv
     importlib.invalidate_caches()
-    tempfile.tempdir = None  # the server's imports have asked for it
+    tempfile.tempdir = None  # imports in the server may have cached it
     time.tzset()
     install_sources(start.sources)
     main = types.ModuleType("__main__")
-    # DataLoader workers that are not forked import this module as their __main__, which opens the parcel again.
+    # DataLoader workers that are not forked import this module as their __main__; it opens the parcel again.
     main.__spec__ = ModuleSpec("ddpilot.launching.local.worker_main", None)
     vars(main).update(start.main)
     sys.modules["__main__"] = main
@@ -102,12 +102,12 @@ def _become(start: RankStart, parcel: list[int]) -> None:
 
 
 def _bind(definitions: list[Any]) -> None:
-    """Make what was shipped importable from ``__main__``, where pickles made by ranks look for it."""
+    """Make shipped definitions importable from ``__main__``, where pickles created by ranks refer to them."""
     vars(sys.modules["__main__"]).update(importable_from_main(definitions))
 
 
 def _obey(control: socket.socket) -> None:
-    """Do what the parent asks while the main thread may be stuck in C++. The parent's end closes this thread."""
+    """Execute the parent's requests, even while the main thread is stuck in C++. Ends when the parent closes."""
     from ddpilot.group.free import free_group
 
     while True:
@@ -121,7 +121,7 @@ def _obey(control: socket.socket) -> None:
 
 
 def _say_taken(control: socket.socket) -> None:
-    with contextlib.suppress(wire.Closed):  # nobody is there who could be impatient
+    with contextlib.suppress(wire.Closed):  # the parent is gone, so its limit for interrupted ranks does not matter
         wire.send(control, Taken())
 
 
@@ -146,7 +146,7 @@ def _send_error(control: socket.socket, start: RankStart, error: BaseException, 
     show_connections(error)
     try:
         fds, _ = pack_parcel("ddpilot-error", error, known)
-    except Exception as unpicklable:  # its text travels all the same
+    except Exception as unpicklable:  # the report with the traceback as text is sent anyway
         sys.stderr.write(f"ddpilot: {type(error).__name__} cannot be pickled: {unpicklable}\n")
         fds = []
     try:
@@ -161,7 +161,7 @@ def _send_error(control: socket.socket, start: RankStart, error: BaseException, 
 
 
 def _say_closed(start: RankStart, error: OSError) -> None:
-    """The parent gets neither a value nor an error any more: this is what it shows as the rank's last output."""
+    """Write to stderr that neither value nor error can be sent; the parent shows it as the rank's last output."""
     sys.stderr.write(
         f"ddpilot: rank {start.rank}: the outcome of `{start.function_name}` cannot be sent ({error.strerror}): the "
         "program closed descriptors that are not its own, as `os.closerange` does when a process becomes a daemon. "
@@ -170,7 +170,7 @@ def _say_closed(start: RankStart, error: OSError) -> None:
 
 
 def describe_raised(error: BaseException) -> Raised:
-    """What is told of `error`, which was raised just now."""
+    """The report of `error`, time-stamped now."""
     return Raised(
         time_s=time.monotonic(),
         type_name=type(error).__qualname__,
@@ -183,18 +183,18 @@ def describe_raised(error: BaseException) -> Raised:
 
 
 def user_traceback(error: BaseException) -> str:
-    """The traceback without the frames of ddpilot that lead to the user's function; "" if there are no others."""
+    """The traceback without the leading frames of ddpilot that call the user's function; "" if no others exist."""
     frames = error.__traceback__
     package = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
     leading = tuple(os.path.join(package, name) + os.sep for name in ("launching", "session", "trainer"))
     while frames is not None and frames.tb_frame.f_code.co_filename.startswith(leading):
         frames = frames.tb_next
     first = error.__traceback__
-    if frames is None and (first is None or first.tb_next is None):  # a call with wrong arguments, or of C code
+    if frames is None and (first is None or first.tb_next is None):  # wrong arguments, or a C function
         return ""
     text = traceback.TracebackException(type(error), error, frames or first)
     _leave_out(text, os.path.join(package, "guard") + os.sep)
-    if isinstance(error, DdpilotError):  # the message says it all: only where the user's code was matters
+    if isinstance(error, DdpilotError):  # its message is complete: only the location in the user's code is useful
         package += os.sep
         text.stack = traceback.StackSummary([frame for frame in text.stack if not frame.filename.startswith(package)])
         if not text.stack:
@@ -203,7 +203,7 @@ def user_traceback(error: BaseException) -> str:
 
 
 def _leave_out(text: traceback.TracebackException, folder: str) -> None:
-    """Drop the frames of what guard put around torch's functions, also in the errors that led to this one."""
+    """Drop the frames of guard's wrappers around torch functions, also in chained exceptions."""
     link: traceback.TracebackException | None = text
     while link is not None:
         link.stack = traceback.StackSummary([frame for frame in link.stack if not frame.filename.startswith(folder)])
@@ -211,13 +211,13 @@ def _leave_out(text: traceback.TracebackException, folder: str) -> None:
 
 
 def _finish(exitcode: int) -> NoReturn:
-    """Wait for the user's threads, run exit handlers, flush, and leave without C++ destructors.
+    """Wait for the user's threads, run exit handlers, flush, and exit without running C++ destructors.
 
     gloo's and NCCL's static destructors can abort a process that did not destroy its groups.
     """
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the handler of a library would raise in an exit handler
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a library's handler would raise inside an exit handler
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
     except BaseException:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank process tells its parent about its end, and what the server tells about processes."""
+"""Messages from a rank to its parent (start, outcome) and from the rank server (process exits)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class RankStart:
-    """Everything a rank needs before it runs the function; the parcel's descriptor comes beside it."""
+    """Everything that a rank needs before it runs the function. Sent with the parcel's descriptors."""
 
     launch_id: str
     rank: int
@@ -19,11 +19,11 @@ class RankStart:
     sys_path: list[str]
     argv: list[str]
     main: dict[str, str]
-    """What the parent's ``__main__`` says of itself: `__file__`, and `__package__` for imports relative to it."""
+    """`__file__` and `__package__` (for relative imports) of the parent's ``__main__``, if they are set."""
 
     num_threads: int
     hooks: tuple[str, ...]
-    """Functions "module:name" that are called with this value in the rank before the user's function."""
+    """Functions, as "module:name", that the rank calls with this object before the user's function."""
 
     sources: dict[str, list[str]]
     function_name: str
@@ -31,21 +31,21 @@ class RankStart:
 
 @dataclass(frozen=True)
 class Returned:
-    """The function returned; the parcel with its value comes beside it."""
+    """The function returned at `time_s` (monotonic clock). Sent with the descriptors of the parcel with its value."""
 
     time_s: float
     saw_interrupt: bool = False
-    """Whether SIGINT reached the function, which took it as its cue to return."""
+    """True if SIGINT reached the function or the function installed its own handler."""
 
 
 @dataclass(frozen=True)
 class Taken:
-    """SIGINT reached the function, which goes on to a place where it can end, such as the end of an update."""
+    """SIGINT reached the function, which continues to a point where it can stop, such as the end of an update."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Raised:
-    """The function raised. `time_s` is of the machine's monotonic clock. A parcel with the exception may be beside."""
+    """The function raised at `time_s` (the machine's monotonic clock). May be sent with a parcel of the exception."""
 
     time_s: float
     type_name: str
@@ -58,7 +58,7 @@ class Raised:
 
 @dataclass(frozen=True, kw_only=True)
 class Exited:
-    """A rank process ended. `status` as os.wait gives it."""
+    """A process exited. `status`: as returned by `os.wait`; `time_s`: on the machine's monotonic clock."""
 
     rank: int
     status: int
@@ -67,7 +67,7 @@ class Exited:
 
     @property
     def signal_name(self) -> str | None:
-        """The signal that killed it, such as "SIGKILL"."""
+        """Name of the signal that killed the process, such as "SIGKILL", or None."""
         number = self.status & 0x7F
         if number == 0:
             return None
@@ -75,18 +75,18 @@ class Exited:
 
     @property
     def exitcode(self) -> int:
-        """The exit code, or minus the signal's number."""
+        """The exit code, or minus the number of the signal that killed the process."""
         return -(self.status & 0x7F) or self.status >> 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hello:
-    """The server's first words. `dirty` says what makes forking unsafe, None where it is safe."""
+    """First message of a rank server. `dirty`: what makes forking unsafe, or None."""
 
     pid: int
     dirty: str | None
     failed: tuple[str, Any] | None
-    """A preloaded module that could not be imported, and its traceback."""
+    """Name and traceback of a preloaded module that could not be imported, or None."""
 
     files: dict[str, tuple[int, int]]
-    """Files of the imported modules with (mtime in ns, size in bytes)."""
+    """Files of the imported modules, each with its (mtime in ns, size in bytes)."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rank server: a process that has imported torch, used nothing of it, and forks ranks.
+"""The rank server: a process that has imported torch but not used it, and forks ranks.
 
-It is exec'ed by the parent in a session of its own, serves one parent over an inherited socket, and ends with it. It
-is not `multiprocessing.forkserver`, which is one per process, re-imports the user's ``__main__``, changes the ranks'
-default start method and leaves ranks behind when the parent is killed.
+The parent starts it with exec in a new session. It serves that one parent over an inherited socket and exits with it.
+`multiprocessing.forkserver` is not used because there is one per process, it re-imports the user's ``__main__``,
+changes the ranks' default start method, and leaves ranks behind when the parent is killed.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ _IMPORTS = (
     "ddpilot.record.warm",
 )
 _LATER_IMPORTS = ("torch._dynamo",)
-"""What the first optimizer of a process imports (0.9 to 1.3 s measured): imported here when nothing runs, and before
-the ranks of a launch are forked if they are more than the cores, since each of them would import it in turn."""
+"""Modules that the first optimizer of a process imports (0.9 to 1.3 s measured). The server imports them while it is
+idle, and before it forks more ranks than there are cores, because each rank would otherwise import them."""
 
 
 def serve(channel_fd: int, parent_pid: int, preload: tuple[str, ...], may_fork: bool) -> NoReturn:
-    """Import, say hello, and serve until the parent is gone."""
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the parent's thread may block SIGCHLD, which reports ends of ranks
-    gc.disable()  # importing torch makes nothing that could be collected: a tenth of the time to the first launch
+    """Import torch and `preload`, send `Hello`, and serve until the parent exits."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the parent's thread may block SIGCHLD, which reports ranks' exits
+    gc.disable()  # importing torch creates no garbage: saves a tenth of the time to the first launch
     channel = socket.socket(fileno=channel_fd)
-    channel.set_inheritable(False)  # ranks that are exec'ed must not hold it
+    channel.set_inheritable(False)  # ranks that are exec'ed must not inherit it
     adopt_orphans()
     clean = CleanWatch()
     failed = None
@@ -58,7 +58,7 @@ def serve(channel_fd: int, parent_pid: int, preload: tuple[str, ...], may_fork: 
     for name in preload:
         try:
             importlib.import_module(name)
-        except BaseException:  # a module may raise anything; the parent turns it into an error
+        except BaseException:  # a module may raise anything; the parent raises an error with the traceback
             failed = (name, traceback.format_exc())
             break
         clean.check(name)
@@ -70,20 +70,20 @@ def serve(channel_fd: int, parent_pid: int, preload: tuple[str, ...], may_fork: 
         _end()
     except Forked as forked:
         run = forked.run
-    run()  # out of the handler, so that no exception of the server is in the context of the user's
+    run()  # outside the handler, so that the server's exception is not the context of the user's exceptions
     os._exit(70)
 
 
 def _end() -> NoReturn:
-    """Run what imported modules want done at the end, such as removing a temporary folder, and leave."""
+    """Run the exit handlers of imported modules, such as removing a temporary folder, and exit."""
     atexit._run_exitfuncs()
     os._exit(0)
 
 
 def _leave_finalizers_to_server() -> None:
-    """In a child: what the server's imports registered for the end of the process is not for its ranks.
+    """In a child: disable the finalizers that the server's imports registered.
 
-    torch's some 130 finalizers take 25 ms, and a temporary folder of one of its modules is the server's to remove.
+    torch's roughly 130 finalizers take 25 ms, and a module's temporary folder must be removed by the server only.
     """
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False
@@ -100,7 +100,7 @@ def _files_of_modules() -> dict[str, tuple[int, int]]:
 
 
 class Forked(BaseException):
-    """Unwinds the server's stack in a child, so that stacks of ranks show the rank alone. `run` is what it is for."""
+    """Raised in a child to unwind the server's stack, so that a rank's stack shows only the rank. `run`: its main."""
 
     def __init__(self, run: Callable[[], Any]) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Forked(BaseException):
 
 
 class Server:
-    """The loop: requests of jobs, ends of processes, the end of the parent."""
+    """The server's event loop: requests of launches, exits of child processes, exit of the parent."""
 
     def __init__(self, channel: socket.socket, parent_pid: int, clean: CleanWatch, may_fork: bool) -> None:
         self._channel = channel
@@ -124,7 +124,7 @@ class Server:
         self._served_one = False
 
     def run(self) -> NoReturn:
-        """Serve. Signals of children wake the loop through a pipe."""
+        """Run the loop. SIGCHLD wakes it through a pipe."""
         os.set_blocking(self._wake_writer, False)
         os.set_blocking(self._wake_reader, False)
         signal.set_wakeup_fd(self._wake_writer, warn_on_full_buffer=False)
@@ -132,13 +132,13 @@ class Server:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         outlive_stops()
         self._selector.register(self._wake_reader, selectors.EVENT_READ, self._on_child)
-        if self._parent_fd is not None:  # a fork of the parent may hold its socket open after its death
+        if self._parent_fd is not None:  # a child that the parent forked may keep its socket open after its death
             self._selector.register(self._parent_fd, selectors.EVENT_READ, self._on_parent_end)
         gc.enable()
         gc.freeze()
         while True:
             idle = not self._jobs
-            # The first job of a launch comes at once after the server's first words: it must not wait for an import.
+            # The first job follows `Hello` immediately and must not wait for an import.
             wait_s = (0.05 if self._served_one else 0.3) if idle and self._later_imports else 0.5
             events = self._selector.select(wait_s)
             for key, _ in events:
@@ -205,7 +205,7 @@ class Server:
                 continue
             recorded = set().union(*(each.pids for each in self._jobs.values()))
             if kill_orphans(recorded, job.launch_id if len(self._jobs) > 1 else None):
-                continue  # their end wakes the loop again
+                continue  # their exits wake the loop again
             del self._jobs[channel]
             if channel in self._selector.get_map():
                 self._selector.unregister(channel)
@@ -222,13 +222,13 @@ class Server:
         _end()
 
     def _start_process(self, run: Callable[[], Any], argv: list[str], fds: list[int]) -> int:
-        """Fork `run`, or where forking is not safe exec a fresh interpreter with `argv`; return the pid."""
+        """Fork `run`, or exec a fresh interpreter with `argv` if forking is not safe. Returns the process id."""
         server_pid = os.getpid()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # OpenBLAS has a thread, and survives a fork
             pid = os.fork()
         if pid:
-            with contextlib.suppress(PermissionError, ProcessLookupError):  # the child has done it, or is gone
+            with contextlib.suppress(PermissionError, ProcessLookupError):  # the child has done it, or has exited
                 os.setpgid(pid, pid)
             return pid
         try:
@@ -244,7 +244,7 @@ class Server:
         raise Forked(run)
 
     def _close_in_child(self) -> None:
-        """A rank holds no end of the server's sockets and pipes, and leaves the server's exit handlers to it."""
+        """Close the server's sockets and pipes in a child, and leave the server's exit handlers to the server."""
         _leave_finalizers_to_server()
         self._selector.close()
         for channel in (self._channel, *self._jobs):

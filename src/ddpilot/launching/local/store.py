@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The store process of a launch: torch's TCPStore on a socket that the parent bound to loopback, and nothing else."""
+"""The store process of a launch: serves torch's TCPStore on a socket that the parent bound to loopback."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def run_store(listen_fd: int) -> NoReturn:
     serve = functools.partial(TCPStore, host, port, None, True, wait_for_workers=False, master_listen_fd=listen_fd)
     try:
         store = serve()
-    except NotImplementedError:  # torch 2.6's libuv store cannot take a socket
+    except NotImplementedError:  # the libuv store of torch 2.6 does not accept a socket
         store = serve(use_libuv=False)
     outlive_stops()
     while store is not None:
@@ -30,5 +30,5 @@ def run_store(listen_fd: int) -> NoReturn:
 
 
 def bind_listener() -> socket.socket:
-    """A socket that listens on a free port of 127.0.0.1; nobody can take the port in between."""
+    """A socket that listens on a free port of 127.0.0.1; binding it here reserves the port for the store."""
     return socket.create_server(("127.0.0.1", 0), backlog=1024)

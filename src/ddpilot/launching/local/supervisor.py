@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parent's loop over a running launch: outputs, outcomes, failures, the stop button, the end."""
+"""The parent's event loop for a running launch: output, results, failures, the stop button, shutdown."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _DEATH_LIMIT_S = 2.0
 
 
 class Supervisor:
-    """Runs one launch to its end. `known`: what the parent shipped by value, in the parcel's order."""
+    """Runs one launch to its end. `known`: definitions that the parent shipped by value, in the parcel's order."""
 
     def __init__(
         self,
@@ -62,18 +62,18 @@ class Supervisor:
         self._timeout_at_s = float("inf") if options.timeout_s is None else time.monotonic() + options.timeout_s
 
     def run(self, answers: Sequence[Any] = ()) -> None:
-        """Wait for the end of every rank. Raises RankError, LaunchTimeoutError, LaunchInterrupted or LaunchError.
+        """Wait until every rank has exited. Raises RankError, LaunchTimeoutError, LaunchInterrupted or LaunchError.
 
-        SIGTERM and SIGUSR1 are passed on. SystemExit(75) where a rank then left with it, having saved where it stands.
+        SIGTERM and SIGUSR1 are passed on; if a rank then exits with code 75 after saving, SystemExit(75) is raised.
 
-        `answers`: what the rank server said while the ranks were being started.
+        `answers`: messages that the rank server sent while the ranks were being started.
 
         When it returns or raises, no process of the launch is left.
         """
         with self._selector:
             self._selector.register(self._interrupts.fd, selectors.EVENT_READ, self._interrupts.clear)
             self._selector.register(self._job, selectors.EVENT_READ, self._on_job)
-            if self._companion is not None:  # what it has to say is asked for in each turn
+            if self._companion is not None:  # `take` is called in each iteration
                 self._selector.register(self._companion.fd, selectors.EVENT_READ, lambda: None)
             for handle in self._handles:
                 self._watch(handle)
@@ -104,10 +104,10 @@ class Supervisor:
         if isinstance(self._ending, LaunchInterrupted):
             returned = [handle.returned for handle in self._handles if handle.returned is not None]
             if len(returned) == len(self._handles) and any(each.saw_interrupt for each in returned):
-                return  # the function took the interrupt as its cue and returned
+                return  # the function handled the interrupt by returning
             raise LaunchInterrupted(f"the launch of `{self._function_name}` was stopped: {self._describe_ends()}")
         is_requeue = isinstance(self._ending, RankError) and self._ending.exitcode == EXIT_REQUEUE
-        if is_requeue and self._interrupts.stop is not None:  # the ranks have saved, and whoever sent it wants the code
+        if is_requeue and self._interrupts.stop is not None:  # the ranks have saved, and the scheduler needs the code
             self._interrupts.stop = None
             raise SystemExit(EXIT_REQUEUE) from self._ending
         raise self._ending
@@ -124,7 +124,7 @@ class Supervisor:
             dues.append(now + 0.02)
         return max(0.0, min([1.0, *(due - now for due in dues if due is not None)]))
 
-    # what comes in
+    # events
 
     def _on_job(self) -> None:
         try:
@@ -137,7 +137,7 @@ class Supervisor:
         self._on_message(message)
 
     def _await_death_with_server(self) -> None:
-        """The kernel kills the ranks of a server that died; see them gone."""
+        """Wait until the ranks of a dead server have exited; the operating system kills them."""
         limit_s = time.monotonic() + _DEATH_LIMIT_S
         pids = [handle.pid for handle in self._handles if handle.is_live and handle.pid is not None]
         while any(map(psutil.pid_exists, pids)) and time.monotonic() < limit_s:
@@ -192,9 +192,9 @@ class Supervisor:
         os.close(fd)
 
     def _on_exit(self, handle: RankHandle, exited: Exited) -> None:
-        handle.control.setblocking(False)  # a process that the rank forked may hold the other end open
+        handle.control.setblocking(False)  # a process that the rank forked may keep the other end open
         while handle.control in self._selector.get_map():
-            self._on_control(handle)  # what it said before it ended
+            self._on_control(handle)  # messages sent before the exit
         handle.exited = exited
         for stream, fd in list(handle.pipes.items()):
             self._pump.drain(fd, handle.rank, stream, time.monotonic())
@@ -219,12 +219,12 @@ class Supervisor:
             return None
         try:
             error, _ = open_parcel(map_parcel(handle.parcel), self._known)
-        except Exception as failure:  # the exception's own code runs: its text is in the report all the same
+        except Exception as failure:  # unpickling runs the exception's own code; the report has its text anyway
             self._pump.display.note(f"rank {handle.rank}'s exception could not be rebuilt here: {failure!r}")
             return None
         return error if isinstance(error, BaseException) else None
 
-    # what is done about it
+    # decisions
 
     def _unheard(self) -> list[int]:
         failed = {failure.rank for failure in self._failures}
@@ -257,7 +257,7 @@ class Supervisor:
             self._ladder.start_timed_out(now)
 
     def _may_be_followed(self, chosen: Failure, now: float) -> bool:
-        """True while the other ranks have time to leave with the exit code for a requeue, too: in a `finally`, say."""
+        """True while the other ranks may still exit with the requeue code too, for example in a `finally`."""
         ends = [handle.raised or handle.exited for handle in self._handles]
         is_open = any(each.is_live for each in self._handles) and all(each.returned is None for each in self._handles)
         is_requeue = all(end is None or end.exitcode == EXIT_REQUEUE for end in ends)
@@ -267,12 +267,12 @@ class Supervisor:
         if self._companion is None:
             return
         error = self._companion.take(self._pump.display.note)
-        if error is not None and self._ending is None and not self._failures:  # else `_judge` knows more of it
+        if error is not None and self._ending is None and not self._failures:  # a rank's failure is left to `_judge`
             self._ending = error
             self._ladder.start_failed(now)
 
     def _drain_output(self, rank: int) -> None:
-        """A rank that raised wrote its last lines before it reported."""
+        """Read all pending output of a rank that raised: it wrote its last lines before it reported."""
         handle = self._handles[rank]
         for stream, fd in handle.pipes.items():
             self._pump.drain(fd, rank, stream, time.monotonic())
@@ -301,7 +301,7 @@ class Supervisor:
     def _ask(self, request: Signal | Finish) -> None:
         try:
             wire.send(self._job, request)
-        except wire.Closed:  # the loop reads its end next
+        except wire.Closed:  # the loop reads the end of file next
             return
 
     def _describe_ends(self) -> str:

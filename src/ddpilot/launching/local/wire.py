@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages with file descriptors over a Unix stream socket, between processes of one launch.
 
-A frame is 8 bytes (length of the body, number of descriptors; both network order) and a pickled body. The descriptors
-ride on the first byte. Sockets are made by `socket.socketpair` and inherited: no address, nobody else can connect.
+A frame is 8 bytes (length of the body, number of descriptors; both in network byte order) and a pickled body. The
+descriptors are attached to the first byte. Sockets come from `socket.socketpair` and are inherited: they have no
+address, so no other process can connect.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ _MAX_FDS = 16
 
 
 class Closed(Exception):  # noqa: N818  # a state, not a failure
-    """The other end is gone."""
+    """The other end was closed."""
 
 
 def send(channel: socket.socket, body: Any, fds: Sequence[int] = ()) -> None:
-    """Send one frame; `fds` stay open here. Raises Closed when the other end is gone."""
+    """Send one frame; `fds` stay open in this process. Raises Closed if the other end was closed."""
     data = pickle.dumps(body)
     if len(fds) > _MAX_FDS:
         raise ValueError(f"{len(fds)} descriptors in one frame, at most {_MAX_FDS}")
@@ -38,9 +39,9 @@ def send(channel: socket.socket, body: Any, fds: Sequence[int] = ()) -> None:
 
 
 def receive(channel: socket.socket) -> tuple[Any, list[int]]:
-    """The next frame and its descriptors, which the caller owns. Raises Closed at the end.
+    """Receive a frame and its descriptors, which the caller must close. Raises Closed if the other end was closed.
 
-    Waits for the frame, or where `channel` is non-blocking, takes it for the end that none is there.
+    Blocks until a frame arrives; if `channel` is non-blocking, raises Closed if no frame is available.
     """
     fds: list[int] = []
     try:
@@ -76,6 +77,6 @@ def _receive_exactly(channel: socket.socket, size_bytes: int, fds: list[int]) ->
 
 
 def close_all(fds: Sequence[int]) -> None:
-    """Close descriptors that were received."""
+    """Close the file descriptors."""
     for fd in fds:
         os.close(fd)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ``__main__`` of processes that a rank starts with multiprocessing's "spawn" or "forkserver" method.
 
-They look for classes and functions from cells in ``__main__``, so the rank's parcel is opened once more here.
+They look up classes and functions from notebook cells in ``__main__``, so this module opens the rank's parcel again.
 """
 
 from __future__ import annotations

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks print: cut into lines, labelled by rank, the same line of several ranks shown once."""
+"""Show ranks' output: split it into lines, label them by rank, and merge identical lines of several ranks."""

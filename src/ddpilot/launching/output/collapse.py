@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Show a line once when several ranks print it, without ever changing the order of one rank's lines."""
+"""Merge identical lines of several ranks without changing the order of any rank's lines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 WINDOW_S = 0.05
-"""How long a line waits for the same line from other ranks."""
+"""Seconds that a line waits for the same line from other ranks."""
 
 _MAX_WAITING = 2000
 _NOWHERE = (0, -1)
@@ -18,10 +18,10 @@ _NOWHERE = (0, -1)
 
 @dataclass(eq=False, slots=True)
 class Waiting:
-    """A line on its way to the screen, and the ranks that printed it.
+    """A line waiting to be shown, and the ranks that printed it.
 
-    `place`: how many lines stand above it, then the rank that was first to print it. So ranks that print as many lines
-    as each other, some of them different, have the lines that are the same at the same height.
+    `place` is its sort key: the number of lines above it, then the first rank that printed it. If ranks print the same
+    number of lines, some of which differ, identical lines therefore have the same height.
     """
 
     stream: str
@@ -33,19 +33,19 @@ class Waiting:
 
 
 class Collapser:
-    """Collects lines of `num_ranks` ranks, whatever their numbers. Times: seconds of any clock that never goes back."""
+    """Collects lines of `num_ranks` ranks, numbered in any way. Times are seconds of any monotonic clock."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
-        self._rows: dict[int, list[Waiting]] = {}  # by height, each in the order of places
-        self._heights: list[int] = []  # a heap of the keys of `_rows`
+        self._rows: dict[int, list[Waiting]] = {}  # by height, each sorted by place
+        self._heights: list[int] = []  # heap of the keys of `_rows`
         self._num_waiting = 0
         self._by_age: deque[Waiting] = deque()
-        self._by_text: dict[tuple[str, str], list[Waiting]] = {}  # each in the order of places
+        self._by_text: dict[tuple[str, str], list[Waiting]] = {}  # each sorted by place
         self._last: dict[int, tuple[int, int]] = {}  # by rank
 
     def add(self, rank: int, stream: str, text: str, now_s: float) -> None:
-        """Take a line: join the same line of other ranks if that comes after all that this rank has printed."""
+        """Add a line; merge it with the same line of other ranks if that is below all lines of this rank."""
         last = self._last.get(rank, _NOWHERE)
         same = self._by_text.get((stream, text))
         entry = None if same is None else _first_after(same, last)
@@ -70,7 +70,7 @@ class Collapser:
             _insert(row, entry)
 
     def ready(self, now_s: float) -> Iterator[Waiting]:
-        """The lines that need not wait any longer, in order."""
+        """Yield, in order, the lines that need not wait any longer, and remove them."""
         while self._heights:
             is_complete = len(self._rows[self._heights[0]][0].ranks) == self._num_ranks
             if not is_complete and self._num_waiting <= _MAX_WAITING:
@@ -80,12 +80,12 @@ class Collapser:
             yield self._pop()
 
     def flush(self) -> Iterator[Waiting]:
-        """Everything that waits, in order."""
+        """Yield and remove all waiting lines, in order."""
         while self._heights:
             yield self._pop()
 
     def next_due_s(self) -> float | None:
-        """When the line that has waited longest is due; None if none waits."""
+        """When the oldest waiting line is due; None if no line is waiting."""
         by_age = self._by_age
         while by_age and by_age[0].is_shown:
             by_age.popleft()
@@ -101,7 +101,7 @@ class Collapser:
         entry.is_shown = True
         self._num_waiting -= 1
         same = self._by_text[entry.stream, entry.text]
-        del same[0]  # no line that waits stands above `entry`, so none of its text either
+        del same[0]  # `entry` is the topmost waiting line, so it is the first one with its text
         if not same:
             del self._by_text[entry.stream, entry.text]
         return entry
@@ -112,7 +112,7 @@ def _place(entry: Waiting) -> tuple[int, int]:
 
 
 def _first_after(entries: list[Waiting], place: tuple[int, int]) -> Waiting | None:
-    """The first of `entries` that stands below `place`. A rank may print one line thousands of times: no scan."""
+    """First of `entries` below `place`. Uses bisection, since a rank may print the same line thousands of times."""
     if entries[-1].place <= place:
         return None
     return entries[bisect.bisect_right(entries, place, key=_place)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write ranks' lines to the parent's stdout and stderr, labelled; one rank's progress bar below them."""
+"""Write ranks' lines, labelled, to the parent's stdout and stderr, with one rank's progress bar below them."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _NOTEBOOK_LIMIT_BYTES = 1_000_000
 
 
 class _Nowhere(io.TextIOBase):
-    """Takes the place of a stream that the parent closed: Python sets `sys.stdout` to None then."""
+    """Replaces a stream that the parent closed: Python then sets `sys.stdout` to None."""
 
     def write(self, text: str) -> int:
         return len(text)
 
 
 class Display:
-    """Where ranks' output is shown. Streams are the parent's `sys.stdout` and `sys.stderr` as they are now."""
+    """Displays ranks' output on the parent's `sys.stdout` and `sys.stderr` as they are at construction."""
 
     def __init__(self, mode: Output, limit_bytes: int | None) -> None:
         self._mode = mode
         self.shown_ranks: Container[int] | None = None
-        """The only ranks whose output is shown; None: as `mode` says."""
+        """Ranks whose output is shown; None: determined by `mode`."""
         self._streams: dict[str, TextIO | _Nowhere] = {
             "stdout": sys.stdout or _Nowhere(),
             "stderr": sys.stderr or _Nowhere(),
@@ -41,16 +41,16 @@ class Display:
 
     @property
     def limit_bytes(self) -> int | None:
-        """How much of what each rank prints is shown; None for all of it."""
+        """Bytes of each rank's output that are shown; None for no limit."""
         return self._limit_bytes
 
     def hides(self, rank: int) -> bool:
-        """Whether nothing more of `rank` will be shown, so that its output need not be cut into lines."""
+        """True if no more output of `rank` will be shown, so that it need not be split into lines."""
         is_over = self._limit_bytes is not None and self._shown_bytes.get(rank, 0) > self._limit_bytes
         return is_over or not self._is_wanted(rank)
 
     def count_hidden(self, rank: int, num_bytes: int) -> None:
-        """Remember that `num_bytes` of `rank` were not shown because of the limit."""
+        """Count `num_bytes` of `rank` as not shown because of the limit."""
         if self._is_wanted(rank):
             self._hidden_bytes[rank] = self._hidden_bytes.get(rank, 0) + num_bytes
 
@@ -60,11 +60,11 @@ class Display:
         return self._mode == "labelled" or (self._mode == "rank_zero" and rank == 0)
 
     def line(self, ranks: Sequence[int], stream: str, text: str) -> None:
-        """Show one line of `ranks`."""
+        """Show one line, labelled with `ranks`."""
         self._write(stream, self._labelled(ranks, text))
 
     def lines(self, entries: Iterable[Waiting]) -> None:
-        """Show lines, those of one stream that follow each other by one write."""
+        """Show lines, with one write for consecutive lines of the same stream."""
         stream = ""
         texts: list[str] = []
         for entry in entries:
@@ -83,7 +83,7 @@ class Display:
         return f"{_label(tuple(ranks))}{text}\n" if self._mode == "labelled" else f"{text}\n"
 
     def progress(self, stream: str, text: str, rank: int = 0) -> None:
-        """Redraw the bar of the one rank whose bars are shown."""
+        """Redraw the progress bar; only one rank's bars are shown."""
         self._erase_bar()
         shown = f"[rank {rank}] {text}" if self._mode == "labelled" else text
         self._bar = (stream, shown)
@@ -91,22 +91,22 @@ class Display:
         self._streams[stream].flush()
 
     def end_progress(self, stream: str, text: str, rank: int = 0) -> None:
-        """Leave a finished bar standing."""
+        """Draw a finished progress bar and move to the next line."""
         self.progress(stream, text, rank)
         self._bar = None
         self._streams[stream].write("\n")
 
     def note(self, text: str) -> None:
-        """Say something of ddpilot's own, on stderr, whatever the mode."""
+        """Show a notice of ddpilot on stderr, in every mode."""
         self._write("stderr", f"ddpilot: {text}\n")
 
     def flush(self) -> None:
-        """Hand everything written so far on."""
+        """Flush both streams."""
         for stream in self._streams.values():
             stream.flush()
 
     def close(self) -> None:
-        """End the bar's line and say what was not shown."""
+        """Finish the line of the progress bar and report how much output was not shown."""
         if self._bar is not None:
             self._streams[self._bar[0]].write("\n")
             self._bar = None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cut a stream of bytes into lines and progress-bar updates."""
+"""Split a stream of bytes into lines and progress-bar updates."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ import re
 from typing import NamedTuple
 
 _MAX_LINE_BYTES = 64 * 1024
-_CURSOR_MOVES = re.compile(rb"\x1b\[\d*[A-HJK]")  # nested bars move the cursor, which lines of other ranks would break
+_CURSOR_MOVES = re.compile(rb"\x1b\[\d*[A-HJK]")  # nested bars move the cursor, which would garble other ranks' lines
 
 
 class Line(NamedTuple):
-    """A finished line without its end. `is_progress`: the last state of a bar that redrew itself."""
+    """A complete line without its line break. `is_progress`: it is the last state of a progress bar."""
 
     text: str
     is_progress: bool = False
 
 
 class Progress(NamedTuple):
-    """What a bar that redraws itself with carriage returns shows now."""
+    """Current text of a progress bar that redraws itself with carriage returns."""
 
     text: str
 
 
 class LineSplitter:
-    """Cuts the bytes of one stream of one rank. Memory is bounded: a line over 64 KiB is cut into pieces."""
+    """Splits the bytes of one stream of one rank. Memory is bounded: a line over 64 KiB is split into pieces."""
 
     def __init__(self) -> None:
         self._pending = b""
 
     def feed(self, data: bytes) -> list[Line | Progress]:
-        """The lines that `data` completes, and the bar that it leaves unfinished."""
+        """The lines that `data` completes, and the current progress bar if it is unfinished."""
         without_moves = _CURSOR_MOVES.sub(b"", data)
         moved = len(without_moves) != len(data)
         complete, end, rest = (self._pending + without_moves).rpartition(b"\n")
@@ -53,7 +53,7 @@ class LineSplitter:
         return found
 
     def close(self) -> list[Line | Progress]:
-        """The last line, where it had no end."""
+        """The last line, if it had no line break."""
         rest, self._pending = self._pending, b""
         return [_line(rest)] if rest.strip() else []
 

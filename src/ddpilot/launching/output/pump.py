@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read the pipes of all ranks of a launch and show what comes, keeping each rank's last lines."""
+"""Read the output pipes of all ranks of a launch, show their lines, and keep each rank's last lines."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _CHUNK_BYTES = 1 << 16
 _MAX_PIPE_BYTES = 1 << 20
 _MAX_LAST_LINES = 200
 _HIDDEN_BYTES = 1 << 14
-"""Of 64 KiB that nobody sees, so many are cut into lines for an error's sake: cutting is what costs."""
+"""Bytes of each 64 KiB of hidden output that are split into lines, for error reports; splitting is the main cost."""
 
 
 class OutputPump:
-    """The parent's ends of the ranks' stdout and stderr pipes, by (rank, "stdout" or "stderr").
+    """Reads the ranks' stdout and stderr pipes, identified by (rank, "stdout" or "stderr").
 
-    `ranks`: how many, or which where they do not count from 0; of the first one progress bars are shown. `copies`:
-    files that get every byte of a stream as well.
+    `ranks`: number of ranks, or the ranks if they do not start at 0; progress bars of the lowest one are shown.
+    `copies`: files that also get every byte of a stream.
     """
 
     def __init__(
@@ -36,18 +36,18 @@ class OutputPump:
         self.display = display
         self._copies = copies or {}
         self.num_bytes = 0
-        """How much was read so far, of all pipes."""
+        """Bytes read so far from all pipes."""
         self._bars_rank = min(numbers)
         self._collapser = Collapser(len(numbers))
         self._splitters: dict[tuple[int, str], LineSplitter] = {}
         self._last_lines = {rank: deque[str](maxlen=_MAX_LAST_LINES) for rank in numbers}
 
     def last_lines(self, rank: int) -> tuple[str, ...]:
-        """The last lines that `rank` printed, stdout and stderr in the order in which they came."""
+        """The last 200 lines that `rank` printed, stdout and stderr in the order of arrival."""
         return tuple(self._last_lines[rank])
 
     def read(self, fd: int, rank: int, stream: str, now_s: float) -> bool:
-        """Take at most 64 KiB of one pipe that has something, or has ended; False at its end."""
+        """Read at most 64 KiB from a readable pipe. Returns False at its end."""
         data = os.read(fd, _CHUNK_BYTES)
         self.num_bytes += len(data)
         if (rank, stream) in self._copies:
@@ -62,7 +62,7 @@ class OutputPump:
         return bool(data)
 
     def drain(self, fd: int, rank: int, stream: str, now_s: float) -> None:
-        """Take what is in the pipe of a rank that ended; a process or thread it left may write on for ever."""
+        """Read what is in the pipe of a rank that exited, at most 1 MiB; processes it left may write forever."""
         os.set_blocking(fd, False)
         try:
             for _ in range(_MAX_PIPE_BYTES // _CHUNK_BYTES):
@@ -88,14 +88,14 @@ class OutputPump:
                 self.display.end_progress(stream, text, rank)
 
     def show(self, now_s: float) -> None:
-        """Show the lines that have waited long enough for their like."""
+        """Show the lines that have waited long enough for the same line of other ranks."""
         self.display.lines(self._collapser.ready(now_s))
 
     def next_due_s(self) -> float | None:
-        """When `show` has something to do next; None if nothing waits."""
+        """When `show` must be called next; None if no line is waiting."""
         return self._collapser.next_due_s()
 
     def close(self) -> None:
-        """Show everything that still waits."""
+        """Show all waiting lines and close the display."""
         self.display.lines(self._collapser.flush())
         self.display.close()

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions, arguments and results between parent and ranks: cloudpickle by value, bytes in one memory file."""
+"""Pickle functions, arguments and results between parent and ranks: cloudpickle by value, data in memory files."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Name what cannot be pickled by its path, such as ``args[0].loader.fn``."""
+"""Pickle a value into a parcel, and name what cannot be pickled by its path, such as ``args[0].loader.fn``."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _MAX_DEPTH = 50
 def ship(
     name: str, parts: Mapping[str, Any], value: Any, *, did: str, known: list[Any] | None, rank: int | None = None
 ) -> tuple[list[int], list[Any]]:
-    """`pack_parcel(value)`, but a failure is a ShipError that names the path within `parts` and what is there.
+    """Same as `pack_parcel(value)`, but a failure raises a ShipError with the path within `parts` and the object there.
 
-    Raises LaunchError where everything pickles and the system has no place for it.
+    Raises LaunchError if everything can be pickled but a system limit is reached.
     """
     try:
         return pack_parcel(name, value, known)
-    except Exception as error:  # pickling runs the objects' own code: anything can come
+    except Exception as error:  # pickling runs the objects' own code, which may raise anything
         path, culprit = blame(parts, known)
         limit = explain_limit(did, error) if isinstance(error, OSError) and culprit is parts else None
         if limit is not None:
@@ -44,9 +44,9 @@ def ship(
 
 
 def _fix(culprit: Any, *, is_result: bool, is_call: bool) -> str:
-    """What to do about `culprit`, in something that a rank returns (`is_result`) or that is sent to the ranks.
+    """Advice about `culprit`, which a rank returns (`is_result`) or which is sent to the ranks.
 
-    `is_call`: it is sent as a part of a call.
+    `is_call`: it is sent as part of a function call.
     """
     if isinstance(culprit, (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)):
         verb = "Return" if is_result else "Send"
@@ -63,12 +63,12 @@ def _fix(culprit: Any, *, is_result: bool, is_call: bool) -> str:
 
 
 def blame(parts: Mapping[str, Any], known: list[Any] | None) -> tuple[str, Any]:
-    """The path to the innermost object within `parts` that does not pickle on its own, and the object."""
+    """Find the innermost object within `parts` that cannot be pickled alone. Returns its path and the object."""
     for path, value in parts.items():
         if not _pickles(value, known):
             return _descend(path, value, known)
     name = " and ".join(parts)
-    return name, parts  # each pickles alone: they only fail together
+    return name, parts  # each can be pickled alone: they fail only together
 
 
 def _descend(path: str, value: Any, known: list[Any] | None) -> tuple[str, Any]:
@@ -86,7 +86,7 @@ def _descend(path: str, value: Any, known: list[Any] | None) -> tuple[str, Any]:
 def _pickles(value: Any, known: list[Any] | None) -> bool:
     try:
         ShipPickler(io.BytesIO(), lambda buffer: None, known).dump(value)
-    except Exception:  # whatever it was, the answer is no, and the caller chains the first failure
+    except Exception:  # any failure means no; the caller chains the first one
         return False
     return True
 

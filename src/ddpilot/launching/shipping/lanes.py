@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write large buffers into several memory files at once.
+"""Write large buffers to several memory files in parallel.
 
-The kernel gives pages to one memory file at a time, so a second file and a second thread are what makes writing faster
-(measured on 2 cores: 500 MB take 0.18 s into one file and 0.13 s into two).
+The kernel allocates pages for one memory file at a time, so writing is faster with a second file and a second thread
+(measured on 2 cores: 500 MB take 0.18 s with one file and 0.13 s with two).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MAX_LANES = 4
 
 
 class Span(NamedTuple):
-    """Where a buffer lies: in which file, from where, how long (bytes)."""
+    """Location of a buffer: index of the file, offset and length in bytes."""
 
     lane: int
     offset: int
@@ -27,7 +27,7 @@ class Span(NamedTuple):
 
 
 class LaneWriter:
-    """Writes one parcel. Large buffers wait until 256 MB are together; keep them unchanged until `seal`."""
+    """Writes one parcel. Large buffers are collected up to 256 MB; they must not change until `seal`."""
 
     def __init__(self, name: str, max_lanes: int | None = None) -> None:
         self._name = name
@@ -37,7 +37,7 @@ class LaneWriter:
         self._waiting_bytes = 0
 
     def write(self, data: bytes | memoryview) -> Span:
-        """Give `data` a place; small data lies in the first file, and is there at once."""
+        """Reserve space for `data`; small data goes to the first file and is written at once."""
         view = memoryview(data).cast("B")
         if len(view) < _LARGE_BYTES:
             return self.write_first(view)
@@ -50,7 +50,7 @@ class LaneWriter:
         return span
 
     def write_first(self, data: bytes | memoryview) -> Span:
-        """Write `data` at once at the end of the first file, whatever its size."""
+        """Write `data` of any size at the end of the first file, at once."""
         file = self._files[0]
         span = Span(0, file.reserve(len(data)), len(data))
         file.write_at(span.offset, memoryview(data))
@@ -76,12 +76,12 @@ class LaneWriter:
                 self._files[lane].write_at(span.offset, view)
 
     def seal(self) -> list[int]:
-        """Write what waits, make the files immutable and return their descriptors, which the caller now owns."""
+        """Write all collected buffers, make the files immutable and return their descriptors, owned by the caller."""
         if self._waiting:
             self._flush()
         return [file.seal() for file in self._files]
 
     def close(self) -> None:
-        """Give the files up. Does nothing once they were sealed."""
+        """Discard the files. Does nothing after `seal`."""
         for file in self._files:
             file.close()

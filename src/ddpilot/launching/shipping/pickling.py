@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pickle objects into a memory file and back, without torch being imported unless tensors are there.
+"""Pickle objects into memory files and back; torch is imported only if there are tensors.
 
-What is defined in ``__main__`` (a script or a notebook's cells) goes by value. Tensor storages and NumPy buffers lie
-beside the pickle in the file, each once. A parcel ends with a footer, so that a file alone is enough to open it.
+Definitions in ``__main__`` (a script or a notebook's cells) are pickled by value. Tensor storages and NumPy buffers are
+stored next to the pickle, each once. A parcel ends with a footer, so that it can be opened from its files alone.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _FOOTER = struct.Struct("<QQ")
 
 
 class _MainGlobals:
-    """Stands for the globals of the receiver's ``__main__``, which every function from ``__main__`` shares there."""
+    """Placeholder for the globals of the receiver's ``__main__``, which all functions from ``__main__`` share there."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _main_globals, ()
@@ -54,12 +54,12 @@ def _main_globals() -> dict[str, Any]:
 
 
 def set_function_state(function: Any, state: Any) -> None:
-    """Complete a function from ``__main__``: what it refers to becomes global in the receiver's ``__main__``."""
+    """Restore a function from ``__main__``; the names it refers to become globals of the receiver's ``__main__``."""
     _function_setstate(function, state)
 
 
 def _set_state_apart(uses: dict[str, Any], function: Any, state: Any) -> None:
-    """As `set_function_state`, but what the function refers to goes to `uses` instead."""
+    """Like `set_function_state`, but the names that the function refers to are stored in `uses` instead."""
     _, slots = state
     uses.update(slots["__globals__"])
     slots["__globals__"] = {}
@@ -67,18 +67,18 @@ def _set_state_apart(uses: dict[str, Any], function: Any, state: Any) -> None:
 
 
 def known_object(index: int) -> Any:
-    """Stands in a pickle for the object that the receiver itself once shipped as its `index`-th."""
+    """Placeholder in a pickle for object number `index` of those that the receiver itself has shipped."""
     raise pickle.UnpicklingError(f"object {index} of a parcel was asked for outside `open_parcel`")
 
 
 class ShipPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is untyped
-    """Pickles by value what ``__main__`` defines, storages out of band, and a DDP model as the module in it, since its
-    process group belongs to its rank.
+    """Pickles definitions of ``__main__`` by value, storages out of band, and a DDP model as the module it wraps, since
+    its process group belongs to its rank.
 
-    `defined` collects the classes and functions that went by value, `storages` the storages of tensors. `known`: None
-    on the way to a rank, where functions from ``__main__`` share the globals of the rank's; on the way back what the
-    receiver shipped: such an object goes as a number, so that an instance has the receiver's class, unchanged, and no
-    function touches the receiver's globals.
+    `defined` collects the classes and functions pickled by value, `storages` the storages of tensors. `known` is None
+    when pickling for a rank, where functions from ``__main__`` share the globals of the rank's ``__main__``. When
+    pickling a rank's result it is the list of objects that the receiver shipped: these are pickled as indices, so that
+    an instance has the receiver's own class, and no function changes the receiver's globals.
     """
 
     def __init__(self, stream: io.BytesIO, keep_buffer: Any, known: Sequence[Any] | None = None) -> None:
@@ -119,7 +119,7 @@ class ShipPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is 
             return weakref.WeakKeyDictionary, (dict(obj),)
         reduced = super().reducer_override(obj)
         is_definition = isinstance(obj, (type, types.FunctionType)) and obj.__module__ != "builtins"
-        if is_definition and reduced is not NotImplemented:  # cloudpickle sends it by value
+        if is_definition and reduced is not NotImplemented:  # cloudpickle pickles it by value
             self.defined[id(obj)] = obj
         return reduced
 
@@ -130,7 +130,7 @@ class ShipPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is 
         reduced = super()._dynamic_function_reduce(func)
         if owner is not None:
             _, slots = reduced[2]
-            slots["__globals__"] = {}  # the receiver's module has them
+            slots["__globals__"] = {}  # the receiver's module provides them
         elif self._goes_to_rank and func.__globals__ is _main_globals():
             reduced = (*reduced[:5], set_function_state)
         return reduced
@@ -146,12 +146,12 @@ class ShipPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is 
         if on_host.nbytes() == 0:
             return _untyped_storage, (b"",)
         region = (ctypes.c_ubyte * on_host.nbytes()).from_address(on_host.data_ptr())
-        region.storage = on_host  # the bytes are written at once, but keep them alive for as long as the view is
+        region.storage = on_host  # keeps the storage alive as long as the view
         return _untyped_storage, (pickle.PickleBuffer(region),)
 
 
 def loaded_torch() -> Any:
-    """torch, where it is in this process; complete, also where another thread is just importing it."""
+    """The torch module if this process has imported it, else None; waits for another thread that is importing it."""
     torch = sys.modules.get("torch")
     if getattr(getattr(torch, "__spec__", None), "_initializing", False):
         torch = importlib.import_module("torch")  # waits for that thread
@@ -175,10 +175,10 @@ def _typed_storage(untyped: Any, dtype: Any) -> Any:
 
 
 def pack_parcel(name: str, value: Any, known: Sequence[Any] | None = None) -> tuple[list[int], list[Any]]:
-    """Pickle `value` into new memory files; return their descriptors and the definitions that went by value.
+    """Pickle `value` into new memory files. Returns their descriptors and the definitions that were pickled by value.
 
-    The parcel also carries those definitions. `known` as for `ShipPickler`. There is one file, or a few where a lot is
-    in it. Raises whatever pickling raises; no file is left then.
+    The parcel also contains those definitions. `known`: as for `ShipPickler`. There is one file, or several for large
+    data. Raises whatever pickling raises, after closing the files.
     """
     file = LaneWriter(name)
     try:
@@ -197,7 +197,7 @@ def pack_parcel(name: str, value: Any, known: Sequence[Any] | None = None) -> tu
 
 
 def _current_last(definitions: Iterable[Any]) -> list[Any]:
-    """Of two classes of one name (a cell was run twice), the one that ``__main__`` has now comes last and is bound."""
+    """Sort so that, of two classes with one name (a cell was run twice), ``__main__``'s current one is bound last."""
     now = _main_globals()
     return sorted(definitions, key=lambda definition: now.get(definition.__qualname__) is definition)
 
@@ -219,26 +219,26 @@ class _Unpickler(pickle.Unpickler):
 
 
 def importable_from_main(definitions: Iterable[Any]) -> dict[str, Any]:
-    """Those of `definitions` that pickles look for in ``__main__``, by name."""
+    """The `definitions` that pickles look up in ``__main__``, by name."""
     of_main = (each for each in definitions if each.__module__ == "__main__")
     return {each.__qualname__: each for each in of_main if "." not in each.__qualname__}
 
 
 def map_parcel(fds: Sequence[int]) -> list[memoryview]:
-    """The files of a parcel as this process's own bytes; `fds` are left open and need not stay so."""
+    """Map the files of a parcel privately. `fds` stay open and may be closed by the caller."""
     return [map_private(fd) for fd in fds]
 
 
 def open_parcel(
     mapped: Sequence[memoryview], known: Sequence[Any] = (), uses: dict[str, Any] | None = None
 ) -> tuple[Any, list[Any]]:
-    """The value of a parcel and the definitions that came with it; large bytes stay in the mappings.
+    """Unpickle a parcel's value and the definitions that came with it; large data stays in the mappings.
 
-    Functions from ``__main__`` share the globals of this process's ``__main__``. What they refer to is set there, and
-    replaces what has that name; with `uses`, it is put into `uses` by name, and ``__main__`` stays as it is. Raises
-    what unpickling raises, such as ModuleNotFoundError.
+    Functions from ``__main__`` share the globals of this process's ``__main__``: the names they refer to are set there
+    and replace existing ones. With `uses`, they are stored in `uses` by name instead, and ``__main__`` is not changed.
+    Raises whatever unpickling raises, such as ModuleNotFoundError.
     """
-    loaded_torch()  # what is here may import parts of it, which another thread is in the middle of
+    loaded_torch()  # unpickling may import parts of torch while another thread is still importing it
     offset, length = _FOOTER.unpack(mapped[0][-_FOOTER.size :])
     body, spans = pickle.loads(mapped[0][offset : offset + length])
     stream, *buffers = (mapped[span.lane][span.offset : span.offset + span.length] for span in (body, *spans))

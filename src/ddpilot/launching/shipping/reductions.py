@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How objects travel that pickle and cloudpickle lose, or drag half a library along for."""
+"""Reducers for objects that pickle and cloudpickle cannot handle, or pickle with half a library."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class ModuleGlobals:
-    """Stands for the globals of the receiver's module `name`."""
+    """Placeholder for the globals of the receiver's module `name`."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -29,9 +29,9 @@ def _globals_of(name: str) -> dict[str, Any]:
 
 
 def owning_module(function: Any) -> str | None:
-    """The importable module whose globals `function` uses, although it is said to be of ``__main__``.
+    """The importable module whose globals `function` uses although its `__module__` is ``__main__``; None otherwise.
 
-    A decorator's wrapper is such a function: `functools.wraps` names it after what it wraps.
+    A decorator's wrapper is such a function: `functools.wraps` copies `__module__` from the wrapped function.
     """
     name = function.__globals__.get("__name__")
     module = sys.modules.get(name) if isinstance(name, str) and name != "__main__" else None
@@ -40,9 +40,9 @@ def owning_module(function: Any) -> str | None:
 
 
 def reduce_lazy_module(module: Any) -> Any:
-    """A module of a class of its own, such as ``torch.ops`` and ``torch.ops.aten``: by the name that leads to it.
+    """Reduce a module with a class of its own, such as ``torch.ops`` and ``torch.ops.aten``, to its name.
 
-    `NotImplemented` for any other object, and where the name leads elsewhere.
+    Returns `NotImplemented` for any other object, and if the name does not lead to it.
     """
     if not isinstance(module, types.ModuleType) or type(module) is types.ModuleType:
         return NotImplemented
@@ -50,13 +50,13 @@ def reduce_lazy_module(module: Any) -> Any:
 
 
 def reduce_torch_op(op: Any) -> Any:
-    """One of torch's operators, such as ``torch.ops.aten.add`` or its overload ``torch.ops.aten.add.Tensor``."""
+    """Reduce a torch operator, such as ``torch.ops.aten.add`` or its overload ``torch.ops.aten.add.Tensor``."""
     name = op.name() if hasattr(op, "name") else op._qualified_op_name
     return reduce_by_path(op, "torch.ops." + name.replace("::", "."))
 
 
 def reduce_by_path(value: Any, path: str) -> Any:
-    """As what `path` leads to; `NotImplemented` where that is not `value`."""
+    """Reduce `value` to its dotted `path`; `NotImplemented` if the path does not lead to it."""
     try:
         is_there = _follow(path) is value
     except (ImportError, AttributeError):
@@ -70,12 +70,12 @@ def _follow(path: str) -> Any:
 
 
 def is_compiled(value: Any) -> bool:
-    """Whether `torch.compile` made it: its closure holds what Dynamo knows of this process."""
+    """True if `torch.compile` made it; its closure holds Dynamo's state of this process."""
     return hasattr(value, "_torchdynamo_orig_callable")
 
 
 def reduce_cached(function: Any) -> tuple[Any, ...]:
-    """A `functools.cache` or `lru_cache` around a function that goes by value: the receiver's cache starts empty."""
+    """Reduce a `functools.cache` or `lru_cache` of a function pickled by value. The receiver's cache starts empty."""
     parameters = function.cache_parameters()
     return _cache, (function.__wrapped__, parameters["maxsize"], parameters["typed"])
 
@@ -85,12 +85,12 @@ def _cache(function: Callable[..., Any], maxsize: int | None, typed: bool) -> An
 
 
 def is_plain_exception(error: object) -> bool:
-    """Whether `error` leaves pickling to BaseException, which calls its class with `args` whatever that takes."""
+    """True if `error` uses BaseException's `__reduce__`, which passes `args` to its class whatever `__init__` takes."""
     return isinstance(error, BaseException) and type(error).__reduce__ is BaseException.__reduce__
 
 
 def reduce_exception(error: BaseException) -> tuple[Any, ...]:
-    """Without calling `__init__`, which may take other arguments than `args`."""
+    """Reduce an exception without calling `__init__`, whose parameters may differ from `args`."""
     return _rebuild_exception, (type(error), error.args), dict(vars(error))
 
 
@@ -101,7 +101,7 @@ def _rebuild_exception(cls: type[BaseException], args: tuple[Any, ...]) -> BaseE
 
 
 def is_parametrized(module: Any) -> bool:
-    """Whether `torch.nn.utils.parametrize` gave this instance a class of its own, as spectral and weight norm do."""
+    """True if `torch.nn.utils.parametrize` changed this instance's class, as spectral and weight norm do."""
     parametrize = sys.modules.get("torch.nn.utils.parametrize")
     if parametrize is None or type(module).__module__ != parametrize.__name__:
         return False
@@ -109,11 +109,11 @@ def is_parametrized(module: Any) -> bool:
 
 
 def reduce_parametrized(module: Any) -> tuple[Any, ...]:
-    """A parametrized torch module, whose class refuses to be pickled: as its original class and its attributes."""
+    """Reduce a parametrized torch module, whose class refuses pickling, to its original class and its attributes."""
     original: Any = type(module).__mro__[1]
     has_own = any("__getstate__" in vars(base) for base in original.__mro__[:-1])
     state = original.__getstate__(module) if has_own else dict(vars(module))
-    # The attributes come after the object, which they may refer to.
+    # The attributes are set after the object is created, because they may refer to it.
     return original.__new__, (original,), state, None, None, _set_parametrized
 
 
@@ -127,15 +127,15 @@ def _set_parametrized(module: Any, state: Any) -> None:
 
 
 def is_scheduled(optimizer: Any) -> bool:
-    """Whether a learning rate scheduler was made for this optimizer: torch then notes whether it has stepped."""
+    """True if a learning rate scheduler was created for this optimizer: torch then records whether it has stepped."""
     return hasattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched")
 
 
 def reduce_scheduled(optimizer: Any) -> Any:
-    """An optimizer with that note, which torch leaves behind: the scheduler would warn of steps that were made."""
+    """Reduce an optimizer including that record, which torch drops; without it the scheduler would warn wrongly."""
     reduced = optimizer.__reduce_ex__(5)
     if not isinstance(reduced, tuple) or len(reduced) < 3 or any(each is not None for each in reduced[3:]):
-        return reduced  # its class has a way of its own to travel
+        return reduced  # its class customizes pickling
     build, arguments, state = reduced[:3]
     return build, arguments, (state, hasattr(optimizer, "_opt_called")), None, None, _set_scheduled
 

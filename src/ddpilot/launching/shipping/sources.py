@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Source text that lies in no file: cells and prompts. Ranks need it for tracebacks and `inspect.getsource`."""
+"""Source text that is not in a file (cells and prompts), which ranks need for tracebacks and `inspect.getsource`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 
 def collect_sources() -> dict[str, list[str]]:
-    """The lines of every source that `linecache` holds and the disk does not, by file name."""
+    """Lines of every source that is in `linecache` but not on disk, by file name."""
     return {
         name: list(entry[2])
         for name, entry in list(linecache.cache.items())
@@ -20,13 +20,13 @@ def collect_sources() -> dict[str, list[str]]:
 
 
 def install_sources(sources: Mapping[str, list[str]]) -> None:
-    """Make `sources` known to this process; an entry without a time is never looked for on the disk."""
+    """Add `sources` to this process's `linecache`; an entry without a modification time is never checked on disk."""
     for name, lines in sources.items():
         linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
 
 
 def name_cells(text: str) -> str:
-    """A traceback or a place with IPython's file names of cells as people know them: ``Cell In[3], line 4``."""
+    """Replace IPython's file names of cells in a traceback or location with their labels: ``Cell In[3], line 4``."""
     shell = getattr(sys.modules["__main__"], "get_ipython", lambda: None)()
     label = getattr(getattr(shell, "compile", None), "format_code_name", None)
     if label is None:
