@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Apps: how a training library has each rank of a session prepared.
+"""`App`: prepares the ranks of a session for a training library.
 
-A library, or anybody, ships one by declaring an `App` and naming it in the entry-point group "ddpilot.apps". The
-module that declares it is imported in the notebook too: it must not import the library, nor torch, by itself.
+To add one, declare an `App` and name it in the entry-point group "ddpilot.apps". The module that declares it is also
+imported in the notebook, so its top level must import neither the library nor torch.
 """
 
 from __future__ import annotations
@@ -22,62 +22,61 @@ ENTRY_POINTS = "ddpilot.apps"
 
 @dataclass(frozen=True, kw_only=True)
 class AppContext:
-    """What an app is given on a rank."""
+    """The state of a rank, as passed to an app's functions."""
 
     rank: int
     """0 to `world_size` - 1."""
     world_size: int
     """Number of ranks of the session."""
     local_rank: int
-    """The position on this node."""
+    """The rank's number on this node."""
     device: Any
-    """The `torch.device` of this rank, already current."""
+    """The `torch.device` of this rank, already set as the current device."""
     namespace: dict[str, Any]
-    """The rank's ``__main__``: the variables of the notebook."""
+    """The rank's ``__main__``: the variables that cells read and set."""
     verbose: bool
-    """Was the session asked to let apps say more?"""
+    """True if the session was started with `verbose`."""
     seed: int | None
-    """The session's seed, with which every rank was seeded; None where each rank has its own entropy."""
+    """The seed that every rank was started with; None if the session was started without one."""
     enter_group: Callable[[], Any]
-    """Returns this rank's `Group`. Where it is in none it enters one: collective then."""
+    """Returns this rank's `Group`. Enters the process group if the rank is not in one, which is collective."""
     is_everywhere: Callable[[], bool]
-    """Does what runs now run on every rank? A collective inside a cell on rank 0 alone would wait for ever."""
+    """Returns True if the current cell or request runs on every rank. On a subset of ranks a collective would hang."""
     cleanup: ExitStack
-    """What is registered here is undone when the session ends, after the finalizers, the last first."""
+    """Callbacks registered here run when the session ends, after the finalizers, in reverse order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class App:
-    """One app: what is done on every rank of a session that was started with its name.
+    """What to run on every rank of a session that is started with the app's name.
 
-    `initializer` runs once on each rank before its first cell, `finalizer` when the session ends and `after_cell` after
-    every cell, when its result has been sent; all in the rank's main thread. What `initializer` raises fails the start;
-    what the others raise is printed by the rank.
+    `initializer` runs once on each rank, before its first cell; `after_cell` runs after every cell, once the cell's
+    result has been sent; `finalizer` runs when the session ends. All of them run in the rank's main thread. An
+    exception in `initializer` fails the start of the session; exceptions in the other two are printed by the rank.
     """
 
     name: str
-    """The name by which it is asked for, and that of its entry point."""
+    """The name passed to `Session(apps=...)`, which is also the name of the entry point."""
     libraries: tuple[str, ...] = ()
-    """Import names of the library; one of them at least has to be installed. () where there is nothing to look for."""
+    """Import names of the library, at least one of which must be installed. (): no check."""
     install: str = ""
-    """What to give to pip where none of `libraries` is there, such as "ddpilot[fastai]"."""
+    """The pip requirement to suggest if none of `libraries` is installed, such as "ddpilot[fastai]"."""
     preload: tuple[str, ...] = ()
-    """Modules imported once, in the process from which ranks are forked, where they are installed.
+    """Modules to import once in the process that forks the ranks, if they are installed.
 
-    Not those that look at the environment, at IPython or at GPUs while they are imported: a rank would inherit what
-    they saw there.
+    Leave out modules that inspect the environment, IPython or the GPUs on import: ranks would inherit the result.
     """
     imports: tuple[str, ...] = ()
-    """Statements that are run in each rank's namespace."""
+    """Statements to execute in each rank's namespace."""
     initializer: Callable[[AppContext], None] | None = None
     finalizer: Callable[[AppContext], None] | None = None
     after_cell: Callable[[AppContext], None] | None = None
 
 
 def find_app(name: str) -> App:
-    """The app that is installed under `name`.
+    """Return the app that is installed under `name`.
 
-    Raises LaunchError where there is none of that name, where it is broken, and where its library is not installed.
+    Raises LaunchError if no app has that name, if its entry point cannot be loaded, or if its library is not installed.
     """
     did = f"starting a session with app {name!r}"
     found = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
@@ -93,7 +92,7 @@ def find_app(name: str) -> App:
 
 
 def present_modules(app: App) -> tuple[str, ...]:
-    """Those modules of `app.preload` whose package is installed."""
+    """Return the modules of `app.preload` whose package is installed."""
     return tuple(module for module in app.preload if _is_installed(module.partition(".")[0]))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a session's methods are given, checked before anything happens; each check raises LaunchError."""
+"""Check the arguments of `Session` methods before anything runs; every check raises LaunchError."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ddpilot.errors import LaunchError
 _SHELL_NAMES = ("get_ipython", "display", "In", "Out", "exit", "quit")
 
 OWN_NAMES = ("rank", "world_size", "device", "group")
-"""Names that a session gives every rank."""
+"""Names that a session sets on every rank."""
 
 
 def check_ranks(ranks: object, world_size: int, did: str) -> tuple[int, ...]:
-    """The numbers in `ranks`, sorted, each once."""
+    """Return the ranks in `ranks`, sorted and without duplicates. Raises if it is empty or a rank is out of range."""
     fix = "Give numbers of ranks, such as `ranks=[0]`"
     if isinstance(ranks, (int, str)):
         raise LaunchError(did, found=f"`ranks={ranks!r}`", fix=fix)
@@ -31,14 +31,14 @@ def check_ranks(ranks: object, world_size: int, did: str) -> tuple[int, ...]:
 
 
 def check_rank(rank: object, world_size: int, did: str, fix: str) -> int:
-    """`rank`, where it is one of `world_size`."""
+    """Return `rank` if it is an integer from 0 to `world_size` - 1."""
     if not isinstance(rank, int) or isinstance(rank, bool) or rank not in range(world_size):
         raise LaunchError(did, found=f"rank {rank!r}, and the ranks are 0 to {world_size - 1}", fix=fix)
     return rank
 
 
 def check_code(code: object) -> str:
-    """`code`, where it is text."""
+    """Return `code` if it is a string."""
     if not isinstance(code, str):
         raise LaunchError(
             "running a cell",
@@ -49,7 +49,7 @@ def check_code(code: object) -> str:
 
 
 def check_expression(expression: object) -> str:
-    """`expression`, where it is the text of one."""
+    """Return `expression` without surrounding whitespace if it is a string that parses as a Python expression."""
     fix = "Give the name of a variable or an expression, as text"
     if not isinstance(expression, str):
         raise LaunchError("pulling", found=f"{expression!r} of type {type(expression).__name__}", fix=fix)
@@ -63,7 +63,7 @@ def check_expression(expression: object) -> str:
 
 
 def check_values(values: object) -> Mapping[str, object]:
-    """`values`, where they are variables by name."""
+    """Return `values` if it maps names of variables to values and contains none of the session's or IPython's names."""
     if not isinstance(values, Mapping):
         raise LaunchError(
             "pushing", found=f"{values!r:.100} of type {type(values).__name__}", fix='Give {"name": value}'
@@ -86,8 +86,8 @@ def check_values(values: object) -> Mapping[str, object]:
 
 
 def refuse_in_a_rank() -> None:
-    """Raise where this process is a rank of a session itself."""
-    kernels = sys.modules.get("ddpilot.session.rank.kernel")  # also in processes that could become a rank
+    """Raise if this process is a rank of a session."""
+    kernels = sys.modules.get("ddpilot.session.rank.kernel")  # also loaded in processes that ranks are forked from
     if kernels is not None and kernels.RankKernel.initialized():
         raise LaunchError(
             "starting a session",
@@ -97,7 +97,7 @@ def refuse_in_a_rank() -> None:
 
 
 def check_gpus(gpus: tuple[int, ...], num_gpus: int) -> None:
-    """Raise where one of `gpus` is none of the `num_gpus` of this machine."""
+    """Raise if an index in `gpus` is not below `num_gpus`, the number of GPUs of this machine."""
     wrong = [gpu for gpu in gpus if gpu >= num_gpus]
     if wrong:
         seen = {0: "no GPU is seen here", 1: "one GPU is seen here, number 0"}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is told what the ranks say: the one that has their attention, else whoever shows what comes outside a cell."""
+"""Route events of ranks to the caller that is using the ranks, or to the idle display if none is."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from ddpilot.session.stops import Stops
 
 
 class Attention:
-    """One caller at a time has the ranks' attention (`turn`). `show` gets every event that comes while nobody has it.
+    """Routes events to one caller at a time.
 
-    `release` is called when a turn ends. `switch` is held while events change hands; `put` is to be called under it.
+    A caller takes the ranks with `turn`; while none has, `show` gets the events. `release` is called when a turn ends.
+    `switch` is a lock that is held while the receiver of events changes; hold it to call `put`.
     """
 
     def __init__(self, show: Callable[[Event], None], release: Callable[[], None]) -> None:
@@ -30,11 +31,11 @@ class Attention:
 
     @property
     def is_taken(self) -> bool:
-        """Whether somebody is told what comes now."""
+        """True if a caller is receiving the events."""
         return self._consumer is not None
 
     def end_turn(self, event: Event, limit_s: float) -> None:
-        """If another thread has the attention: hand it `event`, by which its turn ends, and wait for that."""
+        """If another thread has the turn, send it `event`, which ends it, and wait up to `limit_s` seconds for that."""
         with self.switch:
             if self._consumer is None or self._holder == threading.get_ident():
                 return
@@ -43,7 +44,7 @@ class Attention:
             self._taken.release()
 
     def put(self, event: Event) -> None:
-        """Hand an event to whoever is to have it."""
+        """Send an event to its receiver. The caller holds `switch`."""
         if self._consumer is not None:
             self._consumer.put(event)
         else:
@@ -51,9 +52,10 @@ class Attention:
 
     @contextlib.contextmanager
     def turn(self, did: str) -> Iterator[tuple[queue.SimpleQueue[Event], Stops]]:
-        """Take the ranks' attention: what they say goes to the events that are yielded. LaunchError if another has it.
+        """Take exclusive use of the ranks and yield the queue of their events and the interrupt handler.
 
-        An interrupt that nobody took is delivered at the end, unless what was done ends as stopped anyway.
+        Raises LaunchError if another caller has the turn. An interrupt that is still in the queue at the end is raised
+        again in the caller, unless the body itself ended with a KeyboardInterrupt.
         """
         if not self._taken.acquire(blocking=False):
             raise LaunchError(
@@ -86,7 +88,7 @@ class Attention:
 
 
 def _interrupt_caller(did: str) -> None:
-    """Have SIGINT do now what it does in this program. Raises LaunchInterrupted where that is a KeyboardInterrupt."""
+    """Run this program's own SIGINT handler now. Raises LaunchInterrupted if that raises a KeyboardInterrupt."""
     try:
         signal.raise_signal(signal.SIGINT)
     except KeyboardInterrupt:

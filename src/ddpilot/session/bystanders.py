@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cell on some ranks that has begun a collective which needs the others too: it waits for ever, and that is said."""
+"""Warn if a cell that runs on some ranks is waiting in a collective that the other ranks have to call."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ _INTERVAL_S = 1.0
 
 
 class Bystanders:
-    """Looks every second, three seconds into a cell at the earliest, until there is something to `note`: once.
+    """Checks once per second, starting three seconds into a cell, and calls `note` at most once.
 
-    `ranks`: those that run the cell, `others`: those that do not; `folder`: of their rings; `name`: "Cell In[7]".
+    `ranks`: the ranks that run the cell; `others`: the remaining ranks; `folder`: the folder of their flight rings;
+    `name`: the name of the cell, such as "Cell In[7]".
     """
 
     def __init__(
@@ -34,7 +35,7 @@ class Bystanders:
         self._due_s: float | None = None
 
     def look(self, busy: Sequence[int], now_s: float) -> None:
-        """Say it where one of the `busy` ranks has sat in such a collective for more than two seconds."""
+        """Warn if one of the `busy` ranks has been in such a collective for at least two seconds."""
         if self._due_s is None:
             self._due_s = now_s + _AFTER_S
         if now_s < self._due_s:
@@ -54,10 +55,10 @@ class Bystanders:
             )
 
     def explain(self, error: RankError) -> None:
-        """Nothing: the ranks that run the cell may be told apart by it."""
+        """Do nothing: which ranks run the cell can be why they behave differently."""
 
     def close(self, *, is_ok: bool) -> None:
-        """Nothing is left to do."""
+        """Do nothing."""
 
     def _pending(self, busy: Sequence[int], now_s: float) -> Iterator[tuple[int, Collective]]:
         for rank in busy:
@@ -67,7 +68,7 @@ class Bystanders:
                 yield rank, pending
 
     def _missing(self, pending: Collective) -> frozenset[int]:
-        """Ranks that `pending` needs, that do not run the cell and that have not begun it before."""
+        """Return the ranks outside the cell that `pending` needs; none if one of them may already have begun it."""
         group = pending.group
         if group is None or not group.ranks:
             return frozenset()
@@ -89,7 +90,7 @@ class Bystanders:
     def _read(self, rank: int) -> RankNow | None:
         try:
             return read_now(ring_path(self._folder, rank))
-        except (RecordError, OSError):  # nothing is recorded there
+        except (RecordError, OSError):  # no ring: collectives are not recorded
             return None
 
     def _describe(self, pending: Collective) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parent's sockets to one rank's kernel."""
+"""The parent's ZeroMQ sockets to the kernel of one rank."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _KINDS = {"shell": zmq.DEALER, "iopub": zmq.SUB, "stdin": zmq.DEALER, "control":
 
 @dataclass(frozen=True)
 class Connection:
-    """Where a kernel listens, and the key that signs its messages."""
+    """The address of a kernel and the key that signs its messages."""
 
     address: str
-    """Beginning of the paths of its Unix sockets."""
+    """Common prefix of the paths of its Unix sockets."""
 
     key: bytes
 
     def url(self, channel: str) -> str:
-        """The address of one channel."""
+        """Return the ZeroMQ address of one channel."""
         return f"ipc://{self.address}-{_PORTS[channel]}"
 
     def write(self, path: Path) -> None:
-        """Write the file from which the kernel learns it, readable by this user alone."""
+        """Write the kernel's connection file, with mode 0600. Raises FileExistsError if it exists."""
         content: dict[str, Any] = {f"{channel}_port": port for channel, port in _PORTS.items()}
         content |= {"transport": "ipc", "ip": self.address, "key": self.key.decode(), "signature_scheme": "hmac-sha256"}
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -43,7 +43,7 @@ class Connection:
 
 
 class Channels:
-    """Sockets to one kernel; to be used in one thread, but for `make`."""
+    """Sockets to one kernel. Not thread-safe, except for `make`."""
 
     def __init__(self, context: zmq.Context[Any], rank: int, connection: Connection) -> None:
         self.rank = rank
@@ -53,7 +53,7 @@ class Channels:
         for channel, kind in _KINDS.items():
             sock = context.socket(kind)
             sock.linger = 0
-            sock.set_hwm(0)  # a rank that prints fast must not lose lines
+            sock.set_hwm(0)  # no limit: output must not be dropped while a rank prints fast
             if kind == zmq.SUB:
                 sock.subscribe(b"")
             else:
@@ -64,15 +64,15 @@ class Channels:
     def make(
         self, kind: str, content: dict[str, Any], metadata: dict[str, Any] | None = None, parent: Any = None
     ) -> dict[str, Any]:
-        """A message that is not sent yet; its id is in `["header"]["msg_id"]`."""
+        """Return a message to be passed to `send`; its id is `["header"]["msg_id"]`."""
         return dict(self._messages.msg(kind, content=content, parent=parent, metadata=metadata))
 
     def send(self, channel: str, message: dict[str, Any], buffers: list[bytes] | None = None) -> None:
-        """Send what `make` has made."""
+        """Send a message created by `make`."""
         self._messages.send(self.sockets[channel], message, buffers=[*(buffers or ())])
 
     def receive(self, channel: str) -> Iterator[Said]:
-        """What has come on a channel."""
+        """Yield the messages that have arrived on a channel, without blocking."""
         sock = self.sockets[channel]
         while True:
             try:
@@ -93,6 +93,6 @@ class Channels:
             )
 
     def close(self) -> None:
-        """Close the sockets; what was not sent is dropped."""
+        """Close the sockets. Unsent messages are dropped."""
         for sock in self.sockets.values():
             sock.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which ranks a verb of a session runs on."""
+"""Resolve the `ranks` argument of a session's methods."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
 
 def choose(ranks: Ranks, asked: Iterable[int] | None, did: str, *, all_live: bool = False) -> tuple[int, ...]:
-    """The ranks that `did` is for: those `asked` for, or with None all that live. LaunchError where one is dead.
+    """Return the ranks that `did` runs on: `asked`, or all live ranks if `asked` is None.
 
-    `all_live`: also with None none may be dead. Where dead ranks are started anew by themselves they count as live.
+    With `all_live`, None requires that every rank is alive. If the session respawns ranks, dead ranks count as live.
+    Raises LaunchError if a required rank is dead, if no rank is live, or if the session was stopped.
     """
     if ranks.is_closed:
         raise LaunchError(did, found="the session was stopped", fix="Start a new one")
@@ -32,7 +33,7 @@ def choose(ranks: Ranks, asked: Iterable[int] | None, did: str, *, all_live: boo
 
 
 def choose_one(ranks: Ranks, rank: int | None, did: str) -> tuple[int, ...]:
-    """`rank`, or with None all ranks, none of which may be dead."""
+    """Return `rank` as a tuple, or all ranks if it is None. Raises LaunchError if one of them is dead."""
     if rank is None:
         return choose(ranks, None, did, all_live=True)
     return choose(ranks, [check_rank(rank, ranks.world_size, did, "Give the number of one rank, or None")], did)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a rank that is busy has begun collectives, or waits for other ranks, seen from the parent."""
+"""Read from the parent whether a busy rank has begun collectives, or is waiting for other ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _GROUP_CODE = ("/torch/distributed/", "/ddpilot/group/")
 
 
 def count_begun(folder: Path, rank: int) -> int | None:
-    """Collectives and point-to-point operations that the rank has begun; None where they are not recorded."""
+    """Return the number of collectives and point-to-point operations that the rank has begun; None if not recorded."""
     try:
         with ring_path(folder, rank).open("rb") as ring:
             ring.seek(NUM_BEGUN * _WORD_BYTES)
@@ -29,9 +29,9 @@ def count_begun(folder: Path, rank: int) -> int | None:
 
 
 def has_unfinished(folder: Path, rank: int, *, p2p_only: bool = False) -> bool:
-    """Whether a collective of the rank is not over, or that is unknown. Ends are recorded up to 50 ms late.
+    """True if the rank has an unfinished collective, or if that is unknown. Ends are recorded up to 50 ms late.
 
-    With `p2p_only` of sends and receives: a collective that all ranks have begun comes to its end by itself.
+    With `p2p_only`, only sends and receives count: a collective that all ranks have begun finishes on its own.
     """
     limit_s = time.monotonic() + _RECORDED_LATE_S
     while True:
@@ -46,5 +46,5 @@ def has_unfinished(folder: Path, rank: int, *, p2p_only: bool = False) -> bool:
 
 
 def is_in_group_code(stack: str) -> bool:
-    """Whether the main thread with that stack is in code that may wait for other ranks; True if nothing is known."""
+    """True if `stack`, of a main thread, is in code that may wait for other ranks, or if it is empty (unknown)."""
     return not stack or any(part in stack for part in _GROUP_CODE)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is said of ranks that are dead when something is asked of them, and what to do about it."""
+"""Messages about dead ranks, failed devices and a lost store, each with the command that recovers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ddpilot.session.events import Ended
 
 SERVER_GONE = "ended with the rank server"
 BEGIN_ANEW = "`%ddp stop`, then `%ddp start` (a new `Session`) starts from scratch"
-"""What to do where no rank can be started any more."""
+"""What to do if no rank can be started any more."""
 
 
 STORE_GONE = "the process of the session's store ended"
 
 
 def describe_store_end(ended: Ended) -> str:
-    """For the end of the session's store, in which ranks meet to form a group; or of the thread that serves them."""
+    """Describe the end of the session's store, which ranks need to form a group, or of the session's own thread."""
     if ended.exited is None:
         return ended.reason
     status = ended.exited
@@ -27,7 +27,7 @@ def describe_store_end(ended: Ended) -> str:
 
 
 def make_dead_error(did: str, ranks: Sequence[int], dead: Mapping[int, str], *, can_restart: bool) -> LaunchError:
-    """For `did`, which needs `ranks`, all of them in `dead`: of what they died, by rank."""
+    """Build the error for `did`, which needs `ranks`. `dead` has the cause of death of each of them."""
     again = f"`%ddp restart {' '.join(map(str, ranks))}` starts {_them(ranks)} again, and so does `session.restart`"
     return LaunchError(
         did,
@@ -38,7 +38,7 @@ def make_dead_error(did: str, ranks: Sequence[int], dead: Mapping[int, str], *, 
 
 
 def blame_dead(error: RankError, dead: Mapping[int, str]) -> None:
-    """Let `error` begin with the ranks in `dead`, which what failed on its rank needed: by rank, of what they died."""
+    """Rewrite `error` to name the dead ranks that the failed rank needed. `dead` has their causes of death by rank."""
     gone = ", ".join(f"rank {rank}, which is dead (it {dead[rank].partition(';')[0]})" for rank in sorted(dead))
     error.found = f"rank {error.rank} needed {gone}"
     error.fix = f"`%ddp restart {' '.join(map(str, sorted(dead)))}` brings {_them(sorted(dead))} back"
@@ -47,13 +47,13 @@ def blame_dead(error: RankError, dead: Mapping[int, str]) -> None:
 
 
 def describe_death(rank: int, reason: str, respawns: bool) -> str:
-    """For a rank that dies while nothing runs on it."""
+    """Describe the death of a rank while no cell was running on it."""
     again = "the next cell restarts it" if respawns else f"`%ddp restart {rank}` brings it back"
     return f"rank {rank} {reason}; its variables are lost, {again}"
 
 
 def describe_device_error(rank: int, text: str, respawns: bool) -> str:
-    """For a rank whose device does nothing any more: `text` is what it answers."""
+    """Describe a rank whose device accepts no more work. `text` is the error that the device returns."""
     again = "it is restarted" if respawns else f"`%ddp restart {rank}` starts it again"
     where = "; `CUDA_LAUNCH_BLOCKING=1` in `env` shows the line that did it" if "CUDA" in text else ""
     return (
@@ -63,7 +63,7 @@ def describe_device_error(rank: int, text: str, respawns: bool) -> str:
 
 
 def describe_absent(dead: Mapping[int, str], live: Sequence[int]) -> str:
-    """For a cell that runs on the ranks that `live`, since others are dead."""
+    """Describe why a cell runs on the ranks in `live` only: the others are dead."""
     ranks = sorted(dead)
     causes = ", ".join(f"rank {rank} is dead (it {dead[rank].partition(';')[0]})" for rank in ranks)
     again = f"`%ddp restart {' '.join(map(str, ranks))}` brings {_them(ranks)} back"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a rank of a session ended, in words."""
+"""Describe how the process of a rank ended."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ddpilot.session.events import Ended
 
 
 def describe_end(ended: Ended, was_killed: bool, last_lines: Sequence[str]) -> str:
-    """The rest of a sentence that begins with the rank. `was_killed`: by ddpilot itself, after a stop or a failure."""
+    """Return the predicate of a sentence about the rank. `was_killed`: True if ddpilot killed it."""
     if ended.exited is None or ended.reason:
         return ended.reason
     if was_killed:

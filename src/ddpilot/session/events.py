@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What reaches a session from its ranks."""
+"""Events that a session receives from its ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ddpilot.launching.local.report import Exited
 
 @dataclass(frozen=True, kw_only=True)
 class Said:
-    """A Jupyter message of a rank. `parent_id`: of the message that it answers or belongs to."""
+    """A Jupyter message from a rank's kernel. `parent_id` is the id of the message that it belongs to."""
 
     rank: int
     channel: str
@@ -27,7 +27,7 @@ class Said:
 
 @dataclass(frozen=True)
 class Wrote:
-    """Bytes that a rank's process wrote into its descriptor 1 ("stdout") or 2 ("stderr"), past Python."""
+    """Bytes that a rank's process wrote to file descriptor 1 ("stdout") or 2 ("stderr"), bypassing Python."""
 
     rank: int
     stream: str
@@ -36,7 +36,10 @@ class Wrote:
 
 @dataclass(frozen=True)
 class Ended:
-    """A rank's process ended. `exited` is None where nobody saw it; `reason`: what is known beyond it, or ""."""
+    """A rank's process ended.
+
+    `exited` is None if its exit status is unknown; `reason` adds other information, or is "".
+    """
 
     rank: int
     exited: Exited | None
@@ -45,7 +48,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Interrupted:
-    """The person pressed stop, or Ctrl-C."""
+    """The user interrupted the cell (interrupt button or Ctrl-C)."""
 
 
 Event = Said | Wrote | Ended | Interrupted

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A session's private folder: the sockets of its kernels, readable by this user alone."""
+"""The private folder of a session: sockets and other files of its kernels, readable by this user only."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import tempfile
 from pathlib import Path
 
 _MAX_FOLDER_CHARS = 60
-"""A Unix socket's path has at most 107 characters, and a longer one kills a kernel."""
+"""Longest parent folder to use: the path of a Unix socket is limited to 107 characters."""
 
 
 def make_folder() -> Path:
-    """A new folder with mode 0700 and a short path: in the temporary directory, or in /tmp where that one is long."""
+    """Create a folder with mode 0700 in the temporary directory, or in /tmp if the path of that one is long."""
     for parent in (tempfile.gettempdir(), "/tmp"):
         if len(os.fsencode(parent)) <= _MAX_FOLDER_CHARS:
             return Path(tempfile.mkdtemp(prefix="ddpilot-", dir=parent))
@@ -21,5 +21,5 @@ def make_folder() -> Path:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove it with everything in it; a second call does nothing."""
+    """Remove the folder and its contents; do nothing if it does not exist."""
     shutil.rmtree(folder, ignore_errors=True)

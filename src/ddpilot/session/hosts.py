@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one interface behind which the ways to start a session's rank processes stand."""
+"""`RankHost`: interface for starting, signalling and ending the processes of a session's ranks."""
 
 from __future__ import annotations
 
@@ -10,41 +10,41 @@ from ddpilot.session.hub import Hub
 
 
 class RankHost(Protocol):
-    """Starts, signals and ends the processes of ranks; all of it is called in the hub's thread.
+    """Starts, signals and ends the processes of ranks. Its methods are called in the hub's thread.
 
-    It tells the hub of what the processes write (`Wrote`) and of their ends (`Ended`). A session never assumes that
-    a rank is a child of its own process, nor that it runs on this machine.
+    It sends what the processes write (`Wrote`) and how they end (`Ended`) to the hub. A session does not assume that a
+    rank is a child of its own process, nor that it runs on the same machine.
     """
 
     world_size: int
 
     @property
     def can_start(self) -> bool:
-        """Whether ranks can still be started, now that it was attached."""
+        """True if ranks can still be started after `attach`."""
 
     def attach(self, hub: Hub) -> None:
-        """Begin; called once, before the first `start`."""
+        """Connect to the hub; called once, before the first `start`."""
 
     def accompany(self, hooks: tuple[str, ...], variables: Mapping[str, str]) -> None:
-        """Have every rank that is started from now on call `hooks` first, with `variables` in its environment."""
+        """Make every rank started from now on call `hooks` first, with `variables` added to its environment."""
 
     def check_start(self, did: str) -> None:
-        """Raise LaunchError where `did`, which starts ranks, could not: before any rank is ended for it."""
+        """Raise LaunchError if ranks cannot be started now. Called before any rank is ended for `did`."""
 
     def start(self, rank: int, generation: int) -> None:
-        """Start the process of a rank that has none. `generation`: how often the group was rebuilt so far."""
+        """Start the process of a rank that has none. `generation` is the number of times the group has been rebuilt."""
 
     def signal(self, ranks: Sequence[int], number: int) -> None:
-        """Send a signal to the processes of ranks: to the whole process group where it is SIGKILL."""
+        """Send a signal to the processes of `ranks`; SIGKILL goes to their whole process groups."""
 
     def drain(self, rank: int) -> None:
-        """Tell the hub now of what the rank's process has written so far: a cell of it is over."""
+        """Send the hub everything that the rank's process has written so far. Called when a cell ends on it."""
 
     def pid(self, rank: int) -> int | None:
-        """The process id, None where the rank has none now (or on another machine)."""
+        """Return the process id; None if the rank has no process, or runs on another machine."""
 
     def is_live(self, rank: int) -> bool:
-        """Whether the rank's process has been started and has not ended."""
+        """True if the rank's process was started and has not ended."""
 
     def close(self) -> None:
-        """End every process that is left and give everything back; a second call does nothing."""
+        """End all remaining processes and release all resources; a second call does nothing."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The thread that owns every socket and pipe of a session, so that nothing is lost while no cell runs."""
+"""The I/O thread of a session: owns all its sockets and pipes, so that nothing is lost while no cell runs."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _LONGEST_WAIT_S = 1.0
 
 
 class Hub:
-    """Sends and receives in a thread of its own. `deliver` is called there with every event.
+    """Sends and receives in a thread of its own, which calls `deliver` with every event.
 
-    `tick` is called there too, after each round of events, with the time (seconds, monotonic clock); it returns when
-    it wants to be called next, None where it does not care. `broken` gets an exception that ended the thread. `sending`
-    is called by whoever sends, with rank, kind, content and id of each message.
+    `tick` is also called in that thread, after each poll, with the time (seconds, monotonic clock); it returns when to
+    call it next, or None. `broken` is called with an exception that ended the thread. `sending` is called in the
+    sender's thread with the rank, kind, content and id of each message.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Hub:
             end.setblocking(False)
         self._stopping = False
         self.is_broken = False
-        """Whether an exception ended the thread."""
+        """True if an exception ended the thread."""
         self.watch(self._woken.fileno(), self._take_orders)
         self._thread = threading.Thread(target=self._run, name="ddpilot-session", daemon=True)
 
@@ -61,18 +61,18 @@ class Hub:
         """Start the thread."""
         self._thread.start()
 
-    # for any thread
+    # callable from any thread
 
     def post(self, order: Callable[[], None]) -> None:
-        """Have `order` called in the hub's thread, soon."""
+        """Schedule `order` to run in the hub's thread."""
         self._orders.put(order)
         try:
             self._waker.send(b"x")
-        except (BlockingIOError, OSError):  # it is woken already, or it has ended
+        except (BlockingIOError, OSError):  # the thread is being woken already, or has ended
             return
 
     def call(self, order: Callable[[], _Result]) -> _Result:
-        """What `order` returns in the hub's thread; raises what it raises."""
+        """Run `order` in the hub's thread; return its result or raise its exception."""
         if threading.current_thread() is self._thread:
             return order()
         future: Future[_Result] = Future()
@@ -87,7 +87,7 @@ class Hub:
         while not future.done():
             try:
                 return future.result(timeout=0.2)
-            except concurrent.futures.TimeoutError:  # on Python 3.10 another class than TimeoutError
+            except concurrent.futures.TimeoutError:  # a different class than TimeoutError on Python 3.10
                 if not self._thread.is_alive() and not future.done():
                     raise RuntimeError("the session's thread has ended") from None
         return future.result()
@@ -102,7 +102,7 @@ class Hub:
         parent: dict[str, Any] | None = None,
         buffers: list[bytes] | None = None,
     ) -> str:
-        """Send a message to a rank's kernel; its id. What is sent to a rank that has gone is dropped; the id is ""."""
+        """Send a message to a rank's kernel and return its id. If the rank is not connected, drop it and return ""."""
         channels = self._channels.get(rank)
         if channels is None:
             return ""
@@ -118,24 +118,24 @@ class Hub:
         return message_id
 
     def stop(self) -> None:
-        """End the thread and close everything."""
+        """Stop the thread and close all sockets."""
         if self._thread.is_alive():
             self.post(self._stop)
             self._thread.join()
         else:
             self._close()
 
-    # for the hub's thread, or before it is started
+    # callable from the hub's thread, or before it is started
 
     def connect(self, rank: int, connection: Connection) -> None:
-        """Open the sockets to a rank's kernel in place of any to an earlier one."""
+        """Open the sockets to a rank's kernel, replacing those to an earlier one."""
         self.disconnect(rank)
         channels = self._channels[rank] = Channels(self._context, rank, connection)
         for name, sock in channels.sockets.items():
             self.watch(sock, functools.partial(self._receive, channels, name))
 
     def disconnect(self, rank: int) -> None:
-        """Take what a kernel has still said, and close the sockets to it."""
+        """Deliver the messages that a kernel has already sent, then close the sockets to it."""
         channels = self._channels.pop(rank, None)
         if channels is None:
             return
@@ -145,17 +145,17 @@ class Hub:
         channels.close()
 
     def watch(self, source: Any, ready: Callable[[], object]) -> None:
-        """Call `ready` whenever `source` (a descriptor or a zmq socket) has something to read."""
+        """Call `ready` whenever `source` (a file descriptor or a ZeroMQ socket) is readable."""
         self._ready[source] = ready
         self._poller.register(source, zmq.POLLIN)
 
     def unwatch(self, source: Any) -> None:
-        """Do so no longer."""
+        """Stop watching `source`."""
         if self._ready.pop(source, None) is not None:
             self._poller.unregister(source)
 
     def emit(self, event: Event) -> None:
-        """Hand an event on."""
+        """Deliver an event."""
         self._deliver(event)
 
     def _run(self) -> None:
@@ -165,7 +165,7 @@ class Hub:
                 wait_s = _LONGEST_WAIT_S if due is None else min(_LONGEST_WAIT_S, max(0.0, due - time.monotonic()))
                 for source, _ in self._poller.poll(math.ceil(wait_s * 1000)):
                     ready = self._ready.get(source)
-                    if ready is not None:  # an earlier event of this round may have closed it
+                    if ready is not None:  # an earlier callback of this poll may have closed it
                         ready()
                 due = self._tick(time.monotonic())
         except BaseException as error:  # noqa: BLE001  # nobody else would hear of it

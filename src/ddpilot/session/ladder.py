@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is done about ranks that are still busy after a failure or a stop: one step after another, each harder."""
+"""Escalating steps for ranks that stay busy after a failure or an interrupt: interrupt, free the group, kill."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ _KILL_SILENT_AFTER_S = 2.0
 _KILL_AFTER_S = 2.5
 _FREE_LIMIT_S = 3.0
 _FREE_GRACE_S = 1.0
-"""How long ranks have to come back after they were freed, however often the stop button is pressed."""
+"""Seconds that ranks have to finish after they were freed, even if the user interrupts again."""
 
 _PATIENCE_S = 30.0
-"""How long a rank that is in no collective may go on with what nothing interrupts, after another rank's failure."""
+"""Seconds that a rank outside any collective may continue an uninterruptible operation after another rank's failure."""
 
 _LOOK_WHILE_PATIENT_S = 1.0
 
 
 class Ladder:
-    """Interrupts, frees and at last kills the ranks of `outcome` that are busy. Every step is noted.
+    """Interrupts, frees and finally kills the busy ranks of `outcome`. Every step is reported in the view.
 
-    A rank that is in no collective is not freed from one, and is killed at the second press of the stop button only:
-    it may be in a long operation of C++ code, which ends.
+    A rank that is not in a collective may be in a long C++ operation that will return: it is killed only after a second
+    interrupt, or `_PATIENCE_S` after the failure of another rank.
     """
 
     def __init__(self, ranks: Ranks, outcome: Outcome) -> None:
@@ -49,23 +49,23 @@ class Ladder:
         self._killed: set[int] = set()
         self._num_presses = 0
         self._is_patient = False
-        """Whether what is left is waited for."""
+        """True while waiting for ranks that cannot be interrupted."""
         self._patient_until_s = float("inf")
         self._is_settled = False
-        """Whether the group was freed, or found to need no freeing."""
+        """True if the group was freed, or found to be intact."""
 
     @property
     def due_s(self) -> float | None:
-        """When the next step is taken; None where there is none."""
+        """Time of the next step (monotonic clock); None if there are no more."""
         return self._steps[0][0] if self._steps else None
 
     @property
     def is_done(self) -> bool:
-        """Whether all is said of the group, and every rank that was freed has answered or is not waited for."""
+        """True if the group is settled and every freed rank has replied or missed its time limit."""
         return self._is_settled and not (self._free_ids and time.monotonic() < self._freed_s + _FREE_LIMIT_S)
 
     def begin_after_stop(self, now: float) -> None:
-        """The person wants the cell to end."""
+        """Start the steps that follow an interrupt by the user."""
         self._num_presses = 1
         self._is_patient = False
         self._patient_until_s = float("inf")
@@ -78,7 +78,7 @@ class Ladder:
         ]
 
     def begin_after_failure(self, now: float) -> None:
-        """A rank failed, and the cell is over for all."""
+        """Start the steps that follow the failure of a rank, which ends the cell on all ranks."""
         self._patient_until_s = now + _PATIENCE_S
         self._steps = [
             (now + _FREE_AFTER_FAILURE_S, self._free_touched),
@@ -90,7 +90,10 @@ class Ladder:
         ]
 
     def hurry(self, now: float) -> None:
-        """Take the next step now, and those after it in their time; killing waits for what freeing does."""
+        """Take the next step now and move the later ones forward.
+
+        Killing still waits until freeing had time to take effect.
+        """
         self._num_presses += 1
         if self._is_patient:
             self._kill(now)
@@ -101,7 +104,7 @@ class Ladder:
             self._steps = [(due_s - max(0.0, early_s), step) for due_s, step in self._steps]
 
     def climb(self, now: float) -> None:
-        """Take the steps that are due; where no rank is busy any more, settle what becomes of the group."""
+        """Take the steps that are due. Once no rank is busy, decide whether the group is intact or has to be freed."""
         while self._steps and self._steps[0][0] <= now:
             _, step = self._steps.pop(0)
             step(now)
@@ -110,23 +113,26 @@ class Ladder:
             if self._is_group_untouched():
                 self._is_settled = self._outcome.spared_group = True
             else:
-                self._free()  # a rank that was cut short has left its peers' collectives half done
+                self._free()  # an interrupted rank leaves collectives of its peers unfinished
 
     def take_answer(self, message_id: str, report: Report | None) -> None:
-        """A rank has answered on the control channel."""
+        """Record the reply of a rank on the control channel."""
         if report is not None and message_id in self._free_ids:
             self._outcome.freed[self._free_ids.pop(message_id)] = report
 
     def forget(self, rank: int) -> None:
-        """The rank has died, and answers no more."""
+        """Expect no more replies from a rank that has died."""
         self._free_ids = {sent: other for sent, other in self._free_ids.items() if other != rank}
 
     def interrupt_late(self, rank: int) -> None:
-        """Interrupt a rank that has begun only now, when it is over for all."""
+        """Interrupt a rank that starts its part only now, after the cell has already failed."""
         self._signal((rank,), signal.SIGINT)
 
     def _is_group_untouched(self) -> bool:
-        """A rank that is in none may have been on its way in: the store then counts it as one that has come."""
+        """True if no rank has used the group in this cell, or all failed alike.
+
+        A rank outside the group may have begun to enter it, so that the store already counts it as a member.
+        """
         reports = [part.report for part in self._outcome.parts.values()]
         if self._ranks.standing.dead or any(report is None or not report.has_group for report in reports):
             return False
@@ -138,9 +144,9 @@ class Ladder:
         )
 
     def _have_failed_alike(self, reports: Sequence[Report]) -> bool:
-        """True if every rank raised the same in the same line after the same number of collectives.
+        """True if every rank raised the same exception at the same line after the same number of collectives.
 
-        Not where one was interrupted or returned: it may have taken a step of the optimizer that another has not.
+        False if a rank was interrupted or returned: it may have taken an optimizer step that other ranks have not.
         """
         return (
             len(reports) == self._ranks.world_size
@@ -152,7 +158,10 @@ class Ladder:
         )
 
     def _is_touched(self) -> bool:
-        """True if a rank has begun a collective in this cell, is in no group, or may be in either state."""
+        """True if the group has to be rebuilt.
+
+        That is so if a rank is dead or outside the group, has begun a collective, or failed in a backward pass.
+        """
         if self._ranks.standing.dead:
             return True
         for part in self._outcome.parts.values():
@@ -165,7 +174,7 @@ class Ladder:
         return False
 
     def _in_group_code(self) -> set[int]:
-        """The ranks at work that are in a collective, or in torch's or ddpilot's code for process groups."""
+        """Return the busy ranks that are in a collective, or in process-group code of torch or ddpilot."""
         at_work = self._outcome.at_work
         stacks = self._ranks.read_stacks(at_work) if at_work else {}
         return {rank for rank in at_work if is_in_group_code(stacks.get(rank, "")) or self._is_in_collective(rank)}
@@ -174,7 +183,7 @@ class Ladder:
         return self._has_begun_one(rank) and has_unfinished(self._ranks.ring_folder, rank)
 
     def _has_begun_one(self, rank: int) -> bool:
-        """True if the rank has begun a collective in this cell, or if that is not known."""
+        """True if the rank has begun a collective in this cell, or if that is unknown."""
         before = self._outcome.parts[rank].num_before
         return before is None or count_begun(self._ranks.ring_folder, rank) != before
 
@@ -184,7 +193,7 @@ class Ladder:
     def _free(self) -> None:
         host = self._ranks.host
         live = [rank for rank in range(host.world_size) if host.is_live(rank)]
-        # After a stop ranks were interrupted before, and may be at their own clean-up now.
+        # After an interrupt the ranks have already received SIGINT and may be in their own clean-up code.
         interrupted = () if self._num_presses else self._outcome.interruptible
         sent = {}
         for rank in live:
@@ -195,7 +204,7 @@ class Ladder:
         self._is_settled = True
 
     def _free_touched(self, now: float) -> None:
-        """Free all, once the group has to be rebuilt anyway; until then look again."""
+        """Free all ranks once the group has to be rebuilt anyway; until then check again later."""
         if self._is_settled or not self._outcome.busy:
             return
         if self._is_touched():
@@ -204,7 +213,7 @@ class Ladder:
             self._add(now + _LOOK_AGAIN_S, self._free_touched)
 
     def _free_in_group(self, _now: float) -> None:
-        """Free all where a rank waits for others without having begun a collective, as in `new_group`."""
+        """Free all ranks if one waits for others without having begun a collective, as in `new_group`."""
         if not self._is_settled and self._outcome.at_work and self._in_group_code():
             self._free()
 
@@ -227,13 +236,19 @@ class Ladder:
             self._interrupt(now)
 
     def _kill_silent(self, _now: float) -> None:
-        """Kill those of which no thread has answered since: C code holds the GIL there."""
+        """After a second interrupt, kill ranks that did not reply to the request to free them.
+
+        None of their threads runs, because C code holds the GIL.
+        """
         silent = set(self._free_ids.values())
         if self._num_presses > 1:
             self._kill_ranks([rank for rank in self._outcome.busy if rank in silent])
 
     def _kill(self, now: float) -> None:
-        """Kill ranks that are stuck in a collective; the others where a person insists, else wait for them."""
+        """Kill the busy ranks that are stuck in a collective, freeing the group first, and wait for the others.
+
+        All of them are killed after a second interrupt, or `_PATIENCE_S` after the failure of another rank.
+        """
         busy = self._outcome.busy
         if self._num_presses > 1 or now >= self._patient_until_s:
             self._kill_ranks(busy)

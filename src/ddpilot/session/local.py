@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rank processes of a session on this machine: forked from the rank server, like those of a launch."""
+"""`LocalRanks`: the rank processes of a session on this machine, forked from the rank server as for `launch`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ddpilot.session.hub import Hub
 from ddpilot.session.local_entry import serve
 from ddpilot.session.rank.start import KernelStart
 
-# Not matplotlib: it reads the backend from the environment, and ties figures to a shell, when it is imported.
+# Not matplotlib: its import reads the backend from the environment and ties figures to a shell.
 PRELOAD = (
     "ipykernel.kernelapp",
     "ipykernel.debugger",
@@ -39,12 +39,15 @@ PRELOAD = (
     "ddpilot.session.rank.warm",
 )
 _CHUNK_BYTES = 1 << 16
-_MAX_CHUNKS = 32  # more than a pipe holds; something that the rank has started may write without end
+_MAX_CHUNKS = 32  # more than a pipe holds: a child process of the rank may write without end
 _RESTART_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
 
 
 class LocalRanks:
-    """A `RankHost` for this machine. `kernel_start` is asked, each time a rank starts, for what it is told."""
+    """A `RankHost` for this machine.
+
+    `kernel_start` is called for each rank that starts and returns its `KernelStart`.
+    """
 
     def __init__(self, options: LaunchOptions, kernel_start: Callable[[], KernelStart]) -> None:
         self._kernel_start = kernel_start
@@ -62,16 +65,16 @@ class LocalRanks:
 
     @property
     def can_start(self) -> bool:
-        """Whether the rank server lives."""
+        """True if the rank server is running."""
         return not self._is_finished
 
     def accompany(self, hooks: tuple[str, ...], variables: Mapping[str, str]) -> None:
-        """Have every rank that is started from now on call `hooks` first, with `variables` in its environment."""
+        """Make every rank started from now on call `hooks` first, with `variables` added to its environment."""
         self._hooks = hooks
         self._environ = {**self._environ, **variables}
 
     def attach(self, hub: Hub) -> None:
-        """Start the rank server where none is warm, and the store."""
+        """Start the session's store, and the rank server unless one is running."""
         self._hub = hub
         self._launch_id = uuid.uuid4().hex
         server = ensure_server(self._environ, self._options.preload, may_fork(self._options))
@@ -85,7 +88,7 @@ class LocalRanks:
         hub.watch(self._job.fileno(), self._on_job)
 
     def check_start(self, did: str) -> None:
-        """Raise LaunchError where no rank could be started now: the session's working directory was removed."""
+        """Raise LaunchError if no rank can be started because the session's working directory was removed."""
         if not os.path.isdir(self._directory):
             raise LaunchError(
                 did,
@@ -121,12 +124,12 @@ class LocalRanks:
             self._hub.watch(fd, functools.partial(self._on_pipe, handle, stream))
 
     def signal(self, ranks: Sequence[int], number: int) -> None:
-        """Send a signal to the processes of `ranks`."""
-        with contextlib.suppress(wire.Closed):  # the server's end is read next
+        """Send a signal to the processes of `ranks`; SIGKILL goes to their whole process groups."""
+        with contextlib.suppress(wire.Closed):  # the closed connection is handled when it is read
             wire.send(self._job, Signal(tuple(ranks), number, group=number == 9))
 
     def drain(self, rank: int) -> None:
-        """Tell the hub now of what the rank's process has written so far."""
+        """Send the hub everything that the rank's process has written so far."""
         handle = self._handles[rank]
         for stream in list(handle.pipes):
             for _ in range(_MAX_CHUNKS):
@@ -134,12 +137,12 @@ class LocalRanks:
                     break
 
     def pid(self, rank: int) -> int | None:
-        """The process id of a rank that lives."""
+        """Return the process id of a live rank, else None."""
         handle = self._handles.get(rank)
         return handle.pid if handle is not None and handle.is_live else None
 
     def is_live(self, rank: int) -> bool:
-        """Whether the rank's process has been started and has not ended."""
+        """True if the rank's process was started and has not ended."""
         handle = self._handles.get(rank)
         return handle is not None and handle.is_live
 
@@ -159,7 +162,7 @@ class LocalRanks:
             if isinstance(message, Started):
                 handle.pid = message.pid
             elif isinstance(message, Exited):
-                handle.control.setblocking(False)  # a process that the rank forked may hold the other end open
+                handle.control.setblocking(False)  # a child process of the rank may hold the other end open
                 self._on_control(handle)
                 self._end(handle, message, self._describe(handle))
             else:
@@ -188,7 +191,7 @@ class LocalRanks:
         handle.close()
 
     def _on_control(self, handle: RankHandle) -> None:
-        """What the process says of its own end: it is a launched function that returned or raised."""
+        """Read what the process reports about its own end: the result or exception of the launched function."""
         try:
             message, fds = wire.receive(handle.control)
         except wire.Closed:
@@ -202,7 +205,7 @@ class LocalRanks:
         fd = handle.pipes[stream]
         try:
             data = os.read(fd, _CHUNK_BYTES)
-        except BlockingIOError:  # nothing now; of a process that has ended, something that it started may hold the end
+        except BlockingIOError:  # no data; the pipe may stay open in a child of a process that has ended
             return False
         if data:
             self._hub.emit(Wrote(handle.rank, stream, data))
@@ -212,7 +215,7 @@ class LocalRanks:
         return False
 
     def close(self) -> None:
-        """End every process that is left and wait until they are gone."""
+        """End all remaining processes and wait until they have exited."""
         if not hasattr(self, "_job"):
             return
         self._job.settimeout(10.0)
@@ -233,9 +236,9 @@ class LocalRanks:
 
 
 def warm_up() -> None:
-    """Start the rank server that the first session of this process will use, unless it runs. Takes a second or two.
+    """Start the rank server for the first session of this process, unless it is running. Takes a second or two.
 
-    Raises LaunchError as starting a session does.
+    Raises LaunchError for the same reasons as starting a session.
     """
     refuse_in_a_rank()
     options = LaunchOptions()
@@ -243,7 +246,7 @@ def warm_up() -> None:
 
 
 def check_installed() -> None:
-    """Raise LaunchError where what kernels need is not there."""
+    """Raise LaunchError if a package that kernels need is not installed."""
     missing = []
     for name in ("zmq", "jupyter_client", "ipykernel"):
         try:

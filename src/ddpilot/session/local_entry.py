@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The function that a rank process is launched with; the parent can name it without loading a kernel."""
+"""Entry point of a rank's process, which the parent can name without importing the kernel."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from ddpilot.session.rank.start import KernelStart
 
 
 def serve(start: KernelStart) -> None:
-    """Be a kernel until the session ends."""
+    """Run a kernel until the session ends."""
     from ddpilot.session.rank.main import serve_kernel
 
     serve_kernel(start)

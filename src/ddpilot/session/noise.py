@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torch's C++ writes to stderr when ddpilot takes a group away under it: it says nothing that a person can use."""
+"""Filter the log lines that torch's C++ code writes to stderr while ddpilot frees a process group."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _REST = re.compile(rb"Exception raised from .*\(most recent call first\):$|frame
 
 
 class FreeNoise:
-    """Leaves such lines out of what a rank writes, from the moment at which it is freed until its group is rebuilt."""
+    """Removes these lines from a rank's stderr, from the request to free the rank until its group is rebuilt."""
 
     def __init__(self) -> None:
         self._rebuilds: dict[int, str] = {}
-        """By rank that is being freed: the id of the message that asks for the rebuild, "" before that."""
+        """By rank that is being freed: the id of the rebuild request, or "" before it is sent."""
 
         self._held: dict[int, bytes] = {}
         self._is_inside: set[int] = set()
-        """The ranks of which the last line was of that kind."""
+        """Ranks whose last line was such a log line."""
 
     def sending(self, rank: int, kind: str, content: dict[str, Any], message_id: str) -> None:
-        """A message goes to a rank: is it freed, its group rebuilt, or something of the person's begun?"""
+        """Update the state for a message to a rank: a request to free it, to rebuild its group, or other work."""
         if kind == FREE:
             self._rebuilds.setdefault(rank, "")
         elif kind == REQUEST and content["verb"] == "rebuild":
@@ -36,18 +36,21 @@ class FreeNoise:
             self._rebuilds.pop(rank, None)
 
     def ends_with(self, rank: int, message_id: str) -> bool:
-        """Whether the end of what that message asked for is the end of freeing the rank; then it is over."""
+        """True if `message_id` is the rank's rebuild request, which ends the filtering for this rank."""
         is_over = bool(message_id) and self._rebuilds.get(rank) == message_id
         if is_over:
             del self._rebuilds[rank]
         return is_over
 
     def forget(self, rank: int) -> None:
-        """The rank has died: what it wrote last is to be read."""
+        """Stop filtering a rank that has died, so that its last output is shown."""
         self._rebuilds.pop(rank, None)
 
     def filter(self, rank: int, data: bytes) -> bytes:
-        """What of `data`, read from the rank's stderr, is to be shown. The start of such a line waits for its end."""
+        """Return the part of `data`, read from the rank's stderr, to show.
+
+        The start of a possible log line is held back.
+        """
         data = self._held.pop(rank, b"") + data
         if rank not in self._rebuilds:
             self._is_inside.discard(rank)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a session can be told, checked when it is said."""
+"""`SessionOptions`: the options of a session, validated on construction."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def choose_visible(gpus: Sequence[int], visible: str | None) -> str:
-    """CUDA_VISIBLE_DEVICES for `gpus`, counted among the devices in `visible`, the variable's text (None: not set).
+    """Return CUDA_VISIBLE_DEVICES for `gpus`, which index the devices listed in `visible` (None: variable not set).
 
-    A number beyond them stays: that there is no such GPU is found when the devices are counted.
+    An index beyond the list is kept as it is; counting the devices later reports that there is no such GPU.
     """
     listed = [] if visible is None else [item.strip() for item in visible.split(",")]
     return ",".join(str(gpu) if visible is None or gpu >= len(listed) else listed[gpu] for gpu in gpus)
@@ -25,52 +25,54 @@ def choose_visible(gpus: Sequence[int], visible: str | None) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class SessionOptions(WatchOptions):
-    """Options of a session on this machine, with those of `WatchOptions`.
+    """Options of a session on this machine, in addition to those of `WatchOptions`.
 
-    Raises LaunchError for a value that cannot be meant.
+    Raises LaunchError for invalid values.
     """
 
     nproc_per_node: int | str = "auto"
-    """Number of ranks. "auto": the GPUs of `gpus` or all that are visible, else 1; "gpu" and "cpu" as in `Launcher`."""
+    """Number of ranks. "auto": one per GPU in `gpus`, else per visible GPU, else 1; "gpu" and "cpu" as in
+    `Launcher`."""
 
     gpus: tuple[int, ...] = ()
-    """Numbers of the GPUs that the ranks may see, among those that this process sees, as `torch.device("cuda", n)`
-    counts them: with CUDA_VISIBLE_DEVICES=2,3 number 0 is the machine's GPU 2. () for all."""
+    """Indices of the GPUs that the ranks may use, as in `torch.device("cuda", n)` of this process: with
+    CUDA_VISIBLE_DEVICES=2,3 index 0 is the machine's GPU 2. (): all visible GPUs."""
 
     backend: str | None = None
-    """Backend of the group ("gloo", "nccl", "cpu:gloo,cuda:nccl"); None chooses."""
+    """Backend of the process group ("gloo", "nccl", "cpu:gloo,cuda:nccl"); None: chosen for the device."""
 
     seed: int | None = None
-    """Seeds `random`, torch and numpy with the same number on every rank when it starts; None: fresh on every rank."""
+    """Seed for `random`, torch and numpy, the same on every rank; None: ranks are not seeded."""
 
     apps: tuple[str, ...] = ()
     """Names of apps that prepare a training library on every rank, such as "fastai"."""
 
     env: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables of the ranks, on top of the parent's."""
+    """Environment variables of the ranks, in addition to the parent's."""
 
     preload: tuple[str, ...] = ()
-    """Modules that are imported once, before the ranks are forked."""
+    """Modules to import once, before the ranks are forked."""
 
     respawn: bool = False
-    """Start a rank that died again at once, instead of leaving that to `restart`."""
+    """Restart dead ranks automatically: after the cell in which they died, or before the next cell if none was
+    running."""
 
     keep_cache: bool = False
-    """Leave the GPU's memory cache as it is between cells. By default it is emptied after a cell that failed, and when
-    more than an eighth of the GPU's memory is in it unused."""
+    """Keep the GPU's memory cache between cells. By default it is emptied after a cell that failed, and if the unused
+    part of it is more than an eighth of the GPU's memory."""
 
     verbose: bool = False
-    """Let apps say more."""
+    """Let apps print more about what they change."""
 
     output: Output = "labelled"
-    """"labelled": all output with the rank in front; "rank_zero": rank 0's alone; "silent": none."""
+    """"labelled": all output, each line prefixed with its rank; "rank_zero": output of rank 0 only; "silent": none."""
 
     output_limit_bytes: int | None = None
-    """Bytes shown of each rank's output of one cell; None: 1 MB in a notebook, else no limit."""
+    """Maximum bytes to show of each rank's output per cell; None: 1 MB in a notebook, else no limit."""
 
     on_finding: OnFinding = "report"
-    """"report": what the watch finds is shown, and the cell goes on; "stop": an error ends the cell, the group is made
-    anew, and every variable stays. A function is called with each finding; the cell ends where it returns "stop"."""
+    """"report": show findings and let the cell continue; "stop": an error ends the cell, the group is rebuilt and all
+    variables are kept. A function is called with each finding and ends the cell by returning "stop"."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -92,7 +94,7 @@ class SessionOptions(WatchOptions):
         self.launch_options()
 
     def launch_options(self) -> LaunchOptions:
-        """The part that starting processes needs."""
+        """Return the options for starting the processes."""
         given = {**os.environ, **self.env}.get(_VISIBLE) if self.gpus else None
         visible = {_VISIBLE: choose_visible(self.gpus, given)} if self.gpus else {}
         return LaunchOptions(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What became of a cell, call or request on each of its ranks."""
+"""Result of a cell, call or request on each of its ranks."""
 
 from __future__ import annotations
 
@@ -13,77 +13,77 @@ from ddpilot.session.report import Report
 
 @dataclass
 class Part:
-    """One rank's part of a round."""
+    """One rank's part of a cell, call or request."""
 
     rank: int
     message_id: str
     has_begun: bool = False
-    """Whether the rank is at it, so that a stop reaches it."""
+    """True if the rank has started it, so that an interrupt takes effect."""
 
     num_before: int | None = None
-    """How many collectives the rank had begun before; None where they are not recorded."""
+    """Number of collectives that the rank had begun before; None if not recorded."""
 
     report: Report | None = None
     is_idle: bool = False
-    """Whether the kernel has said that all output of this part was sent."""
+    """True if the kernel has reported that all output of this part was sent."""
 
     ended: Ended | None = None
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more comes."""
+        """True if no more messages of this part will arrive."""
         return self.ended is not None or (self.report is not None and self.is_idle)
 
 
 @dataclass
 class Outcome:
-    """What became of a round."""
+    """Result of a cell, call or request."""
 
     parts: dict[int, Part]
     error: RankError | LaunchError | None = None
-    """The first failure in time; None where all went well or a person stopped it."""
+    """The first failure in time; None on success or after an interrupt by the user."""
 
     was_stopped: bool = False
     freed: dict[int, Report] = field(default_factory=dict)
-    """By rank: what freeing it found. Empty where nothing was freed."""
+    """By rank: the report on freeing it. Empty if no rank was freed."""
 
     spared_group: bool = False
-    """It went wrong, but the group is as it was: none had begun a collective and all came back by themselves, or all
-    had done their part and the error is about what they did."""
+    """True if it failed but the group is intact: no rank had begun a collective and all returned without being freed,
+    or all had finished their part and the error is about its result."""
 
     @property
     def is_ok(self) -> bool:
-        """Whether every rank did its part."""
+        """True if every rank completed its part."""
         return not self.was_cut
 
     @property
     def was_cut(self) -> bool:
-        """Whether it is known that it failed, or a person stopped it."""
+        """True if a failure is known or the user interrupted it."""
         return self.error is not None or self.was_stopped
 
     @property
     def busy(self) -> tuple[int, ...]:
-        """The ranks whose part is not over."""
+        """Ranks whose part is not over."""
         return tuple(part.rank for part in self.parts.values() if not part.is_over)
 
     @property
     def at_work(self) -> tuple[int, ...]:
-        """The ranks that have not said how their part ended; of those that have, only output may still come."""
+        """Ranks that have not reported how their part ended. Ranks that are only `busy` may still send output."""
         return tuple(part.rank for part in self.parts.values() if not part.is_over and part.report is None)
 
     @property
     def interruptible(self) -> tuple[int, ...]:
-        """The ranks that are at their part now."""
+        """Ranks that have started their part and not finished it."""
         return tuple(part.rank for part in self.parts.values() if part.has_begun and not part.is_over)
 
     @property
     def values(self) -> dict[int, Any]:
-        """By rank: what a request answers with a small value; those that answer with none are left out."""
+        """By rank: the small value that a request returned; ranks that returned none are left out."""
         reports = {rank: part.report for rank, part in self.parts.items()}
         return {rank: report.value for rank, report in reports.items() if report is not None and report.value}
 
     def raise_failure(self, name: str) -> None:
-        """Raise what `name` ended with: RankError or LaunchError, or LaunchInterrupted after the stop button."""
+        """Raise the failure of `name`: RankError or LaunchError, or LaunchInterrupted after an interrupt."""
         if self.error is not None:
             raise self.error
         if self.was_stopped:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What comes of ranks while nothing runs, shown as it comes."""
+"""Show output and process exits that arrive while no cell is running."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ _SHOWN = frozenset(
 
 
 class OutsideCells:
-    """Shows in `view` what ranks of `host` say, write and die of while no cell runs. `respawns`: as the session."""
+    """Shows in `view` what the ranks of `host` print and how they end between cells.
+
+    `respawns`: the session's option.
+    """
 
     def __init__(self, view: View, host: RankHost, standing: Standing, *, respawns: bool) -> None:
         self._view = view
@@ -26,10 +29,10 @@ class OutsideCells:
         self._standing = standing
         self._respawns = respawns
         self.is_ending = False
-        """Whether the ranks were asked to end, so that their ends are no news."""
+        """True once the ranks were asked to end: their exits are then not reported."""
 
     def show(self, event: Event) -> None:
-        """Show what is to be seen of it."""
+        """Show the event if it has anything to display."""
         now = time.monotonic()
         if isinstance(event, Wrote):
             self._view.raw(event.rank, event.stream, event.data, now)
@@ -43,8 +46,8 @@ class OutsideCells:
         if ended.rank == STORE:
             self._view.note(f"{self._standing.store_end}; {BEGIN_ANEW}")
         elif ended.rank not in self._standing.dead:
-            return  # it is the end of an earlier process: the rank was restarted since
+            return  # an earlier process of a rank that was restarted since
         elif self._host.can_start:
             self._view.note(describe_death(ended.rank, self._standing.dead[ended.rank], self._respawns))
-        elif not self._standing.live:  # they end one after the other, of the same cause
+        elif not self._standing.live:  # reported once, for the last of them: the cause is the same
             self._view.note(f"the rank server has died, and all ranks and their variables with it; {BEGIN_ANEW}")

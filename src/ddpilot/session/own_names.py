@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names in a namespace of IPython's that are the user's."""
+"""Find the user's variables in an IPython namespace."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def own_names(namespace: Mapping[str, Any]) -> list[str]:
-    """Those of `namespace` that IPython has not put there, as it puts `open` and `Out`."""
+    """Return the names in `namespace` that were not set by IPython itself, as `open` and `Out` are."""
     from IPython import get_ipython
 
     hidden = getattr(get_ipython(), "user_ns_hidden", {})

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Large values between the parent and a rank: memory files whose descriptors go through a socket of the session.
+"""Send large values between the parent and a rank as memory files, whose descriptors are passed over a Unix socket.
 
-The messages of a kernel are copied several times on their way; a memory file is written once and mapped by the reader.
+Kernel messages are copied several times on their way; a memory file is written once and mapped by the reader.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _LIMIT_S = 60.0
 
 
 class ParcelPort:
-    """The rank's end: it listens at `path`, and looks only when a request says that a parcel waits."""
+    """The rank's end: listens at `path` and accepts a connection only when a request announces a parcel."""
 
     def __init__(self, path: Path) -> None:
         self._listener = socket.socket(socket.AF_UNIX)
@@ -24,7 +24,7 @@ class ParcelPort:
         self._listener.settimeout(_LIMIT_S)
 
     def take(self, token: str) -> tuple[socket.socket, list[int]]:
-        """The connection and the descriptors that came under `token`; those of requests that were cut short go."""
+        """Return the connection and file descriptors sent with `token`. Those of interrupted requests are closed."""
         while True:
             channel, _ = self._listener.accept()
             channel.settimeout(_LIMIT_S)
@@ -39,12 +39,12 @@ class ParcelPort:
             channel.close()
 
     def close(self) -> None:
-        """Take no more."""
+        """Stop listening."""
         self._listener.close()
 
 
 class ParcelCall:
-    """The parent's end of one request: give the rank a parcel now, take its answer when the request is over."""
+    """The parent's end for one request. Sends the parcel on construction; `answer` reads the reply."""
 
     def __init__(self, path: Path, token: str, fds: list[int]) -> None:
         self._channel = socket.socket(socket.AF_UNIX)
@@ -56,9 +56,10 @@ class ParcelCall:
             raise
 
     def answer(self) -> list[int]:
-        """The descriptors of the answer of a rank that has said that it is done, which the caller owns.
+        """Return the descriptors of the reply, which the caller owns.
 
-        It was sent before that: where there is none now, the rank was interrupted before it could give any.
+        Call it once the rank has reported that it is done. The reply is sent before that report: if there is none, the
+        rank was interrupted before it could send one.
         """
         self._channel.setblocking(False)
         try:
@@ -68,5 +69,5 @@ class ParcelCall:
         return fds
 
     def close(self) -> None:
-        """Forget about the answer."""
+        """Close the connection without reading a reply."""
         self._channel.close()

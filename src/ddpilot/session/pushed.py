@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values that belong to others: an optimizer to its parameters, a scheduler to its optimizer."""
+"""Check that optimizers and schedulers are pushed or pulled together with what they update."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from ddpilot.launching.shipping.pickling import ShipPickler, loaded_torch
 
 @dataclass(frozen=True, slots=True)
 class Incomplete:
-    """A value that travels without what it belongs to."""
+    """A value that is sent without the object that it refers to."""
 
     name: str
     kind: str
-    """What is missing: "model" or "optimizer"."""
+    """Kind of the missing object: "model" or "optimizer"."""
     found: str
-    """A sentence with {verb} for "pushed" or "pulled"."""
+    """A sentence with the placeholder {verb}, to be filled with "pushed" or "pulled"."""
 
 
 def check_complete(values: Mapping[str, object]) -> None:
-    """Raise LaunchError for an optimizer whose parameters are in none of the other `values`, and so for a scheduler.
+    """Raise LaunchError if `values` has an optimizer without its parameters, or a scheduler without its optimizer.
 
-    Pushed alone it would get copies of them, which no model on the rank uses: training would change nothing.
+    Pushed alone, it would refer to copies that no model on the rank uses, and training would change nothing.
     """
     if (incomplete := find_incomplete(values)) is not None:
         name = incomplete.name
@@ -40,7 +40,7 @@ def check_complete(values: Mapping[str, object]) -> None:
 
 
 def find_incomplete(values: Mapping[str, object]) -> Incomplete | None:
-    """An optimizer whose parameters are in none of the other `values`, or a scheduler without its optimizer."""
+    """Return an optimizer whose parameters are not all in the other `values`, or a scheduler without its optimizer."""
     torch = loaded_torch()
     if torch is None or not hasattr(torch, "optim"):
         return None
@@ -59,7 +59,7 @@ def find_incomplete(values: Mapping[str, object]) -> Incomplete | None:
 
 
 def find_companions(name: str, variables: Mapping[str, object]) -> list[str] | None:
-    """Names of `variables` to push together with `name`, those that others belong to first; None if one is missing."""
+    """Return the names of `variables` to push with `name`, in dependency order; None if one of them does not exist."""
     names = [name]
     while (incomplete := find_incomplete({each: variables[each] for each in names})) is not None:
         found = _find_owners(incomplete, variables)
@@ -80,14 +80,14 @@ def _find_owners(incomplete: Incomplete, variables: Mapping[str, Any]) -> list[s
 
 
 def _hold_parameters(torch: Any, optimizer: Any, others: Mapping[str, object]) -> bool:
-    """True if every parameter of `optimizer` is somewhere in `others`."""
+    """True if every parameter of `optimizer` is held by a value in `others`, at any depth."""
     modules = [other for other in others.values() if isinstance(other, torch.nn.Module)]
     found = {id(parameter) for module in modules for parameter in module.parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     missing = [each for each in parameters if id(each) not in found and each.device.type != "meta"]
     if not missing:
         return True
-    pickler = ShipPickler(io.BytesIO(), lambda buffer: None)  # finds the storages of others, however deep they are
+    pickler = ShipPickler(io.BytesIO(), lambda buffer: None)  # collects the storages in `others` at any depth
     try:
         pickler.dump(dict(others))
     except Exception:  # noqa: BLE001  # shipping them fails next, and names what cannot be pickled
@@ -96,7 +96,7 @@ def _hold_parameters(torch: Any, optimizer: Any, others: Mapping[str, object]) -
 
 
 def describe_pushed(names: Iterable[str], by_rank: Mapping[int, Mapping[str, Any]]) -> Iterator[str]:
-    """Lines about what the ranks answered to a push of `names`: what they kept, and what still uses older values."""
+    """Yield messages about the replies of ranks to a push: variables they kept, and variables that use older values."""
     kept = sorted({name for answer in by_rank.values() for name in answer["kept"]})
     if kept:
         ranks = render_ranks([rank for rank, answer in by_rank.items() if answer["kept"]])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks of a session: their kernels from start to end, and who listens to them."""
+"""`Ranks`: the kernels of a session's ranks, from start to end, and exclusive access to them."""
 
 from __future__ import annotations
 
@@ -50,20 +50,23 @@ _TURN_END_S = 5.0
 
 
 class Ranks:
-    """Kernels of all ranks. One caller at a time has their attention (`turn`); else what comes is shown as it comes."""
+    """Kernels of all ranks.
+
+    One caller at a time uses them (`turn`); between turns, their output is shown as it arrives.
+    """
 
     def __init__(self, options: SessionOptions, view: View) -> None:
         self.options = options
         self.view = view
         self.generation = 0
-        """How often the group was rebuilt."""
+        """Number of times the group has been rebuilt."""
         self.lost: tuple[str, ...] = ()
-        """What went with a process group that was rebuilt, in words."""
+        """Descriptions of objects that were lost with process groups that were rebuilt."""
         self.is_closed = False
         self._owner_pid = os.getpid()
         self._pids: dict[int, int] = {}
         self.watcher: Watcher | None = None
-        """Who looks at the ranks from outside; None where nobody is to."""
+        """Watches the ranks from outside; None if the session was started without `watch`."""
         self._folder: Path | None = None
         try:
             host = LocalRanks(self._launch_options(), self._kernel_start)
@@ -80,17 +83,18 @@ class Ranks:
         except BaseException:
             self._remove_folders()
             raise
-        atexit.register(self.close)  # before the rank servers are ended, which would be the ranks' death
+        atexit.register(self.close)  # runs before the rank servers are stopped, which would kill the ranks
 
     @property
     def world_size(self) -> int:
-        """Number of ranks, dead ones included."""
+        """Number of ranks, including dead ones."""
         return self.host.world_size
 
     @property
     def folder(self) -> Path:
-        """The session's private folder. It is made when it is first asked for, which is when a rank server is there to
-        remove it, also if this process is killed.
+        """The session's private folder.
+
+        Created at first use: by then a rank server is running, which removes it even if this process is killed.
         """
         if self._folder is None:
             self._folder = make_folder()
@@ -98,7 +102,7 @@ class Ranks:
 
     @property
     def ring_folder(self) -> Path:
-        """Where the ranks record."""
+        """The folder of the ranks' flight rings."""
         return (self.watcher.folder if self.watcher is not None else None) or self.folder
 
     def _launch_options(self) -> LaunchOptions:
@@ -114,7 +118,7 @@ class Ranks:
             remove_folder(self._folder)
 
     def pid(self, rank: int) -> int | None:
-        """Of the rank's process, also where it has ended."""
+        """Return the process id of the rank, also if the process has ended; None if it never had one."""
         pid = self.host.pid(rank)
         if pid is not None:
             self._pids[rank] = pid
@@ -132,16 +136,16 @@ class Ranks:
         )
 
     def parcel_socket(self, rank: int) -> Path:
-        """Where a rank takes parcels."""
+        """Return the path of the socket on which a rank accepts parcels."""
         return self._kernel_start().parcel_socket(rank)
 
     # lifecycle
 
     def start(self) -> None:
-        """Start all ranks and wait until they answer; where that fails nothing is left."""
+        """Start all ranks and wait until they reply. If that fails, end them all and release all resources."""
         try:
             self.host.attach(self.hub)
-            # Rings are there in any case: by them a failure that has not touched the group leaves it as it is.
+            # Record in any case: the rings show whether a failure has left the group intact.
             hooks = (self.watcher.hooks if self.watcher is not None else ()) or (HOOK,)
             self.host.accompany(hooks, {RING_DIR_VARIABLE: str(self.ring_folder)})
             self.hub.start()
@@ -151,12 +155,12 @@ class Ranks:
                 seen = [SeenRank(rank, self.standing, self.pid) for rank in range(self.world_size)]
                 self.watcher.begin(seen, is_paused=True)
         except BaseException:
-            with Stops(queue.SimpleQueue()):  # who presses stop twice must not cut short what the first press began
+            with Stops(queue.SimpleQueue()):  # a second interrupt must not cut this clean-up short
                 self.close()
             raise
 
     def start_processes(self, ranks: Sequence[int], events: queue.SimpleQueue[Event]) -> None:
-        """Start the processes of `ranks`, which have none, and wait until their kernels answer."""
+        """Start the processes of `ranks`, which have none, and wait until their kernels reply."""
         for rank in ranks:
             self.tails.forget(rank)
             start = self._kernel_start()
@@ -179,14 +183,14 @@ class Ranks:
         self.standing.note_start(rank)
 
     def _say_end(self, ended: Ended) -> str | None:
-        """How a rank ended that was only just started; None where it lives, and an earlier process has ended."""
+        """Describe the end of a starting rank; return None if the rank is alive, as an earlier process of it ended."""
         if ended.rank not in self.standing.dead:
             return None
         lines = "\n".join(self.tails.last_lines(ended.rank)[-20:])
         return self.standing.dead[ended.rank] + (f"; it wrote:\n{lines}" if lines else "")
 
     def end_process(self, rank: int, events: queue.SimpleQueue[Event]) -> None:
-        """Kill the process of `rank`, if it lives, and prepare for another."""
+        """Kill the process of `rank`, if it is alive, and prepare for a new one."""
         stops: list[Event] = []
         if rank not in self.standing.dead:
             self.hub.post(lambda: self.host.signal((rank,), signal.SIGKILL))
@@ -195,14 +199,17 @@ class Ranks:
                 stops += [event] if isinstance(event, Interrupted) else []
         self._incarnations[rank] += 1
         for stop in stops:
-            events.put(stop)  # for whoever waits next
+            events.put(stop)  # handled by the next reader of the queue
 
     def end_turn(self) -> None:
-        """End what another thread runs on the ranks, with an error that says so: the session is being stopped."""
+        """End the turn of another thread with an error: the session is being stopped."""
         self._attention.end_turn(Ended(STORE, None, "the session was stopped while it ran"), _TURN_END_S)
 
     def close(self) -> None:
-        """End every rank and give everything back; a second call, or one in a fork of this process, does nothing."""
+        """End every rank and release all resources.
+
+        A second call, or a call in a fork of this process, does nothing.
+        """
         if self.is_closed or os.getpid() != self._owner_pid:
             return
         self.is_closed = self.outside.is_ending = True
@@ -217,10 +224,10 @@ class Ranks:
             self.hub.stop()
             self._remove_folders()
 
-    # who listens
+    # events
 
     def turn(self, did: str) -> AbstractContextManager[tuple[queue.SimpleQueue[Event], Stops]]:
-        """Take the ranks' attention, as `Attention.turn` does. LaunchError also where the session was stopped."""
+        """Take exclusive use of the ranks, as `Attention.turn`. Raises LaunchError also if the session was stopped."""
         if self.is_closed:
             raise LaunchError(did, found="the session was stopped", fix="Start a new one")
         if self.hub.is_broken:
@@ -228,7 +235,10 @@ class Ranks:
         return self._attention.turn(did)
 
     def interrupt(self) -> bool:
-        """Stop what runs, as the stop button does; False where nothing runs. For another thread than the cell's."""
+        """Interrupt what is running, as the interrupt button does; return False if nothing is.
+
+        Call it from another thread.
+        """
         with self._attention.switch:
             if not self._attention.is_taken or not self.standing.busy:
                 return False
@@ -236,7 +246,7 @@ class Ranks:
             return True
 
     def read_stacks(self, ranks: Sequence[int]) -> dict[int, str]:
-        """What the fault handler of each rank writes of its main thread, also while that is stuck in C++."""
+        """Return the Python stack of each rank's main thread, also if the thread is stuck in C++."""
         hub, host = self.hub, self.host
         pids = {rank: pid for rank in ranks if (pid := host.pid(rank)) is not None}
         return dict.fromkeys(ranks, "") | read_stacks(
@@ -246,7 +256,7 @@ class Ranks:
     def _deliver(self, event: Event) -> None:
         with self._attention.switch:
             if isinstance(event, Said) and event.kind == "status" and event.content["execution_state"] == "idle":
-                self.host.drain(event.rank)  # what was written past Python comes another way, and belongs to this cell
+                self.host.drain(event.rank)  # bytes that bypassed Python arrive through pipes and belong to this cell
                 self._written.request_ended(event.rank, event.parent_id)
             if isinstance(event, Wrote):
                 self._written.take(event)
@@ -264,7 +274,7 @@ class Ranks:
         self.standing.note_end(ended, self.tails.last_lines(ended.rank))
 
     def note(self, text: str) -> None:
-        """Say something of ddpilot's own outside a cell; while one runs, of another thread, it is left out."""
+        """Show a message of ddpilot outside a cell. Dropped while another thread runs a cell."""
         with self._attention.switch:
             if not self._attention.is_taken:
                 self.view.note(text)
@@ -282,6 +292,6 @@ class Ranks:
     def send_comm(
         self, rank: int, kind: str, content: dict[str, Any], metadata: dict[str, Any], buffers: list[bytes]
     ) -> None:
-        """Hand a message of the notebook's widgets to a rank."""
+        """Send a comm message from the notebook's widgets to a rank."""
         if rank not in self.standing.dead and not self.is_closed:
             self.hub.send(rank, "shell", kind, content, metadata, buffers=buffers)

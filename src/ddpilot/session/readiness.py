@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wait until kernels that were just started answer, and can be heard."""
+"""Wait until the kernels of newly started ranks reply and their output is received."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from ddpilot.session.hub import Hub
 
 _LIMIT_S = 120.0
 _SUBSCRIBE_S = 0.05
-"""How long after its answer a kernel is asked again, if nothing that it published was heard."""
+"""Seconds after its reply at which a kernel is asked again, if none of its iopub messages was received."""
 
 
 def await_ready(
     hub: Hub, ranks: Sequence[int], events: queue.SimpleQueue[Event], say_end: Callable[[Ended], str | None]
 ) -> None:
-    """Ask the kernel of each of `ranks` who it is, until it has answered and what it publishes is heard as well.
+    """Request kernel info from each of `ranks` until it has replied and one of its iopub messages was received.
 
-    Raises LaunchError where one ends (`say_end` has the words for it, None for the end of an earlier process) or does
-    not answer in two minutes, and KeyboardInterrupt after the stop button.
+    Raises LaunchError if a rank ends (`say_end` describes how; it returns None for the end of an earlier process) or
+    does not reply within two minutes, and KeyboardInterrupt after an interrupt.
     """
     waiting, heard = set(ranks), set[int]()
     did = f"starting {render_ranks(sorted(waiting))}"

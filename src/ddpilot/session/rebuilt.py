@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is said of a process group that was made anew."""
+"""Messages about a process group that was rebuilt."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ def describe_rebuilt(
     restarted: Collection[int],
     unfinished: Collection[int] = (),
 ) -> Iterator[str]:
-    """A line each. `values`: what each rank has answered; `restarted`: those of the `live` ranks with no variables.
+    """Yield the messages to show after a rebuild, one line each.
 
-    `unfinished`: the ranks on whose devices collectives were aborted, with steps of optimizers queued behind them.
+    `values`: the reply of each rank; `live`: all live ranks; `restarted`: those of them that lost their variables;
+    `unfinished`: ranks on whose devices collectives were aborted with optimizer steps queued behind them.
     """
     rebound = max(value["rebound"] for value in values)
     models = f"; {rebound} DDP model{'s' * (rebound > 1)} bound to it" if rebound else ""
@@ -42,13 +43,13 @@ def describe_rebuilt(
 
 
 def describe_differences(values: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Lines about the DDP models that differ over ranks; none if they are the same. `values` as above."""
+    """Yield messages about DDP models that differ between ranks; none if all are equal. `values` as above."""
     if values and values[0]["disagreements"]:
         yield from _describe_disagreements(values[0]["disagreements"], values[0]["named"])
 
 
 def _describe_disagreements(plain: Sequence[str], named: Mapping[str, str]) -> Iterator[str]:
-    """`plain`: a sentence for each parameter; `named`: one for each variable that holds such a model."""
+    """`plain`: a sentence for each differing parameter; `named`: a sentence by variable that holds such a model."""
     yield from list(named.values() or plain)[:_MAX_LINES]
     if any("numbers of DDP models" in text or "different models" in text for text in plain):
         yield "run the cells that make the models again, on all ranks, before the next step"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why ranks gave no value, as they tell the parent in JSON, and the error that the parent makes of it."""
+"""Reasons why a rank could not return a value, as sent in JSON, and the exception built from them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ MISSING = "there is no variable of that name"
 
 
 def refuse(found: str, fix: str = "", *, path: str = "") -> dict[str, str]:
-    """A refusal. `path`: of what cannot be pickled."""
+    """Return a refusal. `path` is the path of the object that cannot be pickled, if any."""
     return {"found": found, "fix": fix, "path": path}
 
 
 def make_refusal_error(did: str, by_rank: Mapping[int, Mapping[str, str]]) -> LaunchError:
-    """One error for the refusals of all ranks: the first one, with every rank that says the same, and all fixes.
+    """Build one error from the refusals of the ranks: the first refusal, all ranks that share it, and all their fixes.
 
-    `did`: for a refusal that is about no "expression" of its own. A ShipError where something cannot be pickled.
+    `did` is used if the refusal names no "expression". The error is a ShipError if a value cannot be pickled.
     """
     first = by_rank[min(by_rank)]
     alike = [rank for rank, refusal in by_rank.items() if refusal["found"] == first["found"]]

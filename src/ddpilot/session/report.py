@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank says of how a cell or a call ended, and how it travels inside a Jupyter reply."""
+"""`Report`: how a cell or request ended on a rank, and the message types that carry it."""
 
 from __future__ import annotations
 
@@ -8,26 +8,27 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 REPORT_KEY = "ddpilot"
-"""Where a reply's content carries the report, and a request's metadata what a rank is to know of the cell."""
+"""Key of the report in a reply's content, and of information about the cell in a request's metadata."""
 
 REQUEST = "ddpilot_request"
-"""The type of the shell channel's messages that are no cells: content {"verb": ..., "token": ...}."""
+"""Message type of requests other than cells, on the shell channel. Content: {"verb": ..., "arguments": {...}, "ranks":
+[...], "blocked": ...}."""
 
 FREE = "ddpilot_free"
-"""The type of the control channel's message that frees a rank which is stuck in a collective of the group that is the
-`generation`-th: content {"generation": ..., "interrupt": whether what it runs is to be interrupted first where
-freeing it raises no error there}."""
+"""Message type of the request to free a rank that is stuck in a collective, on the control channel. Content:
+{"generation": the generation of the group to free, "interrupt": whether to interrupt the main thread first, in case
+freeing raises no error there}."""
 
 BEGUN = "ddpilot_begun"
-"""The type of the iopub message that says that a rank has begun with a cell or request, and takes a stop: content
-{"num_before": how many collectives it had begun before, or None}."""
+"""Message type of the iopub message that reports that a rank has started a cell or request, and can be interrupted.
+Content: {"num_before": number of collectives it had begun before, or None}."""
 
 REPLY = "ddpilot_reply"
-"""The type of the answers to both: content {REPORT_KEY: the report}."""
+"""Message type of the replies to `REQUEST` and `FREE`. Content: {REPORT_KEY: the report}."""
 
 
 def writable(text: str) -> str:
-    """`text` without what UTF-8 cannot write: a message with half a surrogate pair in it could not be sent."""
+    """Return `text` with lone surrogates escaped. UTF-8 cannot encode them, and the message could not be sent."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -36,47 +37,47 @@ Status = Literal["ok", "error"]
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """How it ended on one rank. `time_s` (of the machine's monotonic clock) is when it raised, or returned."""
+    """How a cell or request ended on one rank. `time_s` (monotonic clock) is when it raised or returned."""
 
     status: Status
     time_s: float
     has_group: bool = False
-    """Whether the rank is in a process group now."""
+    """True if the rank is in a process group now."""
 
     num_collectives: int | None = None
-    """How many collectives the rank began in it; None where they are not recorded."""
+    """Number of collectives that the rank began in it; None if not recorded."""
 
     num_groups: int = 0
-    """How many process groups the rank has."""
+    """Number of process groups that the rank is in."""
 
     num_group_names: int = 0
-    """How many it has begun to make since it entered the default one."""
+    """Number of process groups that the rank has started to create since it entered the default one."""
 
     type_name: str = ""
     message: str = ""
     traceback: str = ""
-    """With ANSI colours."""
+    """May contain ANSI colours."""
 
     is_victim: bool = False
     interrupted: bool = False
     in_backward: bool = False
-    """Whether it came out of a backward pass: the gradients of a DDP model are reduced in part then."""
+    """True if the error was raised in a backward pass, so that only some gradients of a DDP model may be reduced."""
 
     exitcode: int = 1
-    """What SystemExit asked for."""
+    """The exit code of a SystemExit."""
 
     device_error: str = ""
-    """What the rank's device answers to everything since; "" where it works, or has not failed so far."""
+    """The error with which the rank's device now answers every call; "" if there is none so far."""
 
     value: Any = None
-    """What a request answers, where that is small and JSON; anything else goes as a parcel."""
+    """The result of a request if it is small and JSON-serializable; other results are sent as parcels."""
 
     def to_content(self) -> dict[str, Any]:
-        """The report as JSON."""
+        """Return the report as a JSON-serializable dictionary."""
         return {name: writable(value) if isinstance(value, str) else value for name, value in asdict(self).items()}
 
     @classmethod
     def from_content(cls, content: Mapping[str, Any]) -> Report | None:
-        """The report in a reply's content; None where there is none (an aborted request)."""
+        """Return the report in a reply's content; None if there is none, as for an aborted request."""
         found = content.get(REPORT_KEY)
         return None if found is None else cls(**found)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One cell, call or request on some ranks, until it is over on all of them: in at most three seconds once it failed."""
+"""`Round`: runs one cell, call or request until it has ended on all of its ranks, within three seconds of a failure."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ _INTERNAL_KINDS = frozenset({"status", "execute_input", "error", "iopub_welcome"
 
 
 class Lookout(Protocol):
-    """Watches from outside what the ranks do together."""
+    """Interface for watching from outside what the ranks of a cell do together."""
 
     def look(self, busy: Sequence[int], now_s: float) -> WatchError | None:
-        """Called twice a second or more often, while nothing has gone wrong; what the round is to end with, if so."""
+        """Called at least twice per second while nothing has failed. Returns an error to end the cell with, or None."""
 
     def explain(self, error: RankError) -> None:
-        """Add to `error`, by which the round ends, what is seen."""
+        """Add evidence to `error`, with which the cell ends."""
 
     def close(self, *, is_ok: bool) -> WatchError | None:
-        """The round is over, `is_ok` if all went well; an error if it is to end with one nevertheless."""
+        """The cell is over; `is_ok` is True if it succeeded. Returns an error to end it with nevertheless, or None."""
 
 
 class Round:
-    """Waits for `parts`, shows what the ranks say, and sees to it that a failure or a stop ends all of them.
+    """Waits for `parts`, shows the output of the ranks, and ends all parts after a failure or an interrupt.
 
-    `lookout` may end it too, and adds what it sees to the error by which it ends.
+    `lookout` may also end it, and adds evidence to the error with which it ends.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Round:
         self._ladder = Ladder(ranks, self._outcome)
 
     def run(self, stops: Stops) -> Outcome:
-        """Wait for the end of every part. Raises nothing of the ranks': it is all in the outcome."""
+        """Wait until every part is over. Failures of ranks are returned in the outcome, not raised."""
         while not self._is_over():
             try:
                 self._take(self._events.get(timeout=self._wait_s()), stops)
@@ -92,7 +92,7 @@ class Round:
     def _is_over(self) -> bool:
         if self._outcome.was_cut:
             return not self._outcome.busy and self._ladder.is_done
-        return not self._outcome.busy and not self._failures  # else the first one in time is not chosen yet
+        return not self._outcome.busy and not self._failures  # else the first failure in time has not been chosen yet
 
     def _wait_s(self) -> float:
         now = time.monotonic()
@@ -101,7 +101,7 @@ class Round:
             dues.append(now + 0.02)
         return max(0.001, min([_LONGEST_WAIT_S, *(due - now for due in dues if due is not None)]))
 
-    # what comes in
+    # events
 
     def _take(self, event: Event, stops: Stops) -> None:
         now = time.monotonic()
@@ -148,15 +148,15 @@ class Round:
 
     def _answer(self, said: Said, stops: Stops) -> None:
         if self._outcome.was_cut:
-            return  # the rank is interrupted where it waits
+            return  # the rank is interrupted in `input`
         try:
             with stops.raised():
                 text = self._ranks.view.ask(said.rank, said.content["prompt"], said.content["password"])
         except KeyboardInterrupt:
-            self._on_stop(time.monotonic())  # at once: another rank's question may be the next event
+            self._on_stop(time.monotonic())  # handled now: the next event may be the `input` of another rank
             return
         except EOFError:
-            text = "\x04"  # as ipykernel spells the end of input
+            text = "\x04"  # ipykernel's representation of end of input
         header = {"header": said.header}
         self._ranks.hub.send(said.rank, "stdin", "input_reply", {"value": text}, parent=header)
 
@@ -186,8 +186,8 @@ class Round:
             self._fail_without_exit(ended)
 
     def _on_store_end(self, ended: Ended) -> None:
-        """A rank may be on its way into a group, and waits there for a store that is gone."""
-        if ended.exited is None:  # no rank can be reached any more
+        """Fail the cell: a rank may be entering a group, which waits for the store."""
+        if ended.exited is None:  # the hub's thread has failed: no rank can be reached
             raise LaunchError(f"running {self._name}", found=ended.reason, fix=BEGIN_ANEW)
         text = self._ranks.standing.store_end
         if self._outcome.was_cut:
@@ -220,7 +220,7 @@ class Round:
             self._ranks.view.note(f"interrupting {render_ranks(busy)}")
             self._ladder.begin_after_stop(now)
 
-    # what is done about it
+    # failures
 
     def _unheard(self) -> list[int]:
         silent = [part.rank for part in self._outcome.parts.values() if part.report is None]
@@ -252,11 +252,11 @@ class Round:
             )
             error.args = (error.render(),)
         if self._lookout is not None and not (chosen.is_victim and dead.keys() - self._outcome.parts):
-            self._lookout.explain(error)  # not where the others have no group: how far each gets in it explains nothing
+            self._lookout.explain(error)  # not if ranks outside the cell are dead: the group then explains nothing
         self._fail(error)
 
     def _end_with(self, error: WatchError | None) -> None:
-        if error is not None and not self._failures:  # else `_judge` knows more of it
+        if error is not None and not self._failures:  # else `_judge` builds a better error
             self._fail(error)
 
     def _fail(self, error: RankError | LaunchError) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Session`: ranks that stay, with their variables, from one cell to the next."""
+"""`Session`: persistent ranks that keep their variables between cells."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class CellResult:
-    """A cell that ran on `ranks` in `duration_s` seconds. What it showed went to the view."""
+    """A cell that ran on `ranks` in `duration_s` seconds. Its output was shown in the view."""
 
     ranks: tuple[int, ...]
     duration_s: float
@@ -49,15 +49,16 @@ class CellResult:
 
 @explain_unknown
 class Session:
-    """Ranks of this machine that stay: each is a Jupyter kernel, started when the session is made.
+    """Persistent ranks on this machine. Each rank is a Jupyter kernel, started when the session is created.
 
-    In every rank's namespace are `rank`, `world_size`, `device` and `group`; the process group is entered at the first
-    collective (or `DDP(model)`), unless the code makes its own with `init_process_group()`. Code on a rank sees a
-    torchrun job. When a cell fails on one rank, all of them are freed, the group is rebuilt and every variable stays.
+    Every rank's namespace contains `rank`, `world_size`, `device` and `group`. The process group is entered at the
+    first collective (or `DDP(model)`), unless the code calls `init_process_group()` itself. Code on a rank sees the
+    environment of a torchrun job. When a cell fails on one rank, all ranks are freed, the group is rebuilt and all
+    variables are kept.
 
-    A context manager: `stop` at the end. Options are those of `SessionOptions`. `view`: where output goes; None:
-    labelled lines on stdout and stderr. Raises LaunchError where ranks cannot be started, and LaunchInterrupted, a
-    KeyboardInterrupt, after the stop button; nothing is left then.
+    Use it as a context manager to `stop` it at the end. Options are those of `SessionOptions`. `view` displays the
+    output; None: lines labelled with the rank, on stdout and stderr. Raises LaunchError if ranks cannot be started, and
+    LaunchInterrupted, a KeyboardInterrupt, if the start is interrupted; no process is left then.
     """
 
     def __init__(
@@ -112,30 +113,30 @@ class Session:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks, dead ones included."""
+        """Number of ranks, including dead ones."""
         return self._ranks.world_size
 
     @property
     def is_running(self) -> bool:
-        """Whether the session was not stopped."""
+        """True until the session is stopped."""
         return not self._ranks.is_closed
 
     @property
     def can_restart(self) -> bool:
-        """Whether dead ranks can be started anew; not so once the process from which they are forked has died."""
+        """True if dead ranks can be restarted; False once the process from which they are forked has died."""
         return self._ranks.host.can_start
 
     def status(self) -> tuple[RankStatus, ...]:
-        """What every rank does now: idle, in which cell, in which collective since when, dead and why; what it uses.
+        """Return the status of every rank: idle, busy or dead, its cell, its current collective and its resource usage.
 
-        Also while a cell runs, from another thread. Takes a tenth of a second.
+        Can be called while another thread runs a cell. Takes a tenth of a second.
         """
         from ddpilot.session.statuses import read_statuses
 
         return read_statuses(self._ranks)
 
     def pids(self) -> dict[int, int]:
-        """The process id of every rank that lives, by rank."""
+        """Return the process ids of all live ranks, by rank."""
         found = ((rank, self._ranks.host.pid(rank)) for rank in self._ranks.standing.live)
         return {rank: pid for rank, pid in found if pid is not None} if self.is_running else {}
 
@@ -148,13 +149,13 @@ class Session:
         cell: int | None = None,
         keep_cache: bool | None = None,
     ) -> CellResult:
-        """Run a cell on `ranks` (None: all that live), as if typed into each one's notebook; magics work.
+        """Run a cell on `ranks` (None: all live ranks), as if it were typed into a notebook on each; magics work.
 
-        `quiet`: show nothing that it prints. `cell`: its number in errors ("Cell In[7]"); default: counted.
-        `keep_cache` as for the session. Raises RankError with the first failure in time, or WatchError where what the
-        watch found is to stop the cell, after all ranks have come back and the group was rebuilt; where guard finds it
-        as the cell ends, the cell has run on all ranks and the group is as it was. Raises LaunchInterrupted, a
-        KeyboardInterrupt, after the stop button.
+        `quiet`: show none of its output. `cell`: its number in errors ("Cell In[7]"); default: one more than the last.
+        `keep_cache`: as for the session. Raises RankError with the first failure in time, or WatchError if a finding of
+        the watch stops the cell, after all ranks have returned and the group was rebuilt; for a finding of the guard at
+        the end of the cell, the cell has completed on all ranks and the group is unchanged. Raises LaunchInterrupted, a
+        KeyboardInterrupt, if it is interrupted.
         """
         arguments.check_code(code)
         chosen = choose(self._ranks, ranks, "running a cell")
@@ -168,10 +169,11 @@ class Session:
         return CellResult(ranks=chosen, duration_s=time.monotonic() - began_s)
 
     def run(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> RankResults:
-        """Run `fn(*args, **kwargs)` on every rank and return every rank's value, by rank.
+        """Run `fn(*args, **kwargs)` on every rank and return the results by rank.
 
-        Function and arguments travel by value, as with `launch`: it sees the globals that it has here, not the ranks'
-        variables. Raises ShipError before anything runs; RankError and LaunchInterrupted as `execute` does.
+        The function and its arguments are sent by value, as with `launch`: the function uses the globals of this
+        process, not the variables of the ranks. Raises ShipError before anything runs if they cannot be pickled;
+        RankError and LaunchInterrupted as `execute`.
         """
         name = check_function(fn)
         check_keywords(name, fn, kwargs, lambda keyword: "")
@@ -191,11 +193,11 @@ class Session:
             _close(answers)
 
     def push(self, values: Mapping[str, Any], *, ranks: Iterable[int] | None = None) -> None:
-        """Set variables of `ranks` (None: all that live). Each rank gets a copy of its own, tensors too.
+        """Set variables on `ranks` (None: all live ranks). Each rank gets its own copy, also of tensors.
 
-        Functions and methods among `values` have the rank's variables for globals: what they refer to is set as well
-        where the rank lacks it, and kept where the rank has it. Raises LaunchError for an optimizer or a scheduler
-        without what it updates, ShipError, which names what cannot be pickled; then nothing was set.
+        Functions and methods in `values` use the variables of the rank as globals: what they refer to is also set if
+        the rank does not have it, and kept if it does. Raises LaunchError for an optimizer or a scheduler without the
+        objects that it updates, and ShipError, which names the object that cannot be pickled; no variable is set then.
         """
         arguments.check_values(values)
         check_complete(values)
@@ -211,12 +213,13 @@ class Session:
             self._ranks.note(text)
 
     def pull(self, expression: str | Sequence[str], *, rank: int | None = None) -> Any:
-        """The value of a variable (or any expression) of `rank`, or with None a list of every rank's, by rank.
+        """Return the value of a variable or expression on `rank`; with None, a list with the values of all ranks.
 
-        Several expressions give a list of values in place of each value. These share what they share on the rank: an
-        optimizer that is pulled with its model updates that model. Tensors come as copies on the CPU, through a memory
-        file. Raises LaunchError where a rank has no such variable, where it is a DDP model, or an optimizer or a
-        scheduler without what it updates; ShipError where it cannot be pickled, RankError where the expression raises.
+        For several expressions each value is a list. Values that share objects on the rank also share them here: an
+        optimizer that is pulled together with its model updates that model. Tensors are copied to the CPU and sent as
+        memory files. Raises LaunchError if a rank has no such variable, or if the value is a DDP model, or an optimizer
+        or a scheduler without the objects that it updates; ShipError if it cannot be pickled, RankError if the
+        expression raises.
         """
         is_one = isinstance(expression, str) or not isinstance(expression, Sequence)
         expressions = [arguments.check_expression(each) for each in ([expression] if is_one else expression)]
@@ -234,11 +237,11 @@ class Session:
         return values if rank is None else values[0]
 
     def restart(self, rank: int | Iterable[int] | None = None) -> None:
-        """Restart `rank` (or several, or with None all) under the same number. Variables of restarted ranks are lost.
+        """Restart `rank` (or several, or with None all) under the same rank numbers.
 
-        The others keep theirs; where a process group was in use it is rebuilt with all ranks. Raises LaunchError before
-        any rank ends if one is not there or none can be started, and LaunchInterrupted after the stop button: then the
-        ranks that were to be restarted are dead.
+        The restarted ranks lose their variables. The other ranks keep theirs; a process group that was in use is
+        rebuilt with all ranks. Raises LaunchError before any rank is ended if a rank does not exist or no rank can be
+        started, and LaunchInterrupted if it is interrupted: the ranks that were to be restarted are dead then.
         """
         did, fix = "restarting", "Give the number of one rank, several, or nothing for all"
         if rank is None:
@@ -250,13 +253,16 @@ class Session:
         self._work.restart(ranks)
 
     def interrupt(self) -> bool:
-        """Stop the cell that another thread has running, as the stop button does; False where none runs."""
+        """Interrupt the cell that another thread is running, as the interrupt button does.
+
+        Return False if there is none.
+        """
         return self._ranks.interrupt()
 
     def stacks(self, ranks: Iterable[int] | None = None) -> dict[int, str]:
-        """Where the Python of each rank is now, innermost line first, also while it is stuck in C++ or holds the GIL.
+        """Return the Python stack of each rank, innermost frame first, also if a rank is stuck in C++ or holds the GIL.
 
-        The user's part of the main thread's stack, by rank; "idle" where no cell runs. Takes up to a second.
+        By rank: the user's frames of the main thread, or "idle" if no cell is running. Takes up to a second.
         """
         chosen = choose(self._ranks, ranks, "reading stacks")
         return {rank: trim_stack(text) for rank, text in self._ranks.read_stacks(chosen).items()}
@@ -264,9 +270,10 @@ class Session:
     def complete(
         self, code: str, cursor: int, *, rank: int = 0, limit_s: float = 0.3
     ) -> tuple[tuple[str, ...], int, int]:
-        """What `rank` would put in place of the characters of `code` from the second value to the third.
+        """Return completions of `code` on `rank`, and the start and end of the characters that they replace.
 
-        `cursor`: where the person is, in characters. No matches where the rank is busy, dead or slow.
+        `cursor`: position in `code`, in characters. Returns no matches if the rank is busy, dead or takes more than
+        `limit_s` seconds.
         """
         reply = self._ask_kernel("complete", {"code": code, "cursor_pos": cursor}, rank, limit_s)
         if reply is None:
@@ -276,10 +283,10 @@ class Session:
     def inspect(
         self, code: str, cursor: int, *, detail_level: int = 0, rank: int = 0, limit_s: float = 0.3
     ) -> dict[str, str]:
-        """What `rank` shows of the object at `cursor` of `code`, as Shift-Tab in a notebook does: text by MIME type.
+        """Return the documentation of the object at `cursor` in `code` on `rank`, by MIME type, as Shift-Tab shows it.
 
-        `cursor`: where the person is, in characters. `detail_level`: 1 for the source code too. Empty if there is no
-        such object, or if the rank is busy, dead or slow.
+        `cursor`: position in `code`, in characters. `detail_level`: 1 adds the source code. Empty if there is no such
+        object, or if the rank is busy, dead or takes more than `limit_s` seconds.
         """
         asked = {"code": code, "cursor_pos": cursor, "detail_level": detail_level}
         reply = self._ask_kernel("inspect", asked, rank, limit_s)
@@ -291,9 +298,9 @@ class Session:
         return self._work.ask_kernel(kind, content, rank, limit_s)
 
     def stop(self) -> None:
-        """End the ranks: apps clean up, exit handlers run, and what is left after two seconds is killed.
+        """End the ranks: run the apps' finalizers and exit handlers, and kill ranks that take more than two seconds.
 
-        A second call does nothing. LaunchInterrupted after the stop button: the ranks are gone all the same.
+        A second call does nothing. Raises LaunchInterrupted if it is interrupted; the ranks have ended all the same.
         """
         if self.is_running:
             with saying(

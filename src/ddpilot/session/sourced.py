@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A call that takes the text of the notebook's cells along, so that tracebacks made on a rank show their lines."""
+"""Call a function on a rank with the source of the notebook's cells, so that its tracebacks show their lines."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from ddpilot.launching.shipping.sources import install_sources
 
 
 def call_with_sources(sources: dict[str, list[str]], fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """What `fn(*args, **kwargs)` returns; runs on a rank."""
+    """Install `sources` for `linecache` on this rank and return `fn(*args, **kwargs)`."""
     install_sources(sources)
     return fn(*args, **kwargs)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Python stacks of ranks: asked for, and read from the files into which the ranks write them."""
+"""Read the Python stacks of ranks, which the ranks write to files on request."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ _REQUESTS = "/ddpilot/session/rank/requests.py"
 
 
 def read_stacks(folder: Path, pids: Mapping[int, int], ask: Callable[[tuple[int, ...]], object]) -> dict[int, str]:
-    """What each rank in `pids` writes into its file in `folder`; `ask` sends those the signal that need one for it.
+    """Return the stack that each rank in `pids` writes to its file in `folder`, or "" for a rank that does not reply.
 
-    One that connects to a store has written where it is. The text of a rank that does not answer is "".
+    `ask` sends the signal that requests a stack to the ranks that need one. A rank that is connecting to a store has
+    already written its stack.
     """
     texts = {rank: _read(connecting_path(folder, rank)) for rank in pids}
     before = {rank: len(_read(stacks_path(folder, rank))) for rank in pids if not texts[rank]}
@@ -32,7 +33,7 @@ def read_stacks(folder: Path, pids: Mapping[int, int], ask: Callable[[tuple[int,
         for rank, request in list(waiting.items()):
             text = _read(stacks_path(folder, rank))
             new = text[before[rank] if len(text) > before[rank] else 0 :] if len(text) != before[rank] else ""
-            if new and new == seen.get(rank):  # nothing has come since the last look: it is whole
+            if new and new == seen.get(rank):  # unchanged since the last read: complete
                 texts[rank] = first_stack(new)
             elif not new and request.wants_signal():
                 ask((rank,))
@@ -49,7 +50,7 @@ def _read(path: Path) -> str:
 
 
 def trim_stack(text: str) -> str:
-    """The frames of `text` (innermost first) down to the cell's or the function's own; "idle" where neither runs."""
+    """Return the frames of `text` (innermost first) that belong to the cell or function; "idle" if none is running."""
     frames = [(line, found["file"]) for line in text.splitlines() if (found := _FRAME.match(line))]
     if not frames:
         return "no answer: the process does not run Python code now"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How each rank of a session stands: alive or dead, at work or idle, and how what ran there ended."""
+"""`Standing`: state of each rank of a session: alive or dead, busy or idle, and what its last cell raised."""
 
 from __future__ import annotations
 
@@ -14,64 +14,64 @@ _END_GRACE_S = 2.0
 
 
 class Standing:
-    """What is known of `world_size` ranks. Who changes it holds the attention's switch, or has the attention."""
+    """State of `world_size` ranks. To modify it, hold `Attention.switch` or have the turn."""
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         self._killed: set[int] = set()
         self.dead: dict[int, str] = {}
-        """By rank: of what it died; empty while all ranks live."""
+        """By dead rank: how its process ended, as a predicate such as "was killed by SIGKILL"."""
         self.busy: dict[int, tuple[int | None, float]] = {}
-        """By rank: the number of the cell that runs there (None: a request) and since when."""
+        """By busy rank: the number of the cell that it runs (None: a request), and the time at which it started."""
         self.since_s: dict[int, float] = {}
-        """By rank: since when it is idle, or dead."""
+        """By rank: the time since which it has been idle or dead."""
         self.raised: dict[int, Raised] = {}
-        """By rank: what the cell that runs, or ran last, raised there."""
+        """By rank: the exception raised there by the current or most recent cell."""
         self.device_errors: dict[int, str] = {}
-        """By rank that lives: what its device answers to everything; such a rank can be in no group."""
+        """By live rank: the error with which its device answers every call. Such a rank cannot join a group."""
         self.store_end = ""
-        """How the process of the session's store ended, and what follows; empty while it lives."""
+        """How the process of the session's store ended, and the consequence; "" while it is running."""
         self.exited: dict[int, Exited] = {}
-        """By rank: how its process ended; empty while all ranks live."""
+        """By dead rank: the exit status of its process, if known."""
 
     @property
     def live(self) -> tuple[int, ...]:
-        """The ranks that live."""
+        """The live ranks."""
         return tuple(rank for rank in range(self._world_size) if rank not in self.dead)
 
     @property
     def unusable(self) -> list[int]:
-        """The ranks that no group can have: they are dead, or their device has failed."""
+        """Ranks that cannot join a group, because they are dead or their device has failed."""
         return sorted({*self.dead, *self.device_errors})
 
     def note_start(self, rank: int) -> None:
-        """The rank's process is starting."""
+        """Record that the rank's process is starting."""
         self.dead.pop(rank, None)
         self.device_errors.pop(rank, None)
         self.exited.pop(rank, None)
         self.since_s[rank] = time.monotonic()
 
     def note_work(self, ranks: Iterable[int], number: int | None, now_s: float) -> None:
-        """A cell, or with None a request, begins on `ranks`."""
+        """Record that a cell (or with None a request) starts on `ranks`."""
         self.raised.clear()
         self.busy.update(dict.fromkeys(ranks, (number, now_s)))
 
     def set_idle(self, rank: int) -> None:
-        """The rank's part of what runs is over."""
+        """Record that the rank's part of the cell is over."""
         if self.busy.pop(rank, None) is not None:
             self.since_s[rank] = time.monotonic()
 
     def set_all_idle(self) -> None:
-        """Nothing runs any more."""
+        """Record that no rank is running anything."""
         self.since_s.update(dict.fromkeys(self.busy, time.monotonic()))
         self.busy.clear()
 
     def note_kill(self, ranks: Sequence[int]) -> None:
-        """Remember that these are about to be killed by ddpilot itself."""
+        """Record that ddpilot is about to kill these ranks."""
         self._killed.update(ranks)
 
     def note_end(self, ended: Ended, last_lines: Sequence[str]) -> None:
-        """The rank's process has ended; `last_lines`: what it wrote last."""
+        """Record that the rank's process has ended. `last_lines` are its last lines of output."""
         rank = ended.rank
         self.dead[rank] = describe_end(ended, rank in self._killed, last_lines)
         self._killed.discard(rank)
@@ -81,7 +81,7 @@ class Standing:
             self.exited[rank] = ended.exited
 
     def await_ends(self, ranks: Sequence[int]) -> None:
-        """Give `ranks`, which were asked to end, two seconds for their exit handlers."""
+        """Wait up to two seconds for `ranks`, which were asked to end, to run their exit handlers."""
         limit_s = time.monotonic() + _END_GRACE_S
         while any(rank not in self.dead for rank in ranks) and time.monotonic() < limit_s:
             time.sleep(0.005)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank of a session is doing at one moment."""
+"""`RankStatus`: what one rank is doing at one moment."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ State = Literal["starting", "idle", "busy", "dead"]
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveStatus:
-    """A collective, or point-to-point operation, that a rank has begun and that was not seen to be over."""
+    """A collective or point-to-point operation that a rank has begun and that is not known to have ended."""
 
     op: str
-    """In PyTorch's spelling, such as ``all_reduce``."""
+    """Name of the operation in PyTorch's spelling, such as ``all_reduce``."""
     since_s: float
-    """When it began, on the monotonic clock."""
+    """Start time on the monotonic clock."""
     site: str = ""
-    """The user's line, such as ``Cell In[7]:3``; empty where it is not known."""
+    """The user's line, such as ``Cell In[7]:3``; empty if not known."""
     group: str = ""
-    """Name of the process group; empty for the default one."""
+    """Name of the process group; empty for the default group."""
     seq: int | None = None
-    """Counts the group's collectives from 0; None for point-to-point."""
+    """Sequence number in the group, from 0; None for point-to-point operations."""
     is_watched: bool = True
-    """False where the backend (NCCL) does not tell when it is over: then it may be."""
+    """False if the backend (NCCL) does not report the end of the operation, so that it may have ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankStatus:
-    """One rank. Usage is None where it is not known: of a dead rank, and of a GPU where there is none."""
+    """Status of one rank. Usage is None if not known: for dead ranks, and GPU usage without a GPU."""
 
     rank: int
     state: State
     since_s: float
-    """When it came into this state, on the monotonic clock."""
+    """Time of the last change of state, on the monotonic clock."""
     pid: int | None = None
     cell: int | None = None
-    """Number of the cell that it runs; None where it runs none, or does something else than a cell."""
+    """Number of the cell that it is running; None if it runs none, or something other than a cell."""
     collective: CollectiveStatus | None = None
     cpu_percent: float | None = None
-    """Of one core, its child processes included: 200 is two cores."""
+    """CPU usage of the process and its children, in percent of one core: 200 is two cores."""
     memory_bytes: int | None = None
-    """Its own share: pages that several ranks have in common count once between them."""
+    """Memory of the process and its children; pages shared by several processes are divided between them."""
     gpu_percent: float | None = None
-    """Of the device that it uses, whoever else uses it."""
+    """Utilization of its GPU by all processes."""
     gpu_memory_bytes: int | None = None
     reason: str = ""
-    """Of what it died, such as ``was killed by SIGKILL``."""
+    """How it died, such as ``was killed by SIGKILL``; empty if it is alive."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every rank of a session is doing now: from its kernel, its flight ring and its process."""
+"""Read the status of every rank from its kernel's state, its flight ring and its process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ddpilot.session.status import CollectiveStatus, RankStatus, State
 
 
 def read_statuses(ranks: Ranks) -> tuple[RankStatus, ...]:
-    """One status per rank, by rank. Takes a tenth of a second, over which the use of the cores is measured."""
+    """Return the status of every rank, in rank order. Takes a tenth of a second, in which CPU usage is measured."""
     pids = {rank: pid for rank in ranks.standing.live if (pid := ranks.host.pid(rank)) is not None}
     usage = collect_usage(pids.values())
     return tuple(_status(ranks, rank, pids.get(rank), usage) for rank in range(ranks.world_size))
@@ -43,7 +43,7 @@ def _status(ranks: Ranks, rank: int, pid: int | None, usage: dict[int, Usage]) -
 def _collective(ranks: Ranks, rank: int) -> CollectiveStatus | None:
     try:
         entry = read_now(ring_path(ranks.ring_folder, rank)).waiting
-    except (RecordError, OSError):  # nothing is recorded there: the board says what is known without it
+    except (RecordError, OSError):  # no ring: the status has no collective
         return None
     if entry is None:
         return None

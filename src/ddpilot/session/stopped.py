@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stop button outside a cell: one line that says in which state everything is."""
+"""Messages about interrupts outside a cell: what was and was not done."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ddpilot.session.outcome import Outcome
 
 @contextlib.contextmanager
 def saying(text: str) -> Iterator[None]:
-    """A stop inside raises LaunchInterrupted with `text`, unless it says already what it has ended."""
+    """Turn a KeyboardInterrupt in the body into LaunchInterrupted with `text`; a LaunchInterrupted is passed on."""
     try:
         yield
     except LaunchInterrupted:
@@ -23,7 +23,7 @@ def saying(text: str) -> Iterator[None]:
 
 
 def describe_push(names: Iterable[str], outcome: Outcome) -> str:
-    """On which ranks variables are set after a push that was stopped: on each it is all of them or none."""
+    """Describe on which ranks variables are set after an interrupted push. Each rank has set all of them or none."""
     parts = outcome.parts.values()
     done = sorted(part.rank for part in parts if part.report is not None and part.report.status == "ok")
     dead = sorted(part.rank for part in parts if part.ended is not None)

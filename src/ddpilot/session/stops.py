@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stop button and Ctrl-C while ranks run a cell: an event like others, so that it never cuts a message in two."""
+"""Handle SIGINT (interrupt button, Ctrl-C) while ranks run a cell, as an event that never interrupts a message."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ddpilot.session.events import Event, Interrupted
 
 
 class Stops:
-    """While entered, SIGINT puts `Interrupted` among `events` instead of raising KeyboardInterrupt.
+    """Context manager in which SIGINT puts `Interrupted` into `events` instead of raising KeyboardInterrupt.
 
-    Does nothing outside the main thread, where Python delivers no signals.
+    Does nothing outside the main thread, which is the only one to receive signals in Python.
     """
 
     def __init__(self, events: queue.SimpleQueue[Event]) -> None:
@@ -38,7 +38,7 @@ class Stops:
 
     @contextlib.contextmanager
     def raised(self) -> Iterator[None]:
-        """Inside, SIGINT raises KeyboardInterrupt: for calls that wait for a person."""
+        """Context manager in which SIGINT raises KeyboardInterrupt again: for calls that wait for the user."""
         if self._previous is None:
             yield
             return

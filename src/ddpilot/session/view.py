@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where what the ranks of a session say is shown: the interface, which a terminal and a notebook fill differently."""
+"""`View`: interface for displaying the output of a session; implemented for terminals and notebooks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, Protocol
 from ddpilot.errors import LaunchError, RankError
 
 SendToRank = Callable[[int, str, dict[str, Any], dict[str, Any], list[bytes]], None]
-"""How a view answers a rank's widget: ``send(rank, kind, content, metadata, buffers)``."""
+"""Sends a comm message from the front end to a rank: ``send(rank, kind, content, metadata, buffers)``."""
 
 
 @dataclass(frozen=True)
 class RankMessage:
-    """What a rank's kernel published, in Jupyter's words.
+    """A Jupyter iopub message from a rank's kernel.
 
     `kind`: "stream", "display_data", "execute_result", "update_display_data", "clear_output", "comm_open", "comm_msg"
     or "comm_close".
@@ -29,37 +29,38 @@ class RankMessage:
 
 
 class View(Protocol):
-    """Shows what ranks say. It is called from one thread at a time: the cell's while one runs, else the session's.
+    """Displays the output of ranks.
 
-    Times are seconds of the monotonic clock.
+    It is called from one thread at a time: the cell's while one runs, else the session's. Times are seconds of the
+    monotonic clock.
     """
 
     def bind(self, send: SendToRank) -> None:
-        """Take the way by which messages go back to a rank's widgets; called once, before everything else."""
+        """Set the function that sends messages to the ranks' widgets; called once, before any other method."""
 
     def begin(self, ranks: Sequence[int]) -> None:
-        """A cell starts on these ranks."""
+        """A cell starts on `ranks`."""
 
     def message(self, message: RankMessage, now_s: float) -> None:
-        """A rank published something."""
+        """A rank published a message."""
 
     def raw(self, rank: int, stream: str, data: bytes, now_s: float) -> None:
-        """Bytes that a rank's process wrote past Python; `stream` is "stdout" or "stderr"."""
+        """A rank's process wrote bytes that bypassed Python; `stream` is "stdout" or "stderr"."""
 
     def show(self, now_s: float) -> None:
-        """Show what has waited long enough for its like from other ranks."""
+        """Show pending output that has waited long enough to be merged with equal output of other ranks."""
 
     def next_due_s(self) -> float | None:
-        """When `show` has something to do next; None if nothing waits."""
+        """Return when to call `show` next; None if no output is pending."""
 
     def error(self, error: RankError | LaunchError) -> None:
-        """The first failure in time, as soon as it is known and before the group is rebuilt."""
+        """Show the first failure in time; called as soon as it is known, before the group is rebuilt."""
 
     def note(self, text: str) -> None:
-        """A line of ddpilot's own."""
+        """Show a message of ddpilot itself."""
 
     def ask(self, rank: int, prompt: str, password: bool) -> str:
-        """What the person answers to `input` or `getpass` on a rank. Raises `EOFError` where nobody can be asked."""
+        """Return the user's answer to `input` or `getpass` on a rank. Raises EOFError if the user cannot be asked."""
 
     def end(self) -> None:
-        """The cell is over: show everything that still waits."""
+        """The cell is over: show all pending output."""

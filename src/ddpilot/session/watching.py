@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A session's ranks as who watches them sees them, and what is seen of one cell."""
+"""Adapters between a session and `Watcher`: its ranks as seen by the watcher, and the findings of one cell."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ddpilot.watch.watcher import Watcher
 
 
 class SeenRank:
-    """One rank of a session: its program is the cell. `pid`: of the rank's process, also where it has ended."""
+    """One rank of a session, whose program is the current cell. `pid` returns the process id, also after its end."""
 
     def __init__(self, rank: int, standing: Standing, pid: Callable[[int], int | None]) -> None:
         self.rank = rank
@@ -22,29 +22,29 @@ class SeenRank:
 
     @property
     def pid(self) -> int | None:
-        """Of its process."""
+        """Process id, also after the process has ended."""
         return self._pid(self.rank)
 
     @property
     def exited(self) -> Exited | None:
-        """How its process ended."""
+        """Exit status of its process; None while it is running."""
         return self._standing.exited.get(self.rank)
 
     @property
     def raised(self) -> Raised | None:
-        """What the cell raised there."""
+        """The exception that the cell raised on this rank; None if it raised none."""
         return self._standing.raised.get(self.rank)
 
     @property
     def has_returned(self) -> bool:
-        """Whether the cell is over there, and went well."""
+        """True if the cell has ended on this rank without an error."""
         return self.exited is None and self.raised is None and self.rank not in self._standing.busy
 
 
 class CellLookout:
-    """What `watcher` sees while the cell `name` runs on all ranks; `note` shows it.
+    """Reports the findings of `watcher` through `note` while the cell `name` runs on all ranks.
 
-    `since_s`: when it began; `sources`: its text, by the name that lines have.
+    `since_s`: the start of the cell (monotonic clock); `sources`: its text, by the file name in its code objects.
     """
 
     def __init__(
@@ -55,18 +55,18 @@ class CellLookout:
         watcher.resume(name, int(since_s * 1e9), {file: as_counted(text) for file, text in sources.items()})
 
     def look(self, busy: Sequence[int], now_s: float) -> WatchError | None:  # noqa: ARG002 - for other lookouts
-        """Show what is new; what the cell is to end with, where it is to end."""
+        """Show new findings; return the error to end the cell with, if any."""
         return self._watcher.take(self._note)
 
     def explain(self, error: RankError) -> None:
-        """Add what was seen to the error by which the cell ends."""
+        """Add the findings to the error with which the cell ends."""
         self._watcher.explain(error)
 
     def close(self, *, is_ok: bool) -> WatchError | None:
-        """The cell is over: if it ended well, show what is new; an error if the cell is to end with one."""
+        """The cell is over: if it succeeded, show new findings; return the error to end the cell with, if any."""
         return self._watcher.pause(self._note, is_ok=is_ok)
 
 
 def as_counted(code: str) -> str:
-    """A cell from the first line on that is not empty, from which IPython counts."""
+    """Return the code of a cell without leading blank lines, so that line numbers match IPython's."""
     return "".join(dropwhile(lambda line: not line.strip(), code.splitlines(keepends=True)))

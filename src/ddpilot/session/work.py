@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks are given to do, and how they are brought together again after a failure."""
+"""`Work`: runs cells and requests on ranks, and recovers from failures by rebuilding the process group."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from ddpilot.session.watching import CellLookout
 
 
 class Work:
-    """Runs cells and requests on ranks. After a failure the group is freed and rebuilt, and every variable stays."""
+    """Runs cells and requests on ranks. After a failure the group is freed and rebuilt; all variables are kept."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._wants_group = False
         self._backend: str | None = None
         self._is_broken = False
-        """Whether the group was to be made anew and could not be."""
+        """True if rebuilding the group has failed."""
         self._is_down = False
-        """Whether the ranks were taken out of their group and not yet into another one."""
+        """True if the ranks have left their group and not entered a new one."""
         self._fresh: frozenset[int] = frozenset()
-        """The ranks that are being started anew."""
+        """Ranks that are being restarted."""
         self._unfinished: set[int] = set()
-        """The ranks whose collectives were aborted on their devices since the last group was made."""
+        """Ranks on whose devices collectives were aborted since the last rebuild."""
 
     def cell(self, code: str, ranks: Sequence[int], *, number: int, quiet: bool, keep_cache: bool) -> Outcome:
-        """Run a cell on `ranks`; recover where it fails."""
+        """Run a cell on `ranks`, and recover if it fails."""
         content = {
             "code": code,
             "silent": False,
@@ -70,9 +70,9 @@ class Work:
         return outcome
 
     def call(self, verb: str, arguments: dict[str, Any], ranks: Sequence[int], parcel: list[int], name: str) -> Any:
-        """Have `ranks` serve a request that brings a parcel and is answered by one; outcome and answers by rank.
+        """Send a request with a parcel to `ranks`; return the outcome and, by rank, the parcels that they replied with.
 
-        Recovers where it fails.
+        Recovers if the request fails.
         """
         answers: dict[int, list[int]] = {}
         calls: dict[int, ParcelCall] = {}
@@ -100,12 +100,15 @@ class Work:
         return outcome, answers
 
     def restart(self, ranks: Sequence[int]) -> None:
-        """Start the processes of `ranks` anew, under the same numbers; the group is rebuilt where there was one."""
+        """Restart the processes of `ranks` under the same rank numbers, and rebuild the group if one was in use."""
         with self._ranks.turn(f"restarting {render_ranks(ranks)}") as (events, stops):
             self._restart(ranks, events, stops)
 
     def ask_kernel(self, kind: str, content: dict[str, Any], rank: int, limit_s: float) -> dict[str, Any] | None:
-        """The reply of the kernel of `rank` to "complete" or "inspect"; None if it is busy or slower than `limit_s`."""
+        """Return the kernel's reply to a "complete" or "inspect" request.
+
+        None if the rank is busy or does not reply within `limit_s` seconds.
+        """
         deadline_s = time.monotonic() + limit_s
         try:
             with self._ranks.turn(f"asking rank {rank} to {kind}") as (events, _):
@@ -120,7 +123,7 @@ class Work:
         return None
 
     def finish(self) -> None:
-        """Ask the ranks to end, for the sake of apps and exit handlers; one that is busy does not hear it in time."""
+        """Ask the ranks to end, so that apps and exit handlers run. A rank that is busy does not react in time."""
         live = self._ranks.standing.live
         self._ranks.outside.is_ending = True
         for rank in live:
@@ -131,10 +134,10 @@ class Work:
         return [] if len(ranks) == self._ranks.world_size else list(ranks)
 
     def _num_begun(self, ranks: Sequence[int]) -> dict[int, int | None]:
-        """Collectives that each rank has begun, to be called before a cell is sent.
+        """Return the number of collectives that each rank has begun. Called before a cell is sent to the ranks.
 
-        A cell may hold the GIL from its first line on: the rank's threads then report nothing, and remove no note of
-        theirs. What an idle rank has left of a connection to a store is over.
+        A cell may hold the GIL from its first line on, so that the rank's threads neither report anything nor remove
+        their file about a connection to a store. A file left by an idle rank is out of date, and is removed here.
         """
         for rank in ranks:
             connecting_path(self._ranks.ring_folder, rank).unlink(missing_ok=True)
@@ -162,7 +165,7 @@ class Work:
         now = time.monotonic()
         ranks.standing.note_work(ids, number, now)
         ranks.view.begin(tuple(ids))
-        # One that died before this turn is known here, one that dies later is an event.
+        # Ranks that died before this turn are known here; later deaths arrive as events.
         gone = {rank: Ended(rank, None, reason) for rank, reason in dict(ranks.standing.dead).items()}
         parts = [
             Part(rank, message_id, num_before=before.get(rank), ended=gone.get(rank))
@@ -191,7 +194,7 @@ class Work:
     # recovery
 
     def _mend(self, events: queue.SimpleQueue[Event], stops: Stops) -> None:
-        """Before new work: bring back ranks that died while nothing ran, where that was asked for."""
+        """Before new work: restart unusable ranks if the session respawns, or retry a rebuild that failed."""
         if self._ranks.options.respawn and self._ranks.standing.unusable:
             self._respawn(events, stops)
         elif self._is_broken:
@@ -213,12 +216,12 @@ class Work:
         self._fresh = frozenset(ranks)
         if len(self._fresh) == self._ranks.world_size:
             self._ranks.lost = ()
-            self._wants_group, self._backend = False, None  # as after a start: entered at first use, or by the user
+            self._wants_group, self._backend = False, None  # as after a start: entered at first use or by the user
         self._regroup(events, stops)
         self._fresh = frozenset()
 
     def _give_up_restart(self, ranks: Sequence[int], events: queue.SimpleQueue[Event], stops: Stops) -> NoReturn:
-        """A rank that was started by half would be in no group with the others: end them all."""
+        """End all of `ranks`: a partially started rank would be in no group with the others."""
         for rank in ranks:
             self._ranks.end_process(rank, events)
             self._ranks.standing.dead[rank] = "was to be restarted, and that was stopped"
@@ -240,7 +243,7 @@ class Work:
             return
         freed = outcome.freed.values()
         had_group = any(report.has_group for report in (*reports, *freed))
-        self._wants_group = had_group or (self._wants_group and self._is_down)  # else they have left it themselves
+        self._wants_group = had_group or (self._wants_group and self._is_down)  # else the ranks left it themselves
         self._backend = next((report.value["backend"] for report in freed if report.has_group), self._backend)
         self._unfinished |= {rank for rank, report in outcome.freed.items() if (report.value or {}).get("unfinished")}
         if self._ranks.standing.unusable and self._ranks.options.respawn:
@@ -257,7 +260,7 @@ class Work:
                 self._ranks.view.note(describe_device_error(rank, text, self._ranks.options.respawn))
 
     def _compare(self, events: queue.SimpleQueue[Event], stops: Stops) -> None:
-        """Name DDP models that differ, such as after a checkpoint that only some ranks have loaded."""
+        """Report DDP models that differ between ranks, such as after only some ranks have loaded a checkpoint."""
         live = self._ranks.standing.live
         ids = {rank: self._ask(rank, "compare", {}, live) for rank in live}
         outcome = self._watch(ids, "comparing DDP models", events, stops)
@@ -268,7 +271,7 @@ class Work:
             self._ranks.view.note(text)
 
     def _regroup(self, events: queue.SimpleQueue[Event], stops: Stops) -> None:
-        """Free the ranks of whatever group they were in; where all live and one was in use, make a new one."""
+        """Take all live ranks out of their group; if a group was in use and every rank is usable, form a new one."""
         self._ranks.generation += 1
         enter = self._wants_group and not self._ranks.standing.unusable and not self._ranks.standing.store_end
         began_s = time.monotonic()
@@ -283,7 +286,7 @@ class Work:
             self._say_rebuilt(outcome, time.monotonic() - began_s)
 
     def _blocked(self) -> str:
-        """Why no rank can enter a group now; empty where all live."""
+        """Return the reason why no rank can enter a group now; "" if none."""
         standing = self._ranks.standing
         if standing.store_end:
             return f"{standing.store_end}; {BEGIN_ANEW}"
@@ -313,5 +316,5 @@ class Work:
 
 
 def _ended_alike(reports: Sequence[Report]) -> bool:
-    """True if all ranks failed at the same line with the same error: they have done the same until there."""
+    """True if all ranks failed at the same line with the same error, and so have done the same work until then."""
     return len({(report.status, report.type_name, report.message, report.traceback) for report in reports}) == 1

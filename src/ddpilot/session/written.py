@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the processes of the ranks write past their kernels, on the way to whoever is told of it."""
+"""Filter the bytes that rank processes write directly to file descriptors 1 and 2, bypassing their kernel."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ddpilot.session.tails import Tails
 
 
 class Written:
-    """Keeps the last lines of each rank (`tails`) and leaves out noise."""
+    """Records the last lines of each rank in `tails`, and removes torch's log lines while a group is freed."""
 
     def __init__(self, attention: Attention) -> None:
         self.tails = Tails()
@@ -21,7 +21,7 @@ class Written:
         self._noise = FreeNoise()
 
     def take(self, event: Wrote) -> None:
-        """Hand on what a rank wrote; to be called under the attention's switch."""
+        """Process output of a rank and pass it on. The caller holds `Attention.switch`."""
         if event.stream == "stderr":
             event = replace(event, data=self._noise.filter(event.rank, event.data))
         if event.data:
@@ -29,16 +29,16 @@ class Written:
             self._attention.put(event)
 
     def sending(self, rank: int, kind: str, content: dict[str, Any], message_id: str) -> None:
-        """A message goes to a rank: what it writes meanwhile may be noise."""
+        """Called for each message to a rank, which may start or end the removal of log lines."""
         self._noise.sending(rank, kind, content, message_id)
 
     def request_ended(self, rank: int, message_id: str) -> None:
-        """What that message asked for is over."""
+        """Called when the rank has finished the request `message_id`."""
         if self._noise.ends_with(rank, message_id):
             self._release(rank)
 
     def process_ended(self, rank: int) -> None:
-        """Nothing more will come of the rank."""
+        """Called when the rank's process has ended."""
         self._noise.forget(rank)
         self._release(rank)
 
