@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The flight ring: every collective of a rank, kept where it outlives the rank.
+"""Flight ring: records every collective of a rank into a file that survives the rank's death.
 
-`recording` is the writer's side, inside a rank; `reading` the reader's, outside and free of torch. What lies between
-them is a file, laid out as docs/flight-ring.md says.
+`recording` is the writing side, inside a rank. `reading` is the reading side, used from other processes; it does not
+import torch. The file format between them is described in docs/flight-ring.md.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks of one collective have to agree about: its op, dtypes, sizes, root and reduce-op. Free of torch."""
+"""Compare what all ranks of a collective must agree on: op, dtypes, sizes, root, reduce-op. Does not import torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ddpilot.record.log import Collective, Tensor
 
 Aspect = Literal["op", "dtype", "size", "root", "shape", "reduce-op"]
 SILENT: frozenset[Aspect] = frozenset({"shape", "reduce-op"})
-"""What ranks may differ in and go on, with wrong numbers."""
+"""Aspects in which ranks can differ without an error or a hang; the results are wrong."""
 
 REDUCING = frozenset(
     {
@@ -21,9 +21,10 @@ REDUCING = frozenset(
         "reduce_scatter_tensor_coalesced",
     }
 )
-"""The ops whose reduce-op is part of the record, some time after the rest of it."""
+"""Ops whose record contains the reduce-op, which is added some time after the record is written."""
 
-# Whose sizes are the same on all ranks; of the others each rank may give or take another number.
+# Ops whose sizes must be equal on all ranks. In the other ops each rank may send or receive a different number of
+# elements.
 _SAME_INPUTS = frozenset(
     {
         "all_reduce",
@@ -42,17 +43,18 @@ _ANY_DTYPE = frozenset({"barrier", "monitored_barrier"})
 
 @dataclass(frozen=True, slots=True)
 class Clash:
-    """What ranks in one collective do not agree about."""
+    """A disagreement between the ranks of one collective."""
 
     aspect: Aspect
     said: tuple[tuple[str, tuple[int, ...]], ...]
-    """Each value in words with the ranks that gave it, the largest set of ranks first."""
+    """The differing values, as text, each with the ranks that passed it; the largest set of ranks first."""
 
 
 def find_clash(by_rank: Mapping[int, Collective]) -> Clash | None:
-    """The first thing, in the order of `Aspect`, about which the collectives of several ranks differ; else None.
+    """Return the first aspect, in the order of `Aspect`, in which the collectives differ between ranks; None if they
+    agree.
 
-    What is not known of a rank (its reduce-op is read up to 50 ms later) agrees with anything.
+    An unknown value agrees with any other: a reduce-op is read up to 50 ms after the collective starts.
     """
     aspects: Sequence[tuple[Aspect, Callable[[Collective], Hashable]]] = (
         ("op", lambda entry: entry.op),
@@ -85,7 +87,9 @@ def _find_unequal_parts(by_rank: Mapping[int, Collective]) -> Clash | None:
 
 
 def terms_of(entry: Collective) -> Hashable:
-    """What of a collective's op and tensors has to be the same on all ranks; equal for two that cannot clash there."""
+    """What must be equal on all ranks in a collective's op and tensors: collectives with equal terms do not clash
+    there.
+    """
     return entry.op, _dtypes(entry), _sizes(entry), _dims(entry)
 
 
@@ -101,7 +105,7 @@ def _sizes(entry: Collective) -> Hashable:
 
 
 def _expects_equal(entry: Collective) -> bool:
-    """Whether the rank has room for as much from every rank as it gives; NCCL also takes what differs, by name."""
+    """True if the rank expects as much from every rank as it sends. NCCL accepts unequal sizes too, as the same op."""
     return bool(entry.inputs) and {_size(tensor) for tensor in entry.outputs} == {_size(entry.inputs[0])}
 
 
@@ -110,7 +114,7 @@ def _size(tensor: Tensor) -> int:
 
 
 def _dims(entry: Collective) -> Hashable:
-    """The shape of a single tensor without dimensions of one; None where it has less than two: flat fits any."""
+    """The shape of the only tensor without dimensions of size 1; None if fewer than 2 remain: flat tensors fit any."""
     if entry.op not in _SAME_INPUTS or len(entry.inputs) != 1:
         return None
     dims = tuple(size for size in entry.inputs[0].shape if size != 1)
@@ -118,7 +122,7 @@ def _dims(entry: Collective) -> Hashable:
 
 
 def _is_turned(said: Mapping[Hashable, object]) -> bool:
-    """Whether one has the dimensions of another in another order; views such as [2, 6] and [4, 3] may be meant."""
+    """True if one shape is a permutation of another. Different views such as [2, 6] and [4, 3] may be intended."""
     return len({tuple(sorted(dims)) for dims in said if isinstance(dims, tuple)}) < len(said)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the arguments of a collective say of it: tensors, numbers, flags, and whether two calls are alike."""
+"""Read tensors, numbers and flags from a collective's arguments, and make keys by which identical calls are found."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_SPLITS = 512
 
 
 def what_is_alike(operation: Operation, args: Sequence[Any]) -> tuple[Any, ...]:
-    """A key that is the same for calls of `operation` whose records differ by number, time, thread and role only."""
+    """Return a key, equal for calls of `operation` whose records differ only in number, time, thread and role."""
     inputs, outputs = tensors_of(operation, args)
     numbers = [number_at(args, at) for at in (operation.root_at, operation.peer_at, operation.tag_at)]
     splits = [tuple(args[at]) for at in operation.splits_at]
@@ -22,18 +22,18 @@ def what_is_alike(operation: Operation, args: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def alike_tensors(tensors: Sequence[Any]) -> tuple[Any, ...]:
-    """A key that is the same for tensors that the ring describes alike."""
+    """Return a key that is equal for tensors that have the same description in the ring."""
     shown = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors[:MAX_TENSORS]]
     return (len(tensors), count_bytes(tensors[MAX_TENSORS:]), *shown)
 
 
 def tensors_of(operation: Operation, args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """The tensors that the rank gives, and those that it only fills."""
+    """Return the tensors that the rank sends, and those that are only written."""
     return _flatten([args[at] for at in operation.inputs_at]), _flatten([args[at] for at in operation.outputs_at])
 
 
 def _flatten(values: Iterable[Any]) -> list[Any]:
-    # They are tensors, lists of tensors or lists of lists of tensors.
+    # Values are tensors, lists of tensors or lists of lists of tensors.
     flat: list[Any] = []
     for value in values:
         flat += _flatten(value) if isinstance(value, (list, tuple)) else [value]
@@ -41,17 +41,17 @@ def _flatten(values: Iterable[Any]) -> list[Any]:
 
 
 def count_bytes(tensors: Iterable[Any]) -> int:
-    """What the numbers of `tensors` take; `nbytes` does not know sparse ones."""
+    """Return the size of all elements of `tensors`; `nbytes` does not support sparse tensors."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def number_at(args: Sequence[Any], at: int) -> Any:
-    """The number that stands at `at`, as records hold it."""
+    """Return the number at index `at` of `args`, as records hold it."""
     return args[at] if 0 <= at < len(args) and args[at] is not None else layout.NO_NUMBER
 
 
 def flags_of(operation: Operation, args: Sequence[Any]) -> int:
-    """Point-to-point, or whether the caller waits."""
+    """Return the flags of a call: point-to-point, asynchronous or not asynchronous."""
     if operation.is_p2p:
         return layout.P2P
     if operation.async_at < 0:
@@ -61,7 +61,7 @@ def flags_of(operation: Operation, args: Sequence[Any]) -> int:
 
 
 def describe_tensors(inputs: Sequence[Any], outputs: Sequence[Any], splits: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """The fact that the ring holds for the tensors of a collective; empty where it has none."""
+    """Return the ring's fact for the tensors of a collective; empty if it has none."""
     fact: dict[str, Any] = {}
     for name, tensors in (("inputs", inputs), ("outputs", outputs)):
         if tensors:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which gradient bucket of which DDP model an all_reduce of torch's C++ reducer is.
+"""Identify the DDP model and gradient bucket that an all_reduce of torch's C++ reducer belongs to.
 
-Nothing here may call the reducer or its logger: the reducer holds its lock while it starts an all_reduce, so that the
-rank would wait for itself. What is used is what Python can work out, and what the ranks tell each other.
+Nothing here may call the reducer or its logger: the reducer holds its lock while it starts an all_reduce, so the rank
+would deadlock. The order of buckets is computed in Python instead, and read from what the ranks broadcast.
 """
 
 from __future__ import annotations
@@ -25,36 +25,39 @@ _MAX_SEARCHES = 3
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """What a reducer's all_reduce over `num_elements` numbers is; `fact` says it as the ring holds it."""
+    """The bucket that a reducer's all_reduce over `num_elements` elements reduces. `fact` is its description in the
+    ring.
+    """
 
     num_elements: int
     fact: dict[str, Any]
 
 
 class _Model:
-    """A DDP model and which of its buckets is reduced next: the reducer takes them in order, in every backward."""
+    """A DDP model, and which of its buckets is reduced next: the reducer takes them in order in every backward."""
 
     def __init__(self, model: Any) -> None:
         self.ref = weakref.ref(model)
         self.unused = Bucket(-1, {})
         self._reducer: weakref.ref[Any] | None = None
         self._parameters: list[tuple[str, int]] = []
-        """Names and sizes, not what they are of: the program may throw the model away."""
+        """Names and sizes instead of references: the program may delete the model."""
         self._buckets: list[Bucket] = []
         self._next = 0
         self._told: list[Any] = []
         self._coming: list[HostCopy] = []
-        """What the ranks have agreed on, on its way from the device."""
+        """The new bucket order that the ranks have agreed on, being copied from the device."""
         self._num_unnamed = 0
-        """Elements of the buckets since then."""
+        """Number of elements of the buckets reduced since then."""
 
     def take(self, num_elements: int) -> Bucket | None:
-        """The next bucket, if it is that large."""
+        """Return the next bucket if it has `num_elements` elements."""
         model = self.ref()
         reducer = getattr(model, "reducer", None)
         if reducer is None:
             return None
-        if self._reducer is None or self._reducer() is not reducer:  # as after binding the model to a new group
+        # For example after the model was bound to a new group.
+        if self._reducer is None or self._reducer() is not reducer:
             self._reducer = weakref.ref(reducer)
             self._read_first_order(model)
         if len(self._told) == 2 and all(tensor.is_cpu for tensor in self._told):
@@ -66,24 +69,27 @@ class _Model:
         return bucket
 
     def restart(self) -> None:
-        """Expect the first bucket: the last backward was cut short."""
+        """Expect the first bucket next, because the last backward was interrupted."""
         self._next = 0
 
     def hear(self, tensor: Any) -> None:
-        """`tensor` is broadcast while the ranks agree on new buckets: their parameters first, then their lengths."""
+        """Keep `tensor`, broadcast while the ranks agree on new buckets: first the parameters, then the buckets'
+        lengths.
+        """
         self._told = [*self._told[-1:], tensor]
 
     def passes_unnamed(self, num_elements: int) -> bool:
-        """True if this model's new buckets are not known yet, since nothing waits for the device. Counts one of them.
+        """True if this model's new buckets are not known yet, as nothing waits for the device. Counts the bucket's
+        elements.
 
-        Their order is read at the end of the backward in which it was asked for, where the next one is the first.
+        The new order is read after the backward in which it was requested, when the first bucket comes next.
         """
         model = self.ref()
         if model is None:
             return False
         if len(self._told) == 2 and not any(tensor.is_cpu for tensor in self._told):
             copies = [_copies().begin(tensor) for tensor in self._told]
-            if None not in copies:  # as while a device graph is captured
+            if None not in copies:  # None while a device graph is captured
                 self._told, self._coming, self._num_unnamed = [], copies, 0  # type: ignore[assignment]
         if not self._coming:
             return False
@@ -113,12 +119,13 @@ class _Model:
         self._set_order(model, order[::-1])
 
     def _read_new_order(self, model: Any, told: Sequence[Any]) -> None:
-        # Both broadcasts are over when the next backward begins. The lengths are padded, and so are the parameters,
-        # whose last number counts the buckets.
+        # Both broadcasts are over when the next backward begins. Both tensors are padded; the last element of the
+        # parameters is the number of buckets.
         members, lengths = (tensor.flatten().tolist() for tensor in told)
         self._told = []
         left = iter(members[: len(self._parameters)])
-        # Two models that agree in turn may hear each other's: padding is whatever lay in that memory, also below 0.
+        # Two models that agree in alternation may receive each other's order. Padding is uninitialized and may be
+        # negative.
         order = [list(itertools.islice(left, length)) for length in lengths if 0 < length <= len(self._parameters)]
         if sorted(itertools.chain(*order)) == list(range(len(self._parameters))):
             self._set_order(model, [bucket for bucket in order if bucket])
@@ -137,7 +144,7 @@ class _Model:
 
 
 class BucketBook:
-    """Every live DDP model that is known, told by `add` or, where nobody did, found among all live objects."""
+    """The live DDP models: those passed to `add`, and others found by a search of all live objects."""
 
     def __init__(self, ddp_class: type) -> None:
         self._ddp_class = ddp_class
@@ -145,7 +152,7 @@ class BucketBook:
         self._num_searches = 0
 
     def add(self, model: Any) -> _Model:
-        """Know `model`, a `DistributedDataParallel`."""
+        """Register `model`, a `DistributedDataParallel`."""
         self._models = [known for known in self._models if known.ref() is not None]
         for known in self._models:
             if known.ref() is model:
@@ -154,7 +161,9 @@ class BucketBook:
         return self._models[-1]
 
     def match(self, num_elements: int) -> Bucket | None:
-        """The bucket that the reducer's all_reduce over so many numbers is; None where no known model has it."""
+        """Return the bucket that the reducer's all_reduce over `num_elements` elements reduces; None if it is not
+        known.
+        """
         num_unnamed = sum(model.passes_unnamed(num_elements) for model in self._models)
         if num_unnamed:
             return None
@@ -173,7 +182,7 @@ class BucketBook:
         return next((bucket for model in self._models if (bucket := model.take(num_elements))), None)
 
     def _search(self) -> bool:
-        # Looking through all objects takes tens of milliseconds, so it is not repeated for what nobody knows.
+        # A search of all objects takes tens of milliseconds, so it is repeated at most `_MAX_SEARCHES` times.
         if self._num_searches >= _MAX_SEARCHES:
             return False
         self._num_searches += 1

@@ -10,21 +10,23 @@ from typing import Any
 def is_capturing() -> bool:
     """True if the current stream of this thread captures a device graph.
 
-    Querying an event, waiting, or reading a generator then raises an error and spoils the capture, and each kernel that
-    is started becomes a part of the user's graph. False on devices that have no graphs.
+    During a capture, querying an event, waiting, or reading a generator raises an error and invalidates the capture,
+    and each kernel that is launched becomes part of the user's graph. False on devices without graphs.
     """
     module = _device_module()
     return module is not None and captures(module)
 
 
 def captures(module: Any) -> bool:
-    """As `is_capturing`, for the device whose module is `module`, such as `torch.cuda`. Initializes nothing."""
+    """Same as `is_capturing`, for the device whose module is `module`, such as `torch.cuda`. Does not initialize the
+    device.
+    """
     return bool(module.is_initialized() and module.is_current_stream_capturing())
 
 
 @functools.cache
 def _device_module() -> Any:
-    """The module of the accelerator that this torch is built for; None if it has none, or one without graphs."""
+    """Return the module of this torch build's accelerator; None if it has no accelerator, or one without graphs."""
     import torch
 
     accelerator = torch.accelerator.current_accelerator()

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the main thread is while it connects to a store, which must not be interrupted to be asked.
+"""Write down the main thread's stack while it connects to a store, when it must not be interrupted by a signal.
 
-torch waits between two attempts in a sleep that a signal ends with an error: it begins anew and waits longer, or gives
-up where its time is over. So the recording's own thread writes the stack down, for who looks from outside.
+Between two attempts to connect, torch sleeps; a signal ends this sleep with an error, so that torch starts over and
+waits longer, or gives up if its timeout has expired. The recording's own thread writes the stack to a file instead, for
+observers outside the process.
 """
 
 from __future__ import annotations
@@ -21,27 +22,27 @@ _STORE = "TCPStore"
 
 
 def connecting_path(folder: str | os.PathLike[str], rank: int) -> Path:
-    """Where `rank` writes its stack while it connects to a store, in the folder of its ring; else there is no file."""
+    """Return the file in which `rank` keeps its stack while it connects to a store; it does not exist otherwise."""
     return Path(folder) / f"rank{rank}.connecting"
 
 
 class ConnectNotes:
-    """Keeps the file `path` as long as the main thread may be in a call of `TCPStore`."""
+    """Keeps the file `path` in existence while the main thread may be in a `TCPStore` call."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._written: tuple[tuple[str, int, str], ...] = ()
         self._is_off = False
         with suppress(OSError):
-            path.unlink(missing_ok=True)  # of a process before
+            path.unlink(missing_ok=True)  # from an earlier process
 
     def tick(self, *, is_outside: bool) -> None:
-        """Look where the main thread is; `is_outside`: in no process group."""
+        """Check where the main thread is. `is_outside`: True if the process is in no process group."""
         if self._is_off or not (is_outside or self._written):
             return
         try:
             self._note(_find_calls() if is_outside else ())
-        except Exception:  # noqa: BLE001 - without these notes the rank is asked by a signal, as everywhere else
+        except Exception:  # noqa: BLE001 - without the file, the stack is requested by a signal as usual
             self._is_off = True
 
     def _note(self, calls: tuple[tuple[str, int, str], ...]) -> None:
@@ -56,7 +57,7 @@ class ConnectNotes:
 
 
 def _find_calls() -> tuple[tuple[str, int, str], ...]:
-    """The main thread's calls, innermost first, where that is one which makes a store; else none."""
+    """Return the main thread's calls, innermost first, if the innermost one may be connecting to a store; else none."""
     frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None or not may_make_store(frame):
         return ()
@@ -68,5 +69,5 @@ def _find_calls() -> tuple[tuple[str, int, str], ...]:
 
 
 def may_make_store(frame: FrameType) -> bool:
-    """Whether this function calls `TCPStore`, which is in C++ and so no frame of its own."""
+    """True if this function calls `TCPStore`, which is implemented in C++ and has no Python frame."""
     return _STORE in frame.f_code.co_names or frame.f_code.co_filename.endswith(_RENDEZVOUS)

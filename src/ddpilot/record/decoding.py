@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a record and the facts that it refers to, to a value."""
+"""Decode records and the facts that they refer to into values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _STATES: tuple[Literal["begun", "done", "failed", "unknown"], ...] = ("begun", "
 
 
 class Decoder:
-    """Decodes the records of one ring. `read` gives so many bytes from a place in its two pages of facts on."""
+    """Decodes the records of one ring. `read(at, num_bytes)` returns bytes of its two pages of facts."""
 
     def __init__(self, read: Callable[[int, int], bytes], page_bytes: int) -> None:
         self._read = read
@@ -24,13 +24,13 @@ class Decoder:
         self._values: dict[tuple[Any, int], Any] = {}
 
     def fact(self, ref: int) -> dict[str, Any]:
-        """What `ref` refers to; empty where that is nothing, or has been overwritten."""
+        """Return the fact that `ref` refers to; empty if `ref` is 0 or the fact has been overwritten."""
         if ref not in self._facts:
             self._facts[ref] = layout.unpack_fact(self._read, self._page_bytes, ref) or {}
         return self._facts[ref]
 
     def decode(self, body: layout.Body, words: memoryview) -> Collective:
-        """The collective of the record `body`, which lies with what follows it in `words`."""
+        """Decode the record `body`; `words` is the whole record as 8-byte words."""
         op, tensors = self.fact(body.op), self.fact(body.tensors)
         index, outcome = divmod(words[layout.OUTCOME], 4)
         state = _STATES[outcome] if index == body.number else "begun"
@@ -56,7 +56,7 @@ class Decoder:
             ddp=self._value(_ddp_part, body.role),
             thread=body.thread,
             start_ns=body.start_ns,
-            # What is from before the start was written for the record that lay here before.
+            # A time before the start belongs to the record that was overwritten.
             pending_ns=pending_ns if pending_ns >= body.start_ns else None,
             end_ns=words[layout.END_NS] if state in ("done", "failed") else None,
             state=state,

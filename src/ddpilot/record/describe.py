@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Put a collective that is about to start into a record and the facts that it refers to.
+"""Write the record of a collective that is about to start, and the facts that it refers to.
 
-Most collectives are like one before, from the same line with tensors of the same shape; for those only the number, the
-time and the thread are new. Everything else is made once and found again by a key.
+Most collectives repeat an earlier one, from the same line and with tensors of the same shapes: only number, time and
+thread are new. Everything else is built once and cached by a key.
 """
 
 from __future__ import annotations
@@ -31,24 +31,26 @@ from ddpilot.record.ring import RingWriter
 from ddpilot.record.sites import SiteFinder, Trail, describe_site, find_ddp_model, main_frame
 
 MAX_REFS = 20_000
-"""How many keys are remembered: each takes some hundred bytes of the rank's memory."""
+"""Maximum number of cached keys; each takes some hundred bytes."""
 
 
 class Memory(Protocol):
-    """Writes records of collectives like one before by itself; told what this thread describes now."""
+    """Writes the records of repeated collectives itself, from what the `Describer` passes for this thread's current
+    one.
+    """
 
     def learn(self, usual: bytes, role: int, group: int, num_bytes: int, tells_failure: bool, /) -> None:
-        """The next one that is alike is written so."""
+        """Write the next identical collective from this template."""
 
     def leave_group_out(self) -> None:
-        """Those of its group are always to be described."""
+        """Leave all collectives of the current group to the `Describer`."""
 
     def forget(self) -> None:
-        """Describe everything anew."""
+        """Discard all templates."""
 
 
 class Describer:
-    """Writes records into `ring`. `unbox` makes a `ProcessGroup` of what the source has in its place."""
+    """Writes records into `ring`. `unbox` converts the source's boxed group to a `ProcessGroup`."""
 
     def __init__(
         self,
@@ -69,15 +71,15 @@ class Describer:
         self._main_ident, self._main_id = threading.main_thread().ident, 0
 
     def thread_id(self) -> int:
-        """The operating system's id of this thread."""
-        # Asking the system costs 1 us. `Thread.native_id` would not: after a fork it is still the parent's.
+        """Return the operating system's id of this thread."""
+        # A system call costs 1 us. `Thread.native_id` costs less, but keeps the parent's id after a fork.
         if threading.get_ident() != self._main_ident:
             return threading.get_native_id()
         self._main_id = self._main_id or threading.get_native_id()
         return self._main_id
 
     def begin_of(self, operation: Operation) -> Callable[[Sequence[Any], FrameType | None, int], Ticket]:
-        """What writes the record of `operation`, called with its arguments on the stack of a frame, at a time in ns.
+        """Return a function of arguments, frame and start in ns, which writes the record of `operation`.
 
         It returns the record's ticket.
         """
@@ -92,12 +94,13 @@ class Describer:
             try:
                 trail = user, called, ddp, in_reducer = walk(frame)
                 if user is None and in_reducer:
-                    # The engine runs the backward of an accelerator in its own threads; who waits is the main thread.
+                    # The autograd engine runs the backward of an accelerator in its own threads, while the main thread
+                    # waits.
                     trail = user, called, _, _ = walk(main_frame())
                 code, at = (user.f_code, user.f_lasti) if user is not None else (None, 0)
                 callers = callers_of(user)
                 led_by = tuple([(id(each.f_code), each.f_lasti) for each in callers]) if callers else ()
-                if list_at >= 0 and len(args[list_at]) == 1:  # by far the most frequent
+                if list_at >= 0 and len(args[list_at]) == 1:  # by far the most frequent case
                     only = args[list_at][0]
                     key = (
                         *(operator, group.number, id(code), at, id(called), led_by),
@@ -117,7 +120,7 @@ class Describer:
                 index = write(start_ns, seq, thread, role, usual.packed)
                 if memory is not None:
                     _teach(memory, usual, role, group, is_lasting)
-                if not is_p2p:  # last, so that one which Ctrl-C keeps from starting does not count
+                if not is_p2p:  # last, so that a collective which Ctrl-C keeps from starting is not counted
                     next_seqs[group.number] = seq + 1
                 return index, usual, thread, reduce_op
             except Exception:
@@ -138,7 +141,7 @@ class Describer:
         site = key[2:6]
         if len(self._ring.refs) > MAX_REFS:
             self._ring.forget()
-        # Keys hold the `id` of these, which must not become another's.
+        # Keys contain the `id` of these objects, which must not be reused for others.
         self._ring.refs["kept", site] = (trail[0] and trail[0].f_code, trail[1], *(each.f_code for each in callers))
         inputs, outputs = tensors_of(operation, args)
         splits = [tuple(args[at][:MAX_SPLITS]) for at in operation.splits_at]
@@ -186,7 +189,7 @@ class Describer:
     def _role(
         self, operation: Operation, args: Sequence[Any], ddp: str, in_reducer: bool, frame: FrameType | None
     ) -> tuple[int, bool]:
-        # Also, whether the next one that is alike has it too.
+        # Also returns True if the next identical collective has the same role.
         if in_reducer:
             bucket = self._buckets.match(sum(tensor.numel() for tensor in tensors_of(operation, args)[0]))
             if bucket is not None:
@@ -200,7 +203,7 @@ class Describer:
             if what == "bucket order":
                 known.hear(args[operation.list_at][0])
         if is_new_reducer and self._memory is not None:
-            self._memory.forget()  # its buckets may lie where others lay
+            self._memory.forget()  # its buckets may reuse addresses of earlier ones
         role = self._refer((what, name), lambda: {"what": what, "model": name}) if what else 0
         return role, not in_reducer and not is_new_reducer
 
@@ -216,8 +219,8 @@ def _what_ddp_does(function: str, op: str) -> str:
     if function == "__init__":
         return "construction"
     if function == "_pre_forward":
-        # After the first backward torch rebuilds the buckets, from C++; Join counts those that have data.
+        # After the first backward torch rebuilds the buckets, in C++. Join counts the ranks that have data.
         return "bucket order" if op == "broadcast" else "join"
     if "match" in function or "final" in function or "global_requires" in function:
-        return "join"  # what ranks that have no more data run in place of the others' collectives
+        return "join"  # run by ranks without more data to match the others' collectives
     return "buffers" if "sync" in function or "broadcast" in function else ""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which group this process is about to enter: what its main thread has asked init_process_group for."""
+"""Detect that the main thread is in init_process_group, with its rank and world size."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _THIS_MACHINE = ("localhost", "127.", "::1")
 
 
 class Entering(NamedTuple):
-    """Of one call of init_process_group that is not over."""
+    """A call of init_process_group that has not returned."""
 
     since_ns: int
-    """When it was first seen, on CLOCK_MONOTONIC."""
+    """Time at which it was first seen, on CLOCK_MONOTONIC."""
     world_size: int
     rank: int
     is_closed: bool
-    """Only ranks of this job can come: they meet in their launcher's store, on this machine, and this process has no
-    child that could be a rank too. Not said in the first second."""
+    """True if only ranks of this job can join: they meet in their launcher's store, on this machine, and this process
+    has no children that could be ranks too. False during the first second."""
 
 
 class EntryFinder:
-    """Looks for a call of `init_process_group` that the main thread is in; called by one thread, now and then."""
+    """Finds a call of `init_process_group` on the main thread's stack; polled by one thread."""
 
     def __init__(self, init_process_group: Any) -> None:
         self._code: CodeType = inspect.unwrap(init_process_group).__code__
@@ -35,7 +35,9 @@ class EntryFinder:
         self._is_closed = False
 
     def find(self, now_ns: int) -> Entering | None:
-        """What it asks for; None where there is none, or where it has not made out yet who it is."""
+        """Return the call that the main thread is in; None if there is none, or if its rank and size are not resolved
+        yet.
+        """
         frame = self._find_frame()
         if frame is None:
             self._since_ns = 0
@@ -58,7 +60,7 @@ class EntryFinder:
 
 
 def _has_children() -> bool:
-    import psutil  # few ranks wait for so long
+    import psutil  # imported here, as few ranks wait this long
 
     return bool(psutil.Process().children())
 

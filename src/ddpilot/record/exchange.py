@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks give each other in an all-to-all, and what they expect of each other: pair by pair. Free of torch."""
+"""Compare, for each pair of ranks, what one sends in all_to_all with what the other expects. Does not import torch."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from ddpilot.record.log import Collective, Tensor
 
 EXCHANGES = frozenset({"all_to_all", "all_to_all_single"})
 MAX_RANKS = 256
-"""Of more ranks the pairs are too many to look at again and again."""
+"""Larger groups are not compared: they have too many pairs to check repeatedly."""
 
 Unequal = tuple[int, int, int, int]
-"""A rank, how many numbers it gives to another, that rank, how many that one expects."""
+"""The sending rank, number of elements sent, the receiving rank, number of elements expected."""
 
 
 def find_unequal(by_rank: Mapping[int, Collective]) -> Unequal | None:
-    """The first pair of ranks of which one gives another number of elements than the other expects."""
+    """Return the first pair of ranks of which one sends a different number of elements than the other expects."""
     if len(by_rank) > MAX_RANKS:
         return None
     for giver, sent in sorted(by_rank.items()):
@@ -30,7 +30,7 @@ def find_unequal(by_rank: Mapping[int, Collective]) -> Unequal | None:
 
 
 def _part(entry: Collective, tensors: tuple[Tensor, ...], splits_at: int, other: int) -> int | None:
-    """How many elements of `tensors` are for, or of, the rank `other`; None where that is not known."""
+    """Number of elements of `tensors` that are sent to, or received from, rank `other`; None if not known."""
     group = entry.group
     if group is None or other not in group.ranks or not tensors:
         return None

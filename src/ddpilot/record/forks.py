@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notice that this is a forked copy of the process, at less than the price of asking for the process's number."""
+"""Detect that the process is a fork, at less than the cost of `os.getpid`."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import mmap
 import os
 import sys
 
-_MADV_WIPEONFORK = 18  # Linux 4.14; the mmap module has no name for it
+_MADV_WIPEONFORK = 18  # Linux 4.14; not in the mmap module
 
 
 class ForkGuard:
-    """Remembers the process that made it."""
+    """Remembers the process that created it."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
         self.mark = _make_mark()
-        """A page that reads as zero in a forked process; None where the system has no such thing."""
+        """A page that reads as zero in a forked process; None if the system does not support that."""
 
     def is_fork(self) -> bool:
-        """Whether this is another process, forked since; also by C code that Python knows nothing of."""
-        # A system call costs 2 us within a collective, a look at memory next to nothing.
+        """True if this process was forked since, also by C code without Python's knowledge."""
+        # A system call costs 2 us within a collective, reading memory almost nothing.
         if self.mark is not None:
             return not self.mark[0]
         return os.getpid() != self._pid

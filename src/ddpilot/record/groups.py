@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tell process groups apart, also those that have a predecessor's name, without keeping any of them alive."""
+"""Identify process groups, also those that reuse a destroyed group's name, without keeping groups alive."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 MAX_GROUPS = 1 << 20
-"""Of one process, in all its life; only those that it has take memory."""
+"""Maximum over the life of a process; only entries in use take memory."""
 
 
 class GroupEntry:
-    """One process group as this rank has seen it; `number` is its own."""
+    """One process group as this rank has seen it; `number` identifies it on this rank."""
 
     def __init__(self, number: int, fact: dict[str, Any]) -> None:
         self.number = number
@@ -24,16 +24,16 @@ class GroupEntry:
         self._backends = dict(_parse_backends(str(fact.get("backend", ""))))
 
     def may_be_asked(self, device: str) -> bool:
-        """Whether any thread may ask the works of this group on `device` (empty: any) at any time if they are over.
+        """True if any thread may query this group's works on `device` (empty: any device) at any time.
 
-        So it is with gloo; with NCCL that is a CUDA call, which would spoil a CUDA graph that is being captured.
+        True for gloo. With NCCL a query is a CUDA call, which would invalidate a CUDA graph that is being captured.
         """
         return self._backends_for(device) == {"gloo"}
 
     def tells_failure(self, device: str) -> bool:
-        """Whether the futures of this group's works on `device` (empty: any) say in the end if a collective failed.
+        """True if the futures of this group's works on `device` (empty: any device) report whether a collective failed.
 
-        Those of NCCL, and of what is made like it, are complete as soon as the collective was started.
+        Futures of NCCL and of similar backends are complete as soon as the collective has started.
         """
         return self._backends_for(device) <= {"gloo", "mpi", "ucc"}
 
@@ -42,15 +42,15 @@ class GroupEntry:
 
 
 class GroupBook:
-    """Every process group that this rank has used since the recording began.
+    """Every process group that this rank has used since recording started.
 
-    `registry` is `torch.distributed.distributed_c10d`, which knows a group until it is destroyed. `next_seqs`: of each
-    group, by its number, the number of its next collective.
+    `registry` is `torch.distributed.distributed_c10d`, which holds a group until it is destroyed. `next_seqs` holds the
+    number of the next collective of each group, indexed by the group's number.
     """
 
     def __init__(self, registry: Any) -> None:
         self.has_used_any = False
-        """Whether a group that torch knew then has been used."""
+        """True once a group that torch's registry holds has been used."""
         self.next_seqs = memoryview(mmap.mmap(-1, 8 * MAX_GROUPS)).cast("q")
         self._registry = registry
         self._by_id: dict[int, GroupEntry] = {}
@@ -58,7 +58,7 @@ class GroupBook:
         self._incarnations: Counter[tuple[str, int]] = Counter()
 
     def find(self, group: Any) -> GroupEntry:
-        """The entry of `group`, a `ProcessGroup`; the first time, one is made."""
+        """Return the entry of `group`, a `ProcessGroup`, and create it at first use."""
         entry = self._by_id.get(id(group))
         if entry is not None and entry.alive() is group:
             return entry
@@ -70,11 +70,12 @@ class GroupBook:
         if group in self._registry._world.pg_map:
             entry = self._make(name, self._describe(group))
             self.has_used_any = True
-            # While torch's registry holds a group, Python sees it as one object; this is what tells it from others.
+            # While the registry holds a group, Python sees it as one object, so its identity distinguishes it from
+            # others.
             entry.alive = weakref.ref(group)
             self._by_id[id(group)] = entry
             return entry
-        # Destroyed, but a DDP model still uses it: Python then sees a new object each time.
+        # Destroyed but still used by a DDP model: Python sees a new object each time.
         gone = [entry for entry in self._by_name.get(name, ()) if entry.alive() is None]
         return gone[-1] if gone else self._make(name, {"name": name, "size": group.size(), "rank": group.rank()})
 
@@ -92,7 +93,7 @@ class GroupBook:
         ranks = self._registry.get_process_group_ranks(group)
         try:
             seq = group._get_sequence_number_for_group()
-        except RuntimeError:  # not every backend counts
+        except RuntimeError:  # some backends do not count
             seq = None
         fact = {"name": group.group_name, "desc": group.group_desc, "backend": str(backend), "size": group.size()}
         return {**fact, "rank": group.rank(), "ranks": pack_ranks(ranks), "backend_seq": seq}
@@ -110,7 +111,7 @@ def _parse_backends(text: str) -> Iterator[tuple[str, str]]:
 
 
 def pack_ranks(ranks: Sequence[int]) -> str:
-    """Rank numbers in their order, runs of neighbours shortened: ``0-3,8``."""
+    """Format ranks in their order as runs of consecutive numbers: ``0-3,8``."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][1] + 1:
@@ -121,7 +122,7 @@ def pack_ranks(ranks: Sequence[int]) -> str:
 
 
 def unpack_ranks(text: str) -> tuple[int, ...]:
-    """The rank numbers that `pack_ranks` made `text` of."""
+    """Parse the text of `pack_ranks` into ranks."""
     ranks: list[int] = []
     for run in filter(None, text.split(",")):
         first, _, last = run.partition("-")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start recording in a rank that a launcher or a session starts: a hook for before the user's code. Free of torch."""
+"""Launch hook that starts recording in a rank before the user's code runs. Does not import torch."""
 
 from __future__ import annotations
 
@@ -13,41 +13,42 @@ if TYPE_CHECKING:
     from ddpilot.record.recording import Recording
 
 RING_DIR_VARIABLE = "DDPILOT_RING_DIR"
-"""Names the folder for the rings; its owner makes it, private to the user, and removes it after the ranks are gone."""
+"""Environment variable with the folder for rings, created by its owner, private to the user and removed after the ranks
+have ended."""
 
 HOOK = "ddpilot.record.hook:start"
-"""What launchers are given to call `start` in every rank."""
+"""Name of `start` for launchers, which call it in every rank."""
 
 
 class RankStart(Protocol):
-    """What `start` needs to know of the rank that it runs in."""
+    """What `start` needs to know of its rank."""
 
     rank: int
     environ: dict[str, str]
 
 
 def ring_path(folder: str | os.PathLike[str], rank: int) -> Path:
-    """Where `rank` records, in the folder that `RING_DIR_VARIABLE` names."""
+    """Return the path of the ring of `rank` in the folder that `RING_DIR_VARIABLE` names."""
     return Path(folder) / f"rank{rank}.ring"
 
 
 def journal_path(folder: str | os.PathLike[str], rank: int) -> Path:
-    """Where guard notes what `rank` does, in the folder that `RING_DIR_VARIABLE` names."""
+    """Return the path of guard's journal of `rank` in the folder that `RING_DIR_VARIABLE` names."""
     return Path(folder) / f"rank{rank}.journal"
 
 
 def find_rings(folder: str | os.PathLike[str]) -> Mapping[int, Path]:
-    """The rings in `folder`, by rank; empty where there is no such folder."""
+    """Return the rings in `folder` by rank; empty if the folder does not exist."""
     names = {path.stem.removeprefix("rank"): path for path in Path(folder).glob("rank*.ring")}
     found = {int(number): path for number, path in names.items() if number.isdecimal()}
     return dict(sorted(found.items()))
 
 
 def start(rank_start: RankStart) -> Recording | None:
-    """Record every collective of this process from now on until it exits, in the folder of `RING_DIR_VARIABLE`.
+    """Record every collective of this process until it exits, in the folder of `RING_DIR_VARIABLE`.
 
-    Its main thread's stack is to be had there too (`ddpilot.record.stacks`). Returns the recording; None without that
-    variable. Whatever fails is said in one line on stderr, and the rank runs on.
+    Other processes can also request its main thread's stack there (`ddpilot.record.stacks`). Returns the recording, or
+    None without that variable. Errors are reported in one line on stderr, and the rank continues.
     """
     folder = rank_start.environ.get(RING_DIR_VARIABLE)
     if not folder:
@@ -58,6 +59,6 @@ def start(rank_start: RankStart) -> Recording | None:
 
         answer_with_stacks(stacks_path(folder, rank_start.rank))
         return start_recording(ring_path(folder, rank_start.rank), rank=rank_start.rank)
-    except Exception as error:  # noqa: BLE001 - said, and never in the way of training
+    except Exception as error:  # noqa: BLE001 - reported, and must never stop training
         sys.stderr.write(f"ddpilot: rank {rank_start.rank}: collectives are not recorded: {error}\n")
         return None

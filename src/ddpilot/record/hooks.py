@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""See collectives through the hooks of torch's own process groups, which torch 2.14 and later have.
+"""See collectives through the hooks of torch's process groups, in torch 2.14 and later.
 
-The second choice: they cost a third of what our kernels cost, but know neither the reduce-op nor the tag nor split
-sizes, miss `monitored_barrier`, and belong to one group each, so that every group has to be noticed when it is made.
+The second choice: hooks cost a third of what our kernels cost, but see neither the reduce-op nor tags nor split sizes,
+miss `monitored_barrier`, and belong to one group each, so they must be registered on every group that is created.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ _REGISTER = "_register_process_group"
 
 
 def has_hooks() -> bool:
-    """Whether this torch has them."""
+    """True if this torch has them."""
     from torch._C._distributed_c10d import ProcessGroup
 
     return hasattr(ProcessGroup, "register_pre_hook") and hasattr(ProcessGroup, "register_post_hook")
 
 
 def are_installed(registry: Any) -> bool:
-    """Whether a recording has put hooks on this process's groups; `registry` as for `install_hooks`."""
+    """True if a recording has put hooks on this process's groups; `registry` as for `install_hooks`."""
     return hasattr(getattr(registry, _REGISTER), "__ddpilot__")
 
 
 def install_hooks(recorder: Recorder, registry: Any) -> Callable[[], None]:
-    """Put hooks on every group that is there, and on those that are made later; returns what takes them away again.
+    """Register hooks on all existing groups and on groups created later. Returns a function that removes them.
 
     `registry` is `torch.distributed.distributed_c10d`.
     """
@@ -67,7 +67,7 @@ def _hook_names() -> list[str]:
 
 def _plan(name: str) -> Operation:
     is_p2p = name in ("SEND", "RECV")
-    # Of the tuple that `_attach` makes of what a hook is told.
+    # Indices into the tuple that `_attach` builds from the arguments of a hook.
     return Operation(
         name=spell(name.lower()),
         operator=f"hook::{name}",
@@ -85,7 +85,7 @@ def _plan(name: str) -> Operation:
 def _attach(watch: Mapping[str, tuple[Begin, Started]], group: Any) -> None:
     from weakref import ref
 
-    # The hooks live as long as the group does, and must not keep it alive in turn.
+    # The hooks live as long as the group, so they must not keep it alive.
     weak_group = ref(group)
     begun: dict[int, tuple[Ticket | None, Started]] = {}
 

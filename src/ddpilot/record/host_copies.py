@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of a device's numbers in the host's memory, which nothing waits for."""
+"""Asynchronous copies of accelerator tensors into host memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MAX_FREE = 16
 
 
 class HostCopy:
-    """One copy that is on its way, or has arrived. `release` gives its memory back to the `HostCopies` it is of."""
+    """One copy, in flight or complete. `release` returns its memory to the `HostCopies` that made it."""
 
     __slots__ = ("_device_type", "_event", "_free", "numbers")
 
@@ -24,39 +24,41 @@ class HostCopy:
         self._device_type = like.device.type
         is_pinned = _can_pin()
         self.numbers = torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=is_pinned)
-        """In the host's memory; to be read once it has arrived, and until it is released."""
+        """The copy in host memory; valid from its arrival until `release`."""
         self._event: Any = torch.Event(like.device)
         self._free = free
 
     def begin(self, tensor: Tensor) -> None:
-        """Copy `tensor` once the device has come to here."""
+        """Enqueue a copy of `tensor` on the current stream of its device."""
         self.numbers.copy_(tensor, non_blocking=True)
         self._event.record(torch.accelerator.current_stream(tensor.device))
 
     def has_arrived(self) -> bool:
-        """Whether it can be read; False while this thread captures a device graph, which asking would spoil."""
+        """True if the copy has arrived; False while this thread captures a device graph, which a query would
+        invalidate.
+        """
         return not is_capturing() and bool(self._event.query())
 
     def release(self) -> None:
-        """Let the next copy of as much have its memory and its event."""
+        """Return memory and event for reuse by the next copy of the same size."""
         self._free.append(self)
 
     def fits(self, tensor: Tensor) -> bool:
-        """Whether it has room for `tensor`, no more, and an event of its device."""
+        """True if dtype, shape and device type are those of `tensor`."""
         is_alike = self.numbers.dtype is tensor.dtype and self.numbers.shape == tensor.shape
         return is_alike and self._device_type == tensor.device.type
 
 
 class HostCopies:
-    """Copies tensors of accelerators, into page-locked memory that is used again and again."""
+    """Copies accelerator tensors into pinned memory, which is reused."""
 
     def __init__(self) -> None:
         self._free: deque[HostCopy] = deque(maxlen=_MAX_FREE)
 
     def begin(self, tensor: Tensor) -> HostCopy | None:
-        """Copy `tensor` as the current stream of its device leaves it. It waits for nothing.
+        """Enqueue a copy of `tensor` on the current stream of its device, without waiting.
 
-        None where that cannot be: the device is no accelerator with streams, or a device graph is captured.
+        Returns None if the device is not an accelerator with streams, or while a device graph is captured.
         """
         if not can_copy_from(tensor.device.type) or is_capturing():
             return None
@@ -68,7 +70,7 @@ class HostCopies:
         for _ in range(len(self._free)):
             try:
                 copy = self._free.popleft()
-            except IndexError:  # another thread was faster
+            except IndexError:  # another thread took it
                 break
             if copy.fits(tensor):
                 return copy
@@ -78,7 +80,7 @@ class HostCopies:
 
 @functools.cache
 def can_copy_from(device_type: str) -> bool:
-    """Whether `device_type` is this torch's accelerator, which has streams and events."""
+    """True if `device_type` is the accelerator of this torch build, which has streams and events."""
     accelerator = torch.accelerator.current_accelerator()
     return accelerator is not None and accelerator.type == device_type
 
@@ -87,6 +89,6 @@ def can_copy_from(device_type: str) -> bool:
 def _can_pin() -> bool:
     try:
         torch.empty(1, pin_memory=True)
-    except (RuntimeError, NotImplementedError):  # an accelerator that page-locks nothing
+    except (RuntimeError, NotImplementedError):  # an accelerator without pinned memory
         return False
     return True

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The journal of a rank: what guard notes there, in a second mapped file beside its ring, read from outside.
+"""The journal of a rank: guard's notes, in a second mapped file next to the ring, read from other processes.
 
-A header, then two pages of entries of any size; when a page is full the other one is started over. Behind them those
-about ordinary steps, all of one size, in a ring: one is noted in each step, with caches that hold nothing of this. Free
-of torch.
+The file has a header, then two pages of entries of any size; when a page is full, the other one is started over. A ring
+of fixed-size entries for ordinary steps follows: one is written in each step, with cold caches. Does not import torch.
 """
 
 from __future__ import annotations
@@ -31,20 +30,20 @@ MAGIC = b"DDPJRNL\n"
 VERSION = 2
 PAGE_BYTES = 512 * 1024
 _HEADER_BYTES = 4096
-# magic, version, byte order, bytes of a page, rank, pid
+# magic, version, byte order, page bytes, rank, pid
 _HEAD = struct.Struct("=8sIIIiQ")
 _BYTE_ORDER = 0x01020304
-# Words of 8 bytes that change while the rank runs, by number.
+# Indices of the 8-byte words that change while the rank runs.
 _NUM_WRITTEN, _CLOSED_NS, _NUM_STEPS, _END = 8, 9, 10, 11
-# From here on, for each part of each page: index and place of the first entry that begins in it.
+# From here on, for each part of each page: index and offset of the first entry that starts in it.
 _PARTS_AT, _NUM_PARTS = 16, 32
 _PARTS_END = _PARTS_AT + 4 * _NUM_PARTS
-_START = struct.Struct("=IIIxxxx")  # mark with the page's generation, bytes of the text, crc of what follows
-_WHEN = struct.Struct("=Qq")  # index, time; then the text
+_START = struct.Struct("=IIIxxxx")  # mark with the page's generation, bytes of the text, CRC-32 of what follows
+_WHEN = struct.Struct("=Qq")  # index, time; the text follows
 _ENTRY_BYTES = _START.size + _WHEN.size
 NUM_STEPS = 4096
-"""Ordinary steps that are held."""
-# Index, time, what `write_step` takes, and the index once more: where they differ, not all of it is there.
+"""Maximum number of ordinary steps kept."""
+# Index, time, the arguments of `write_step`, and the index again: the entry is incomplete if the two differ.
 _STEP = struct.Struct("=QqQqq8sQ")
 _MAX_STEP_EVENTS = 8
 _MARK = 0xDD1A << 16
@@ -53,34 +52,35 @@ _encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One note of a rank."""
+    """One entry in a rank's journal."""
 
     index: int
     """Counts this rank's entries from 1."""
     time_ns: int
-    """On the machine's CLOCK_MONOTONIC."""
+    """On CLOCK_MONOTONIC."""
     kind: str
     values: dict[str, Any]
 
 
 class Journal(NamedTuple):
-    """What a rank's journal held when it was read."""
+    """Contents of a rank's journal at the time of reading."""
 
     rank: int
     pid: int
     entries: tuple[Entry, ...]
-    """The newest ones, oldest first."""
+    """The newest entries, oldest first."""
     num_lost: int
-    """Entries after the index asked for that are not held: overwritten, or too large for a page."""
+    """Entries after the requested index that are missing: overwritten, or too large for a page."""
     closed_ns: int | None
-    """When the rank closed it in an orderly way; None while it runs, and where it died."""
+    """Time at which the rank closed the journal normally; None while it runs or if it died."""
 
 
 class JournalWriter:
-    """Creates the file `path` for this user only, replacing what lay there, with two pages of `page_bytes` bytes.
+    """Creates the file `path`, replacing an existing one, with two pages of `page_bytes` bytes, for this user only.
 
-    What is written can be read at once, and after any death of this process. Safe to use from several threads and in
-    signal handlers; a forked copy of the process writes nothing. Raises `OSError` where there is no room.
+    Entries can be read at once, and after any death of this process. Safe in several threads and in signal handlers; a
+    forked copy of the process writes nothing. Raises `OSError` if there is no space, and `RecordError` for an invalid
+    `page_bytes`.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, rank: int, page_bytes: int = PAGE_BYTES) -> None:
@@ -88,7 +88,7 @@ class JournalWriter:
             fix = "Give a multiple of 8 from 4096"
             raise RecordError(f"making the journal {path}", found=f"`page_bytes`={page_bytes}", fix=fix)
         self._fork = ForkGuard()
-        self._lock = threading.RLock()  # reentrant: a signal's handler may write while an entry is written
+        self._lock = threading.RLock()  # reentrant: a signal handler may write while an entry is written
         self._page_bytes = page_bytes
         self._generation = 1
         self._used = 0
@@ -101,13 +101,13 @@ class JournalWriter:
         self._words: memoryview | None = memoryview(self._map).cast("Q")
 
     def use_compiled(self, module: Any) -> None:
-        """Let `module`, the compiled part of recording, write ordinary steps. Call it before anything is written."""
+        """Let `module`, the compiled recorder, write ordinary steps. Call it before the first write."""
         if self._fork.mark is not None:
             functions = module.write_steps_into(self._map, self._steps_at, NUM_STEPS, self._fork.mark)
             self._next_index, self._write_compiled = functions
 
     def write(self, kind: str, values: Mapping[str, Any]) -> None:
-        """Add an entry; one that JSON cannot hold raises, one too large for a page is counted as lost."""
+        """Add an entry. Raises if JSON cannot hold it; one that is too large for a page is counted as lost."""
         text = _encode([kind, values]).encode()
         if self._fork.is_fork():
             return
@@ -121,7 +121,7 @@ class JournalWriter:
                     self._generation += 1
                     self._used = 0
                 at = _HEADER_BYTES + self._generation % 2 * self._page_bytes + self._used
-                # Taken before it is written: what a signal's handler writes in between follows it.
+                # Reserved before writing: entries of a signal handler that runs in between follow it.
                 self._used += length
                 generation = self._generation & 0xFFFF
                 when = _WHEN.pack(index, time.monotonic_ns())
@@ -133,14 +133,16 @@ class JournalWriter:
             self._words[_NUM_WRITTEN] = index
 
     def _mark_part(self, words: memoryview, at: int, index: int) -> None:
-        part = (at - _HEADER_BYTES) * _NUM_PARTS // self._page_bytes  # counts on through both pages
+        part = (at - _HEADER_BYTES) * _NUM_PARTS // self._page_bytes  # counts through both pages
         if part != self._part:
             self._part = part
             words[_PARTS_AT + 2 * part + 1] = at
             words[_PARTS_AT + 2 * part] = index
 
     def write_step(self, unit: int, number: int, sequence_number: int, events: str) -> None:
-        """Add a ``step`` entry of these four values, ``u``, ``n``, ``s`` and ``e``, at a part of what `write` takes."""
+        """Add a ``step`` entry with these four values, ``u``, ``n``, ``s`` and ``e``, at a fraction of the cost of
+        `write`.
+        """
         write = self._write_compiled
         if write is not None and write(unit, number, sequence_number, events):
             return
@@ -158,21 +160,21 @@ class JournalWriter:
         words[_NUM_WRITTEN] = index
 
     def close(self) -> None:
-        """Say that this rank ended in an orderly way; the file stays. Idempotent."""
+        """Record that this rank ended normally; the file remains. Idempotent."""
         if self._fork.is_fork():
             return
         with self._lock:
             words, self._map, self._words, self._write_compiled = self._words, None, None, None
             if words is not None:
-                # Unmapped when nobody holds it any more: another thread may be about to note a step.
+                # Unmapped once the last reference is gone: another thread may be about to write a step.
                 words[_CLOSED_NS] = time.monotonic_ns()
 
 
 def read_journal(path: str | os.PathLike[str], after: int = 0) -> Journal:
-    """What the journal holds after the entry with the index `after`.
+    """Return the entries after the index `after`.
 
-    May be called at any time. Raises `RecordError` where the file is no journal, one of another version or kind of
-    machine, or damaged; `OSError` where it cannot be read: `FileNotFoundError` until the rank has made it.
+    May be called at any time. Raises `RecordError` if the file is not a journal, has a different version or byte order,
+    or is damaged; `OSError` if it cannot be read: `FileNotFoundError` until the rank has created it.
     """
     with open(open_own_file(path), "rb", buffering=0) as file:
         try:
@@ -200,15 +202,15 @@ def _read(pieces: Pieces, path: str | os.PathLike[str], after: int) -> Journal:
 
 
 def _entries(pieces: Pieces, words: memoryview, page: tuple[int, int], after: int) -> Iterator[Entry]:
-    """What follows `after` in the `page` that begins there and has so many bytes."""
+    """Yield the entries after the index `after` in `page`, given as offset and size in bytes."""
     begin, end = page[0], sum(page)
     mark = pieces.read(begin, 4)
     (number,) = struct.unpack("=I", mark)
     if number >> 16 != _MARK >> 16:
         return
     if begin < words[_END] <= end:
-        end = words[_END]  # what follows is empty, or older, and takes milliseconds to look through
-    # Of a page that was started over, some of them are gone.
+        end = words[_END]  # the rest is empty or older, and takes milliseconds to search
+    # In a page that was started over, some of these entries have been overwritten.
     starts = reversed(_starts(words, page, after))
     first = next((at for index, at in starts if at < end and _is_at(pieces, at, end, number, index)), begin)
     data, at = pieces.read(first, end - first), 0
@@ -217,12 +219,13 @@ def _entries(pieces: Pieces, words: memoryview, page: tuple[int, int], after: in
         if is_whole and index > after:
             kind, values = json.loads(text)
             yield Entry(index, _WHEN.unpack_from(data, at + _START.size)[1], kind, values)
-        # One that is just being written, or whose writing a signal cut short, may have others behind it.
+        # An entry that is incomplete, because it is being written or was interrupted by a signal, may be followed by
+        # others.
         at = at + _ENTRY_BYTES + len(text) + 7 & ~7 if is_whole else data.find(mark, at + 8)
 
 
 def _is_at(pieces: Pieces, at: int, end: int, number: int, index: int) -> bool:
-    """Whether the entry `index` begins at `at`."""
+    """True if the entry `index` starts at offset `at`."""
     start = pieces.read(at, _ENTRY_BYTES)
     if len(start) < _ENTRY_BYTES:
         return False
@@ -231,13 +234,13 @@ def _is_at(pieces: Pieces, at: int, end: int, number: int, index: int) -> bool:
 
 
 def _starts(words: memoryview, page: tuple[int, int], after: int) -> list[tuple[int, int]]:
-    """Entries of the page, by index and place, behind the last of which all lies that follows `after`."""
+    """Return index and offset of known entries of the page; all entries after `after` follow the last of them."""
     known = zip(words[_PARTS_AT:_PARTS_END:2], words[_PARTS_AT + 1 : _PARTS_END : 2], strict=True)
     return sorted((index, at) for index, at in known if index <= after and page[0] <= at < sum(page))
 
 
 def _unpack(data: bytes, at: int, number: int) -> tuple[bool, int, bytes]:
-    """Whether the entry at `at` is whole and of the page's generation, its index, and its text."""
+    """Return whether the entry at `at` is complete and of the page's generation, its index, and its text."""
     found, length, crc = _START.unpack_from(data, at)
     start = at + _ENTRY_BYTES
     when = data[at + _START.size : start]
@@ -247,12 +250,12 @@ def _unpack(data: bytes, at: int, number: int) -> tuple[bool, int, bytes]:
 
 
 def _read_steps(pieces: Pieces, words: memoryview, size: int, after: int) -> Iterator[Entry]:
-    """The ordinary steps that follow `after`, newest first."""
+    """Yield the ordinary steps after the index `after`, newest first."""
     newest = words[_NUM_STEPS]
     for number in range(newest, max(0, newest - NUM_STEPS), -1):
         at = size - (NUM_STEPS - (number - 1) % NUM_STEPS) * _STEP.size
         index, time_ns, unit, count, sequence_number, events, again = _STEP.unpack(pieces.read(at, _STEP.size))
-        if index == again:  # else it is just being written over
+        if index == again:  # otherwise it is being overwritten
             if index <= after:
                 return
             values = {"u": unit, "n": count, "s": sequence_number, "e": events.rstrip(b"\0").decode()}
@@ -265,12 +268,12 @@ def _size_of(page_bytes: int) -> int:
 
 def _make(path: Path, page_bytes: int, rank: int) -> mmap.mmap:
     draft = path.with_name(f"{path.name}.new")
-    draft.unlink(missing_ok=True)  # of a rank that died when it began
+    draft.unlink(missing_ok=True)  # from a rank that died at start
     fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         mapped = map_file(fd, _size_of(page_bytes))
     except OSError:
-        draft.unlink()  # what little there was room for would only fill the disk
+        draft.unlink()  # what was allocated would only fill the disk
         raise
     finally:
         os.close(fd)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where what lies in the file; docs/flight-ring.md says it in words, and changes together with `VERSION`.
+"""Layout of the ring file, described in docs/flight-ring.md, which changes together with `VERSION`.
 
-A header, then fixed-size records (one per collective, the oldest overwritten first), then two pages of facts: JSON
-objects that records refer to, each written once per page. When a page is full the other one is started over.
+A header, then fixed-size records (one per collective, overwriting the oldest), then two pages of facts: JSON objects
+that records refer to, each written once per page. When a page is full, the other one is started over.
 """
 
 from __future__ import annotations
@@ -16,39 +16,39 @@ from typing import Any, NamedTuple
 MAGIC = b"DDPRING\n"
 VERSION = 1
 BYTE_ORDER = 0x01020304
-"""Reads differently on a machine of the other byte order."""
+"""Reads differently on a machine with the other byte order."""
 
 HEADER_BYTES = 4096
 RECORD_BYTES = 128
 MAX_PAGE_BYTES = 1 << 19
-"""A reference has 16 bits for a place within its page, in steps of 8 bytes."""
+"""A reference has 16 bits for a position within its page, in steps of 8 bytes."""
 
-# magic, version, byte order, bytes of the header, of a record, number of records, bytes of a page, of about, its crc
+# magic, version, byte order, header bytes, record bytes, number of records, page bytes, description bytes, its CRC-32
 HEAD = struct.Struct("=8sIIIIIIII")
 ABOUT_AT = 256
 
-# Words of 8 bytes that change while the rank runs, by number; words 8 to 31 lie between head and about.
+# Indices of the 8-byte words that change while the rank runs; words 8 to 31 lie between head and description.
 NUM_BEGUN, HEARTBEAT_NS, CLOSED_NS, NUM_FAULTS, FIRST_FAULT, LOST_FACTS, LEFT_NS = range(8, 15)
 ENTERING_NS, ASKED_WORLD_SIZE, ASKED_RANK, IS_CLOSED = range(15, 19)
 
-# The first part of a record differs each time, the second is mostly as it was when the same line was last there.
+# The first part of a record differs each time; the second is mostly the same each time for one line.
 FRESH = struct.Struct("=QQqQI")
 USUAL = struct.Struct("=IIIIiiiIQ")
 BODY = struct.Struct("=QQqQIIIIIiiiIQ")
 WHOLE = struct.Struct(f"={FRESH.size}s{USUAL.size}sI")
 """Both parts and their CRC-32."""
 CRC_AT = BODY.size
-# Words of a record after its body, by number. Outcome and reduce-op have the record's index in their upper bits: so it
-# is known that they are about this record, and not about the one that lay here before.
+# Indices of a record's words after its body. Outcome and reduce-op hold the record's index in their upper bits, so that
+# values of an overwritten record are not taken for this record's.
 REDUCE_OP, PENDING_NS, END_NS, OUTCOME = range(10, 14)
 DONE, FAILED, UNKNOWN = 1, 2, 3
-"""UNKNOWN: it has started, and nobody asks whether it is over."""
+"""UNKNOWN: started, but not polled for its end."""
 
 ASYNC, NOT_ASYNC, P2P, ASKED_ANY_TIME = 1, 2, 4, 8
 NO_NUMBER = -(1 << 31)
 """Stands for no root, peer or tag."""
 REDUCE_OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM", "UNUSED")
-"""By the number that torch's `ReduceOp.RedOpType` gives them."""
+"""By their number in torch's `ReduceOp.RedOpType`."""
 
 CRC = struct.Struct("=I")
 _FACT = struct.Struct("=II")
@@ -58,14 +58,14 @@ FACT_START = 8
 
 
 class Body(NamedTuple):
-    """A record as it is before the collective starts. References to facts are 0 where there is none."""
+    """A record as written before the collective starts. References to facts are 0 if there is no fact."""
 
     number: int
-    """Counts this rank's records from 1: their index."""
+    """Index of the record: counts this rank's records from 1."""
     start_ns: int
     """On CLOCK_MONOTONIC."""
     seq: int
-    """Counts this group's collectives from 0; -1 for point-to-point, which is not matched by number."""
+    """Counts the group's collectives from 0; -1 for point-to-point operations, which are not matched by number."""
     thread: int
     """The operating system's id of the thread."""
     role: int
@@ -81,7 +81,7 @@ class Body(NamedTuple):
 
 
 def unpack_body(data: memoryview) -> Body | None:
-    """The record that starts `data`; None where it was never or only partly written."""
+    """Unpack the record at the start of `data`; None if it was never or only partly written."""
     packed = data[: BODY.size]
     if CRC.unpack_from(data, CRC_AT)[0] != zlib.crc32(packed):
         return None
@@ -90,27 +90,27 @@ def unpack_body(data: memoryview) -> Body | None:
 
 
 def pack_fact(generation: int, fact: dict[str, Any]) -> bytes:
-    """A fact as it lies in the page that is in its `generation`-th use, padded to 8 bytes."""
+    """Pack a fact for a page in its `generation`-th use, padded to 8 bytes."""
     text = json.dumps(fact, separators=(",", ":")).encode()
     packed = _FACT.pack(len(text), zlib.crc32(text, generation & 0xFFFF)) + text
     return packed + bytes(-len(packed) % 8)
 
 
 def reference(generation: int, place: int) -> int:
-    """What a record holds for the fact at byte `place` of a page in its `generation`-th use."""
+    """Return the reference to the fact at byte `place` of a page in its `generation`-th use."""
     return (generation & 0xFFFF) << 16 | place >> 3
 
 
 def unpack_fact(read: Callable[[int, int], bytes], page_bytes: int, ref: int) -> dict[str, Any] | None:
-    """The fact that `ref` stands for; None where it has been overwritten since.
+    """Return the fact that `ref` refers to; None if it has been overwritten.
 
-    `read` gives so many bytes from a place in the pages on, fewer where they end.
+    `read(at, num_bytes)` returns bytes of the pages, fewer at their end.
     """
     generation, place = ref >> 16, (ref & 0xFFFF) << 3
     if not ref or place + _FACT.size > page_bytes:
         return None
     start, room = generation % 2 * page_bytes + place, page_bytes - place
-    piece = read(start, min(_USUAL_FACT_BYTES, room))  # a copy: the writer may be at it
+    piece = read(start, min(_USUAL_FACT_BYTES, room))  # a copy, as the rank may be writing
     if len(piece) < _FACT.size:
         return None
     length, checksum = _FACT.unpack_from(piece)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled part of recording, in `compiled`: build it for this torch and this Python, find it, and connect it.
+"""The compiled recorder in `compiled`: build it for this torch and Python, find it and connect it.
 
-It is optional, and made by `ddpilot build-recorder`: it takes a C++ compiler, half a minute and torch's own headers,
-which change with every release, so that no wheel could hold it.
+It is optional; `ddpilot build-recorder` builds it. The build takes a C++ compiler, half a minute and torch's headers,
+which change with every release, so no wheel could contain it.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from ddpilot.record.recorder import Recorder
 SOURCES = Path(__file__).with_name("compiled")
 MODULE = "ddpilot_repeats"
 PYTHON_KEY = "TESTING_ONLY_GenericWrapper"
-"""Where the kernels in Python are for the compiled ones to call: no tensor and no mode of torch's ever leads there."""
+"""Dispatch key of the Python kernels that the compiled ones call; no tensor and no torch mode ever dispatches to it."""
 _NO_WORK, _BUILD_LIMIT_S = -2, 600.0
 
 
 def built_path() -> Path | None:
-    """Where the compiled part for this source, torch, Python and machine is, or would be; None without a cache folder.
+    """Return where the build for these sources, torch, Python and machine is or would be; None without a cache folder.
 
-    A relative XDG_CACHE_HOME counts for nothing, as its specification says: what is loaded must not depend on the
-    working directory.
+    A relative XDG_CACHE_HOME is ignored, as its specification requires: what is loaded must not depend on the working
+    directory.
     """
     import torch
 
@@ -55,9 +55,10 @@ def built_path() -> Path | None:
 
 
 def build() -> Path:
-    """Compile, try and keep it, for this user; returns where it is. Where it is already, nothing happens.
+    """Compile the module, load it once as a test, and keep it in this user's cache. Returns its path; reuses an
+    existing build.
 
-    Raises `RecordError` where that cannot be done: no Linux, no compiler, errors of it, or no place to keep it.
+    Raises `RecordError` if that fails: not Linux, no compiler, compiler errors, or no writable cache folder.
     """
     path = built_path()
     if path is None:
@@ -99,7 +100,8 @@ def _compile(compiler: str, path: Path) -> Path:
         errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
         raise _failed(f"{compiler} says: {'; '.join(errors[:3])}")
     try:
-        path.chmod(0o700)  # the compiler's mode depends on the umask, and what a group can write to is not loaded
+        # The mode set by the compiler depends on the umask, and a group-writable module is not loaded.
+        path.chmod(0o700)
         load(path)
     except Exception as error:
         raise _failed(f"what was built cannot be loaded: {error}") from error
@@ -107,29 +109,31 @@ def _compile(compiler: str, path: Path) -> Path:
 
 
 def find(source: str) -> Any:
-    """The module for those who can do without it, with `source` as in `start_recording`; None where there is none."""
+    """Load the module if it is built, with `source` as in `start_recording`; None if it is not built or cannot be
+    loaded.
+    """
     if source not in ("auto", "native"):
         return None
     try:
         path = built_path()
         return load(path) if path is not None and path.exists() else None
-    except Exception:  # noqa: BLE001 - whatever it is, the recording says it
+    except Exception:  # noqa: BLE001 - the recording reports the reason
         return None
 
 
-@lru_cache(maxsize=1)  # its types can be there once in a process
+@lru_cache(maxsize=1)  # its types can be registered only once in a process
 def load(path: Path) -> Any:
-    """The module that is built at `path`. Raises `ImportError` if it does not belong to this torch or Python, or if
-    `path` belongs to another user than this one and root, or if others can write to it.
+    """Load the module built at `path`. Raises `ImportError` if it was built for a different torch or Python, if a user
+    other than this one and root owns `path`, or if others can write to it.
     """
-    import torch  # noqa: F401 - has the libraries that it needs
+    import torch  # noqa: F401 - loads the libraries that the module links to
 
     try:
         fd = open_own_file(path, may_be_roots=True)
     except OSError as error:
         raise ImportError(str(error)) from error
     try:
-        # By its descriptor, so that what is loaded is what was checked.
+        # By its descriptor, so that the file loaded is the file checked.
         module = _load_from(f"/proc/self/fd/{fd}" if os.path.exists(f"/proc/self/fd/{fd}") else str(path))
     finally:
         os.close(fd)
@@ -153,9 +157,10 @@ def _load_from(place: str) -> Any:
 def install_both(
     module: Any, repeats: Any, recorder: Recorder, operations: Mapping[str, Operation]
 ) -> Callable[[], None]:
-    """Put the compiled kernels under `operations`, and the ones in Python where these go on to.
+    """Register the compiled kernels for `operations`, and the Python kernels that they fall back to.
 
-    Point-to-point operators have the ones in Python only: theirs are seldom alike. Returns what takes all away again.
+    Point-to-point operators get Python kernels only, as their calls are seldom alike. Returns a function that removes
+    all.
     """
     repeated = {name: operation for name, operation in operations.items() if not operation.is_p2p}
     others = {name: operation for name, operation in operations.items() if operation.is_p2p}

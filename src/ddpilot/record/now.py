@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank is in at this moment, read from outside, cheaply enough for a board that looks twice a second."""
+"""Read from outside which collective a rank is in now, cheaply enough for a display that refreshes twice a second."""
 
 from __future__ import annotations
 
@@ -12,44 +12,44 @@ from ddpilot.record.log import Collective, GroupOfRanks
 from ddpilot.record.reading import read_ring
 
 NUM_NEWEST = 64
-"""How many of the rank's newest records are looked at."""
+"""Number of the rank's newest records that are read."""
 
 _DEFAULT = "0"
-"""The name of the default group."""
+"""Name of the default group."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupNow:
-    """How far a rank is in one group."""
+    """Progress of a rank in one group."""
 
     group: GroupOfRanks
     num_begun: int
-    """Collectives that this rank has begun in it; point-to-point is not counted."""
+    """Collectives that this rank has started in the group, without point-to-point operations."""
     num_ended: int
-    """Those of them that are over, as far as the newest records tell; seen up to 50 ms after the fact."""
+    """Collectives of `num_begun` that have finished, judged by the newest records; up to 50 ms behind."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankNow:
-    """What a rank is in now."""
+    """State of a rank at the time of reading."""
 
     rank: int
     pid: int
     waiting: Collective | None
-    """The last one that began and was not seen to be over; its `start_ns` says since when. None if there is none; those
-    of groups that were destroyed, as by a rebuild, do not count."""
+    """The newest collective that has started and was not seen to finish, since its `start_ns`; None if there is none.
+    Collectives of destroyed groups, such as those before a rebuild, are ignored."""
     groups: tuple[GroupNow, ...]
-    """Of the groups that the newest records are of, the one used last first."""
+    """Groups that occur in the newest records, most recently used first."""
     num_begun: int
-    """Collectives and point-to-point operations since the recording began."""
+    """Collectives and point-to-point operations since recording started."""
     heartbeat_ns: int | None
-    """When a Python thread of the rank last ran, on CLOCK_MONOTONIC."""
+    """Time at which a Python thread of the rank last ran, on CLOCK_MONOTONIC."""
     closed_ns: int | None
-    """When the rank stopped recording in an orderly way; None while it runs, and where it died."""
+    """Time at which the rank stopped recording normally; None while it runs or if it died."""
 
 
 def read_now(path: str | os.PathLike[str]) -> RankNow:
-    """What the rank that records there is in now. Raises as `ddpilot.record.reading.read_ring` does."""
+    """Read the state of the rank that records into `path`. Raises as `ddpilot.record.reading.read_ring` does."""
     log = read_ring(path, newest=NUM_NEWEST)
     since_ns = max(log.left_ns or 0, _newest_start_ns(log.collectives))
     unfinished = [entry for entry in log.collectives if entry.state == "begun" and entry.start_ns >= since_ns]
@@ -65,7 +65,7 @@ def read_now(path: str | os.PathLike[str]) -> RankNow:
 
 
 def _newest_start_ns(collectives: Sequence[Collective]) -> int:
-    """When the newest default group was used first, if there was one before it: with that all its groups are gone."""
+    """First use of the newest default group if it replaced an earlier one, whose groups are all gone; otherwise 0."""
     groups = [
         (entry.group.attempt, entry.group.incarnation, entry.start_ns)
         for entry in collectives

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do something when a module is imported, now or later, without importing it.
+"""Run a callback when a module is imported, now or later, without importing it.
 
-Whether `import lightning` stands above or below ours must not matter, and importing it here would cost seconds.
+It must not matter whether `import lightning` precedes or follows ours, and importing it here would cost seconds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Action = Callable[[ModuleType], None]
 
 
 class _Waiting(MetaPathFinder):
-    """Stands first on `sys.meta_path`, finds nothing itself, and acts when what others found has been loaded."""
+    """A finder at the front of `sys.meta_path` that finds nothing itself, and acts once a module has been loaded."""
 
     def __init__(self) -> None:
         self.actions: dict[str, dict[str, Action]] = {}
@@ -25,7 +25,9 @@ class _Waiting(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """What the other finders find, with a loader that acts afterwards; None for what nobody waits for."""
+        """Return the spec found by the other finders, with a loader that runs the actions; None without actions for
+        `name`.
+        """
         if name not in self.actions:
             return None
         others = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))
@@ -42,9 +44,9 @@ class _Waiting(MetaPathFinder):
 
 
 def when_imported(name: str, key: str, action: Action) -> None:
-    """Call `action(module)` with the module `name`: now if it is there, else once it has been imported.
+    """Call `action(module)` with the module `name`: now if it is imported, otherwise once it has been.
 
-    Of several actions of one `key` that wait for the module, the last counts.
+    A later action with the same `key` replaces one that has not run yet.
     """
     module = sys.modules.get(name)
     if module is not None and not getattr(module.__spec__, "_initializing", False):
@@ -58,7 +60,7 @@ def when_imported(name: str, key: str, action: Action) -> None:
 
 
 def forget(name: str, key: str) -> None:
-    """Take back what `when_imported` was told for `name` under `key`, where it still waits."""
+    """Remove the action that `when_imported` holds for `name` and `key`, if it has not run yet."""
     for finder in sys.meta_path:
         if isinstance(finder, _Waiting):
             finder.actions.get(name, {}).pop(key, None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each of torch's `c10d::` operators is: which argument says what, read from the operator's schema."""
+"""Derive from the schemas of torch's `c10d::` operators which argument is the group, which the tensors, and so on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# PyTorch's public spelling, where it is not the operator's without underscores.
+# PyTorch's public names that are not the operator's name without underscores.
 _SPELLINGS = {
     "allgather_": "all_gather",
     "allgather_coalesced_": "all_gather_coalesced",
@@ -25,43 +25,44 @@ _BARRIERS = ("barrier", "monitored_barrier_")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """One operator. What ends in `_at` is the number of an argument, -1 where there is none."""
+    """One operator. Fields that end in `_at` are indices of arguments, -1 if the operator has none."""
 
     name: str
-    """In PyTorch's public spelling, such as ``all_reduce``."""
+    """PyTorch's public name, such as ``all_reduce``."""
     operator: str
-    """torch's own name for it, such as ``c10d::allreduce_``."""
+    """torch's name, such as ``c10d::allreduce_``."""
     group_at: int
     inputs_at: tuple[int, ...] = ()
-    """The tensors, lists of tensors and lists of lists that this rank gives; those that it changes in place too."""
+    """Tensors, lists of tensors and lists of lists that this rank sends, including those changed in place."""
     outputs_at: tuple[int, ...] = ()
-    """Those that it only fills."""
+    """Tensors that are only written."""
     reduce_op_at: int = -1
     root_at: int = -1
     peer_at: int = -1
     tag_at: int = -1
     async_at: int = -1
     device_at: int = -1
-    """A tensor that is on the device of the collective, where neither inputs nor outputs are."""
+    """A tensor on the device of the collective, if there are neither inputs nor outputs."""
     splits_at: tuple[int, ...] = ()
     work_at: int | None = None
-    """Where the `Work` is among the results, -1 where it is the only one; None: done when the operator returns."""
+    """Index of the `Work` in the results, -1 if it is the only result; None if the operator returns after
+    completion."""
     is_p2p: bool = False
 
     list_at: int = -1
-    """The list of tensors, where that is all the tensors there are."""
+    """The list of tensors, if it is the only argument with tensors."""
     plain_from: int = 0
-    """From here on, if `list_at` is there, arguments are numbers and the like."""
+    """Index from which, if `list_at` is set, arguments are scalars."""
 
     def describe(self) -> dict[str, Any]:
-        """The fact that the ring holds."""
+        """Return the fact that the ring holds."""
         return {"op": self.name, "operator": self.operator}
 
 
 def plan_operation(operator: str, schema: Any) -> Operation | str:
-    """What `operator` (such as ``c10d::allreduce_``) is by its `schema`; or, in words, why it is not recorded.
+    """Plan `operator` (such as ``c10d::allreduce_``) from its `schema`, or return the reason why it is not recorded.
 
-    An argument of an unknown name or type is left out, so that an operator of a later torch is recorded without it.
+    Arguments of unknown name or type are ignored, so that operators of a later torch are recorded without them.
     """
     types = [str(argument.type) for argument in schema.arguments]
     names = [argument.name for argument in schema.arguments]
@@ -104,7 +105,7 @@ def plan_operation(operator: str, schema: Any) -> Operation | str:
 
 
 def spell(base: str) -> str:
-    """PyTorch's public name of the operator, or of the hook's operation, that is called `base`."""
+    """Return PyTorch's public name of the operator or hook operation `base`."""
     variants = (base, f"{base}_", f"_{base}_")
     return next((_SPELLINGS[variant] for variant in variants if variant in _SPELLINGS), base.strip("_"))
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notice when collectives are over, by asking torch's `Work` objects from time to time.
+"""Detect the end of collectives by polling torch's `Work` objects.
 
-Asking, not a callback on the work's future: that costs 10 to 100 us per collective, holds up gloo's threads while they
-wait for Python's lock, and can end a process that exits meanwhile with `std::terminate`. Many at a time, in a thread of
-the recording's own: right after a collective, with cold caches, the same takes a multiple.
+Polling replaces a callback on the work's future, which costs 10 to 100 us per collective, blocks gloo's threads while
+they wait for the GIL, and can end an exiting process with `std::terminate`. A thread of the recording polls many works
+at a time: directly after a collective, with cold caches, a poll costs several times as much.
 """
 
 from __future__ import annotations
@@ -20,45 +20,45 @@ from ddpilot.record import layout
 from ddpilot.record.ring import RingWriter
 
 MANY_WORKS, MANY_BYTES = 2048, 4 << 20
-"""Beyond so many unfinished collectives, or so much in their tensors, which a work keeps from being freed, one that
-starts asks those before it, `NUM_ASKED` at most and none after one that is not over."""
+"""Above this many unfinished works, or bytes of tensors that they keep alive, a starting collective polls up to
+`NUM_ASKED` of the oldest works, stopping at the first unfinished one."""
 MAX_WORKS, MAX_BYTES = 4096, 64 << 20
-"""Beyond these, only the newest collective of each group is followed."""
+"""Above these limits, only the newest collective of each group is followed."""
 MAX_WAITING = 64
-"""Of so many threads that wait for a collective the newest one is found without a lock."""
+"""For up to this many waiting threads, the thread's newest collective is found without a lock."""
 NUM_ASKED = 4
 TURN_NS, NUM_ASKED_IN_TURN = 1_000_000, 64
-"""Works that only a thread which starts collectives may ask are asked so often, so many at a time: one after the other
-takes half of what each takes alone, between two collectives."""
+"""Interval and number of polls for works that only threads which start collectives may query: polled in a batch, each
+takes half of the time that it takes alone between two collectives."""
 MANY_REDUCE_OPS, REDUCE_OP_STEP = 256, 17
-"""Of more new reduce-ops than that in one turn only every 17th is kept, and also in the next turn: to read them takes
-longer than all the rest, and keeping them costs more than what else there is to do, by the caches that they fill.
-A prime number, else it could be the same line's each time."""
+"""If one polling interval has more new reduce-ops than this, only every 17th is kept, also in the next interval:
+reading them takes longer than everything else, and keeping them evicts other data from the caches. A prime number, as
+otherwise the ones kept could all come from one line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usual:
-    """What collectives that are alike have in common."""
+    """Properties that identical collectives share."""
 
     packed: bytes
-    """Part of the record, as `layout.USUAL`."""
+    """Part of the record, packed as `layout.USUAL`."""
     num_bytes: int
     group: int
-    """Number of the process group; -1 for point-to-point, which is not run in the order of the group."""
+    """Number of the process group; -1 for point-to-point operations, which do not run in the group's order."""
     at_any_time: bool
-    """Any thread may ask at any time whether it is over."""
+    """True if any thread may poll the work at any time."""
     may_be_captured: bool
-    """It may become a part of a device graph, such as a CUDA graph."""
+    """True if it may become part of a device graph, such as a CUDA graph."""
     tells_failure: bool
-    """Its work says whether it failed."""
+    """True if the work reports whether the collective failed."""
     is_waited_for: bool
-    """Its caller returns when it is over: it is not asynchronous, and its tensors are in the CPU's memory."""
+    """True if the caller returns when the collective is over: it is not asynchronous and its tensors are on the CPU."""
     runs_on_stream: bool = False
-    """If it gives no work, it runs on the stream of the device that is current when it is called."""
+    """True if a collective without a work runs on the device's current stream at the time of the call."""
 
 
 class StreamMark:
-    """A point of a device's stream, in place of the work that a collective on that stream does not give."""
+    """A point in a device's stream, polled instead of a work for a collective on that stream that returns no work."""
 
     def __init__(self, event: Any) -> None:
         self._event = event
@@ -69,19 +69,20 @@ class StreamMark:
 
 
 Ticket = tuple[int, Usual, int, Any]
-"""The index of a record, what it has in common with others, its thread, and its boxed reduce-op, or None."""
+"""Index of the record, properties shared with identical collectives, thread id, and the boxed reduce-op or None."""
 _Entry = tuple[int, Any, Usual]
-"""The index of a record, its boxed work, and what it has in common with others."""
+"""Index of the record, boxed work, and properties shared with identical collectives."""
 
 
 class PendingWorks:
-    """The collectives of this process that are not known to be over.
+    """Collectives of this process that are not known to have finished.
 
-    `unbox` makes a `Work` of what is added, or None where the backend gave none; `mark_stream` marks the current
-    stream, unless calls are coalesced; `is_capturing` says whether this thread captures a device graph. A work is
-    let go as soon as it is seen over, since it holds tensors, also DDP's buckets after their model is deleted, and its
-    group's connections. Where too many are not over, only the newest of each group is followed: backends that may not
-    be asked at any time run the collectives of a group in their order, so that those before it are over when it is.
+    `unbox` converts what is added to a `Work`, or to None if the backend returned none. `mark_stream` marks the current
+    stream, unless calls are being coalesced. `is_capturing` returns True if this thread captures a device graph. A work
+    is released as soon as it is seen finished, since it holds tensors (also DDP's buckets after their model is deleted)
+    and its group's connections. If too many works are unfinished, only the newest of each group is followed: backends
+    that may not be polled at any time run a group's collectives in order, so the ones before it are finished when it
+    is.
     """
 
     def __init__(
@@ -98,24 +99,24 @@ class PendingWorks:
         self._clock_ns = clock_ns
         self._is_capturing = is_capturing
         self._mark_stream = mark_stream
-        self._lock = threading.RLock()  # reentrant: a signal's handler may start a collective in the middle of this
+        self._lock = threading.RLock()  # reentrant: a signal handler may start a collective in the middle of this
         self._any_time: deque[_Entry] = deque()
-        self._starters: deque[_Entry] = deque()  # to be asked by threads that start collectives
-        # By group, and by whether they may be asked at any time, as a group has a backend for each type of device.
-        self._newest_of: dict[tuple[int, bool], _Entry] = {}  # where there are too many to follow all
-        self._passed_over: dict[int, deque[int]] = {}  # by group, records of those that are not followed
+        self._starters: deque[_Entry] = deque()  # polled by threads that start collectives
+        # By group, and by whether works may be polled at any time: a group has one backend per device type.
+        self._newest_of: dict[tuple[int, bool], _Entry] = {}  # used if there are too many works to follow all
+        self._passed_over: dict[int, deque[int]] = {}  # by group, records that are not followed
         self._reduce_ops: deque[tuple[int, Any]] = deque(maxlen=MAX_WORKS)
         self._reduce_op_step = 1
-        # Those that their callers wait for, by record. Without a lock: to see one over twice does no harm.
+        # Collectives that their callers wait for, by record. No lock is needed: finishing one twice does no harm.
         self._waited_for: dict[int, _Entry] = {}
         self._newest: dict[int, int] = {}  # by thread
         self._added_bytes = self._removed_bytes = self._next_turn_ns = 0
 
     def add(self, ticket: Ticket, boxed: Any) -> None:
-        """Ask from now on whether the work `boxed` of the collective of `ticket` is over.
+        """Follow the work `boxed` of the collective of `ticket` until it is finished.
 
-        Those that may not be asked at any time are asked by threads that start collectives only, and never while one of
-        them captures a device graph, which asking would spoil.
+        Works that may not be polled at any time are polled only by threads that start collectives, and never while such
+        a thread captures a device graph, which a poll would invalidate.
         """
         index, usual, thread, reduce_op = ticket
         waited_for = self._waited_for
@@ -132,7 +133,7 @@ class PendingWorks:
             self._follow((index, boxed, usual))
 
     def _with_something_to_ask(self, entry: _Entry) -> _Entry | None:
-        # NCCL gives no work of calls that are coalesced nor, since torch 2.8, of a call that is not asynchronous.
+        # NCCL returns no work for coalesced calls nor, since torch 2.8, for calls that are not asynchronous.
         index, boxed, usual = entry
         if self._unbox(boxed) is not None:
             return entry
@@ -162,7 +163,7 @@ class PendingWorks:
         works.append(entry)
 
     def _follow_newest(self, entry: _Entry, is_capturing: bool) -> None:
-        # In place of the one before it in its group, of which is kept whether it was over then.
+        # Replaces the group's previous collective, which is passed over unless it has finished.
         usual = entry[2]
         if usual.group < 0:
             self._pass_over(entry)
@@ -188,7 +189,7 @@ class PendingWorks:
                     self._newest_of.pop(key, None)
 
     def _end_passed_over(self, group: int, index: int, now_ns: int) -> None:
-        # Those of `group` before the record `index`, which is over: its backend runs them in their order.
+        # Finish the records of `group` before `index`, which has finished: its backend runs collectives in order.
         with self._lock:
             passed_over = self._passed_over.get(group)
             while passed_over and passed_over[0] < index:
@@ -197,16 +198,16 @@ class PendingWorks:
                 self._passed_over.pop(group, None)
 
     def _end_waited_for(self, entry: _Entry) -> None:
-        # When its thread starts another one it is over. To let go of it now, while it is in the caches, takes a part of
-        # what it takes later, and the next one finds its memory. It is asked only where that tells more.
+        # It is over when its thread starts the next one. Releasing it now, while it is in the caches, is much cheaper
+        # than releasing it later, and the next one reuses its memory. It is polled only if the work reports failures.
         if not entry[2].tells_failure:
             self._ring.finish(entry[0], self._clock_ns(), layout.DONE)
         elif not self._is_over(entry):
             self._follow(entry)
-        self._waited_for.pop(entry[0], None)  # not before: Ctrl-C may come between any two steps
+        self._waited_for.pop(entry[0], None)  # not earlier: Ctrl-C may come between any two steps
 
     def _make_room(self, is_many: bool, is_turn: bool, is_capturing: bool) -> bool:
-        # Whether one more may be followed.
+        # True if one more work may be followed.
         if is_turn and not is_capturing:
             self._next_turn_ns = self._clock_ns() + TURN_NS
             self._ask(self._starters, NUM_ASKED_IN_TURN, go_on=False)
@@ -221,7 +222,7 @@ class PendingWorks:
         return True
 
     def catch_up(self) -> None:
-        """Read reduce-ops, and ask all works that any thread may ask."""
+        """Read the reduce-ops, and poll all works that any thread may poll."""
         count = len(self._reduce_ops)
         self._reduce_op_step = REDUCE_OP_STEP if count * self._reduce_op_step > MANY_REDUCE_OPS else 1
         for _ in range(count):
@@ -238,7 +239,7 @@ class PendingWorks:
             self._ask_newest(at_any_time=True)
 
     def clear(self) -> None:
-        """Let go of all of them."""
+        """Release all works."""
         with self._lock:
             self._any_time.clear()
             self._starters.clear()
@@ -248,21 +249,21 @@ class PendingWorks:
             self._reduce_ops.clear()
 
     def _ask(self, works: deque[_Entry], num_works: int, *, go_on: bool) -> None:
-        # `go_on`: also after one that is not over, which the next ones are most likely not either.
+        # `go_on`: also poll the works after an unfinished one, which are most likely unfinished too.
         with self._lock:
             for _ in range(num_works):
                 if not works:
                     break
                 entry = works[0]
                 if self._is_over(entry):
-                    if works and works[0] is entry:  # not where a signal's handler was faster
+                    if works and works[0] is entry:  # not if a signal handler has removed it
                         self._removed_bytes += works.popleft()[2].num_bytes
                 elif go_on:
                     works.rotate(-1)
                 else:
                     break
         if not (self._any_time or self._starters):
-            self._removed_bytes = self._added_bytes  # several threads that add may have lost count
+            self._removed_bytes = self._added_bytes  # several threads that add works may have lost count
 
     def _is_over(self, entry: _Entry) -> bool:
         index, boxed, usual = entry
@@ -274,7 +275,7 @@ class PendingWorks:
                 return False
             outcome = layout.FAILED if usual.tells_failure and _has_failed(work, usual) else layout.DONE
         except Exception:
-            self._forget(entry)  # what cannot be asked is not asked again
+            self._forget(entry)  # a work that raises is not polled again
             self._ring.finish(index, 0, layout.UNKNOWN)
             raise
         self._ring.finish(index, now_ns, outcome)
@@ -285,7 +286,7 @@ class PendingWorks:
     def _forget(self, entry: _Entry) -> None:
         self._waited_for.pop(entry[0], None)
         for works in (self._any_time, self._starters):
-            with suppress(ValueError):  # it is in one of them at most
+            with suppress(ValueError):  # it is in at most one of them
                 works.remove(entry)
         key = entry[2].group, entry[2].at_any_time
         if self._newest_of.get(key) is entry:
@@ -293,8 +294,8 @@ class PendingWorks:
 
 
 def _has_failed(work: Any, usual: Usual) -> bool:
-    # Of a work that is over. `is_success` and `exception` print a warning that they are deprecated.
-    if usual.is_waited_for:  # takes a fifth of what a future takes, and its caller does the same
+    # For a finished work. `is_success` and `exception` print a deprecation warning.
+    if usual.is_waited_for:  # a fifth of the cost of a future, and the caller waits too
         try:
             work.wait()
         except Exception:  # noqa: BLE001 - whatever the backend raises
@@ -314,15 +315,15 @@ class Asker:
     def __init__(self, ask: Callable[[], None], interval_s: float) -> None:
         self._ask = ask
         self._interval_s = interval_s
-        # Held while it runs. An event would do, but waits in Python, with a new lock each time.
+        # Held while the thread runs. An Event would wait in Python code, with a new lock each time.
         self._running = threading.Lock()
         self._running.acquire()
         self._thread = threading.Thread(target=self._run, name="ddpilot-record", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread; waits for it, at most a second."""
-        with suppress(RuntimeError):  # it was stopped before
+        """Stop the thread and wait for it, for at most 1 s."""
+        with suppress(RuntimeError):  # already stopped
             self._running.release()
         self._thread.join(1.0)
 

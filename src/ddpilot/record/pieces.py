@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read pieces of a file that others write, and may cut off or damage meanwhile.
+"""Read parts of a file that other processes write, and may truncate or damage meanwhile.
 
-Not mapped: who touches a mapped page that the file has lost is ended by SIGBUS.
+The file is not mapped: access to a mapped page beyond the end of a truncated file ends the process with SIGBUS.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ import struct
 from typing import BinaryIO
 
 DAMAGES = (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError, struct.error)
-"""What comes of decoding bytes that nobody wrote."""
+"""Exceptions that decoding damaged bytes can raise."""
 
 
 class Pieces:
-    """The bytes of an open file as they are at each moment; a piece is shorter where the file ends."""
+    """The current bytes of an open file; a read returns fewer at the end of the file."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
 
     @property
     def size(self) -> int:
-        """Of the file now."""
+        """Current size of the file in bytes."""
         return os.fstat(self._file.fileno()).st_size
 
     def read(self, at: int, num_bytes: int) -> bytes:
-        """The `num_bytes` from `at` on."""
+        """Read `num_bytes` bytes from offset `at`."""
         if hasattr(os, "pread"):
             return os.pread(self._file.fileno(), num_bytes, at)
         self._file.seek(at)

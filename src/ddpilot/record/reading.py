@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read a rank's ring from outside, while the rank runs or after it has died. Free of torch."""
+"""Read a rank's ring from outside, while the rank runs or after it has died. Does not import torch."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ _FROM_ABOUT = ("rank", "pid", "host", "torch", "source", "started_ns", "started_
 
 
 def read_ring(path: str | os.PathLike[str], *, after: int = 0, newest: int | None = None) -> RankLog:
-    """What the ring holds: all of it, or only what follows the record with the index `after`, or the `newest` records.
+    """Return the contents of a ring: all records, or those after the index `after`, or the `newest` ones.
 
-    May be called at any time: a record that is just being written is left out and counted. Raises `RecordError` where
-    the file is no ring, one of another version or of another kind of machine, cut off or damaged; `OSError` where it
-    cannot be read, also because it belongs to another user: `FileNotFoundError` until the rank has begun to record.
+    May be called at any time: a record that is just being written is left out and counted in `num_torn`. Raises
+    `RecordError` if the file is not a ring, has a different version or byte order, or is truncated or damaged;
+    `OSError` if it cannot be read, also because a different user owns it: `FileNotFoundError` until the rank has
+    started to record.
     """
     name = os.fspath(path)
     with open(open_own_file(path), "rb", buffering=0) as file:
@@ -107,7 +108,7 @@ def _refuse(name: str, found: str, fix: str) -> RecordError:
 
 
 def _slots_after(after: int, num_begun: int, num_records: int) -> Sequence[range]:
-    # The writer counts a record after writing it, so that one more may be there; two with several threads.
+    # The writer counts a record after writing it, so there may be one more, or one more per thread.
     newest = num_begun + 8
     if newest - after >= num_records:
         return [range(num_records)]

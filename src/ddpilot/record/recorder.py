@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Around everything that recording does in a rank: whatever goes wrong in here, training goes on."""
+"""Wrap everything that recording does in a rank, so that an error in it never stops training."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ Started = Callable[[Ticket | None, Any], None]
 
 
 class OtherWorks(Protocol):
-    """Collectives that somebody else writes into the same ring, and that are not known to be over."""
+    """Unfinished collectives recorded by the compiled kernels."""
 
     def catch_up(self, now_ns: int, /) -> None:
-        """Write down which are over now."""
+        """Record which have finished."""
 
     def close(self) -> None:
-        """Let go of them and of the ring."""
+        """Release them and the ring."""
 
 
 def is_handling_error() -> bool:
-    """Whether the main thread is on its way out by an error, as in a `finally`, or in an `except`."""
+    """True if the main thread is handling an exception: in an `except`, or leaving through a `finally`."""
     held: Any = sys._current_exceptions().get(threading.main_thread().ident or 0)
     return (held[1] if isinstance(held, tuple) else held) is not None  # three values before Python 3.12
 
 
 class Recorder:
-    """What a source (kernels or hooks) tells of every collective, written into `ring`.
+    """Records every collective that a source (kernels or hooks) reports into `ring`.
 
-    `tell` shows one line; `is_in_group` says whether this process has a default group now, `has_used_group` whether it
-    has ever used one, `find_entering` which one it has asked for; `others` has the works of collectives that did not
-    come by here. Of the errors in here the first one is told and kept in the ring, the rest are counted there.
-    None is raised; Ctrl-C is, as anywhere in Python.
+    `tell` prints one line. `is_in_group`: True if this process has a default group now; `has_used_group`: True if it
+    has ever used one; `find_entering`: returns the init_process_group call in progress; `others`: works of collectives
+    recorded elsewhere. The first error in here is reported and kept in the ring, later ones are counted there. Errors
+    are not raised, but KeyboardInterrupt is, as anywhere in Python.
     """
 
     def __init__(
@@ -72,25 +72,25 @@ class Recorder:
         self._start_ns = 0
 
     def begin_of(self, operation: Operation) -> Begin:
-        """What is to be called with its arguments by the function that torch calls when `operation` is to start."""
+        """Return the function to call with the arguments of `operation` when torch is about to start it."""
         begin = self._describer.begin_of(operation)
         is_fork, clock_ns, frame_at = self._forks.is_fork, time.monotonic_ns, sys._getframe
 
         def begin_safely(args: Sequence[Any]) -> Ticket | None:
-            if is_fork():  # a forked process, such as a DataLoader's worker, has the ring mapped too
+            if is_fork():  # a forked process, such as a DataLoader worker, has the ring mapped too
                 return None
             self._start_ns = start_ns = clock_ns()
             try:
-                # The caller's own frame is always there; around it there may be none, in a thread that C++ has started.
+                # The caller's own frame always exists; it may have no caller, in a thread created by C++.
                 return begin(args, frame_at(1).f_back, start_ns)
-            except Exception as error:  # noqa: BLE001 - said once, and never in the way of training
+            except Exception as error:  # noqa: BLE001 - reported once, and must never stop training
                 self._fault(error)
                 return None
 
         return begin_safely
 
     def started_of(self, operation: Operation) -> Started:
-        """What is to be called when `operation` was started, with its ticket and what it gave."""
+        """Return the function to call after `operation` has started, with its ticket and result."""
         at, add, finish = operation.work_at, self._pending.add, self._ring.finish
 
         def started(ticket: Ticket | None, result: Any) -> None:
@@ -101,28 +101,30 @@ class Recorder:
                     finish(ticket[0], time.monotonic_ns(), layout.DONE)
                     return
                 boxed = result if at < 0 else result[at]
-                if boxed is None:  # as for each of several that are coalesced
+                if boxed is None:  # as for each of several coalesced calls
                     finish(ticket[0], 0, layout.UNKNOWN)
                     return
                 add(ticket, boxed)
-            except Exception as error:  # noqa: BLE001 - said once, and never in the way of training
+            except Exception as error:  # noqa: BLE001 - reported once, and must never stop training
                 self._fault(error)
 
         return started
 
     def cut_short(self, ticket: Ticket | None, error: BaseException) -> None:
-        """The collective of `ticket` raised `error` instead of starting; or Ctrl-C came, before or after it started."""
+        """Finish the record of `ticket`, whose collective raised `error` instead of starting, or was interrupted by
+        Ctrl-C.
+        """
         try:
             if ticket is not None:
                 outcome = layout.FAILED if isinstance(error, Exception) else layout.UNKNOWN
                 self._ring.finish(ticket[0], time.monotonic_ns(), outcome)
-            elif not self._forks.is_fork():  # there may be a record already, just not its ticket
+            elif not self._forks.is_fork():  # the record may exist without its ticket
                 self._ring.finish_started_at(self._start_ns, self._describer.thread_id(), layout.UNKNOWN)
-        except Exception as fault:  # noqa: BLE001 - said once, and never in the way of training
+        except Exception as fault:  # noqa: BLE001 - reported once, and must never stop training
             self._fault(fault)
 
     def tick(self) -> None:
-        """What the recording's own thread does from time to time: show that it lives, and catch up."""
+        """Called periodically by the recording's own thread: write the heartbeat, and update works and groups."""
         try:
             now_ns = time.monotonic_ns()
             self._ring.beat(now_ns)
@@ -131,17 +133,18 @@ class Recorder:
                 self._others.catch_up(now_ns)
             self._note_group(now_ns)
             self._note_entering(None if self._was_in_group else self._find_entering(now_ns))
-        except Exception as error:  # noqa: BLE001 - said once, and never in the way of training
+        except Exception as error:  # noqa: BLE001 - reported once, and must never stop training
             self._fault(error)
 
     @property
     def is_outside(self) -> bool:
-        """Whether this process is in no group, as far as the last tick knows."""
+        """True if this process was in no group at the last tick."""
         return not self._was_in_group
 
     def _note_group(self, now_ns: int) -> None:
         if not self._has_been_in_group and self._has_used_group():
-            self._has_been_in_group = self._was_in_group = True  # it may have come and gone between two ticks
+            # The group may have been created and destroyed between two ticks.
+            self._has_been_in_group = self._was_in_group = True
         if self._is_in_group() != self._was_in_group and (not self._was_in_group or not is_handling_error()):
             self._has_been_in_group = True
             self._was_in_group = not self._was_in_group
@@ -153,16 +156,16 @@ class Recorder:
             self._ring.enter(*(entering or (0,)))
 
     def leave(self) -> None:
-        """The program has come to its end: it begins no collective any more."""
+        """Record that the program has ended without an error: it starts no more collectives."""
         try:
             self._ring.leave(time.monotonic_ns())
-        except Exception as error:  # noqa: BLE001 - said once, and never in the way of training
+        except Exception as error:  # noqa: BLE001 - reported once, and must never stop training
             self._fault(error)
 
     def close(self) -> None:
-        """Catch up once more, let go of every work and close the ring."""
+        """Update a last time, release every work and close the ring."""
         self.tick()
-        self._tell = None  # a thread that is in a collective now finds the ring closed
+        self._tell = None  # a thread that is in a collective now will find the ring closed
         self._pending.clear()
         if self._others is not None:
             self._others.close()
@@ -171,7 +174,7 @@ class Recorder:
     def _fault(self, error: Exception) -> None:
         text = f"{type(error).__name__}: {error}"
         tell, self._tell = self._tell, None
-        # Where even this fails, there is nobody left to tell.
+        # If this fails too, there is no way left to report it.
         with suppress(Exception):
             self._ring.note_fault(text)
         with suppress(Exception):

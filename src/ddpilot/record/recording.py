@@ -30,14 +30,14 @@ ASK_INTERVAL_S = 0.05
 Source = Literal["auto", "native", "kernels", "hooks"]
 
 SOURCE_VARIABLE = "DDPILOT_RECORDER"
-"""What ``auto`` stands for in a process, as one of `Source`."""
+"""Environment variable that selects the source for ``auto``, one of `Source`."""
 
 
 class Recording:
     """A recording of this process's collectives; a context manager that stops it.
 
-    `source`: what sees the collectives, ``native``, ``kernels`` or ``hooks``. `left_out`: operators that are not
-    recorded, and why. `why_off`: why recording was not possible, else empty.
+    `source`: how collectives are seen: ``native``, ``kernels`` or ``hooks``. `left_out`: operators that are not
+    recorded, each with the reason. `why_off`: why recording is not possible; empty if it is.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Recording:
 
     @property
     def is_on(self) -> bool:
-        """Whether collectives are recorded now."""
+        """True while collectives are recorded."""
         return self._connection is not None
 
     def _tick(self) -> None:
@@ -67,9 +67,9 @@ class Recording:
             self._notes.tick(is_outside=connection.recorder.is_outside)
 
     def stop(self) -> None:
-        """Stop recording and close the ring; the file stays. Idempotent, not collective, also done at exit."""
+        """Stop recording and close the ring; the file remains. Idempotent and not collective; called at exit."""
         connection, self._connection = self._connection, None
-        # A forked process has neither the thread nor a ring of its own.
+        # A forked process has neither the thread nor its own ring.
         if connection is not None and self._asker is not None and os.getpid() == self._pid:
             atexit.unregister(self._exit)
             self._asker.stop()
@@ -77,7 +77,7 @@ class Recording:
             connection.recorder.close()
 
     def _exit(self) -> None:
-        # Where an error ends the program, that is what is to be said of its end, by who knows the error.
+        # If an error ends the program, the error explains its end, and is reported by the code that caught it.
         if self._connection is not None and os.getpid() == self._pid and not hasattr(sys, "last_value"):
             self._connection.recorder.leave()
         self.stop()
@@ -98,18 +98,18 @@ def start_recording(
     source: Source = "auto",
     tell: Callable[[str], None] | None = None,
 ) -> Recording:
-    """Record from now on every collective of this process, as `rank`, into the file `path`.
+    """Start recording every collective of this process, as `rank`, into the file `path`.
 
-    The file appears when it can be read; a ring that lay there is replaced. It takes 128 bytes for each of the
-    `num_records` (default 8,192) newest collectives, twice `page_bytes` (default 256 KiB) for what they refer to, and
-    4 KiB. `source`: ``native`` (compiled kernels, where `ddpilot build-recorder` has made them), ``kernels`` (in
-    Python), ``hooks`` (torch 2.14 and later), or ``auto``: what the environment variable DDPILOT_RECORDER says, else
-    the first of these that can be had. `tell` shows a line (default: on stderr). Not collective; may be called before
-    or after a process group is entered.
+    The file appears when it is readable and replaces an existing ring. It takes 128 bytes for each of the `num_records`
+    newest collectives (default 8,192), twice `page_bytes` (default 256 KiB) for the data that they share, and 4 KiB.
+    `source`: ``native`` (compiled kernels, built by `ddpilot build-recorder`), ``kernels`` (in Python), ``hooks``
+    (torch 2.14 and later), or ``auto``: the source named by the environment variable DDPILOT_RECORDER, or the first
+    available one. `tell` prints a line (default: to stderr). Not collective; may be called before or after
+    init_process_group.
 
-    Where there is no room for the file, or nothing to see collectives with, one line says so and the recording that
-    returns is off. Raises `RecordError` where this process records already, where something that is no ring lies at
-    `path`, and for wrong arguments.
+    If there is no space for the file or no source is available, prints one line and returns a recording that is off.
+    Raises `RecordError` if this process is already recording, if `path` exists and is not a ring, and for invalid
+    arguments.
     """
     wanted = os.environ.get(SOURCE_VARIABLE, source) if source == "auto" else source
     _check(rank, num_records, page_bytes, wanted)
@@ -125,7 +125,7 @@ def start_recording(
     try:
         ring = _make_ring(path, num_records, page_bytes)
     except OSError as error:
-        _discard(path)  # what little there was room for would only fill the disk
+        _discard(path)  # what was allocated would only fill the disk
         return _off(show, f"its file cannot be made ({error})")
     connection = connect(ring, wanted, show)
     if isinstance(connection, str):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which line of the user's asked for a collective, and through which function of a library."""
+"""Find the user's line that started a collective, and the library function that the line called."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing import Any
 
 from ddpilot.findings.user_files import is_generated, is_users
 
-# What the file of a frame is. Numbers, since comparing members of an Enum takes longer than the rest of a frame.
-USER = 1  # the user's: a script, a module, a cell
-LIBRARY = 2  # somebody's, or the standard one
-INNER = 3  # torch's: never a line to show
-WRAPPER = 4  # torch's too, or guard's, and says nothing about what was called
-ENGINE = 5  # where Python enters the backward pass
+# Kinds of files that frames belong to. Integers, as comparing Enum members takes longer than the rest of a frame.
+USER = 1  # the user's code: a script, a module, a cell
+LIBRARY = 2  # third-party code or the standard library
+INNER = 3  # torch: never a line to show
+WRAPPER = 4  # torch's or guard's wrapper, which does not identify the function called
+ENGINE = 5  # torch's Python entry to the backward pass
 DDP = 6  # DistributedDataParallel
-HOOK = 7  # torch's own communication hooks of DDP
-OURS = 8  # ddpilot's
-STARTER = 9  # ddpilot's that starts ranks: what calls it is not the user's
+HOOK = 7  # torch's DDP communication hooks
+OURS = 8  # ddpilot
+STARTER = 9  # ddpilot's code that starts ranks: its callers are not the user's code
 
 _TORCH_KINDS = {
     "autograd/graph.py": ENGINE,
@@ -35,16 +35,17 @@ _GUARD_WRAPPER = os.path.join("guard", "importlib_bootstrap_like.py")
 _TORCH_HOOKS = "distributed/algorithms/ddp_comm_hooks/"
 _MAX_CALLERS = 5
 _MAX_FRAMES = 16
-"""Of those around the user's frame so many are looked at: the compiled part does the same."""
+"""Number of frames around the user's frame that are examined, as in the compiled recorder."""
 
 
 Trail = tuple[FrameType | None, CodeType | None, str, bool]
-"""The user's frame; the library function that its line called; the innermost function of DistributedDataParallel on the
-way, or empty; whether it comes straight from torch's gradient reducer, or from a communication hook of torch's."""
+"""The user's frame; the library function that its line called; the innermost function of DistributedDataParallel
+between them, or empty; True if the collective comes from torch's gradient reducer or from one of torch's communication
+hooks."""
 
 
 class SiteFinder:
-    """Finds the user's line among the frames of a stack. `torch` and `ours`: the packages' folders."""
+    """Finds the user's line among the frames of a stack. `torch` and `ours` are the folders of the two packages."""
 
     def __init__(self, torch: str, ours: str) -> None:
         self._torch, self._ours = os.path.join(torch, ""), os.path.join(ours, "")
@@ -52,12 +53,12 @@ class SiteFinder:
         self._kinds: dict[str, int] = {}
 
     def walk(self, frame: FrameType | None) -> Trail:
-        """The way from `frame` out to the innermost frame that is the user's; else to the innermost of a library."""
+        """Walk from `frame` outwards to the innermost frame of the user, or else to the innermost one of a library."""
         kinds = self._kinds
         nearest: Trail | None = None
         called = None
         ddp = ""
-        # No frame at all: a thread of the backward engine, or another of torch's own.
+        # No frame: a thread of the autograd engine, or another thread created by torch.
         in_reducer, innermost = frame is None, frame
         while frame is not None:
             code = frame.f_code
@@ -65,11 +66,11 @@ class SiteFinder:
             if kind == USER:
                 return frame, called, ddp, in_reducer
             if kind == INNER:
-                pass  # by far the most, and nothing to compare with
+                pass  # most frames; nothing to compare
             elif kind == LIBRARY:
                 nearest = nearest or (frame, called, ddp, in_reducer)
             elif kind in (OURS, STARTER):
-                # What ddpilot asks for by itself is no line of whatever library runs it.
+                # A collective that ddpilot starts itself is not attributed to the library that runs ddpilot.
                 nearest = nearest or (None, code, ddp, in_reducer)
                 if kind == STARTER:
                     break
@@ -83,7 +84,7 @@ class SiteFinder:
         return nearest or (None, called, ddp, in_reducer)
 
     def callers(self, user: FrameType | None) -> list[FrameType]:
-        """The user's frames that led to `user`, innermost first, as far as they are near."""
+        """Return the user's frames that called `user`, innermost first, at most 5 within the next 16 frames."""
         found: list[FrameType] = []
         if user is None or user.f_code.co_name == "<module>":
             return found
@@ -98,13 +99,13 @@ class SiteFinder:
                 if code.co_name == "<module>" or len(found) == _MAX_CALLERS:
                     break
             elif kind in (OURS, STARTER):
-                break  # which has started what is the user's
+                break  # it started the user's code
             frame = frame.f_back
         return found
 
     def kind_of(self, file: str) -> int:
-        """What the code in `file` is, one of the numbers above."""
-        if len(self._kinds) > 10_000:  # generated code has a file name of its own each time
+        """Return the kind of the code in `file`, one of the constants above."""
+        if len(self._kinds) > 10_000:  # generated code gets a new file name each time
             self._kinds.clear()
         self._kinds[file] = kind = self._classify(file)
         return kind
@@ -121,7 +122,7 @@ class SiteFinder:
 
 
 def find_ddp_model(frame: FrameType | None) -> Any:
-    """The innermost DDP model whose own methods are on the stack of `frame`; None where there is none."""
+    """Return the innermost DDP model with a method on the stack of `frame`; None if there is none."""
     while frame is not None:
         if frame.f_code.co_filename.endswith("nn/parallel/distributed.py") and "self" in frame.f_code.co_varnames:
             return frame.f_locals.get("self")
@@ -130,12 +131,12 @@ def find_ddp_model(frame: FrameType | None) -> Any:
 
 
 def main_frame() -> FrameType | None:
-    """Where the main thread is now."""
+    """Return the frame that the main thread executes now."""
     return sys._current_frames().get(threading.main_thread().ident or 0)
 
 
 def describe_site(trail: Trail, callers: Sequence[FrameType] = ()) -> dict[str, Any]:
-    """The fact that the ring holds for a way: also the source line, since a cell's can be read nowhere else."""
+    """Return the ring's fact for a trail, with the source line: the source of a cell cannot be read later."""
     frame, called, _, _ = trail
     fact: dict[str, Any] = {"via": _name(called)}
     if frame is not None:
@@ -150,7 +151,7 @@ def _describe_frame(frame: FrameType) -> tuple[str, int, str, str]:
 
 
 def _name_file(file: str) -> str:
-    # A kernel compiles its cells under names such as /tmp/ipykernel_4711/123.py, and knows whose they are.
+    # A kernel compiles cells under names such as /tmp/ipykernel_4711/123.py and maps them to cell numbers.
     interactive_shell = getattr(sys.modules.get("IPython.core.interactiveshell"), "InteractiveShell", None)
     if interactive_shell is None or not interactive_shell.initialized():
         return file
@@ -161,4 +162,4 @@ def _name_file(file: str) -> str:
 def _name(code: CodeType | None) -> str:
     if code is None:
         return ""
-    return str(getattr(code, "co_qualname", code.co_name))  # before Python 3.11 without its class
+    return str(getattr(code, "co_qualname", code.co_name))  # before Python 3.11 without the class

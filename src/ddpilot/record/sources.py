@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connect a ring to what sees the collectives of this process: kernels of ours, or torch's own hooks."""
+"""Connect a ring to what sees the collectives of this process: our dispatcher kernels or torch's hooks."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from ddpilot.record.sites import SiteFinder
 
 @dataclass(frozen=True, kw_only=True)
 class Connection:
-    """A source that writes into a ring through `recorder`, until `disconnect` is called."""
+    """A source that writes into a ring through `recorder` until `disconnect` is called."""
 
     source: str
     recorder: Recorder
     disconnect: Callable[[], None]
     left_out: Mapping[str, str]
-    """Operators that are not recorded, and why."""
+    """Operators that are not recorded, each with the reason."""
 
 
 def refuse_second() -> None:
-    """Raise `RecordError` where this process records already, or something else watches its collectives our way."""
+    """Raise `RecordError` if this process is already recording, or if other code has kernels on our dispatch key."""
     from torch.distributed import distributed_c10d as registry
 
     watched = find_watched(plan_operations()[0]) or ("process groups" if are_installed(registry) else "")
@@ -49,7 +49,7 @@ def refuse_second() -> None:
 
 
 def connect(ring: RingWriter, source: str, tell: Callable[[str], None]) -> Connection | str:
-    """Connect `ring` to `source`, as in `start_recording`; what cannot be done is said in words instead."""
+    """Connect `ring` to `source`, as in `start_recording`. Returns the reasons as text if no source can be used."""
     problems = []
     for attempt in (_connect_native, _connect_kernels, _connect_hooks):
         name = attempt.__name__.removeprefix("_connect_")
@@ -58,7 +58,7 @@ def connect(ring: RingWriter, source: str, tell: Callable[[str], None]) -> Conne
                 return attempt(ring, tell)
             except NotImplementedError as error:
                 problems.append(f"{name}: {error}")
-            except Exception as error:  # noqa: BLE001 - another torch may lack or refuse anything that this needs
+            except Exception as error:  # noqa: BLE001 - a different torch may lack or refuse anything that this needs
                 problems.append(f"{name}: {type(error).__name__}: {error}")
                 if attempt is _connect_native and source == "auto":
                     tell(f"the compiled part of recording cannot be used, the one in Python is ({error})")
@@ -104,7 +104,7 @@ def _connect_hooks(ring: RingWriter, tell: Callable[[str], None]) -> Connection:
 
 
 class _Parts:
-    """What every source needs, of this process's torch."""
+    """What every source needs from this process's torch."""
 
     def __init__(self) -> None:
         import torch
@@ -123,7 +123,7 @@ class _Parts:
         return StreamMark(self._torch.accelerator.current_stream().record_event())
 
     def recorder_for_kernels(self, ring: RingWriter, tell: Callable[[str], None], repeats: Any = None) -> Recorder:
-        """Of what kernels are given, which torch has put into boxes; `repeats`: a `Repeats` of the compiled part."""
+        """A recorder for kernels, whose arguments torch has boxed. `repeats`: a `Repeats` of the compiled recorder."""
         from torch._C._distributed_c10d import ProcessGroup, Work
 
         return self.recorder(ring, tell, unbox=ProcessGroup.unbox, unbox_work=Work.unbox, repeats=repeats)
@@ -137,7 +137,7 @@ class _Parts:
         unbox_work: Callable[[Any], Any],
         repeats: Any = None,
     ) -> Recorder:
-        """A recorder into `ring`."""
+        """Create a recorder that writes into `ring`."""
         buckets = BucketBook(self._torch.nn.parallel.DistributedDataParallel)
         describer = Describer(ring, groups=self.groups, buckets=buckets, sites=self.sites, unbox=unbox, memory=repeats)
         pending = PendingWorks(ring, unbox=unbox_work, is_capturing=is_capturing, mark_stream=self._mark_stream)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank writes its Python stack into a file when it is asked to.
+"""Let a rank write its Python stack into a file on request from another process.
 
-A thread of the rank does so, as soon as it gets the GIL: from outside, and from a signal's handler in C, frames of a
-thread that runs Python code cannot be read. `faulthandler` does, and about one signal in a hundred then ends a busy
-process with SIGSEGV (Python 3.11 to 3.13). It is asked only where the thread cannot answer: while C code blocks or
-computes and holds the GIL, frames do not change.
+A thread of the rank writes it as soon as it gets the GIL: the frames of a thread that is running Python code cannot be
+read from outside, nor from a signal handler in C. `faulthandler` tries, and about one signal in a hundred then ends a
+busy process with SIGSEGV (Python 3.11 to 3.13). It is used only if the thread cannot answer: while native code blocks
+or computes with the GIL held, frames do not change.
 """
 
 from __future__ import annotations
@@ -25,46 +25,48 @@ from typing import NamedTuple
 from ddpilot.environments.own_files import is_own_process, open_own_fifo, open_own_file
 
 WATCH_SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR1) + 6
-"""Asks the fault handler for it. A real-time signal, since SIGUSR1 and SIGUSR2 are the user's and Slurm's."""
+"""Requests a stack from the fault handler. A real-time signal, as SIGUSR1 and SIGUSR2 are left to the user and
+Slurm."""
 
 _ANSWER_S = 0.3
-"""Seconds in which a rank whose GIL is free answers."""
+"""Seconds within which a rank answers if its GIL is free."""
 
 _HELD_S = 0.2
-"""CPU seconds of a main thread that held the GIL all the while: one that runs Python code gives it up every 5 ms."""
+"""CPU seconds after which a main thread has held the GIL throughout: Python code releases it every 5 ms."""
 
 _LIMIT_S = 2.0
 _MAX_FRAMES = 100
 _CALL_NOTHING = ("JUMP_BACKWARD", "JUMP_ABSOLUTE", "RESUME")
 RUNS = "  (runs Python code)"
-"""Ends the stack of a thread that was interrupted where the GIL can be taken from it, such as the end of a loop's body:
-the same line each time, however fast it moves."""
+"""Last line of the stack of a thread that was interrupted at an instruction where the GIL can be taken, such as the end
+of a loop body: the same line each time, however fast the thread moves."""
 
 _HEADER = "Stack (most recent call first):"  # the fault handler's
 
 
 def stacks_path(folder: str | os.PathLike[str], rank: int) -> Path:
-    """Where `rank` writes its stacks, in the folder of its ring."""
+    """Return the path of the file in the ring's folder to which `rank` writes its stacks."""
     return Path(folder) / f"rank{rank}.stacks"
 
 
 def answer_with_stacks(path: Path) -> None:
-    """From now on write the main thread's stack to the end of `path`, a new file, whenever a `StackRequest` asks.
+    """Append the main thread's stack to `path`, which is created or truncated, at each `StackRequest` from now on.
 
-    Of the main thread alone: the fault handler reads it at rest, and others while they run. Raises `OSError` if the
-    file cannot be made.
+    Only the main thread's: the fault handler reads it at rest, but other threads while they run. Raises `OSError` if
+    the file cannot be created.
     """
     fd = open_own_file(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
     if threading.current_thread() is threading.main_thread():
-        # What is left when Python takes its handlers back as it ends: the default would end a rank that is asked then.
+        # Effective once Python removes its handlers at exit: the default action would end a rank that is asked then.
         signal.signal(WATCH_SIGNAL, signal.SIG_IGN)
     faulthandler.register(WATCH_SIGNAL, file=fd, all_threads=False)
-    with suppress(OSError):  # of a file system without pipes
+    with suppress(OSError):  # a file system without named pipes
         fifo = _fifo_path(path)
         with suppress(FileNotFoundError):
             fifo.unlink()
         os.mkfifo(fifo, 0o600)
-        requests = os.open(fifo, os.O_RDWR | os.O_CLOEXEC)  # also for writing: else it ends with each request
+        # Also open for writing: otherwise each request ends with EOF.
+        requests = os.open(fifo, os.O_RDWR | os.O_CLOEXEC)
         _thread.start_new_thread(_answer, (requests, fd, threading.main_thread().ident))
 
 
@@ -80,26 +82,28 @@ def _answer(requests: int, fd: int, main: int | None) -> None:
             code = frame.f_code
             lines.append(f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}')
             frame = frame.f_back
-        frame = None  # what it holds must not live until the next request
+        frame = None  # do not keep the frame's locals alive until the next request
         lines += [RUNS] * is_running
         with suppress(OSError):  # no space
             os.write(fd, ("\n".join(lines) + "\n").encode(errors="backslashreplace"))
 
 
 def _is_running(frame: FrameType) -> bool:
-    """True if `frame` was left at an instruction that calls nothing: it runs Python code, and waits for nothing."""
+    """True if `frame` is at an instruction that calls nothing: the thread runs Python code and waits for nothing."""
     code, at = frame.f_code.co_code, frame.f_lasti
     return 0 <= at < len(code) and opcode.opname[code[at]] in _CALL_NOTHING
 
 
 def first_stack(text: str) -> str:
-    """The first stack in `text`: a rank that was asked in both ways may have answered twice."""
+    """Return the first stack in `text`: a rank that was asked in both ways may have answered twice."""
     before, header, after = text.partition(_HEADER)
     return before + header + after.partition(_HEADER)[0]
 
 
 class StackRequest:
-    """Asks the rank of process `pid` for its stack, which it writes to `path`; `has_asked` is False if it cannot."""
+    """Requests the stack of the rank with process id `pid`, which writes it to `path`. `has_asked`: False if the rank
+    cannot be asked.
+    """
 
     def __init__(self, path: Path, pid: int) -> None:
         self._pid = pid
@@ -115,14 +119,16 @@ class StackRequest:
                 os.close(fifo)
 
     def wants_signal(self) -> bool:
-        """True, once, if the rank is to get `WATCH_SIGNAL`: its thread does not answer, and frames do not change."""
+        """True once, if `WATCH_SIGNAL` should be sent: the thread does not answer, and the main thread's frames do not
+        change.
+        """
         if self._is_signalled or not self._is_at_rest() or not is_answering(self._pid):
             return False
         self._is_signalled, self._since_s = True, time.monotonic()
         return True
 
     def is_over(self) -> bool:
-        """True if no answer is to be expected any more."""
+        """True if no answer is expected any more."""
         waited_s = time.monotonic() - self._since_s
         if self._is_signalled:
             return waited_s > _ANSWER_S
@@ -138,7 +144,7 @@ class StackRequest:
 
 
 class _MainThread(NamedTuple):
-    """What Linux says of a process's main thread. `state`: "R" (running), "S" (sleeping), ..."""
+    """The state of a process's main thread in /proc. `state`: "R" (running), "S" (sleeping), ..."""
 
     state: str
     cpu_s: float
@@ -149,12 +155,12 @@ def _read_main_thread(pid: int) -> _MainThread | None:
         text = Path(f"/proc/{pid}/task/{pid}/stat").read_text()
     except OSError:
         return None
-    fields = text.rpartition(") ")[2].split()  # what comes before is its name, which may be anything
+    fields = text.rpartition(") ")[2].split()  # the preceding name may contain anything
     return _MainThread(fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"))
 
 
 def is_answering(pid: int) -> bool:
-    """True if the process `pid` is this user's and handles `WATCH_SIGNAL`, which would end it otherwise. Linux only."""
+    """True if this user owns process `pid` and it handles `WATCH_SIGNAL`, which would otherwise end it. Linux only."""
     if not is_own_process(pid):
         return False
     try:

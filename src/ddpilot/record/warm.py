@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imported by the rank server before it forks: what every rank would else do when it starts to record (0.1 s each)."""
+"""Imported by the rank server before it forks, to do once what every rank would do when it starts to record (0.1 s)."""
 
 from __future__ import annotations
 
