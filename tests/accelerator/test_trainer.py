@@ -102,9 +102,9 @@ def test_trainer_says_on_which_device_memory_ran_out() -> None:
 
 
 def test_an_update_of_trainer_makes_the_host_wait_for_nothing() -> None:
-    """With pinned batches, losses on the progress bar, clipping and a schedule."""
+    """With pinned batches, losses on the progress bar, clipping, a schedule and an average of the weights."""
     places = Places(num_warm_up=10)
-    trainer = make_trainer(launcher=launcher(2), callbacks=[places], accumulate=1, ema=None)
+    trainer = make_trainer(launcher=launcher(2), callbacks=[places], accumulate=1)
     options: dict[str, Any] = {"global_batch_size": 4, "nproc_per_node": 2, "progress": True}
     trainer.fit(make_data(100), epochs=1, loader={"pin_memory": True}, **options)
     assert places.waits == [{}] * 15

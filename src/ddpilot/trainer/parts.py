@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -125,7 +126,41 @@ def make_ema(given: float | AveragedModel | None, model: nn.Module) -> AveragedM
         return given
     if not 0 < given < 1:
         raise LoopError(_DID, found=f"`ema={given}`", fix="Give a decay such as 0.999, or an AveragedModel.")
-    return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(given))  # type: ignore[no-untyped-call]
+    return _Average(model, given)
+
+
+class _Average(AveragedModel):
+    """An exponential average that counts its updates on the host: torch's asks the device for them in each update."""
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        super().__init__(model, multi_avg_fn=get_ema_multi_avg_fn(decay))  # type: ignore[no-untyped-call]
+        self._known: tuple[torch.Tensor, int] | None = None
+        """The counter on the device in which an update is known to be counted, and its version then."""
+
+    def update_parameters(self, model: nn.Module) -> None:
+        """Take the weights of `model` into the average, the first time as they are; buffers are copied."""
+        known = self._known
+        if known is None or known[0] is not self.n_averaged or known[1] != self.n_averaged._version:
+            super().update_parameters(model)
+        else:
+            self._average(model)
+        self._known = self.n_averaged, self.n_averaged._version
+
+    def _average(self, model: nn.Module) -> None:
+        alike: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for own, new in zip(self.module.parameters(), model.parameters(), strict=True):
+            averages, values = alike.setdefault((own.device, own.dtype), ([], []))
+            averages.append(own.detach())
+            values.append(new.detach().to(own.device))
+        assert self.multi_avg_fn is not None
+        for averages, values in alike.values():
+            self.multi_avg_fn(averages, values, 1)
+        for copy, buffer in zip(self.module.buffers(), model.buffers(), strict=True):
+            copy.detach().copy_(buffer.detach().to(copy.device))
+        self.n_averaged += 1
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_known": None}  # a copy's counter has versions of its own
 
 
 def relink(scheduler: Any, optimizer: Optimizer) -> None:

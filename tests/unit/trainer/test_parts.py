@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import warnings
 from typing import Any
@@ -13,7 +14,8 @@ import torch
 from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ConstantLR, LambdaLR, SequentialLR, StepLR
-from torch.optim.swa_utils import AveragedModel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddpilot.errors import LoopError
 from ddpilot.trainer.callback import Callback, check_callbacks
@@ -134,6 +136,38 @@ def test_relink_lets_schedulers_step_after_a_journey_without_a_warning() -> None
         scheduler.step()
     assert optimizer.param_groups[0]["params"][0].item() == pytest.approx(before - 0.05)
     assert scheduler.get_last_lr() == [0.0]
+
+
+def test_make_ema_averages_as_torch_does_and_reads_its_counter_once() -> None:
+    """Bit for bit, with buffers, also after a state was loaded; torch's reads the counter twice in each update."""
+
+    class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        num = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.num += func is torch.ops.aten._local_scalar_dense.default
+            return func(*args, **(kwargs or {}))
+
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    made = make_ema(0.9, model)
+    assert made is not None
+    torchs = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))  # type: ignore[no-untyped-call]
+    before = {name: value.clone() for name, value in torchs.state_dict().items()}
+    for number in range(6):
+        if number == 4:
+            made.load_state_dict(before)
+            torchs.load_state_dict(before)
+        with torch.no_grad():
+            model(torch.randn(4, 2))
+            for weight in model.parameters():
+                weight.add_(torch.randn_like(weight))
+        torchs.update_parameters(model)
+        made = copy.deepcopy(made) if number == 2 else made
+        with Reads() as reads:  # type: ignore[no-untyped-call]
+            made.update_parameters(model)
+        assert reads.num == (2 if number in (0, 2, 4) else 0)
+        for name, value in torchs.state_dict().items():
+            assert torch.equal(made.state_dict()[name], value), (number, name)
 
 
 def test_make_ema_takes_a_decay_or_an_average() -> None:
