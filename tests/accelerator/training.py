@@ -160,7 +160,7 @@ def train_in_fp16() -> dict[str, Any]:
     """Updates in fp16 of which the first overflow: which were made, and the weights."""
     loop = Loop(seed=1, precision="fp16", progress=False)
     assert loop._precision.scaler is not None
-    loop._precision.scaler._init_scale = 2.0**18
+    loop._precision.scaler._init_scale = 2.0**20
     model, optimizer = loop.prepare(model := nn.Linear(2, 1), torch.optim.SGD(model.parameters(), lr=0.1))
     loader = loop.loader(TensorDataset(torch.full((16, 2), 0.5)), global_batch_size=2)
     done = []

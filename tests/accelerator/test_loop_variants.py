@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loop on emulated accelerators, further: four ranks, fp16, streams, and saves that fail on one rank."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpilot import Launcher
+from ddpilot.training.checkpoint.directory import CheckpointDir
+from tests.accelerator import SITE, environment, loops, training, why_not
+
+pytestmark = [
+    pytest.mark.skipif(bool(why_not()), reason=why_not() or "there is one"),
+    pytest.mark.timeout(400),
+]
+
+
+@pytest.fixture(autouse=True)
+def _site_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks find modules where this process does."""
+    monkeypatch.syspath_prepend(str(SITE))
+
+
+def launch(fn: Any, *args: Any, num_ranks: int = 2) -> Any:
+    """What each rank returned, which have a device each."""
+    return Launcher(nproc_per_node=num_ranks, timeout_s=300, env=environment(num_ranks)).run(fn, *args)
+
+
+def run_on_cpu(fn: Any, num_ranks: int = 1) -> Any:
+    """What rank 0 of ranks without a device returned."""
+    return Launcher(nproc_per_node=num_ranks, timeout_s=300, env={"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}).run(fn)[0]
+
+
+def test_loop_on_four_ranks_gives_the_numbers_of_the_cpu() -> None:
+    """An MLP and a small GPT, float64: losses and weights agree to 1e-10 on all ranks."""
+    expected = run_on_cpu(training.train_kinds)
+    for learnt in launch(training.train_kinds, num_ranks=4):
+        for kind in training.KINDS:
+            seen, known = learnt[kind], expected[kind]
+            assert seen["losses"] == pytest.approx(known["losses"], rel=1e-10), kind
+            for name, weight in known["weights"].items():
+                assert (seen["weights"][name] - weight).norm() / weight.norm() < 1e-10, (kind, name)
+
+
+def test_fp16_skips_the_updates_that_overflow_and_makes_those_of_the_cpu() -> None:
+    """The scale falls alike on all ranks, and the weights are the CPU's."""
+    expected = run_on_cpu(training.train_in_fp16, num_ranks=2)
+    assert expected["done"][0] is False
+    assert expected["done"][-1] is True
+    for found in launch(training.train_in_fp16):
+        assert found["done"] == expected["done"]
+        assert found["weights"] == pytest.approx(expected["weights"], rel=1e-3)
+
+
+def test_fp16_steps_two_optimizers_on_one_backward_and_waits_once_for_each() -> None:
+    """Each weight moves by the rate, clipped by the rate over the norm of both: none is unscaled twice."""
+    for plain, clipped in launch(loops.step_two_both_ways):
+        assert plain["weights"] == pytest.approx([0.9] * 2, abs=1e-3)
+        assert clipped["weights"] == pytest.approx([1 - 0.1 / math.sqrt(2)] * 2, abs=1e-3)
+        assert plain["waits"] == clipped["waits"] == {"item": 2}
+
+
+def test_a_step_on_a_stream_makes_the_host_wait_for_nothing() -> None:
+    """What ranks exchange of each update travels from the CPU, over gloo."""
+    assert list(launch(loops.count_waits_with_a_stream)) == [{}, {}]
+
+
+def test_a_save_that_fails_on_rank_0_is_raised_on_all_ranks(tmp_path: Path) -> None:
+    """A save is made without memory that can be locked; an error of the device is told to all, and no rank waits."""
+    for number, said in launch(loops.save_without_memory, tmp_path):
+        assert number == 4
+        assert "an illegal memory access was encountered" in said
+    with CheckpointDir(tmp_path) as checkpoints:
+        found = checkpoints.latest()
+    assert found is not None
+    assert found.manifest.progress.step == 3
