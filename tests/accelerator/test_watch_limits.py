@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the watch can and cannot prove of collectives that return at once: each sentence of docs/watch.md on it.
+
+Shown elsewhere: mismatches, ranks that have ended or died, other groups, roots and receivers that compute
+(`test_watch.py`), what batched messages leave open (`test_recording.py`), that recording makes no host synchronization
+(`test_host_syncs.py`) and names no parameters in the second backward (`test_record.py`). That a rank which has left its
+groups is named: by the unit tests of `watch/stall.py`, since the emulated backend ends the other rank at once then.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddpilot.record.reading import read_ring
+from ddpilot.record.recording import start_recording
+from tests.accelerator import ranks, why_not
+from tests.accelerator.on_device import call
+from tests.accelerator.test_recording import ring_path
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
+
+PROVEN = ("one_computes", "root_needs_all")
+NOT_SAID = ("link_is_slow", "ends_unread")
+
+
+@pytest.mark.timeout(300)
+def test_ranks_that_do_not_come_are_named_where_one_waits_for_them() -> None:
+    """By the line where it is now; also where the one that waits is the root of a broadcast, and then needs all."""
+    assert call("tests.accelerator.zoo:judge_cases", PROVEN, limit_s=290) == {name: [] for name in PROVEN}
+
+
+@pytest.mark.timeout(300)
+def test_what_cannot_be_proven_is_not_said() -> None:
+    """A collective that all have begun and that takes long; one that nobody waits for, of a rank that has ended."""
+    assert call("tests.accelerator.zoo:find_in_controls", NOT_SAID, limit_s=290) == {name: [] for name in NOT_SAID}
+
+
+def begin_late() -> dict[str, Any]:
+    """A collective, a pause, another one: state and end of the first before and after the second."""
+    rank, _, device = ranks.join("cpu:gloo,emu:eccl")
+    one = torch.ones(1, device=device)
+    dist.all_reduce(one)
+    torch.accelerator.synchronize()
+    with start_recording(ring_path(), rank=rank):
+        dist.all_reduce(one)
+        torch.accelerator.synchronize()
+        time.sleep(1.0)
+        before = read_ring(ring_path()).collectives[0]
+        dist.all_reduce(one)
+        torch.accelerator.synchronize()
+        after, second = read_ring(ring_path()).collectives
+    dist.destroy_process_group()
+    assert after.end_ns is not None
+    return {
+        "before": str(before.state),
+        "after": str(after.state),
+        "lasted_s": (after.end_ns - after.start_ns) / 1e9,
+        "ended_with_the_next": abs(after.end_ns - second.start_ns) < 50_000_000,
+    }
+
+
+@pytest.mark.timeout(200)
+def test_a_collective_ends_for_the_watch_when_its_thread_starts_the_next() -> None:
+    """It was over a second before: only threads that start collectives ask, so its time is that of the next one."""
+    for found in ranks.run_to_the_end(__file__, "begin_late", num_ranks=2, limit_s=150.0):
+        seen = found["begin_late"]
+        assert (seen["before"], seen["after"]) == ("begun", "done")
+        assert seen["lasted_s"] > 1.0
+        assert seen["ended_with_the_next"]
