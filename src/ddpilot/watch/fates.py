@@ -92,7 +92,7 @@ def _earliest(view: JobView, ranks: Iterable[int]) -> list[int]:
 
 
 def _first_silent(view: JobView, ranks: list[int]) -> list[int]:
-    """Of ranks whose end was not observed, return those whose heartbeats stopped first."""
+    """Return the ranks whose heartbeats stopped first, for ranks whose end was not observed."""
     beats = {rank: log.heartbeat_ns for rank in ranks if (log := view.ranks[rank].log) is not None and log.heartbeat_ns}
     if len(beats) < len(ranks):
         return ranks

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way from one node's observer to the others', where the ranks were started by another launcher than ddpilot's."""
+"""Connect the observers of several nodes if a launcher other than ddpilot started the ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LEVEL_VARIABLE = "TORCH_CPP_LOG_LEVEL"
 
 
 def describe_way(topology: Topology, name: str, environ: Mapping[str, str]) -> dict[str, Any] | None:
-    """What `Way` needs, as JSON knows it; None where there is one node."""
+    """Return the arguments of `Way` as JSON-serializable values; None if there is only one node."""
     if topology.nnodes == 1:
         return None
     return {
@@ -40,9 +40,9 @@ def describe_way(topology: Topology, name: str, environ: Mapping[str, str]) -> d
 
 
 class Way:
-    """Leads to the observers of the other nodes, through the store at which the ranks meet. `said`: `describe_way`.
+    """The connection to the observers of the other nodes, through the store of the ranks. `said`: from `describe_way`.
 
-    A thread of its own waits until that store is there, and has the only connection to it.
+    A separate thread waits for that store and holds the only connection to it.
     """
 
     def __init__(self, said: Mapping[str, Any]) -> None:
@@ -52,14 +52,14 @@ class Way:
         self.post: Post = self._peers.open_post(me.attempt)
 
     def close(self) -> None:
-        """Let what was written last reach the store, at most for a second."""
+        """Wait at most one second for pending writes to reach the store, then disconnect."""
         self._peers.flush(_LAST_WORD_S)
         self._peers.stop()
 
 
 def _connect_to(said: Mapping[str, Any]) -> Callable[[], Store]:
     def connect() -> Store:
-        os.environ.setdefault(_LEVEL_VARIABLE, "ERROR")  # else torch speaks of host names that do not resolve
+        os.environ.setdefault(_LEVEL_VARIABLE, "ERROR")  # else torch logs host names that do not resolve
         from torch._C._distributed_c10d import PrefixStore, TCPStore
 
         store = TCPStore(said["addr"], said["port"], is_master=False, timeout=_MEET_LIMIT, wait_for_workers=False)

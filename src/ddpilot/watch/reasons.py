@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why ranks do not agree about a collective, where it is no branch, loop or handler of the source that parts them."""
+"""Explain why the arguments of a collective differ between ranks if the control flow does not explain it."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ _OTHER_BUCKETS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reason:
-    """What the logs, or a loop's source, say of it; empty where they say nothing."""
+    """The explanation from the logs or from a loop's source; empty if there is none."""
 
     why: str = ""
     fix: str = ""
-    """Empty where it is the one that belongs to the code."""
+    """Empty if the usual fix for the code applies."""
     are_other_calls: bool = False
-    """What differs between the ranks is which call they are in."""
+    """True if the ranks are in different calls."""
 
 
 def find_reason(view: JobView, meet: Meet, one: Chain, other: Chain, sources: Sources) -> Reason:
-    """Of two sides of `meet` with these calls, the first that applies."""
+    """Return the first reason that applies to the two sides of `meet`, whose calls are `one` and `other`."""
     sides = [ranks for _, ranks in meet.clash.said]
     thread = _say_thread(view, meet)
     other_calls = _say_other_calls(meet, sides)
@@ -60,7 +60,7 @@ def _is_of_tensors(meet: Meet) -> bool:
 
 
 def _say_other_calls(meet: Meet, sides: Sequence[tuple[int, ...]]) -> str:
-    """That they are in different calls; empty where they are not."""
+    """Return a sentence if the sides are in different calls; empty otherwise."""
     if not _is_of_tensors(meet):
         return ""
     is_other = are_other_buckets(meet.clash, *(meet.by_rank[ranks[0]] for ranks in sides[:2]))
@@ -68,7 +68,7 @@ def _say_other_calls(meet: Meet, sides: Sequence[tuple[int, ...]]) -> str:
 
 
 def special_fix(meet: Meet) -> str:
-    """What to do about arguments of this kind; empty where it is what belongs to the code."""
+    """Return the fix for arguments of this kind; empty if the usual fix for the code applies."""
     if meet.clash.aspect == "shape":
         return _SHAPE_FIX
     is_exchange = any(entry.op in EXCHANGES for entry in meet.by_rank.values())
@@ -76,7 +76,7 @@ def special_fix(meet: Meet) -> str:
 
 
 def _say_thread(view: JobView, meet: Meet) -> str:
-    """That one of them comes from a thread beside the program's main one; empty where none does."""
+    """Return a sentence if one of the calls comes from a thread other than the main thread; empty otherwise."""
     for rank, entry in sorted(meet.by_rank.items()):
         main = _main_thread(view, rank)
         if entry.ddp is None and main not in (0, entry.thread) and _is_shared(meet.progress.by_rank[rank], main):
@@ -91,7 +91,7 @@ def _say_thread(view: JobView, meet: Meet) -> str:
 
 
 def _main_thread(view: JobView, rank: int) -> int:
-    """Its id, which is its process's; 0 where that is not known."""
+    """Return the id of the main thread, which is the pid; 0 if it is unknown."""
     seen = view.ranks.get(rank)
     return seen.log.pid if seen is not None and seen.log is not None else 0
 
@@ -101,6 +101,6 @@ def _is_shared(entries: Sequence[Collective], thread: int) -> bool:
 
 
 def _calls_beside(view: JobView, meet: Meet, rank: int) -> bool:
-    """Whether `rank` has called from another thread than its main one, DDP aside."""
+    """True if `rank` has called collectives, other than DDP's, outside its main thread."""
     main = _main_thread(view, rank)
     return any(entry.ddp is None and entry.thread != main for entry in meet.progress.by_rank.get(rank, ()))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way of guard's notes from each node to node 0, and of what is found there to the others."""
+"""Send guard's notes from each node to node 0, and the findings from node 0 to the other nodes."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ _ALL_CHARS = 2 * 1024 * 1024
 _FEWEST_CHARS = 4 * 1024
 
 PAUSE_NS = 400_000_000
-"""Between two pieces: they go along with every second look."""
+"""Minimum interval between two pieces: one with every second look."""
 
 QUIET_PAUSE_NS = 1_000_000_000
-"""The same where nothing was noted: node 0 waits to know that nothing was."""
+"""The same if nothing was noted: node 0 needs to know that nothing is missing."""
 
 MAX_HELD = 20_000
-"""Entries of a node that wait to be sent, or to be compared."""
+"""Maximum number of entries of a node that wait to be sent or compared."""
 
 _GOES_ON, _ENDS = "+", "."
 
 
 def max_chars(num_others: int) -> int:
-    """How long a text of each node may be that all others, or node 0, are to read."""
+    """Return the maximum length of one text of a node that all others, or node 0, have to read."""
     return min(MAX_CHARS, max(_FEWEST_CHARS, _ALL_CHARS // (1 + num_others)))
 
 
 class Outbox:
-    """Sends bundles through `carrier`, one piece after the other."""
+    """Sends bundles through `carrier`, in pieces."""
 
     def __init__(self, carrier: Carrier) -> None:
         self._carrier = carrier
@@ -46,10 +46,10 @@ class Outbox:
         self._has_begun = False
         self._is_awaited = carrier.node_rank != 0
         self.is_full = False
-        """Whether there was more than could be sent: entries are missing."""
+        """True if there was more than could be sent, so that entries are missing."""
 
     def put(self, by_rank: Mapping[int, Iterable[Entry]], findings: Iterable[Finding] = ()) -> None:
-        """What is new."""
+        """Queue new entries and findings."""
         self._entries += [(rank, entry) for rank, entries in by_rank.items() for entry in entries]
         self._findings += findings
         if len(self._entries) > MAX_HELD:
@@ -57,7 +57,7 @@ class Outbox:
             self._entries.clear()
 
     def send(self, now_ns: int, *, is_last: bool = False) -> None:
-        """Send what is due: nothing before there was something to say."""
+        """Send the next piece if it is due; nothing is sent before the first entry or finding."""
         self._has_begun |= bool(self._entries or self._findings)
         if self.is_full or not self._has_begun:
             return
@@ -84,20 +84,20 @@ def _split(text: str, size: int) -> list[str]:
 
 @dataclass(slots=True)
 class Sender:
-    """What another node has sent so far."""
+    """What a different node has sent so far."""
 
     offset_ns: int | None = None
-    """From its clock to the one here, at most by as much too large as the quickest of its bundles was under way."""
+    """From its clock to the clock here; too large by at most the shortest transfer time of its bundles."""
     told_ns: int | None = None
-    """Up to when all of its entries are here, on its own clock."""
+    """Time up to which all of its entries have arrived, on its own clock."""
     has_ended: bool = False
     fault: str = ""
-    """Why what it sends is of no use any more."""
+    """Why what it sends can no longer be used; empty if it can."""
     _number: int = 0
     _text: list[str] = field(default_factory=list)
 
     def take(self, pieces: Sequence[Piece]) -> Iterator[Bundle]:
-        """The bundles that are whole now."""
+        """Add pieces and yield the bundles that are now complete."""
         for piece in pieces:
             self._number += 1
             if piece.number != self._number:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that wait until a group is made: who is missing, and whether anybody can come."""
+"""Find ranks that wait in init_process_group: which ranks are missing, and whether they can still arrive."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from ddpilot.watch.words import lay_out, merge_rows, place_of, say_place, who_do
 
 _STACK_AGE_NS = 5_000_000_000
 _ALL_INSIDE_NS = 10_000_000_000
-"""So long after the start, or after a group was left, it is odd that all ranks make a group and have none."""
+"""All ranks being in init_process_group is reported this long after the start, or after they left a group."""
 _STARTS_NS = 10_000_000_000
-"""The longest that ranks are let import and join before a line says how many have."""
+"""How long ranks may import and join before a status line shows how many have joined."""
 _SETTLED_NS = 1_000_000_000
-"""So long after another rank has returned, one that is still seen on its way into a group will not complete it."""
+"""A rank that is still seen entering a group this long after another rank has returned will not complete it."""
 _MAX_STACKS = 64
 _TORCH = (":init_process_group", "/rendezvous.py:")
 _DDPILOT = ("/ddpilot/group/forming.py:", "/ddpilot/group/joining.py:")
@@ -35,7 +35,7 @@ _AT_FIRST_USE = "waits to enter the process group"
 
 @dataclass(slots=True)
 class Rendezvous:
-    """Ranks that wait until a group is made."""
+    """Status lines and findings about ranks that wait in init_process_group."""
 
     status: list[str] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
@@ -45,7 +45,7 @@ class Rendezvous:
 def find_rendezvous(
     view: JobView, earlier: JobView | None, fates: Mapping[int, Fate], stall_ns: int, warn_ns: int
 ) -> Rendezvous:
-    """Ranks in no group, as without any collective yet, that are in init_process_group, and those that are not."""
+    """Examine ranks that are in no group: those in init_process_group, and those that they wait for."""
     found = Rendezvous()
     logs = {rank: seen.log for rank, seen in view.ranks.items() if seen.log is not None}
     fresh = [rank for rank, log in logs.items() if not log.num_begun or log.left_ns is not None]
@@ -72,7 +72,7 @@ def find_rendezvous(
     merged = merge_rows([*rows, *((rank, *said) for rank, said in elsewhere.items())])
     if gone or waited_ns > (stall_ns if _is_session(view, inside) else _STARTS_NS):
         found.status.append(_say_joined(view, len(inside), elsewhere))
-    # Imports may take minutes, and end: the status says who is at it. What comes after them has its time as well.
+    # Imports may take minutes: the status shows which ranks are importing. The time after them counts separately.
     is_starting = all(_say_start(view, rank) or 0 < _age_ns(view, rank) < warn_ns for rank in absent)
     if gone or (waited_ns > warn_ns and not is_starting):
         found.findings.append(_explain_rendezvous(view, inside, gone or absent, lay_out(merged), bool(gone)))
@@ -80,12 +80,12 @@ def find_rendezvous(
 
 
 def _is_session(view: JobView, inside: list[int]) -> bool:
-    """True if the ranks ran before what is looked at: then none of them imports and starts."""
+    """True if the ranks were running before the period under examination, so that none is importing or starting."""
     return all((log := view.ranks[rank].log) is not None and log.started_ns < view.since_ns for rank in inside)
 
 
 def _is_settled(view: JobView, earlier: JobView | None, inside: list[int], gone: list[int]) -> bool:
-    """False if a rank of `gone` has only just returned, so that those `inside` may be about to be in the group."""
+    """Return False if a rank of `gone` has only just returned: the ranks `inside` may be about to join the group."""
     living = [rank for rank in gone if view.ranks[rank].returned and view.ranks[rank].process.state == "running"]
     if not living:
         return True
@@ -96,7 +96,7 @@ def _is_settled(view: JobView, earlier: JobView | None, inside: list[int], gone:
 
 
 def _say_joined(view: JobView, num_inside: int, elsewhere: Mapping[int, tuple[str, str]]) -> str:
-    """How many have joined, and where most of the others are, as far as that is a line."""
+    """Format how many ranks have joined, and where most of the others are if a line is known."""
     line = f"{num_inside} of {view.world_size} ranks have joined the group"
     rows = merge_rows((rank, *said) for rank, said in elsewhere.items())
     others = [(ranks, what, where) for ranks, what, where in rows if where or _NO_TORCH in what]
@@ -104,7 +104,10 @@ def _say_joined(view: JobView, num_inside: int, elsewhere: Mapping[int, tuple[st
 
 
 def _is_outdated(view: JobView, inside: list[int], absent: list[int]) -> bool:
-    """True if ranks have ended, or have met those `inside`, since these were looked at: then they may have joined."""
+    """True if absent ranks have ended, or met those `inside`, since the stacks of the latter were taken.
+
+    The ranks may then have joined the group.
+    """
     for rank in absent:
         seen = view.ranks.get(rank)
         log = seen.log if seen is not None else None
@@ -119,7 +122,7 @@ def _is_outdated(view: JobView, inside: list[int], absent: list[int]) -> bool:
 
 
 def _has_met(log: RankLog, other: int, since_ns: int) -> bool:
-    """True if the rank of `log` has been through a collective with the rank `other` since then."""
+    """True if the rank of `log` has completed a collective with the rank `other` since `since_ns`."""
     return any(
         entry.state == "done" and entry.start_ns > since_ns and entry.group is not None and other in entry.group.ranks
         for entry in reversed(log.collectives)
@@ -145,7 +148,7 @@ def _say_inside(rank: RankView) -> str:
 
 
 def _is_in_group(rank: RankView | None) -> bool:
-    """True if the rank has begun collectives in a group that it has not left."""
+    """True if the rank has begun collectives in a group and has not left it."""
     log = rank.log if rank is not None else None
     return log is not None and log.num_begun > 0 and log.left_ns is None
 
@@ -158,7 +161,7 @@ def _say_all_inside(found: Rendezvous, view: JobView, earlier: JobView | None, i
     found.status.append(f"all ranks are in init_process_group at {say_place(line)}, and it does not end")
     logs = [view.ranks[rank].log for rank in inside]
     if waited_ns < warn_ns or not all(log is not None and log.left_ns for log in logs):
-        return  # before the first group it is not known for how long they have been there
+        return  # before the first group it is unknown for how long they have been there
     found.findings.append(
         Finding(
             code="DDP215",
@@ -231,7 +234,7 @@ def _say_elsewhere(view: JobView, earlier: JobView | None, fates: Mapping[int, F
 
 
 def _say_start(view: JobView, rank: int) -> str:
-    """What a rank that has not come to its work yet is at; empty for any other."""
+    """Return what a starting rank is doing; empty for a rank that has started."""
     seen = view.ranks.get(rank)
     if seen is None or seen.process.state != "running":
         return ""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an observer says of a job at one moment: shown, saved beside the rings, and read again."""
+"""The report of an observer on a job: displayed, saved next to the rings, and read back."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _JSON, _TEXT = "report.json", "report.txt"
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Findings of a job, and what it waits for. Shows itself in a terminal and in a notebook."""
+    """Findings of a job, and what its ranks wait for. Renders itself in a terminal and in a notebook."""
 
     job: str
     """The job's id, as `ddpilot watch` lists it."""
@@ -29,13 +29,13 @@ class Report:
     world_size: int
     findings: Findings = field(default_factory=Findings)
     status: tuple[str, ...] = ()
-    """What is going on and proves nothing, one line each."""
+    """What the ranks are waiting for without proof of an error, one line each."""
     unseen: tuple[int, ...] = ()
-    """Ranks of which nothing is known here: those of other nodes, and those that record nothing."""
+    """Ranks about which nothing is known here: those of other nodes, and those that do not record."""
     notes: tuple[str, ...] = ()
-    """What is known beyond that, one line each."""
+    """Further information, one line each."""
     made_s: float = field(default_factory=time.time)
-    """Seconds since 1970."""
+    """Unix time in seconds."""
 
     def __str__(self) -> str:
         lines = [f"{self.name} on {self.world_size} rank{'s' * (self.world_size > 1)}, job {self.job}"]
@@ -50,7 +50,7 @@ class Report:
         printer.text(str(self))
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain values that JSON knows."""
+        """Return the report as JSON-serializable values."""
         return {
             "format": FORMAT,
             "job": self.job,
@@ -64,13 +64,13 @@ class Report:
         }
 
     def save(self, folder: Path) -> None:
-        """Write it as JSON and as text into `folder`, each all of it or nothing. Raises `OSError`."""
+        """Write the report to `folder` as JSON and as text, each file atomically. Raises `OSError`."""
         for name, text in ((_JSON, json.dumps(self.to_dict(), indent=1, ensure_ascii=False)), (_TEXT, str(self))):
             write_own_text(folder / name, f"{text}\n")
 
 
 def read_report(folder: Path) -> Report | None:
-    """The report that was saved in `folder`; None where there is none. Raises `DdpilotError` for a damaged one."""
+    """Read the report saved in `folder`; None if there is none. Raises `DdpilotError` for a damaged one."""
     path = folder / _JSON
     try:
         said = json.loads(read_own_text(path))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read a rank's ring again and again: each time only what is new, and what was not over before."""
+"""Read a rank's ring repeatedly: new collectives, and those that were unfinished before."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from ddpilot.record.log import Collective, GroupOfRanks, RankLog
 from ddpilot.record.reading import read_ring
 
 NUM_HELD = 2048
-"""Collectives of a rank that are held at most: what its reduce-ops and ends are still to come for is far less."""
+"""Maximum number of collectives held per rank; far fewer can still get an end or a reduce-op."""
 
 _NUM_REREAD = 512
-"""An older one that never ends is not read again, or each look would read all since."""
+"""Older unfinished collectives are not read again; otherwise each look would read all that follow them."""
 
 _LATE_NS = 300_000_000
-"""So long after its start what a collective reduces has been written."""
+"""The reduce-op of a collective has been written this long after its start."""
 
 _SETTLED_NS = 1_000_000_000
-"""After so long the ends and the reduce-op of a collective that was over have been written."""
+"""The end and the reduce-op of a completed collective have been written this long after its start."""
 
 _NUM_WRITERS = 7
-"""More records are not being written at one moment."""
+"""More damaged records than this cannot be records that are just being written."""
 
 Key = tuple[str, int, int, tuple[int, ...]]
 """One incarnation of a group."""
 
 
 class LogReader:
-    """What the ring at `path` holds, as far as it still matters: `forget` says what does not."""
+    """The contents of the ring at `path` that are still needed; `forget` drops the rest."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._held: dict[int, Collective] = {}
         self._started_ns = self._read_ns = 0
         self.fault = ""
-        """Why there is nothing to read any more; empty where there is, and before the rank has begun."""
+        """Why the ring can no longer be read; empty if it can, and before the rank has started."""
 
     def read(self) -> RankLog | None:
-        """The log with the collectives that are held, oldest first; None while there is none that can be read."""
+        """Return the log with the collectives that are held, oldest first; None if no ring can be read."""
         newest = max(self._held, default=0)
         again = [index for index, entry in self._held.items() if self._may_change(entry)]
         after = max(min([newest, *(index - 1 for index in again)]), newest - _NUM_REREAD)
@@ -54,7 +54,7 @@ class LogReader:
             self.fault = describe_fault(error, has_been_read=self._started_ns > 0)
             return None
         self.fault = f"{log.num_torn} records are damaged" if log.num_torn > _NUM_WRITERS else ""
-        if log.started_ns != self._started_ns:  # the rank was started anew
+        if log.started_ns != self._started_ns:  # the rank was restarted
             self._held, self._started_ns = {}, log.started_ns
             log = read_ring(self._path, newest=NUM_HELD) if newest else log
         self._held.update((entry.index, entry) for entry in log.collectives)
@@ -63,13 +63,13 @@ class LogReader:
         return replace(log, collectives=tuple(self._held[index] for index in sorted(self._held)))
 
     def _may_change(self, entry: Collective) -> bool:
-        """Whether it was not over, or so new that its reduce-op was not there yet. Decoding it again takes longest."""
+        """True if `entry` was unfinished or may still get its reduce-op. Decoding entries again is the slowest part."""
         if entry.state == "begun":
             return True
         return entry.reduce_op is None and entry.op in REDUCING and entry.start_ns > self._read_ns - _LATE_NS
 
     def forget(self, passed: dict[Key, int], now_ns: int, num_kept: int) -> None:
-        """Let go of what all ranks of its group have `passed`, but for the newest `num_kept`."""
+        """Drop collectives that all ranks of their group have `passed`, except for the newest `num_kept`."""
         for index in sorted(self._held)[:-num_kept]:
             entry = self._held[index]
             is_settled = entry.state != "begun" and now_ns - entry.start_ns > _SETTLED_NS
@@ -78,17 +78,17 @@ class LogReader:
 
 
 def describe_fault(error: RecordError | OSError, *, has_been_read: bool) -> str:
-    """Why a file cannot be read that a rank writes; empty where it has not been made yet."""
+    """Return why a file written by a rank cannot be read; empty if it does not exist yet."""
     if isinstance(error, FileNotFoundError):
         return "the file is gone, deleted or moved away" if has_been_read else ""
     return error.found if isinstance(error, RecordError) else str(error.strerror or error)
 
 
 def passed_by_all(logs: Iterable[RankLog]) -> dict[Key, int]:
-    """By group: the number up to which every one of its ranks that `logs` are of has begun its collectives."""
+    """Return by group the number up to which all of its ranks in `logs` have begun its collectives."""
     reached: dict[Key, dict[int, int]] = {}
     for log in logs:
-        by_group: dict[int, tuple[GroupOfRanks | None, int]] = {}  # its key is hashed once: ranks may be thousands
+        by_group: dict[int, tuple[GroupOfRanks | None, int]] = {}  # one hash per group: it may have thousands of ranks
         for entry in log.collectives:
             if entry.seq is not None:
                 number = id(entry.group)
@@ -102,7 +102,7 @@ def passed_by_all(logs: Iterable[RankLog]) -> dict[Key, int]:
 
 
 def key_of(entry: Collective) -> Key:
-    """The group of `entry`."""
+    """Return the key of the group of `entry`."""
     return _key_of_group(entry.group)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two sets of ranks that went different ways, and what decided that."""
+"""Values that describe where the control flow of two sets of ranks splits, and what decided it."""
 
 from __future__ import annotations
 
@@ -12,51 +12,51 @@ from ddpilot.watch.view import Frame
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """Ranks that went the same way."""
+    """Ranks with the same control flow."""
 
     ranks: tuple[int, ...]
     chain: Chain
-    """Empty where they have come to the end of the program."""
+    """Empty if the ranks have reached the end of the program."""
     lines: frozenset[tuple[str, int]] = frozenset()
-    """File and line of their earlier collectives in the same group, as far as they are known."""
+    """(file, line) of their earlier collectives in the same group, as far as known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parting:
-    """What decided that `ranks` went another way than the others; each of the reasons only where it applies."""
+    """Where and why `ranks` took a different path than the others. Only fields of reasons that apply are set."""
 
     ranks: tuple[int, ...]
     file: str
-    """Where all the spots are."""
+    """The file that contains all spots."""
     guard: Spot | None = None
-    """A condition that let only `ranks` pass."""
+    """A condition that only `ranks` have passed."""
     at: Frame | None = None
-    """The line behind the guard; or the line of the loop's body where the others are."""
+    """The line behind the guard, or the line in the loop's body where the others are."""
     loop: Spot | None = None
     """A loop that `ranks` have left while the others are in it."""
     swallower: Spot | None = None
-    """A handler in that loop, around what the others are in, that goes on after an error."""
+    """A handler in that loop that continues after an error, around the line where the others are."""
     skip: Spot | None = None
-    """Where a round of that loop may be cut short."""
+    """Where an iteration of that loop may be cut short."""
     exit: Spot | None = None
-    """Where that loop may be left early; the loop itself, where its condition may end it."""
+    """Where that loop may be left early; the loop itself if its condition may end it."""
     data_end: Spot | None = None
-    """Where that loop is left when there is no more data."""
+    """Where that loop is left when the data is exhausted."""
     handler: Spot | None = None
-    """Where only an error, or leaving early, leads: `ranks` are in it, the others in what it is the end of."""
+    """An `except`, `finally` or end of a `with` that `ranks` are in while the others are in the body before it."""
     left: Spot | None = None
-    """Where `ranks` may have left a function while the others are in it."""
+    """Where `ranks` may have left a function that the others are in."""
     unsynced: Spot | None = None
-    """In that loop, where DDP exchanges nothing in some rounds."""
+    """In that loop, a `no_sync` block that applies to some iterations only."""
     same_rounds: bool = False
-    """That loop has as many rounds on all ranks, if it is not left."""
+    """True if that loop has the same number of iterations on all ranks unless it is left early."""
     is_endless: bool = False
-    """That loop has no end of its own."""
+    """True if that loop ends only when it is left."""
     are_siblings: bool = False
-    """The others are in the other branch of the guard."""
+    """True if the others are in the other branch of the guard."""
     same_loop: bool = False
-    """All are still in the loop: in different rounds, or at different lines of it."""
+    """True if all ranks are still in the loop, in different iterations or at different lines."""
     outer: Parting | None = None
-    """Where nothing says why that loop ended: a loop around the call that it is in, which may be left early."""
+    """If nothing explains the end of that loop: a loop around the call that it is in, which may be left early."""
     swallowed: Parting | None = None
-    """A handler in what is called from that loop, around what the others are in, that goes on after an error."""
+    """A handler that continues after an error, in a function called from that loop, around where the others are."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands around a line of the user's: branches, loops, handlers, and what of it depends on the rank."""
+"""Parse the user's source: the blocks around a line, and which conditions depend on the rank."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _RANK_NAME = re.compile(
     """,
     re.IGNORECASE | re.VERBOSE,
 )
-"""Whole names of a process's rank, or of whether it is a certain one."""
+"""Matches names that hold a process's rank, or whether it is a particular rank."""
 
 _Function = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _Loop = (ast.For, ast.AsyncFor, ast.While)
@@ -37,39 +37,39 @@ _Loop = (ast.For, ast.AsyncFor, ast.While)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """A statement with others inside it, and in which part of it the line is."""
+    """A compound statement around a line, and the part of it that contains the line."""
 
     node: ast.stmt | ast.ExceptHandler
     part: str
 
     @property
     def is_loop(self) -> bool:
-        """Whether the line is what a loop repeats."""
+        """True if the line is in the body of a loop."""
         return isinstance(self.node, _Loop) and self.part == "body"
 
     def same_as(self, other: Block) -> bool:
-        """Whether it is the same part of the same statement."""
+        """Return True if `other` is the same part of the same statement."""
         return self.node is other.node and self.part == other.part
 
 
 class Source:
-    """One file of the user's, parsed."""
+    """One parsed source file of the user."""
 
     def __init__(self, text: str) -> None:
         self._lines = text.splitlines()
         self._tree = ast.parse(text)
 
     def text(self, line: int) -> str:
-        """The line without its indentation; empty where there is none."""
+        """Return the line without indentation; empty if there is no such line."""
         return self._lines[line - 1].strip() if 0 < line <= len(self._lines) else ""
 
     def blocks(self, line: int) -> tuple[Block, ...]:
-        """The statements around `line`, outermost first, within the innermost function that holds it."""
+        """Return the compound statements around `line`, outermost first, within the innermost function around it."""
         found: list[Block] = []
         body: Sequence[ast.stmt] = self._tree.body
         while (node := _holding(body, line)) is not None:
             if isinstance(node, (*_Function, ast.ClassDef)):
-                found.clear()  # what stands around a function does not stand around its calls
+                found.clear()  # what surrounds a function definition does not surround its calls
             inner = _part_holding(node, line)
             if inner is None:
                 break
@@ -79,7 +79,7 @@ class Source:
         return tuple(found)
 
     def statement(self, line: int) -> ast.AST | None:
-        """The innermost statement that `line` belongs to: its head, where it has others inside it."""
+        """Return the innermost statement that contains `line`; a compound statement if the line is in its header."""
         node: ast.AST | None = None
         body: Sequence[ast.stmt] = self._tree.body
         while (inner := _holding(body, line)) is not None:
@@ -90,7 +90,7 @@ class Source:
         return node
 
     def before(self, line: int) -> Iterator[ast.stmt]:
-        """Statements that stand before `line` in the bodies around it, within its function, innermost body first."""
+        """Return the statements before `line` in the bodies around it, within its function, innermost body first."""
         stack: list[Sequence[ast.stmt]] = []
         body: Sequence[ast.stmt] = self._tree.body
         while (node := _holding(body, line)) is not None:
@@ -105,15 +105,15 @@ class Source:
         return (statement for statements in reversed(stack) for statement in reversed(statements))
 
     def functions_called(self, name: str) -> list[ast.FunctionDef]:
-        """The functions of this file that are called `name`."""
+        """Return the functions of this file that are named `name`."""
         return [node for node in ast.walk(self._tree) if isinstance(node, ast.FunctionDef) and node.name == name]
 
     def depends_on_rank(self, test: ast.expr) -> bool:
-        """Whether a condition asks for the rank, also through names that are assigned from it."""
+        """Return True if a condition depends on the rank, also through names that are assigned from it."""
         return self._mentions_rank(test, depth=3)
 
     def is_fixed(self, test: ast.expr) -> bool:
-        """True if a condition is made of the rank, constants and settings alone: it never changes on a rank."""
+        """Return True if a condition uses only the rank, constants and settings, so that it never changes on a rank."""
         bases = {id(node.value) for node in ast.walk(test) if isinstance(node, ast.Attribute)}
         for node in ast.walk(test):
             name = _name_of(node)
@@ -142,19 +142,19 @@ class Source:
         return False
 
     def _is_made_from_rank(self, name: str, is_attribute: bool, depth: int) -> bool:
-        """Whether what is assigned to `name`, or what functions and properties of that name return, mentions it."""
+        """True if the values assigned to `name`, or returned by functions of that name, depend on the rank."""
         values = [value for target, of, value in self._assignments() if (target, of) == (name, is_attribute)]
         for function in self.functions_called(name):
             values += [each.value for each in ast.walk(function) if isinstance(each, ast.Return) and each.value]
         return any(self._mentions_rank(value, depth) for value in values)
 
     def values_of(self, name: ast.Name | ast.Attribute) -> list[ast.expr]:
-        """What this file assigns to what is called so, wherever it does."""
+        """Return the values that this file assigns to a variable or attribute of this name, anywhere."""
         wanted = (_name_of(name), isinstance(name, ast.Attribute))
         return [value for target, of, value in self._assignments() if (target, of) == wanted]
 
     def _assignments(self) -> Iterator[tuple[str, bool, ast.expr]]:
-        """Name, whether it is an attribute's, and value."""
+        """Yield (name, True for an attribute, value) of every assignment."""
         for node in ast.walk(self._tree):
             if isinstance(node, ast.Assign) and len(node.targets) == 1:
                 pairs = _unpack(node.targets[0], node.value)
@@ -167,7 +167,7 @@ class Source:
                     yield _name_of(target), isinstance(target, ast.Attribute), value
 
     def is_the_same_everywhere(self, test: ast.expr) -> bool:
-        """Whether a condition is made of constants, settings and counters only: the same on all ranks."""
+        """Return True if a condition uses only constants, settings and counters, which are the same on all ranks."""
         if self.depends_on_rank(test):
             return False
         counters = set(self._counters())
@@ -179,7 +179,7 @@ class Source:
         return True
 
     def _is_setting(self, name: str) -> bool:
-        """Whether it is named as what stays as it is, and no entries are written into it."""
+        """True if the name is one of a setting and no items are assigned to it."""
         if not name.isupper():
             return name in _SETTINGS
         stores = (node for node in ast.walk(self._tree) if isinstance(node, ast.Subscript))
@@ -199,7 +199,7 @@ class Source:
                 if isinstance(target, ast.Name):
                     yield target.id
             elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
-                # A number that is given once; more assignments make it a variable like any other.
+                # A number that is assigned once; with more assignments it is an ordinary variable.
                 yield from self._set_once(node)
 
     def _set_once(self, node: ast.Assign) -> Iterator[str]:
@@ -214,13 +214,13 @@ _SETTINGS = frozenset({"args", "config", "cfg", "opt", "options", "self", "hpara
 
 
 class Sources:
-    """The user's files. `texts` holds those that cannot be read here, such as cells, by name."""
+    """The user's source files. `texts`: by name, sources that cannot be read from a file, such as cells."""
 
     def __init__(self, texts: Mapping[str, str]) -> None:
         self._texts = texts
 
     def find(self, frame: Frame) -> Source | None:
-        """The file of `frame`; None where there is none, or where it has been changed since."""
+        """Return the source of `frame`; None if there is none, or if it has changed since."""
         text = self._texts.get(frame.file) or _read(frame.file)
         source = _parse(text) if text else None
         if source is None or (frame.text and source.text(frame.line)[:200] != frame.text[:200]):
@@ -228,7 +228,7 @@ class Sources:
         return source
 
     def line(self, frame: Frame) -> str:
-        """The text of the line, without its indentation; empty where it is not known."""
+        """Return the text of the line without indentation; empty if unknown."""
         source = None if frame.text else self.find(frame)
         return source.text(frame.line) if source is not None else frame.text
 
@@ -242,7 +242,7 @@ def _read(file: str) -> str:
 def _parse(text: str) -> Source | None:
     try:
         return Source(text)
-    except (SyntaxError, ValueError, RecursionError):  # as of a cell with magics
+    except (SyntaxError, ValueError, RecursionError):  # as in a cell with magics
         return None
 
 
@@ -255,7 +255,7 @@ def _holding(body: Sequence[ast.stmt], line: int) -> ast.stmt | ast.ExceptHandle
 
 
 def _part_holding(node: ast.AST, line: int) -> tuple[str, list[ast.stmt]] | None:
-    """The part of `node` in which `line` is; None where it is in its head, or where it has none."""
+    """Return name and body of the part of `node` that contains `line`; None if no part does, as in its header."""
     for part in ("body", "orelse", "handlers", "finalbody"):
         body = getattr(node, part, None)
         if isinstance(body, list) and _holding(body, line) is not None:
@@ -267,7 +267,7 @@ def _part_holding(node: ast.AST, line: int) -> tuple[str, list[ast.stmt]] | None
 
 
 def _unpack(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
-    """What is assigned to what: of ``a, b = c, d`` each by itself, and of ``a, b = f()`` the call to both."""
+    """Pair targets with values: ``a, b = c, d`` element by element; for ``a, b = f()`` the call with each target."""
     if not isinstance(target, (ast.Tuple, ast.List)):
         return [(target, value)]
     values = value.elts if isinstance(value, (ast.Tuple, ast.List)) else []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ask ranks for their Python stacks, and read what they wrote into the job's folder."""
+"""Request the Python stacks of ranks, and read the files that they write in the job's folder."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _TEXTLESS = ("Cell In[", "<")
 
 
 def take_stacks(folder: Path, pids: Mapping[int, int]) -> dict[int, StackView]:
-    """The stack of the main thread of each rank in `pids` that answers, at once or by `WATCH_SIGNAL` within 2 s.
+    """Return the main thread's stack of each rank in `pids` that responds, by itself or to `WATCH_SIGNAL`, within 2 s.
 
-    One that connects to a store says by itself where it is.
+    A rank that is connecting to a store has already written its stack.
     """
     asked_ns = time.monotonic_ns()
     told = {rank: _read(connecting_path(folder, rank)) for rank in pids}
@@ -39,7 +39,7 @@ def take_stacks(folder: Path, pids: Mapping[int, int]) -> dict[int, StackView]:
         time.sleep(_PAUSE_S)
         for rank, request in list(waiting.items()):
             text = _read(stacks_path(folder, rank))
-            if text and text == seen.get(rank):  # nothing has come since the last look: it is whole
+            if text and text == seen.get(rank):  # nothing was added since the last read: it is complete
                 found[rank] = parse_stack(text, pids[rank], asked_ns)
             elif not text and request.wants_signal():
                 _signal(pids[rank])
@@ -50,7 +50,7 @@ def take_stacks(folder: Path, pids: Mapping[int, int]) -> dict[int, StackView]:
 
 
 def read_stack(folder: Path, rank: int, pid: int) -> StackView | None:
-    """The last stack that `rank` was asked for; None where it was not."""
+    """Return the stack that `rank` wrote last; None if it was never requested."""
     path = stacks_path(folder, rank)
     text = _read(path)
     if not text:
@@ -60,7 +60,7 @@ def read_stack(folder: Path, rank: int, pid: int) -> StackView | None:
 
 
 def parse_stack(text: str, thread: int, taken_ns: int) -> StackView:
-    """What the fault handler wrote of the one thread with the number `thread`."""
+    """Parse the fault handler's output for one thread, whose id is `thread`."""
     lines = first_stack(text).splitlines()
     frames = (_FRAME.match(line) for line in lines)
     return StackView(

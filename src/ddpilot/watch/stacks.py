@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a rank's Python is, in the user's own lines: of a stack, of a traceback, or of a recorded line alone."""
+"""Find the user's own lines in a stack, a traceback, or the recorded line of a collective."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _TRACE = re.compile(
 )
 _CELL = re.compile(r"^\s*(?:File )?(?P<file>Cell In\[\d+\]),? line (?P<line>\d+)", re.MULTILINE)
 
-# A line of the user's that waits for something asynchronous itself.
+# User code that itself waits for an asynchronous operation.
 _WAITS = re.compile(r"\.(wait|wait_stream|synchronize|result|value|item|cpu|numpy|tolist)\(|\bfloat\(")
 _BLOCKING_FILES = (
     *("/torch/distributed/", "/torch/autograd/graph.py", "/torch/nn/parallel/distributed.py"),
-    *("/torch/_tensor.py", "/torch/_tensor_str.py", "/torch/amp/grad_scaler.py"),  # which read numbers of a device
-    "/ddpilot/record/kernels.py",  # which call the operators: a first message waits there for its other side
+    *("/torch/_tensor.py", "/torch/_tensor_str.py", "/torch/amp/grad_scaler.py"),  # read numbers from a device
+    "/ddpilot/record/kernels.py",  # calls the operators: a first send or recv waits there for its peer
 )
 
 Chain = tuple[Frame, ...]
-"""Calls of the user's code, outermost first: each is a line that made the next call."""
+"""Calls in the user's code, outermost first: each is the line that made the next call."""
 
 
 def user_chain(frames: Iterable[Frame]) -> Chain:
-    """The user's calls among `frames`, which are innermost first."""
+    """Return the user's calls among `frames`, which are innermost first."""
     chain: list[Frame] = []
     called = ""
     for frame in frames:
@@ -39,15 +39,15 @@ def user_chain(frames: Iterable[Frame]) -> Chain:
 
 
 def innermost(stack: StackView | None) -> Frame | None:
-    """The user's innermost line of the main thread; None where there is none."""
+    """Return the user's innermost line of the main thread; None if there is none."""
     chain = user_chain(stack.main_frames) if stack is not None else ()
     return chain[-1] if chain else None
 
 
 def chain_of(rank: RankView, entry: Collective | None) -> Chain:
-    """The user's calls that lead to `entry`; with None, to where the rank is now or where its error was.
+    """Return the user's calls that lead to `entry`; if None, to where the rank is now or where its error was raised.
 
-    Of a stack that is not in `entry`, only the nearest calls are known, which were recorded with it.
+    If the stack is not in `entry`, only the innermost calls are known, which were recorded with it.
     """
     for chain in (_from_stack(rank, entry), _from_traceback(rank)):
         if chain and entry is None:
@@ -82,7 +82,7 @@ def _with_text(frame: Frame, text: str) -> Frame:
 
 
 def _cut_at(chain: Chain, line: Line | None) -> Chain:
-    """`chain` up to `line`, empty where it does not pass there."""
+    """Return `chain` up to `line`; empty if it does not pass through `line`."""
     if line is None:
         return ()
     for number in range(len(chain) - 1, -1, -1):
@@ -92,7 +92,7 @@ def _cut_at(chain: Chain, line: Line | None) -> Chain:
 
 
 def chain_of_line(line: Line | None) -> Chain:
-    """The user's calls that were recorded with a collective's line."""
+    """Return the user's calls that were recorded with a collective's line."""
     if line is None or not line.file:
         return ()
     callers = tuple(Frame(*caller) for caller in reversed(line.callers) if is_users(caller[0]))
@@ -100,7 +100,7 @@ def chain_of_line(line: Line | None) -> Chain:
 
 
 def is_waiting(stack: StackView | None, entry: Collective) -> bool | None:
-    """Whether the main thread waits in torch, or for something asynchronous; None where its stack is not known."""
+    """Return True if the main thread waits in torch or for an asynchronous operation; None without a current stack."""
     if stack is None or stack.taken_ns < entry.start_ns or not stack.main_frames:
         return None
     frame = stack.main_frames[0]
@@ -110,7 +110,7 @@ def is_waiting(stack: StackView | None, entry: Collective) -> bool | None:
 
 
 def passes(stack: StackView | None, *parts: str) -> Frame | None:
-    """The innermost frame of the main thread whose file or function holds one of `parts`, such as ``queue.get``."""
+    """Return the innermost main-thread frame whose ``file:function`` contains one of `parts`; None if none does."""
     for frame in stack.main_frames if stack is not None else ():
         if any(part in f"{frame.file}:{frame.function}" for part in parts):
             return frame

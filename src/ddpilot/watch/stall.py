@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrong with a job, or what it waits for, from one look at it."""
+"""Analyze one view of a job: what is wrong with it, and what its ranks wait for."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ from ddpilot.watch.waits import Wait, find_circles, find_waits
 from ddpilot.watch.wraps import explain_wraps
 
 _STACK_AGE_NS = 1_000_000_000
-"""An older stack may not be where the rank is now."""
+"""An older stack may not show where the rank is now."""
 
 _MAX_STACKS = 64
-"""Of ranks that are waited for: more would say the same."""
+"""Maximum number of stacks of awaited ranks: more would not add information."""
 
 _ORDER = ("error", "warning", "info")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Analysis:
-    """What a look at a job says."""
+    """The result of analyzing one view of a job."""
 
     findings: Findings
-    """What is proven (errors), and what has taken long enough to be said (warnings, info); worst first."""
+    """Proven errors, and waits that have lasted long enough to be reported (warnings, info); most severe first."""
     status: tuple[str, ...] = ()
-    """One line for each thing that is going on and unproven; empty where all is well."""
+    """One line for each unproven wait; empty if there is none."""
     is_stalled: bool = False
-    """Some rank has waited for others for longer than `stall_s`, or a rank that others wait for is gone."""
+    """True if a rank has waited for others for longer than `stall_s`, or for a rank that has ended."""
     needs_stacks: tuple[int, ...] = ()
-    """Ranks whose stacks should be taken before the next look: findings are complete, with their cause, after that."""
+    """Ranks whose stacks are needed: with them, the analysis finds all causes."""
     end: str = ""
-    """That all ranks were ended at once from outside, where they were: the rest is as it was just before."""
+    """A note if all ranks were ended at once from outside; the other fields then describe the state before it."""
 
 
 def _is_interrupt(rank: RankView) -> bool:
@@ -56,7 +56,7 @@ def _is_interrupt(rank: RankView) -> bool:
 
 @dataclass(slots=True)
 class _Look:
-    """What one look gathers on its way."""
+    """The state of one analysis while it runs."""
 
     view: JobView
     earlier: JobView | None
@@ -70,24 +70,25 @@ class _Look:
     explained: set[int] = field(default_factory=set)
     """Ranks whose end is explained by a finding."""
     silent: list[Finding] = field(default_factory=list)
-    """Of the findings those that no rank dies of or waits for."""
+    """The findings, among `findings`, that make no rank fail or wait."""
     is_stalled: bool = False
 
     @property
     def is_interrupted(self) -> bool:
-        """Somebody has pressed Ctrl-C, as all ranks of a terminal get to know."""
+        """True if a rank ended with KeyboardInterrupt, as all ranks of a terminal do on Ctrl-C."""
         return any(map(_is_interrupt, self.view.ranks.values()))
 
 
 def analyze(
     view: JobView, earlier: JobView | None = None, *, stall_s: float = 2.0, stall_warn_s: float = 30.0
 ) -> Analysis:
-    """What the ranks of `view` do together, and what keeps them from it.
+    """Analyze what the ranks of `view` do together, and what prevents them from continuing.
 
-    `view` has to be gathered processes first, then rings, then stacks. `earlier`: a look at the same job some seconds
-    before, with stacks where there are any; whether a rank moves is judged by it. `stall_s`: seconds that ranks may
-    wait before anything that is not proven is said as a status; `stall_warn_s`: before it is a warning. A rank that is
-    gone, ranks in different collectives and ranks that wait in each other's groups are proven and said at once. Pure.
+    `view` must have been gathered in this order: processes, rings, stacks. `earlier`: a view of the same job some
+    seconds before, with stacks if available; it shows which ranks move. `stall_s`: seconds that ranks may wait before
+    an unproven wait becomes a status line; `stall_warn_s`: before it becomes a warning. Ranks that have ended, ranks in
+    different collectives and ranks that wait in each other's groups are proven and reported at once. Has no side
+    effects.
     """
     fates = {rank: fate_of(view.ranks.get(rank)) for rank in _all_ranks(view)}
     before = before_common_end(view, fates)
@@ -112,7 +113,7 @@ def analyze(
 
 
 def _after_end(analysis: Analysis) -> Analysis:
-    """`analysis` of how it was before all ranks were ended at once, which may have been because of an error in it."""
+    """Adapt the analysis of the state before all ranks were ended, which may have been a reaction to an error in it."""
     analysis = replace(analysis, needs_stacks=())
     return replace(analysis, status=()) if _has_errors(analysis.findings) else replace(analysis, end=COMMON_END)
 
@@ -122,7 +123,7 @@ def _has_errors(findings: Iterable[Finding]) -> bool:
 
 
 def say_end(analysis: Analysis, findings: Iterable[Finding]) -> tuple[str, ...]:
-    """That the whole job was ended from outside, unless it may have been because of an error among `findings`."""
+    """Return the note that the whole job was ended from outside; empty if an error in `findings` may be the cause."""
     return (analysis.end,) if analysis.end and not _has_errors(findings) else ()
 
 
@@ -131,7 +132,7 @@ def _all_ranks(view: JobView) -> Iterable[int]:
 
 
 def _can_answer(look: _Look, rank: int) -> bool:
-    """Whether a new stack of `rank` would say more than what is there."""
+    """True if a new stack of `rank` can be taken and is needed."""
     seen = look.view.ranks.get(rank)
     if seen is None or look.fates[rank].is_gone:
         return False
@@ -194,7 +195,7 @@ def _say_wait(look: _Look, wait: Wait, held: set[int]) -> None:
     gone = [rank for rank in wait.missing if fates[rank].is_gone]
     is_over = any(entry.state == "failed" for entry in wait.held.values()) or look.fates[next(iter(wait.held))].is_gone
     if gone and look.is_interrupted:
-        return  # that they have ended is what somebody wanted
+        return  # the user interrupted the job, so that their end is expected
     if gone:
         look.is_stalled = True
         look.needs.update(list(wait.held)[:1])
@@ -204,9 +205,9 @@ def _say_wait(look: _Look, wait: Wait, held: set[int]) -> None:
     absent = [rank for rank in wait.missing if rank not in held and not look.fates[rank].is_gone]
     waited_ns = look.view.now_ns - wait.since_ns
     if is_over or waited_ns < look.stall_ns or not (absent or not wait.missing):
-        return  # those that hold others up are held up themselves: that is said of them
+        return  # the ranks that hold these up wait themselves, which is reported for them
     if not (wait.missing or wait.unknown) and not any(map(_is_seen_open, wait.held.values())):
-        return  # all have come: it may be over and not look it
+        return  # all ranks have arrived: it may be over without showing it
     look.is_stalled = True
     look.needs.update(absent[:_MAX_STACKS])
     one = Open(look.view, look.earlier, wait, tuple(absent))
@@ -217,12 +218,12 @@ def _say_wait(look: _Look, wait: Wait, held: set[int]) -> None:
 
 
 def _is_seen_open(entry: Collective) -> bool:
-    """Whether somebody looks all the time if `entry` is over, and has not seen that it is."""
+    """True if the completion of `entry` is being observed and has not occurred."""
     return entry.is_watched and entry.state != "unknown"
 
 
 def _fate_in(look: _Look, wait: Wait, rank: int) -> Fate:
-    """What has become of `rank` in the group of `wait`."""
+    """Return the state of `rank` with regard to the group of `wait`."""
     seen, fate = look.view.ranks.get(rank), look.fates[rank]
     if seen is None or seen.log is None or fate.state != "alive":
         return fate
@@ -241,7 +242,7 @@ def _group_key(entry: Collective) -> tuple[object, ...] | None:
 
 
 def _is_proven(view: JobView, circle: Iterable[Wait]) -> bool:
-    """Whether nobody but the threads that are stuck could help: no rank in it starts collectives from several."""
+    """True if no other thread can resolve the cycle: no rank in it starts collectives from several threads."""
     return all(_num_threads(view.ranks[rank]) == 1 for wait in circle for rank in wait.held)
 
 
@@ -262,7 +263,7 @@ def _say_rendezvous(look: _Look) -> None:
 def _say_wraps(look: _Look) -> None:
     finding = explain_wraps(look.view)
     if finding is not None:
-        # Ranks that were told less lose their connections, or wait in the next collective.
+        # The other ranks lose their connections or wait in the next collective: these findings are consequences.
         look.findings[:] = [each for each in look.findings if each in look.silent]
         look.findings.append(finding)
 
@@ -272,7 +273,7 @@ def _say_deaths(look: _Look) -> None:
         return
     firsts = [rank for rank in first_deaths(look.view, look.fates) if rank not in look.explained]
     if not firsts or any(finding.severity == "error" and finding not in look.silent for finding in look.findings):
-        return  # who else died has died of that
+        return  # other deaths are consequences of that error
     by_words: dict[str, list[int]] = {}
     for rank in firsts:
         by_words.setdefault(look.fates[rank].words, []).append(rank)

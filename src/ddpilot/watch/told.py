@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was told already: each finding once, and each thing that a job waits for once while it lasts."""
+"""Remember what was reported, so that each finding and each wait is reported once."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from ddpilot.findings.finding import Finding
 from ddpilot.watch.stall import Analysis
 
 _QUIET_S = 1.5
-"""For less it is the same wait: one that begins anew is told after longer than that."""
+"""A wait that resumes after a shorter break than this is the same wait."""
 
 
 class Told:
-    """Remembers for one observer. `again_s`: seconds after which a wait that lasts is told once more."""
+    """What one observer has reported. `again_s`: seconds after which a wait that persists is reported again."""
 
     def __init__(self, again_s: float) -> None:
         self._again_s = again_s
@@ -23,7 +23,7 @@ class Told:
         self._stalled_s: float | None = None
 
     def new_findings(self, findings: Iterable[Finding]) -> list[Finding]:
-        """Those that say something else than any before."""
+        """Return the findings that differ from all earlier ones."""
         news = []
         for finding in findings:
             if self._keys.isdisjoint(keys_of(finding)):
@@ -32,7 +32,7 @@ class Told:
         return news
 
     def new_status(self, analysis: Analysis, now_s: float) -> tuple[str, ...]:
-        """The status, where ranks have just begun to wait, and ever more seldom while they do."""
+        """Return the status lines when ranks begin to wait, and then at intervals that double; empty otherwise."""
         if not analysis.is_stalled or not analysis.status:
             if self._stalled_s is None or now_s - self._stalled_s >= _QUIET_S:
                 self._due_s = None
@@ -45,19 +45,19 @@ class Told:
         return analysis.status
 
     def once(self, text: str) -> str:
-        """`text`, the first time; empty afterwards."""
+        """Return `text` the first time, and an empty string afterwards."""
         is_new = text not in self._keys
         self._keys.add(text)
         return text if is_new else ""
 
 
 def keys_of(finding: Finding) -> set[object]:
-    """Two findings that have one of these in common say the same: of one line, or in the same words."""
+    """Return the keys of a finding. Two findings that share one are the same: equal place, or equal summary."""
     return {(finding.code, finding.place or finding.summary), (finding.code, finding.summary)}
 
 
 def newest(findings: Iterable[Finding]) -> list[Finding]:
-    """Of those that say the same the last one, in the order of the first."""
+    """Keep only the last of findings that are the same, in the position of the first."""
     kept: list[Finding] = []
     for finding in findings:
         same = next((at for at, each in enumerate(kept) if not keys_of(each).isdisjoint(keys_of(finding))), None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loops over sets, which have another order in each process: strings are hashed with a seed that each draws anew."""
+"""Find loops over sets, whose order differs between processes: each process seeds the hash of strings randomly."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ _KEEP_ORDER = ("list", "tuple", "iter", "enumerate", "zip", "map", "filter", "re
 _OF_SETS = ("union", "intersection", "difference", "symmetric_difference")
 _VIEWS = ("keys", "items", "values", "copy")
 _DEPTH = 6
-"""Through so many names and calls a set is followed."""
+"""Maximum number of names and calls through which a set is followed."""
 
 
 def say_unordered(one: Chain, other: Chain, sources: Sources) -> str:
-    """That both are at one line, in a loop over a set; empty where not. Of one of them only the line may be known."""
+    """Return a sentence if both call chains are at one line in a loop over a set; empty otherwise.
+
+    For one of them only its line may be known.
+    """
     num_common = min(len(one), len(other))
     ends = [[(frame.file, frame.line) for frame in chain[len(chain) - num_common :]] for chain in (one, other)]
     if not num_common or ends[0] != ends[1]:
@@ -37,13 +40,13 @@ def say_unordered(one: Chain, other: Chain, sources: Sources) -> str:
 
 
 def _find_loop(source: Source, line: int) -> int | None:
-    """The innermost loop around `line` that goes over something without an order."""
+    """Return the line of the innermost loop around `line` that iterates in no defined order."""
     heads = (block.node for block in reversed(source.blocks(line)) if isinstance(block.node, ast.For))
     return next((head.lineno for head in heads if _has_no_order(source, head.iter, _DEPTH)), None)
 
 
 def _has_no_order(source: Source, value: ast.expr, depth: int) -> bool:
-    """Whether `value` is a set, or takes its order from one."""
+    """True if `value` is a set, or takes its order from one."""
     if not depth:
         return False
     if isinstance(value, (ast.Set, ast.SetComp)):
@@ -70,5 +73,5 @@ def _gives_no_order(source: Source, call: ast.Call, depth: int) -> bool:
 
 
 def _is_keys(value: ast.expr) -> bool:
-    """Of two dicts, ``a.keys() & b.keys()`` is a set."""
+    """True for ``d.keys()``: an operator on the keys of two dicts gives a set."""
     return isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr == "keys"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waits that may still end: said as a status, and as a warning once they have lasted; never the end of a job."""
+"""Describe waits that may still end: as a status, later as a warning. They never end a job on their own."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ddpilot.watch.words import (
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """A wait for ranks that are alive and elsewhere: `absent`, none of them where all have come or none is known."""
+    """A wait for live ranks. `absent`: those that are elsewhere; empty if all have arrived or none is known."""
 
     view: JobView
     earlier: JobView | None
@@ -38,7 +38,7 @@ class Open:
     absent: tuple[int, ...]
 
     def absences(self) -> Iterator[tuple[int, Absence]]:
-        """What each of them does."""
+        """Yield what each absent rank does."""
         for rank in self.absent:
             seen = self.view.ranks.get(rank)
             before = self.earlier.ranks.get(rank) if self.earlier is not None else None
@@ -47,12 +47,12 @@ class Open:
 
     @property
     def waited(self) -> str:
-        """For how long."""
+        """The duration of the wait, formatted."""
         return say_s(self.view.now_ns - self.wait.since_ns)
 
 
 def say_open(one: Open) -> str:
-    """One line: who waits where since when, who has not come, and what that one does."""
+    """Return one line: which ranks wait, where and for how long, which ranks are absent, and what these do."""
     held = one.wait.held
     entry = held[min(held)]
     number = f" (#{one.wait.meeting.seq} of {name_group(one.wait.meeting.progress.group)})" if one.wait.meeting else ""
@@ -83,7 +83,10 @@ def _say_absent(one: Open) -> str:
 
 
 def explain_open(one: Open, has_lasted: bool) -> Finding | None:
-    """A warning, once it `has_lasted`; at once an error where a rank has begun what it can only do with the others."""
+    """Return a warning once the wait `has_lasted`, an error if an absent rank is provably stuck, else None.
+
+    An absent rank is stuck if it is in a call that itself needs the waiting ranks.
+    """
     absences = list(one.absences())
     proven = next(((rank, each) for rank, each in absences if _is_proven(one, rank, each)), None)
     if not has_lasted and proven is None:
@@ -112,21 +115,21 @@ def explain_open(one: Open, has_lasted: bool) -> Finding | None:
 
 
 def _say_how_long(one: Open) -> str:
-    # No part of the summary, by which a finding is known that was told before.
+    # Not part of the summary, by which repeated findings are recognized.
     return f"for {one.waited} now"
 
 
 def _is_proven(one: Open, rank: int, absence: Absence) -> bool:
-    """It is in a call that needs those who wait for it: to make a group, or to end all groups."""
+    """True if the rank is in a call that needs the waiting ranks: creating a group, or destroying all groups."""
     group = one.wait.meeting.progress.group if one.wait.meeting is not None else None
     if group is None or absence.at is None or one.view.ranks[rank].stack is None:
         return False
     if absence.moves == "moves":
-        return False  # its stack is newer than its log: on the way there it may have come by what is waited for
+        return False  # its stack is newer than its log: it may have passed the awaited collective
     if absence.code == "DDP216":
         return "destroy_process_group()" in absence.at.text
     is_making = passes(one.view.ranks[rank].stack, ":new_group") is not None
-    return is_making and "use_local_sync" not in absence.at.text  # all ranks have to, members or not
+    return is_making and "use_local_sync" not in absence.at.text  # all ranks must call new_group, members or not
 
 
 def _explain_full(one: Open) -> Finding:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that all make a group in which a number is nobody's: too large a WORLD_SIZE, or the same RANK twice."""
+"""init_process_group that cannot complete: WORLD_SIZE exceeds the number of ranks, or two ranks use the same RANK."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MAX_WORLD_SIZE = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Vacancy:
-    """All ranks of `view` are in init_process_group, or were when they ended, and ask to be none of `numbers`."""
+    """All ranks of `view` are in init_process_group, or were when they ended, and none of them uses `numbers`."""
 
     view: JobView
     asking: Mapping[int, RankLog]
@@ -27,24 +27,24 @@ class Vacancy:
 
     @property
     def waited_ns(self) -> int:
-        """Since the last of them came."""
+        """Time since the last rank called init_process_group, in nanoseconds."""
         return self.view.now_ns - max(log.entering_ns or 0 for log in self.asking.values())
 
     @property
     def is_proven(self) -> bool:
-        """Whether nobody else can come."""
+        """True if no other process can join: each rank has no child processes and uses its launcher's store."""
         return all(log.is_closed for log in self.asking.values())
 
     @property
     def line(self) -> Frame | None:
-        """Where they are."""
+        """The line that the ranks are at; None if it is unknown."""
         return next(
             (line for rank in self.asking if (line := innermost(self.view.ranks[rank].stack)) is not None), None
         )
 
 
 def find_vacancy(view: JobView) -> Vacancy | None:
-    """The numbers that nobody has asked for where all ranks have asked; None where there are none."""
+    """Return the rank numbers that no rank uses although all have called init_process_group; None if there are none."""
     asking = {
         rank: seen.log for rank, seen in view.ranks.items() if seen.log is not None and seen.log.entering_ns is not None
     }
@@ -56,7 +56,7 @@ def find_vacancy(view: JobView) -> Vacancy | None:
 
 
 def say_vacancy(vacancy: Vacancy) -> str:
-    """One line: who is missing."""
+    """Return one line that names the missing ranks."""
     missing = f"nobody asks to be {render_ranks(vacancy.numbers)}"
     return f"the group is not complete: {missing}; {_say_waiting(vacancy)}: {say_place(vacancy.line)}"
 
@@ -66,7 +66,7 @@ def _say_waiting(vacancy: Vacancy) -> str:
 
 
 def explain_vacancy(vacancy: Vacancy) -> Finding:
-    """An error where it is proven, else a warning."""
+    """Return the finding: an error if it is proven, else a warning."""
     entry, num_started, num_asked = find_entry("DDP105"), vacancy.view.world_size, max(vacancy.numbers) + 1
     where = say_place(vacancy.line)
     rows = [

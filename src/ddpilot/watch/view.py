@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job as it is seen from outside at one moment: values only, also when some of them are not known."""
+"""The state of a job at one moment as seen from outside: plain values, some of which may be unknown."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from ddpilot.record.log import RankLog
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessView:
-    """The process of a rank, as the operating system or its parent knows it."""
+    """The process of a rank, as known to the operating system or to its parent."""
 
     pid: int
     host: str = ""
-    """Name of the machine; empty where it is not known."""
+    """Host name; empty if unknown."""
     state: Literal["running", "ended", "unknown"] = "unknown"
-    """``unknown``: on another machine, or nobody looked."""
+    """``unknown``: on a different machine, or not inspected."""
     exitcode: int | None = None
-    """Minus the signal's number where a signal ended it; None while it runs, and where nobody can say."""
+    """The negative signal number if a signal ended it; None while it runs or if unknown."""
     signal_name: str | None = None
-    """Such as ``SIGKILL``, where a signal ended it."""
+    """Such as ``SIGKILL``; None if no signal ended it."""
     ended_ns: int | None = None
-    """When its end was seen, on CLOCK_MONOTONIC."""
+    """When its end was observed, on CLOCK_MONOTONIC."""
     os_state: str = ""
-    """Such as ``R``, ``S`` or ``D``, as the operating system says it; ``T``: stopped."""
+    """The operating system's process state, such as ``R``, ``S`` or ``D``; ``T``: stopped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Frame:
     line: int
     function: str
     text: str = ""
-    """The source line without its indentation; empty where it is not known."""
+    """The source line without indentation; empty if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,26 +45,26 @@ class StackView:
     """The Python stacks of a rank's threads."""
 
     taken_ns: int
-    """When, on CLOCK_MONOTONIC."""
+    """When they were taken, on CLOCK_MONOTONIC."""
     threads: Mapping[int, tuple[Frame, ...]] = field(default_factory=dict)
-    """Frames, innermost first, by the operating system's id of the thread; where that is not known by any number."""
+    """Frames, innermost first, by the operating system's thread id, or by any number if that is unknown."""
     main: int = 0
-    """Which of them is the main thread."""
+    """The key of the main thread in `threads`."""
     child: str = ""
-    """The process that it has started last, such as ``rsync (pid 4711)``, where the stack is in `subprocess`."""
+    """The newest child process, such as ``rsync (pid 4711)``, if the stack is in `subprocess`; else empty."""
 
     is_running: bool = False
-    """Whether the main thread is known to run Python code, and not to wait in a call."""
+    """True if the main thread is known to run Python code rather than wait in a call."""
 
     @property
     def main_frames(self) -> tuple[Frame, ...]:
-        """Of the main thread, innermost first; empty where they are not known."""
+        """Frames of the main thread, innermost first; empty if unknown."""
         return self.threads.get(self.main, ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorView:
-    """What a rank raised."""
+    """The exception that a rank raised."""
 
     type_name: str
     """Such as ``RuntimeError``."""
@@ -74,34 +74,34 @@ class ErrorView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankView:
-    """What is known of one rank."""
+    """The state of one rank."""
 
     rank: int
     log: RankLog | None = None
-    """What its ring holds, or its newest records; None where it does not record (yet)."""
+    """The contents of its ring, or the newest records; None if it does not record (yet)."""
     journal: tuple[Any, ...] = ()
-    """What guard noted, oldest first: `ddpilot.record.journal.Entry`."""
+    """Entries of guard (`ddpilot.record.journal.Entry`), oldest first."""
     process: ProcessView = field(default_factory=lambda: ProcessView(pid=0))
     stack: StackView | None = None
-    """None where none was taken, or where the rank did not answer."""
+    """None if no stack was taken or the rank did not respond."""
     error: ErrorView | None = None
-    """What ended its program, or its cell; None where nothing did."""
+    """The exception that ended its program or its cell; None if there was none."""
     returned: bool = False
-    """Its program, or its cell, came to its end without an error."""
+    """True if its program or its cell ended without an error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobView:
-    """What is known of all ranks at one moment."""
+    """The state of all ranks at one moment."""
 
     world_size: int
     ranks: Mapping[int, RankView]
-    """By rank; those of which nothing is known may be left out."""
+    """By rank; unknown ranks may be missing."""
     now_ns: int
     """When this was gathered, on CLOCK_MONOTONIC of the machine that gathered it."""
     name: str = ""
-    """Of the job, as it should be shown."""
+    """The job's name, as it is displayed."""
     since_ns: int = 0
-    """What is older is not looked at: a session's earlier cells, or a torchrun's earlier attempt."""
+    """Anything older is ignored: earlier cells of a session, or an earlier attempt of torchrun."""
     sources: Mapping[str, str] = field(default_factory=dict)
-    """Text of the user's files that cannot be read from here, such as cells, by the name that lines have."""
+    """Sources that cannot be read from a file here, such as cells, by the file name that their lines have."""

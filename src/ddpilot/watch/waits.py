@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who waits for whom: collectives that lack ranks, messages that lack their other side, and circles of them."""
+"""Find which ranks wait for which: in collectives, in sends and receives, and in cycles of these."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ddpilot.watch.words import peer_of
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Wait:
-    """Ranks that cannot go on without others: in a collective, or in one point-to-point operation."""
+    """Ranks that cannot continue without others, in a collective or in one point-to-point operation."""
 
     held: Mapping[int, Collective]
     missing: tuple[int, ...]
@@ -27,7 +27,7 @@ class Wait:
 
     @property
     def since_ns(self) -> int:
-        """When the first of them began to wait."""
+        """When the first of the ranks began to wait."""
         return min(entry.start_ns for entry in self.held.values())
 
 
@@ -37,11 +37,11 @@ class Waits:
 
     waits: list[Wait] = field(default_factory=list)
     needs_stacks: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """Ranks of which it cannot be said without a stack whether they wait, and for which ranks they would."""
+    """Ranks for which only a stack can show whether they wait, with the ranks that they would wait for."""
 
 
 def find_waits(view: JobView, fates: Mapping[int, Fate], meetings: Iterable[Meeting]) -> Waits:
-    """Every wait of ranks that are alive, or were in it when they ended."""
+    """Return every wait of ranks that are alive, or that were waiting when they ended."""
     found = Waits()
     for meeting in meetings:
         held = {
@@ -78,7 +78,7 @@ def _find_p2p(view: JobView, fates: Mapping[int, Fate], found: Waits) -> Iterato
             other = (peer, rank, entry.op != "send", tag_of(entry), group_key(entry))
             is_offered = other in offered or (peer, None, False, tag_of(entry), group_key(entry)) in offered
             if peer is None or (is_offered and not _has_unknown_end(entry)):
-                continue  # the other side is there: it is being sent
+                continue  # the matching call exists: the message is in transit
             if entry.start_ns >= view.since_ns and _is_held(view, fates[rank], rank, entry, found, (peer,)):
                 yield Wait({rank: entry}, (peer,))
                 break
@@ -91,10 +91,10 @@ def _pending_p2p(view: JobView, rank: int, fate: Fate, is_lone: Mapping[tuple[in
         if not entry.is_p2p:
             continue
         lone = is_lone.get((rank, entry.index))
-        # One that failed once started looks done: what ended the rank was its newest, or one without another side.
+        # A call that failed after it started looks done: the rank was ended by its newest, or by an unmatched one.
         is_end = fate.state == "victim" and (lone or (lone is None and entry is entries[-1]))
         is_open = entry.state in ("begun", "failed") and lone is not False
-        # Where several run as one, as with NCCL, it takes counting to prove that one lacks its other side.
+        # If several are executed as one, as with NCCL, only counting proves that one of them has no match.
         if is_end or is_open or (lone and entry.index in newest):
             yield entry
 
@@ -109,7 +109,7 @@ def _has_unknown_end(entry: Collective) -> bool:
 
 
 def _newest_groups(view: JobView) -> dict[GroupKey, tuple[int, int]]:
-    """By name and ranks the newest group that any rank has used: those before it are destroyed."""
+    """Return the newest group that any rank has used, by name and ranks; earlier ones have been destroyed."""
     logs = [seen.log for seen in view.ranks.values() if seen.log is not None]
     groups = {id(entry.group): entry.group for log in logs for entry in log.collectives if entry.group is not None}
     newest: dict[GroupKey, tuple[int, int]] = {}
@@ -125,7 +125,7 @@ def _is_newest(entry: Collective, newest: Mapping[GroupKey, tuple[int, int]]) ->
 
 
 def find_circles(waits: Iterable[Wait]) -> list[list[Wait]]:
-    """Waits of which each needs a rank that is held by the next, and the last one that is held by the first."""
+    """Return cycles of waits: each wait needs a rank that the next one holds, and the last needs one of the first."""
     every = list(waits)
     holders: dict[int, list[Wait]] = {}
     for wait in every:
@@ -139,7 +139,7 @@ def find_circles(waits: Iterable[Wait]) -> list[list[Wait]]:
 
 
 def _walk(start: Wait, holders: Mapping[int, list[Wait]], done: set[int]) -> Iterator[list[Wait]]:
-    """The circles on the ways from `start` on, each wait looked at once: it is `done` then."""
+    """Yield the cycles reachable from `start`. Each wait is visited once and then added to `done`."""
     if id(start) in done:
         return
     path, ways = [start], [iter(_next(start, holders))]

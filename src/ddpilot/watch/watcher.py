@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Goes along with a launch: gives its ranks a folder to record in, observes them, and ends the launch if need be."""
+"""Watch a launch: give its ranks a folder to record in, observe them, and end the launch on a proven error."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from ddpilot.watch.view import ErrorView, ProcessView
 
 NOTHING: Mapping[str, str] = MappingProxyType({})
 _CALL_LIMIT_S = 5.0
-"""How long a job or a cell that has ended well waits for the user's `on_finding`."""
+"""How long a job or cell that has ended well waits for the user's `on_finding`."""
 
 
 class Watcher:
-    """A `Companion` of a launch of `world_size` ranks, of which `ranks` are of this node.
+    """The `Companion` of a launch of `world_size` ranks, of which `ranks` are on this node.
 
-    `carrier` leads to the other nodes; None where there are none, or where they are not asked. Where no folder can be
-    made nothing is watched, and one line says so.
+    `carrier` connects to the other nodes; None if there are none or they are not consulted. If the job's folder cannot
+    be created, the job is not watched, and one line reports it.
     """
 
     def __init__(
@@ -82,27 +82,27 @@ class Watcher:
 
     @property
     def fd(self) -> int:
-        """Becomes readable when there is something for `take`."""
+        """File descriptor that becomes readable when `take` has something to return."""
         return self._reader
 
     @property
     def folder(self) -> Path | None:
-        """Of the job; None where none could be made."""
+        """The job's folder; None if it could not be created."""
         return self._folder
 
     def begin(
         self, ranks: Sequence[RankState], sources: Mapping[str, str] = NOTHING, *, is_paused: bool = False
     ) -> None:
-        """The ranks are being started. `sources`: the user's texts that lie in no file, by name.
+        """Begin to observe ranks that are being started. `sources`: by name, the user's sources that are not in a file.
 
-        `is_paused`: nobody looks before `resume`.
+        `is_paused`: do not look before `resume`.
         """
         self._ranks = ranks
         if self._folder is None:
             return
         try:
             self._observer = self._make_observer(self._folder)
-        except Exception as error:  # noqa: BLE001 - said once, and the job runs
+        except Exception as error:  # noqa: BLE001 - reported once, and the job runs
             self._say(f"this job is not watched: {type(error).__name__}: {error}")
             return
         self._observer.add_sources(sources)
@@ -122,14 +122,14 @@ class Watcher:
         )
 
     def resume(self, name: str, since_ns: int, sources: Mapping[str, str] = NOTHING) -> None:
-        """Look again, at what is newer than `since_ns` and has this name; what was said before may be said again."""
+        """Observe again, as `name`, what is newer than `since_ns`; earlier findings may be reported again."""
 
         def begin() -> None:
             self._name, self._since_ns, self._error = name, since_ns, None
             self._num_resumed += 1
             self._repeated.begin()
             self._caller = self._make_caller()
-            # What the last look at an earlier cell has found comes too late to be of use.
+            # What the last look found in an earlier cell is no longer of use.
             for text, is_of_cell in [self._lines.get_nowait() for _ in range(self._lines.qsize())]:
                 if not is_of_cell:
                     self._lines.put((text, is_of_cell))
@@ -139,10 +139,11 @@ class Watcher:
             self._observer.resume(since_ns, begin)
 
     def pause(self, note: Callable[[str], None], *, is_ok: bool) -> WatchError | None:
-        """Look no more until `resume`: the cell is over.
+        """Stop observing until `resume`, at the end of a cell.
 
-        If it ended well, `note` what guard has found until now; an error where that is one. What a cell that failed or
-        was stopped has left unread is dropped: ranks that were cut short differ.
+        If the cell ended well (`is_ok`), guard's remaining findings are passed to `note`, and an error is returned if
+        one of them requires it. For a cell that failed or was stopped, unread notes are dropped: ranks that were
+        interrupted differ.
         """
         if self._observer is not None:
             self._observer.pause(reports=is_ok)
@@ -153,7 +154,7 @@ class Watcher:
         return self.take(note)
 
     def take(self, note: Callable[[str], None]) -> WatchError | None:
-        """Show what there is to say by `note`; the error that the launch is to end with, else None."""
+        """Pass pending output to `note`; return the error with which the launch is to end, if any."""
         with suppress(BlockingIOError):
             os.read(self._reader, 4096)
         while not self._lines.empty():
@@ -161,7 +162,7 @@ class Watcher:
         return self._error
 
     def explain(self, error: RankError | LaunchTimeoutError) -> None:
-        """Add to `error` what was found; where the rank ended by itself, only what came before that."""
+        """Add the findings to `error`; if the rank failed on its own, without those about how ranks ended."""
         if self._observer is None:
             return
         if isinstance(error, LaunchTimeoutError):
@@ -172,7 +173,7 @@ class Watcher:
         if not is_own:
             self._observer.await_others()
         found = self._find_all()
-        adds_place = failed is not None and failed.raised is None  # one that has raised says by itself where it was
+        adds_place = failed is not None and failed.raised is None  # an exception already shows its line
         findings = [
             each for each in found if not (is_own and _is_of_end(each)) or (adds_place and each.place is not None)
         ]
@@ -186,11 +187,11 @@ class Watcher:
         error.findings = Findings(self._repeated.without(findings))
         cause = find_cause_of_end(found)
         if cause is not None and failed is not None and failed.raised is not None and failed.raised.is_victim:
-            # It lost its connection to others: why is what to read first, and what to do about that.
+            # It lost its connection to other ranks: show why first, and the fix for that.
             error.found, error.fix = f"{cause.summary} ({cause.code}). So {error.found}", ""
 
     def finish(self, note: Callable[[str], None]) -> WatchError | None:
-        """The ranks have ended well: look once more, and `note` what there is; an error where that is one."""
+        """Look once more after all ranks have ended well; pass output to `note` and return an error if there is one."""
         if self._observer is not None:
             self._observer.stop()
             self._observer.finish()
@@ -199,7 +200,7 @@ class Watcher:
         return self.take(note)
 
     def end(self, is_clean: bool) -> None:
-        """The launch is over: the folder goes after a clean end, else it stays for `ddpilot watch`."""
+        """Close the watch after the launch; the folder is removed after a clean end, else kept for `ddpilot watch`."""
         if self._observer is not None:
             self._observer.stop()
         if self._folder is not None:
@@ -218,7 +219,7 @@ class Watcher:
             self._say(line)
         for line in report.status:
             self._say(line, is_of_cell=True)
-        # Who started the ranks tells of one that failed, with what was seen: `explain`.
+        # The launcher reports the rank that failed, with the findings: see `explain`.
         findings = Findings(each for each in report.findings if each.code != "DDP209")
         if findings:
             self._act(replace(report, findings=findings))
@@ -228,7 +229,7 @@ class Watcher:
         if self._options.action() == "stop" and any(finding.severity == "error" for finding in report.findings):
             self._error = self._error or make_error(self._name, report)
             return
-        # Where a rank has failed, the error that comes of it holds the findings.
+        # If a rank has failed, the launcher's error holds the findings.
         new = self._repeated.without(report.findings)
         shown = [each for each in new if each.severity != "error" or not self._has_failed()]
         if shown:
@@ -241,14 +242,14 @@ class Watcher:
         number = self._num_resumed
 
         def stop(report: Report) -> None:
-            if number == self._num_resumed:  # else what it was called about is over
+            if number == self._num_resumed:  # otherwise the cell it was called for has ended
                 self._error = self._error or make_error(self._name, report)
                 self._wake()
 
         return None if isinstance(action, str) else Caller(action, stop=stop, say=self._say)
 
     def _find_all(self) -> Sequence[Finding]:
-        """All findings that can be made now; none where what was recorded cannot be read, which is said."""
+        """Return all current findings; empty if the records cannot be read, which is reported."""
         assert self._observer is not None
         try:
             return self._observer.report().findings
@@ -265,14 +266,14 @@ class Watcher:
         self._wake()
 
     def _wake(self) -> None:
-        # The user's function may return when all is over.
+        # The user's function may return after the end.
         with self._waking, suppress(BlockingIOError):
             if not self._is_over:
                 os.write(self._writer, b"w")
 
 
 def facts_of(rank: RankState, since_ns: int = 0) -> RankFacts:
-    """What is known of `rank`, which has or had a process; an end before `since_ns` is no news."""
+    """Return what is known of `rank`, which has or had a process; an end before `since_ns` is ignored."""
     exited, raised = rank.exited, rank.raised
     process = ProcessView(pid=rank.pid or 0, state="running")
     if exited is not None and exited.time_s * 1e9 < since_ns:
@@ -294,7 +295,7 @@ def facts_of(rank: RankState, since_ns: int = 0) -> RankFacts:
 
 
 def make_error(name: str, report: Report) -> WatchError:
-    """The error that ends the job because of what `report` says."""
+    """Return the error that ends the job because of `report`."""
     first = next((each for each in report.findings if each.severity == "error"), report.findings[0])
     return WatchError(
         f"running `{name}`",
@@ -306,7 +307,7 @@ def make_error(name: str, report: Report) -> WatchError:
 
 
 def _ended_by_itself(rank: RankState) -> bool:
-    """By an exception that is no consequence, or by an exit code of its own: the error says it all."""
+    """True if the rank failed by its own exception or exit code, so that its error needs no further explanation."""
     if rank.raised is not None:
         return not rank.raised.is_victim
     return rank.exited is not None and rank.exited.signal_name is None

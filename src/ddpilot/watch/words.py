@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives, lines and ranks in the words of a report."""
+"""Format collectives, lines and ranks for reports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ddpilot.findings.words import render_ranks
 from ddpilot.record.log import Collective, GroupOfRanks, Line
 from ddpilot.watch.view import Frame
 
-_UNITS = (("GB", 1 << 30), ("MB", 1 << 20), ("kB", 1 << 10))  # as torch counts in `bucket_cap_mb`
+_UNITS = (("GB", 1 << 30), ("MB", 1 << 20), ("kB", 1 << 10))  # powers of 1024, as in `bucket_cap_mb`
 _MAX_ROWS = 8
 _MAX_WHAT_CHARS = 90
 _DDP_WORDS = {
@@ -25,11 +25,11 @@ _DDP_WORDS = {
 }
 
 Row = tuple[str, str, str]
-"""Ranks, what they do, where."""
+"""Ranks, what they do, and where."""
 
 
 def name_group(group: GroupOfRanks) -> str:
-    """Such as ``the default group`` or ``group 2 (ranks 0-3)``."""
+    """Format a group: ``the default group`` or ``group 2 (ranks 0-3)``."""
     if group.name == "0" or group.description == "default_pg":
         return "the default group"
     name = group.description if group.description not in ("", "undefined") else group.name
@@ -37,7 +37,7 @@ def name_group(group: GroupOfRanks) -> str:
 
 
 def describe(entry: Collective) -> str:
-    """What a collective or a point-to-point operation is, such as ``all_reduce SUM of float32 [3]``."""
+    """Format a collective or point-to-point operation, such as ``all_reduce SUM of float32 [3]``."""
     if entry.is_p2p:
         return _describe_p2p(entry)
     part = entry.ddp
@@ -54,7 +54,7 @@ def describe(entry: Collective) -> str:
 
 
 def describe_shortly(entry: Collective) -> str:
-    """The same without names and sizes."""
+    """Format it without names and sizes."""
     part = entry.ddp
     if part is not None and part.what == "bucket":
         return f"{entry.op} of DDP gradient bucket {part.index}"
@@ -62,14 +62,14 @@ def describe_shortly(entry: Collective) -> str:
 
 
 def root_of(entry: Collective) -> int:
-    """The root's rank in the job, where the group's ranks are known; else its number in the group."""
+    """Return the root's rank in the job; its rank in the group if the group's ranks are unknown."""
     assert entry.root is not None
     ranks = entry.group.ranks if entry.group is not None else ()
     return ranks[entry.root] if 0 <= entry.root < len(ranks) else entry.root
 
 
 def peer_of(entry: Collective) -> int | None:
-    """The rank in the job that a point-to-point operation is with; None for a receive from any."""
+    """Return the peer's rank in the job of a point-to-point operation; None for a receive from any source."""
     ranks = entry.group.ranks if entry.group is not None else ()
     if entry.peer is None:
         return None
@@ -97,7 +97,7 @@ def _sends(entry: Collective) -> bool:
 
 
 def say_bytes(num_bytes: int) -> str:
-    """Such as ``25.0 MB``."""
+    """Format a size, such as ``25.0 MB``."""
     for unit, size in _UNITS:
         if num_bytes >= size:
             return f"{num_bytes / size:.1f} {unit}"
@@ -105,7 +105,7 @@ def say_bytes(num_bytes: int) -> str:
 
 
 def say_s(duration_ns: int) -> str:
-    """Such as ``2.4 s`` or ``3 min``."""
+    """Format a duration, such as ``2.4 s`` or ``3 min``."""
     seconds = max(0, duration_ns) / 1e9
     if seconds < 9.95:
         return f"{seconds:.1f} s"
@@ -113,7 +113,7 @@ def say_s(duration_ns: int) -> str:
 
 
 def show_file(file: str) -> str:
-    """`file` as it should be shown: from the working directory on where it is in there."""
+    """Return `file` relative to the working directory if it is in there."""
     if not os.path.isabs(file):
         return file
     relative = os.path.relpath(file)
@@ -121,25 +121,25 @@ def show_file(file: str) -> str:
 
 
 def place_of(line: Line | Frame | None) -> Place | None:
-    """Where to look; None where no line is known."""
+    """Return the place of a line; None if it is unknown."""
     if line is None or not line.file:
         return None
     return Place(file=show_file(line.file), line=line.line, function=line.function, text=line.text)
 
 
 def say_place(line: Line | Frame | None) -> str:
-    """File, line and text; empty where no line is known."""
+    """Format file, line number and text; empty if the line is unknown."""
     place = place_of(line)
     return str(place) if place is not None else ""
 
 
 def say_spot(line: Line | Frame | None) -> str:
-    """File and line; empty where no line is known."""
+    """Format file and line number; empty if the line is unknown."""
     return f"{show_file(line.file)}:{line.line}" if line is not None and line.file else ""
 
 
 def say_call(entry: Collective) -> str:
-    """A collective and its line, such as ``all_reduce, train.py:3``."""
+    """Format a collective and its line, such as ``all_reduce, train.py:3``."""
     return f"{describe_shortly(entry)}, {say_spot(entry.line) or 'which no line of the program calls'}"
 
 
@@ -157,19 +157,19 @@ _PLURALS = {
 
 
 def who_does(ranks: Collection[int], words: str, max_chars: int = 60) -> str:
-    """Ranks with a clause that begins with its verb in the singular, such as ``has returned``."""
+    """Format ranks with a clause that begins with a singular verb, such as ``has returned``."""
     return f"{render_ranks(ranks, max_chars=max_chars)} {_conjugate(words, len(ranks))}"
 
 
 def _conjugate(words: str, num: int) -> str:
     verb, blank, rest = words.partition(" ")
-    if num == 1 or verb not in _PLURALS:  # such as the words of an error, or names of parameters
+    if num == 1 or verb not in _PLURALS:  # such as the text of an error, or names of parameters
         return words
     return f"{_PLURALS[verb]}{blank}{_ITS.sub('their', rest)}"
 
 
 def merge_rows(rows: Iterable[tuple[int, str, str]]) -> list[Row]:
-    """One row for all ranks that do the same at the same place, those with the most ranks first."""
+    """Merge ranks that do the same at the same place into one row; rows with the most ranks come first."""
     ranks: dict[tuple[str, str], list[int]] = {}
     for rank, what, where in rows:
         ranks.setdefault((what, where), []).append(rank)
@@ -178,7 +178,7 @@ def merge_rows(rows: Iterable[tuple[int, str, str]]) -> list[Row]:
 
 
 def lay_out(rows: Sequence[Row]) -> tuple[str, ...]:
-    """Rows as aligned lines, eight at most."""
+    """Format rows as aligned lines, at most eight."""
     shown = rows[:_MAX_ROWS]
     first = max((len(row[0]) for row in shown), default=0)
     second = max((len(row[1]) for row in shown if len(row[1]) <= _MAX_WHAT_CHARS), default=0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In what the models differ that ranks wrap in DDP together, by what guard noted before the constructor failed."""
+"""Find how models differ that ranks wrap in DDP together, from guard's notes before the constructor failed."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from ddpilot.watch.words import lay_out, merge_rows, place_of, say_place
 _MESSAGES = ("DDP expects same model across all ranks", "of the same param in process 0")
 _MAX_NAMED = 4
 _Parameters = Mapping[str, tuple[Any, str, bool]]
-"""By name: shape, dtype, and whether it takes gradients."""
+"""By name: shape, dtype, and True if it requires gradients."""
 
 
 class WrapDifference(NamedTuple):
-    """What parts the models."""
+    """How the models differ."""
 
     code: str
     ranks: tuple[int, ...]
-    """Those that differ from the most; of two the second."""
+    """The ranks that differ from the majority; of two ranks the second."""
     why: str
     lines: Mapping[int, Frame | None]
     """Where each rank wraps its model."""
 
 
 def explain_wraps(view: JobView) -> Finding | None:
-    """The finding where DDP has refused models because they differ; None where that is not noted."""
+    """Return the finding if DDP rejected models because they differ; None if guard noted no difference."""
     errors = [seen.error.message for seen in view.ranks.values() if seen.error is not None]
     if not any(message in error for error in errors for message in _MESSAGES):
         return None
@@ -54,7 +54,7 @@ def explain_wraps(view: JobView) -> Finding | None:
 
 
 def find_wrap_difference(view: JobView) -> WrapDifference | None:
-    """Of the models that ranks began to wrap last, after as many collectives of one group; None where none differs."""
+    """Compare the models that ranks wrapped last, after the same number of collectives of one group; None if equal."""
     notes = {rank: note for rank, seen in view.ranks.items() if (note := _newest(seen.journal)) is not None}
     keys = {rank: (note["group"], note["at"]) for rank, note in notes.items()}
     together = max((sorted(r for r in keys if keys[r] == key) for key in keys.values()), key=len, default=[])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All rules together: entries in, findings out."""
+"""Run all rules: feed them entries and collect their findings."""
 
 from __future__ import annotations
 
@@ -68,23 +68,24 @@ RULES_OF_ONE_RANK: tuple[Callable[[RuleContext], Rule], ...] = (
     NotAwaited,
     NotMember,
 )
-"""Those that look at each rank by itself: where ranks of other nodes are out of sight, a comparison would miss them."""
+"""Rules that examine each rank separately; used alone if the ranks of other nodes cannot be seen."""
 
 RULES_OF_SEVERAL_RANKS = tuple(rule for rule in RULES if rule not in RULES_OF_ONE_RANK)
-"""Those that compare ranks."""
+"""Rules that compare ranks."""
 
 
 def rules_for(world_size: int, ranks: Iterable[int]) -> tuple[Callable[[RuleContext], Rule], ...]:
-    """Every rule where all of the job's ranks are in sight, which are `ranks`; else those that compare none."""
+    """Return all rules if `ranks` are all ranks of the job, else those that do not compare ranks."""
     return RULES if len(set(ranks)) == world_size else RULES_OF_ONE_RANK
 
 
 class RuleBook:
-    """Every rule, for a job of `world_size` ranks. What is found again is returned again: `Told` knows what was told.
+    """All rules for a job of `world_size` ranks. Repeated findings are returned again; `Told` filters them.
 
-    `log`: what a rank's ring holds now, asked only before something is said; without it rules that need to know which
-    collectives ran say nothing. `sources`: the user's texts that lie in no file, by name. `rules`: others than all.
-    `has_all_logs`: whether what has no `log` has none at all, or it may be on another machine.
+    `log`: returns what a rank's ring holds; called only before a finding is reported. Without it, rules that need to
+    know which collectives ran report nothing. `sources`: returns by name the user's sources that are not in a file.
+    `rules`: replaces the default, all rules. `has_all_logs`: True if a rank without a `log` has no ring; False if it
+    may be on a different machine.
     """
 
     def __init__(
@@ -99,10 +100,10 @@ class RuleBook:
         context = RuleContext(world_size=world_size, log=log, has_all_logs=has_all_logs, sources=sources)
         self._rules = [make(context) for make in rules]
         self.faults: list[str] = []
-        """Errors of rules, in words: such a rule is off from then on."""
+        """Errors raised by rules, as text; such a rule is disabled afterwards."""
 
     def feed(self, by_rank: Mapping[int, Iterable[Entry]], now_ns: int) -> list[Finding]:
-        """What is found after these entries of the ranks, each rank's in their order. `now_ns`: on CLOCK_MONOTONIC."""
+        """Return the findings after these entries, which are in order for each rank. `now_ns`: on CLOCK_MONOTONIC."""
         found: list[Finding] = []
         for rank, entries in by_rank.items():
             for entry in entries:
@@ -114,7 +115,7 @@ class RuleBook:
         return found
 
     def finish(self, now_ns: int) -> list[Finding]:
-        """What can be said at the end, when the ranks have ended and all their entries have been fed."""
+        """Return the last findings, after the ranks have ended and all their entries have been fed."""
         found: list[Finding] = []
         for rule in tuple(self._rules):
             found += self._ask(rule, partial(rule.finish, now_ns))
@@ -123,7 +124,7 @@ class RuleBook:
     def _ask(self, rule: Rule, question: Callable[[], Iterable[Finding]]) -> list[Finding]:
         try:
             return list(question())
-        except Exception as error:  # noqa: BLE001 - one rule's error is no reason to miss what others see
+        except Exception as error:  # noqa: BLE001 - an error in one rule must not hide the findings of the others
             self._rules.remove(rule)
             self.faults.append(f"rule {'/'.join(rule.codes)} is off: {type(error).__name__}: {error}")
             return []

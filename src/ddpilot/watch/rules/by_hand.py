@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A program that averages gradients by itself, without DDP, and leaves some of them out."""
+"""Programs that average gradients themselves, without DDP, and omit some of them."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from ddpilot.watch.rules.moment import Moment
 
 Units = Mapping[int, Mapping[str, Any]]
-"""What each rank noted of the same optimizer's parameters."""
+"""By rank: the description of the same optimizer's parameters that the rank noted."""
 
 _AVERAGING = ("reduce", "gather", "broadcast")
 _MAX_LINES = 3
 
 
 class Averaged:
-    """Parameters of one optimizer whose gradients and values are alike on all ranks, in the optimizer's order.
+    """Parameters of one optimizer whose gradients and values are equal on all ranks, in the optimizer's order.
 
-    `are_weights_apart`: the gradients alone.
+    `are_weights_apart`: True if only the gradients need to be equal.
     """
 
     def __init__(self, units: Units, moment: Moment, *, are_weights_apart: bool = False) -> None:
@@ -43,18 +43,18 @@ class Averaged:
             if name not in apart and gradient != 0
         ]
         self.least = sum(size for size, gradient in members if gradient)
-        """Elements of those that have a gradient for sure."""
+        """Number of elements of those that certainly have a gradient."""
         self._ends = {0, *accumulate(size for size, _ in members)}
 
     def covers(self, num_elements: int) -> bool:
-        """Whether so many elements are one of the gradients, or several in a row as one tensor."""
+        """Return True if `num_elements` is the size of one gradient, or of several consecutive ones as one tensor."""
         return any(end + num_elements in self._ends for end in self._ends)
 
 
 def find_averaging(log: RankLog, since_ns: int, until_ns: int, averaged: Sequence[Averaged]) -> Line | None:
-    """Where the program averages these gradients, all of them, in a step that lasted from `since_ns` to `until_ns`.
+    """Return the line that averages all of these gradients in a step that lasted from `since_ns` to `until_ns`.
 
-    None where it exchanges something else too that is no metric: then it may be parts of one model that talk.
+    None if the program also exchanges something else that is not a metric: the ranks may then hold parts of one model.
     """
     known: dict[int, bool] = {}
     num_averaged, line = 0, None
@@ -82,7 +82,7 @@ def _between(log: RankLog, since_ns: int, until_ns: int) -> Iterator[Collective]
 
 
 def tell_left_out(units: Units, first: Moment, proof: Moment, line: Line) -> Finding:
-    """Parameters that the program leaves out when it averages gradients at `line`: they differ at `proof`."""
+    """Return the finding for parameters, different at `proof`, that the program omits when averaging at `line`."""
     rank = min(proof.steps)
     unit = units[rank]
     called = dict(zip(unit["names"], unit["called"], strict=True))
@@ -113,7 +113,7 @@ def tell_left_out(units: Units, first: Moment, proof: Moment, line: Line) -> Fin
 
 
 def tell_unlike(units: Units, proof: Moment, line: Line, num_checked: int) -> Finding:
-    """Weights that were never the same, of which the program averages the gradients at `line`."""
+    """Return the finding for weights that were never equal while the program averages their gradients at `line`."""
     unit = units[min(proof.steps)]
     called = dict(zip(unit["names"], unit["called"], strict=True))
     differing = list(proof.difference.parameters.items())

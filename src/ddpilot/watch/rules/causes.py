@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each cause of ranks growing apart is called, why it happens, and what to do."""
+"""The causes of diverging ranks: name, reason and fix of each."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Cause(NamedTuple):
-    """A code with its words."""
+    """A code with its texts."""
 
     code: str
     name: str
@@ -152,4 +152,4 @@ LOCAL = {
     "twice": TWICE,
     "bypass": BYPASS,
 }
-"""By why a probe says that a backward was not reduced."""
+"""By the reason a probe gives for a backward that was not reduced."""

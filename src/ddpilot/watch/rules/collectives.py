@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DDP222 and DDP223: a collective whose result is used before it is there, and one that does nothing here."""
+"""DDP222 and DDP223: a collective whose result is used before it completes, and one that does nothing on this rank."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ddpilot.watch.rules.waiting import WaitingRule
 
 
 class NotAwaited(WaitingRule):
-    """Says what a probe noted: the work of an asynchronous collective was thrown away, and its tensor used."""
+    """Reports asynchronous collectives whose work was discarded and whose tensor was used, as noted by a probe."""
 
     codes: tuple[str, ...] = ("DDP222",)
     kinds: tuple[str, ...] = ("not_awaited",)
 
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
-        """What `rank` noted."""
+        """See `Rule.feed`."""
         self._waiting.put(line_of(entry.values["site"]), rank, entry.values, entry.time_ns)
         return ()
 
@@ -47,13 +47,13 @@ class NotAwaited(WaitingRule):
 
 
 class NotMember(WaitingRule):
-    """Says what a probe noted: torch passed over a collective, since this rank is not in its group."""
+    """Reports collectives that torch skipped because this rank is not in their group, as noted by a probe."""
 
     codes: tuple[str, ...] = ("DDP223",)
     kinds: tuple[str, ...] = ("not_member",)
 
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
-        """What `rank` noted."""
+        """See `Rule.feed`."""
         self._waiting.put(line_of(entry.values["site"]), rank, entry.values, entry.time_ns)
         return ()
 

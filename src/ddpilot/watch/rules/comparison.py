@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same model and optimizer on several ranks, step by step: do they stay alike, and if not, since when and why."""
+"""Compare one model and optimizer on several ranks step by step, and find since when and why they differ."""
 
 from __future__ import annotations
 
@@ -24,30 +24,31 @@ from ddpilot.watch.rules.steps_taken import MAX_STEPS, Skipped, StepsTaken
 from ddpilot.watch.rules.telling import tell_divergence
 
 NUM_LOCAL_STEPS = 16
-"""Steps without a reduction by DDP that may be meant (local SGD averages parameters from time to time), though nothing
-says so: DDP was passed by."""
+"""Steps without a reduction by DDP that are tolerated before a bypass of DDP is reported.
+Local SGD skips reductions for a while.
+"""
 
 NUM_FREE_STEPS = 50
-"""The same for parameters that no DDP model has, and for steps that are in `no_sync` as a whole."""
+"""The same for parameters without a DDP model, and if all steps are in `no_sync`."""
 
 NUM_SINGLE_STEPS = 5
-"""Steps that one rank takes after reductions that another took part in, which takes none."""
+"""Steps that some ranks take, after reductions by all ranks, before the others' missing steps are reported."""
 
 WAIT_NS = 300_000_000
-"""How long a rank that has not noted a moment yet is waited for before the others are compared."""
+"""How long to wait for ranks that have not noted a step yet before the others are compared."""
 
 NUM_UNLIKE = 5
-"""Checked steps in a row with the same gradients and different weights."""
+"""Consecutive checked steps with equal gradients and different weights before these are reported."""
 
 _MAX_REDUCED = 3
-"""Found so often to be averaged otherwise, it is meant, and not asked again."""
+"""Averaging found this often by other means than DDP is intended, and not checked again."""
 
 _MAX_ASKED = 8
-"""Logs that are searched for averaging by hand, which takes milliseconds each."""
+"""Maximum number of logs searched for averaging by the program; each search takes milliseconds."""
 
 
 class Comparison:
-    """All that is known of the ranks' units with the same `key`. `all_of_job` gives those of every key."""
+    """Compares the units of all ranks that have the same `key`. `all_of_job` returns the comparisons of all keys."""
 
     def __init__(
         self, key: tuple[Any, ...], context: RuleContext, all_of_job: Callable[[], Iterable[Comparison]] = tuple
@@ -58,7 +59,7 @@ class Comparison:
         self.loads: dict[int, Entry] = {}
         self.passes = PassesBegun()
         self.is_over = False
-        """Nothing more is said: it has been, or differences are meant."""
+        """True if nothing more is reported: there was a finding, or differences are intended."""
         self._context = context
         self._moments: OrderedDict[When, Moment] = OrderedDict()
         self._waiting: dict[When, Moment] = {}
@@ -76,23 +77,23 @@ class Comparison:
         self._never_exchanges: bool | None = None
         self._weighed: Moment | None = None
         self.alike_at = 0
-        """The newest step at which parameters were the same on all ranks; 0 where they never were."""
+        """The newest step at which parameters were the same on all ranks; 0 if they never were."""
 
     @property
     def is_free(self) -> bool:
-        """Whether no DDP model has these parameters."""
+        """True if no DDP model has these parameters."""
         return bool(self.key[0] == "free")
 
     def describe(self, rank: int, unit: dict[str, Any]) -> None:
-        """What `rank` says of its unit."""
+        """Set the description of the unit of `rank`."""
         self.units[rank] = unit
 
     def loaded(self, rank: int, entry: Entry) -> None:
-        """`rank` loaded a state dict into the model after it was wrapped."""
+        """Note that `rank` loaded a state dict into the model after it was wrapped."""
         self.loads[rank] = entry
 
     def step(self, rank: int, entry: Entry) -> None:
-        """`rank` is about to take a step."""
+        """Add a step that `rank` is about to take."""
         if self.is_over:
             return
         if entry.values.get("silent"):
@@ -111,7 +112,7 @@ class Comparison:
             self._waiting.pop(self._moments.popitem(last=False)[0], None)
 
     def arrived(self, rank: int, entry: Entry) -> None:
-        """The fingerprint of a step of `rank` has come from its device."""
+        """Add the fingerprint of a step of `rank` that has been copied from its device."""
         moment = self._expected.pop((rank, entry.values["n"]), None)
         if moment is not None and not moment.is_compared:
             step = moment.steps[rank]
@@ -119,7 +120,7 @@ class Comparison:
             moment.arrived_ns = entry.time_ns
 
     def last(self, rank: int, entry: Entry) -> Iterator[Finding]:
-        """`rank` may take no step any more, and says what parameters were before its newest."""
+        """Add a sample of the parameters before the newest, possibly last, step of `rank`; compare once complete."""
         self._last[rank] = (self._taken.newest_of(rank), entry)
         if self.is_over or len(self._last) < self._num_ranks():
             return
@@ -132,7 +133,7 @@ class Comparison:
                 yield finding
 
     def judge(self, now_ns: int | None) -> Iterator[Finding]:
-        """What is new. `now_ns`: None between two looks, when only what all ranks have noted is compared."""
+        """Yield new findings. `now_ns`: None to compare only steps that all ranks have noted."""
         if self.is_over:
             return
         for moment in self._ready(now_ns):
@@ -146,7 +147,7 @@ class Comparison:
             yield finding
 
     def finish(self) -> Iterator[Finding]:
-        """What is left to say when no rank will take another step."""
+        """Yield the remaining findings when no rank will take another step."""
         moment = self._first_bad
         if self.is_over or moment is None:
             return
@@ -163,7 +164,7 @@ class Comparison:
             yield finding
 
     def end(self) -> None:
-        """Say nothing more."""
+        """Stop the comparison and free its state."""
         self.is_over = True
         self._moments.clear()
         self._waiting.clear()
@@ -172,7 +173,7 @@ class Comparison:
         self._taken.clear()
 
     def _ready(self, now_ns: int | None) -> list[Moment]:
-        """Moments of which enough ranks have a fingerprint, oldest first."""
+        """Return the steps for which enough ranks have a fingerprint, oldest first."""
         ready = []
         for when, moment in list(self._waiting.items()):
             num = sum("f" in step.values for step in moment.steps.values())
@@ -188,7 +189,7 @@ class Comparison:
         return self._context.world_size if group == "world" else len(group.split(","))
 
     def _weigh(self, moment: Moment) -> Finding | None:
-        """Compare the ranks at `moment`; a finding where that is the proof."""
+        """Compare the ranks at `moment`; return a finding if it proves a divergence."""
         fingerprints = {rank: step.values["f"] for rank, step in moment.steps.items() if "f" in step.values}
         names = {rank: moment.units[rank]["names"] for rank in fingerprints}
         moment.difference = difference = compare(names, fingerprints)
@@ -200,7 +201,7 @@ class Comparison:
             return finding
         if not difference.parameters:
             if self._is_apart and not moment.is_reduced:
-                self.end()  # the program makes them equal again by itself, and will next time
+                self.end()  # the program makes them equal again itself, and will do so next time
                 return None
             self._first_bad = moment if difference.gradients else None
             self._num_local = 0
@@ -220,8 +221,8 @@ class Comparison:
         return None
 
     def _weigh_last(self, moment: Moment, lasts: dict[int, Entry]) -> Finding | None:
-        """A finding where parameters that were alike at a step before differ in the few elements that are kept of the
-        last one, which DDP reduced. Nothing follows from what is alike: it is a small part.
+        """Return a finding if parameters that were equal at an earlier step differ in the sample of the last one.
+        DDP must have reduced the last step. Equal samples prove nothing: they are a small part of the parameters.
         """
         if (
             self.is_free
@@ -252,13 +253,13 @@ class Comparison:
             )
         if moment.is_reduced:
             return True
-        # Whole rounds in no_sync are how local SGD is written; they may be long.
+        # Local SGD is written with all steps in no_sync, possibly many of them.
         is_asked_for = self._cause(self._first_bad or moment) is causes.NO_SYNC
         needed = NUM_FREE_STEPS if is_asked_for else NUM_LOCAL_STEPS
         return self._num_local >= needed and not self._is_reduced_otherwise()
 
     def _num_free_steps(self) -> int:
-        """Fewer where the program has thrown a DDP wrapper away, or nothing in it says that ranks ever exchange."""
+        """Return fewer steps if the program discarded a DDP wrapper, or if nothing in its source exchanges anything."""
         if self._num_local < NUM_LOCAL_STEPS:
             return NUM_LOCAL_STEPS
         if self._never_exchanges is None:
@@ -269,15 +270,15 @@ class Comparison:
         return NUM_LOCAL_STEPS if self._never_exchanges else NUM_FREE_STEPS
 
     def _is_one_model(self, moment: Moment) -> bool:
-        """Whether no DDP model has these parameters, which began alike and got gradients that are not."""
+        """True if no DDP model has these parameters, which began equal and got different gradients."""
         return self.is_free and bool(self._began_alike and moment.difference.gradients and not moment.rates)
 
     def averaged(self) -> Averaged | None:
-        """What was alike at the newest moment of which there are fingerprints; None where there is none."""
+        """Return the parameters that were equal at the newest comparison; None if there was none."""
         return Averaged(self._weighed.units, self._weighed) if self.is_free and self._weighed else None
 
     def _left_out(self, *, at_end: bool = False) -> Finding | None:
-        """What is said where the program averages gradients by itself, and forgets some; asked a few times only."""
+        """Return the finding if the program averages gradients itself and omits some; searches only a few times."""
         first, last = self._first_bad, self._weighed
         own = self.averaged()
         if own is None or first is None or last is None or not self._is_one_model(first):
@@ -291,7 +292,7 @@ class Comparison:
         return None if line is None else tell_left_out(last.units, first, last, line)
 
     def _find_averaging(self, moment: Moment, averaged: Sequence[Averaged]) -> Line | None:
-        """Where the program averages these gradients before the step at `moment`."""
+        """Return the line at which the program averages these gradients before the step at `moment`."""
         for rank, step in moment.steps.items() if averaged and self._num_asked < _MAX_ASKED else ():
             steps = [each.steps[rank].time_ns for each in self._moments.values() if rank in each.steps]
             since_ns = max((at_ns for at_ns in steps if at_ns < step.time_ns), default=None)
@@ -301,7 +302,7 @@ class Comparison:
         return None
 
     def _unlike(self, moment: Moment) -> Finding | None:
-        """What is said where the program averages gradients by itself, of weights that have differed from the start."""
+        """Return the finding if the program averages gradients itself and the weights have differed from the start."""
         if self._began_alike or moment.difference.gradients or not moment.difference.parameters:
             self._num_unlike = 0
             return None
@@ -340,14 +341,14 @@ class Comparison:
         return causes.UNKNOWN if has_backward or not any(events) else causes.NO_BACKWARD
 
     def _step_of_some(self, now_ns: int) -> Finding | None:
-        """Ranks that never took a step with an optimizer that others have taken several with."""
+        """Return the finding for ranks that took no step with an optimizer with which others took several."""
         if self.is_free or not self._taken.ranks:
             return None
         group = range(self._context.world_size) if self.key[1] == "world" else _ranks(self.key[1])
         steps = [moment for moment in self._moments.values() if moment.is_reduced]
         if len(self._taken.ranks) >= len(group) or len(steps) < NUM_SINGLE_STEPS:
             return None
-        # The others have taken part in the reductions before all steps but the last; their notes may come late.
+        # The other ranks took part in the reductions before all but the last step; their notes may be late.
         if now_ns - steps[0].begun_ns < WAIT_NS or self._is_reduced_otherwise():
             return None
         absent = tuple(rank for rank in group if rank not in self._taken.ranks)
@@ -355,7 +356,7 @@ class Comparison:
         return tell_divergence(causes.STEP, self, steps[0], steps[-1], skipped=skipped)
 
     def _is_reduced_otherwise(self) -> bool:
-        """Whether other collectives may have averaged what DDP did not; also where that is not known."""
+        """True if other collectives may have averaged what DDP did not, or if that is unknown."""
         largest = max(unit["largest"] for unit in self.units.values())
         since = self._first_bad.steps if self._first_bad else {}
         logs = {rank: log for rank in self._taken.ranks if (log := self._context.log(rank)) is not None}
@@ -366,12 +367,12 @@ class Comparison:
             if may_be_reduced(log, since_ns, largest) or self._talks(log, since_ns):
                 self._num_reduced += 1
                 if self._num_reduced >= _MAX_REDUCED:
-                    self.end()  # it is meant so, and asking takes time
+                    self.end()  # it is intended, and checking takes time
                 return True
         return False
 
     def _talks(self, log: RankLog, since_ns: int) -> bool:
-        """Whether these are parts of one model: in every other step or more the program exchanges what they compute."""
+        """True if the ranks hold parts of one model: in at least every second step they exchange what these compute."""
         if not self.is_free:
             return False
         num_steps = self._taken.newest - (self._count(self._first_bad) if self._first_bad else 0)

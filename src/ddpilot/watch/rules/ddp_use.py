@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Uses of DDP, or of what stands beside it, that cost time or do not do what they say."""
+"""Uses of DDP, or of alternatives to it, that cost time or have no effect."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ddpilot.watch.rules.newest import Newest
 from ddpilot.watch.rules.rule import PromptRule, RuleContext, line_of, place_of
 
 NUM_IN_VAIN = 2
-"""Backwards in `no_sync` that were reduced all the same, before that is said."""
+"""Number of backwards reduced despite `no_sync` before the warning."""
 
 _AGAIN_AFTER = 16
-"""After so many more it is said again: in a session they may be another cell's."""
+"""The warning is repeated after this many more: in a session they may belong to a different cell."""
 
 
 class NoSyncInVain(PromptRule):
-    """`no_sync` around a backward whose forward ran outside of it."""
+    """DDP328: `no_sync` around a backward whose forward ran outside of it."""
 
     codes = ("DDP328",)
     kinds = ("step",)
@@ -30,7 +30,7 @@ class NoSyncInVain(PromptRule):
         self._num: Newest[tuple[int, tuple[str, int]], int] = Newest(256)
 
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
-        """As `Rule.feed`."""
+        """See `Rule.feed`."""
         site = entry.values.get("vain")
         if not site:
             return
@@ -53,13 +53,13 @@ class NoSyncInVain(PromptRule):
 
 
 class DataParallel(PromptRule):
-    """`nn.DataParallel` trains in a job of several ranks."""
+    """DDP330: `nn.DataParallel` trains in a job of several ranks."""
 
     codes = ("DDP330",)
     kinds = ("data_parallel",)
 
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
-        """As `Rule.feed`."""
+        """See `Rule.feed`."""
         yield Finding(
             code="DDP330",
             name="data-parallel",
@@ -74,7 +74,7 @@ class DataParallel(PromptRule):
 
 
 class NeedlessFindUnused(PromptRule):
-    """`find_unused_parameters=True` for a model that uses all of them."""
+    """DDP502: `find_unused_parameters=True` for a model that uses all of its parameters."""
 
     codes = ("DDP502",)
     kinds = ("unused",)
@@ -84,7 +84,7 @@ class NeedlessFindUnused(PromptRule):
         self._needless: Newest[tuple[str, str], set[int]] = Newest(256)
 
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
-        """As `Rule.feed`."""
+        """See `Rule.feed`."""
         values = entry.values
         ranks = self._needless.setdefault((values["group"], values["ordinal"]), set())
         if not values["num_bytes"]:
@@ -105,7 +105,7 @@ class NeedlessFindUnused(PromptRule):
 
 
 class _Failure(NamedTuple):
-    """A failure of DDP's forward because of some parameters. `said`: of one of them, and of several."""
+    """A failure of DDP's forward because of some parameters. `said`: the text for one parameter, and for several."""
 
     code: str
     name: str
@@ -136,13 +136,13 @@ _FAILURES = {
 
 
 class GradientsMissing(PromptRule):
-    """DDP failed because it waits for gradients that do not come: of which parameters, frozen ones or others."""
+    """DDP308 and DDP310: DDP failed because gradients of frozen or unused parameters are missing."""
 
     codes = tuple(failure.code for failure in _FAILURES.values())
     kinds = tuple(_FAILURES)
 
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
-        """As `Rule.feed`."""
+        """See `Rule.feed`."""
         names, num = entry.values["names"], entry.values["num"]
         failure = _FAILURES[entry.kind]
         one, several = failure.said

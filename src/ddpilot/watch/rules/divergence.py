@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that grow apart: their parameters differ at the same moment of training, and why."""
+"""Find ranks that diverge: parameters that differ at the same moment of training, and why."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MAX_UNITS = 256
 
 
 class Divergence:
-    """Compares, for each DDP model and optimizer, the fingerprints that ranks took between the same two collectives."""
+    """Compares, per DDP model and optimizer, the fingerprints that ranks took between the same two collectives."""
 
     codes = (
         *dict.fromkeys(cause.code for cause in LOCAL.values()),
@@ -39,7 +39,7 @@ class Divergence:
         self._told_order: Newest[tuple[str, str], None] = Newest(_MAX_UNITS)
 
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
-        """As `Rule.feed`."""
+        """See `Rule.feed`."""
         if entry.kind == "ddp":
             return self._compare_order(rank, entry.values)
         if entry.kind in ReducedOrder.kinds:
@@ -72,18 +72,18 @@ class Divergence:
         first, names = self._orders.setdefault(key, (rank, values["names"]))
         if names == values["names"] or sorted(names) != sorted(values["names"]) or key in self._told_order:
             return []
-        self._told_order[key] = None  # all else follows from it
+        self._told_order[key] = None  # all other differences are consequences
         for comparison in self._comparisons.values():
             if comparison.key[1:3] == key:
                 comparison.end()
         return [tell_order(first, names, rank, values)]
 
     def look(self, now_ns: int) -> Iterable[Finding]:
-        """As `Rule.look`."""
+        """See `Rule.look`."""
         return self._judge(now_ns)
 
     def finish(self, now_ns: int) -> Iterator[Finding]:
-        """As `Rule.finish`."""
+        """See `Rule.finish`."""
         yield from self._judge(now_ns + 10**12)
         for comparison in self._comparisons.values():
             yield from self._open(comparison).finish()
@@ -93,7 +93,7 @@ class Divergence:
             yield from self._open(comparison).judge(now_ns)
 
     def _open(self, comparison: Comparison) -> Comparison:
-        """The same; over where no DDP model has these parameters, and each rank trains on a fold of its own."""
+        """Return `comparison`, ended if no DDP model has its parameters and each rank trains on a fold of its own."""
         if comparison.is_free and self._parts.overlap:
             comparison.end()
         return comparison
@@ -117,8 +117,8 @@ class Divergence:
         self._of_unit[rank, values["u"]] = comparison
 
     def _has_another(self, key: tuple[Any, ...], names: list[str]) -> bool:
-        """Whether these parameters are a copy that a rank trains for a while: their optimizer is made again and again,
-        or a DDP model has the same shapes.
+        """True if these parameters belong to a temporary copy of a model.
+        Their optimizer is created repeatedly, or a DDP model has the same shapes. Ends earlier comparisons of the copy.
         """
         again = [each for of_key, each in self._comparisons.items() if of_key[:-1] == key[:-1]]
         for each in again:

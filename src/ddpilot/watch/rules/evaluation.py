@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DDP405 and DDP406: an evaluation that has samples twice, and a mean of means of unequal parts."""
+"""DDP405 and DDP406: an evaluation that counts samples twice, and a mean of means over unequal numbers of samples."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from ddpilot.watch.rules.waiting import WaitingRule
 _MAX_PASSES = 4096
 _OF_TORCH = ("SequentialSampler", "RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler", "DistributedSampler")
 _MAX_SAMPLES = 5000
-"""Beyond, float32 no longer tells which quotients have this denominator."""
+"""With more samples, float32 cannot show which quotients have this denominator."""
 
 
 class PaddedEvaluation(WaitingRule):
-    """A DistributedSampler that repeats samples for equal parts, gone over without gradients.
+    """Reports samplers that pad the ranks' parts with repeated samples, if iterated without gradients.
 
-    So may a sampler of the program's own: that is told by the number of samples that the ranks have read of other parts
-    of the dataset, all of them as many, and together some more than there are.
+    For DistributedSampler, the padding is known. A sampler of the program's own is recognized if all ranks read equally
+    many samples of different parts, together slightly more than the dataset has.
 
-    Nothing is said of a loader that has trained a model; nor where the ranks gather something as long as a batch after
-    it, since they may have cut the repeated ones off.
+    A loader that has trained a model is not reported, nor one after which the ranks gather something as long as a
+    batch: they may have removed the repeated samples.
     """
 
     codes: tuple[str, ...] = ("DDP405",)
@@ -45,7 +45,7 @@ class PaddedEvaluation(WaitingRule):
         self._training: Newest[tuple[int, int], None] = Newest(_MAX_PASSES)
 
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
-        """What `rank` noted."""
+        """See `Rule.feed`."""
         values = entry.values
         key = (rank, values["loader"], values["pass"])
         if entry.kind == "loader_pass":
@@ -57,13 +57,13 @@ class PaddedEvaluation(WaitingRule):
             if key in self._passes:
                 self._passes[key]["order"] = values["order"]
         elif key[:2] in self._training:
-            self._passes.pop(key, None)  # what it trains on may be gone over for statistics of BatchNorm
+            self._passes.pop(key, None)  # training data may be iterated again for statistics of BatchNorm
         elif values["evaluates"] and (facts := self._passes.pop(key, None)):
             self._waiting.put(line_of(facts.get("site")), rank, {**facts, "read": values["samples"]}, entry.time_ns)
         return ()
 
     def _gather_samples(self, by_rank: Mapping[int, Mapping[str, Any]]) -> bool:
-        """Whether two of the ranks, of which it can be seen, have gathered something as long as a batch since then."""
+        """True if one of two visible ranks has gathered something as long as a batch since the pass began."""
         logs = ((self._context.log(rank), facts) for rank, facts in by_rank.items())
         seen = list(islice(((log, facts) for log, facts in logs if log is not None), 2))
         if not seen:
@@ -106,7 +106,7 @@ def _num_repeated(facts: Mapping[str, Any]) -> int:
     replicas = sampler.get("replicas")
     if not samples or not replicas or sampler.get("drop_last") is not False:
         return 0
-    if sampler.get("even_batches"):  # Accelerate's: each rank gets as many batches, all of them full
+    if sampler.get("even_batches"):  # Accelerate's: each rank gets the same number of full batches
         part = 0 if sampler.get("split_batches") else replicas * (facts.get("size") or 0)
         return -samples % part if part else 0
     padding = -samples % replicas
@@ -114,20 +114,20 @@ def _num_repeated(facts: Mapping[str, Any]) -> int:
 
 
 def _is_own_part(facts: Mapping[str, Any]) -> bool:
-    """Whether a sampler of the program's own gives a part of the dataset, of which it is not known which."""
+    """True if a sampler of the program's own takes a part of the dataset, and it is unknown which."""
     sampler, samples = facts.get("sampler") or {}, facts.get("samples")
     is_own = sampler.get("kind") not in _OF_TORCH and "even_batches" not in sampler
     return bool(samples and is_own and sampler.get("length") and sampler["length"] < samples)
 
 
 def _num_read_again(by_rank: Mapping[int, Mapping[str, Any]], world_size: int) -> int:
-    """How many samples the ranks have read beyond all that there are; 0 where that is no padding."""
+    """Return the number of samples that the ranks read beyond the size of the dataset; 0 if that is not padding."""
     first = next(iter(by_rank.values()))
     if len(by_rank) < world_size or len({(facts["samples"], facts["read"]) for facts in by_rank.values()}) > 1:
         return 0
     orders = {facts.get("order") for facts in by_rank.values()}
     if None in orders or len(orders) < world_size:
-        return 0  # ranks that read the same are no parts
+        return 0  # ranks that read the same samples have no separate parts
     more = world_size * first["read"] - first["samples"]
     return more if 0 < more < world_size * (first.get("size") or 1) else 0
 
@@ -137,22 +137,22 @@ def _num_elements(tensors: Iterable[Any]) -> int:
 
 
 class MeanOfMeans(WaitingRule):
-    """Numbers that the ranks bring together after an evaluation in which they had unequal numbers of samples.
+    """Reports numbers that the ranks combine after an evaluation with unequal numbers of samples.
 
-    Told are averages of one number, and sums or gathers of one quotient whose denominator is the rank's own count.
-    Objects that are gathered may be shown one by one: of these it is told where the program takes their mean.
+    These are averages of one number, and sums or gathers of one quotient whose denominator is the rank's own count.
+    Gathered objects may be displayed one by one; they are reported only if the program takes their mean.
     """
 
     codes: tuple[str, ...] = ("DDP406",)
     kinds: tuple[str, ...] = ("collected",)
-    waits_for_more = True  # until they all had the time to collect the counts
+    waits_for_more = True  # until all ranks have had time to collect the counts
 
     def __init__(self, context: RuleContext) -> None:
         super().__init__(context)
         self._collected: Newest[tuple[int, int, int], list[Any]] = Newest(_MAX_PASSES)
 
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
-        """What `rank` noted."""
+        """See `Rule.feed`."""
         values = entry.values
         key = (values["loader"], values["pass"])
         mine = self._collected.setdefault((rank, *key), [])
@@ -194,7 +194,7 @@ def _is_average(found: Mapping[int, Any]) -> bool:
 
 
 def _are_quotients(found: Mapping[int, Any], samples: Mapping[int, int]) -> bool:
-    """Whether each rank's value is a part of its own count, and not of the count of all."""
+    """True if the values are quotients by the ranks' own numbers of samples, and not by the total."""
     in_all = sum(samples.values())
     own = [one["value"] for rank, one in found.items() if _is_near_integer(one["value"] * samples[rank], 1e-3)]
     broken = [value for value in own if 0 < value < 1]
@@ -203,7 +203,7 @@ def _are_quotients(found: Mapping[int, Any], samples: Mapping[int, int]) -> bool
 
 
 def _are_batch_means(found: Mapping[int, Any], samples: Mapping[int, int]) -> bool:
-    """Whether each rank's value is the mean of its batches' means, of which the last batch has fewer samples."""
+    """True if each rank's value is the mean of its batches' means, with a smaller last batch."""
     in_all = sum(samples.values())
     num_sure = 0
     for rank, one in found.items():
@@ -214,7 +214,7 @@ def _are_batch_means(found: Mapping[int, Any], samples: Mapping[int, int]) -> bo
         parts = num * math.lcm(whole, last)
         if parts > _MAX_SAMPLES or not _is_near_integer(value * parts, 1e-3):
             return False
-        # A simple fraction may be anything, such as a ratio that the program has set.
+        # A simple fraction may be any value, such as a ratio that the program has set.
         is_simple = Fraction(round(value * parts), parts).denominator <= whole
         is_other = any(_is_near_integer(value * number, 1e-2) for number in (samples[rank], in_all))
         num_sure += whole != last and not is_simple and not is_other

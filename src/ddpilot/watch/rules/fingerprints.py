@@ -10,32 +10,33 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 TOLERANCES = {"p": 1e-5, "w": 1e-3, "g": 1e-4}
-"""Relative: of norms of parameters, of weighted sums (which may nearly cancel), of norms of gradients. On machines
-alike the same numbers have the same fingerprint; these leave room for different ones."""
+"""Relative tolerances: norms of parameters (p), weighted sums (w, which may nearly cancel), norms of gradients (g).
+Equal numbers have equal fingerprints on identical machines; the tolerances allow for different machines.
+"""
 
 ALL_SEEN = 64
-"""Of so many parameters and fewer every gradient is looked at."""
+"""Up to this number of parameters, every gradient is examined."""
 
 NOT_SEEN = -1.0
-"""The norm of a gradient that is not there, or was not looked at."""
+"""Norm of a gradient that does not exist or was not examined."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """What differs between ranks at one moment; lines say it with values, by the tensor's name."""
+    """The differences between ranks at one moment: by the tensor's name, a line with the values."""
 
     gradients: Mapping[str, str] = field(default_factory=dict)
     parameters: Mapping[str, str] = field(default_factory=dict)
     ranks: tuple[int, ...] = ()
-    """Those unlike most; all where no two agree more than others."""
+    """The ranks that differ from the majority; all ranks if there is no majority."""
 
 
 def compare(
     names: Mapping[int, Sequence[str]], fingerprints: Mapping[int, Mapping[str, str]], *, of: str = ""
 ) -> Difference:
-    """How `fingerprints`, by rank, differ in the tensors that all these ranks have, `names` being theirs in order.
+    """Compare `fingerprints`, by rank, for the tensors that all ranks have; `names`: by rank, in order.
 
-    `of`: what the numbers are of, where that is not all of a tensor.
+    `of`: the part of the tensors that the numbers describe, if not all of it.
     """
     ranks = sorted(fingerprints)
     first = fingerprints[ranks[0]]
@@ -59,16 +60,16 @@ def compare(
 
 
 def seen_gradients(fingerprint: Mapping[str, str]) -> list[float | None]:
-    """The norm of each parameter's gradient, 0 where it has none; None where it was not looked at."""
+    """Return the norm of each parameter's gradient: 0 if it has none, None if it was not examined."""
     norms = unpack(fingerprint["g"])
     return [(0.0 if len(norms) <= ALL_SEEN else None) if norm == NOT_SEEN else norm for norm in norms]
 
 
 def are_alike(values: Sequence[float], tolerance: float) -> bool:
-    """True if `values` differ by no more than `tolerance`, relative to the largest, or if none of them is finite."""
+    """Return True if `values` differ by at most `tolerance` relative to the largest, or if none of them is finite."""
     finite = [value for value in values if math.isfinite(value)]
     if len(finite) != len(values):
-        return not finite  # NaN everywhere is another matter
+        return not finite  # NaN on all ranks is reported by a different rule
     return max(values) - min(values) <= tolerance * max(map(abs, values))
 
 
@@ -94,5 +95,5 @@ def _odd_ones(looks: Mapping[int, Sequence[object]]) -> tuple[int, ...]:
 
 
 def unpack(text: str) -> array[float]:
-    """The float32 numbers of one row of a fingerprint."""
+    """Decode one row of a fingerprint into float32 numbers."""
     return array("f", base64.b64decode(text))

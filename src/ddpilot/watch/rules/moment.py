@@ -10,7 +10,7 @@ from ddpilot.record.journal import Entry
 from ddpilot.watch.rules.fingerprints import Difference
 
 When = tuple[int, int]
-"""The number of collectives that the group had started, and the how manieth step since the last of them."""
+"""(collectives the group had started, optimizer steps since the last of them)"""
 
 
 @dataclass
@@ -19,38 +19,38 @@ class Moment:
 
     steps: dict[int, Entry] = field(default_factory=dict)
     units: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """What each of them said of its parameters last before: it may say something else for a later step."""
+    """What each rank last noted about its parameters before the step; it may differ for a later step."""
     is_compared: bool = False
     arrived_ns: int = 0
-    """When the newest fingerprint came from its device, after its step had been noted; 0 where none did."""
+    """When the newest fingerprint arrived from its device, after its step was noted; 0 if none did."""
     difference: Difference = field(default_factory=Difference)
 
     def value(self, rank: int, name: str) -> Any:
-        """What `rank` noted as `name`; None where it did not."""
+        """Return the value that `rank` noted as `name`; None if it did not."""
         return self.steps[rank].values.get(name)
 
     @property
     def begun_ns(self) -> int:
-        """When the first of them took it."""
+        """When the first of the ranks took the step."""
         return min(step.time_ns for step in self.steps.values())
 
     @property
     def number(self) -> int:
-        """Of the step."""
+        """The number of the step."""
         return min(int(step.values["n"]) for step in self.steps.values())
 
     @property
     def is_seen(self) -> bool:
-        """Whether all gradients and parameters were looked at, on every rank."""
+        """True if all gradients and parameters were examined, on every rank."""
         return all("f" in step.values for step in self.steps.values())
 
     @property
     def rates(self) -> dict[int, list[float]]:
-        """The ranks' learning rates, where they differ; else empty."""
+        """The ranks' learning rates if they differ; empty otherwise."""
         rates = {rank: step.values["lr"] for rank, step in sorted(self.steps.items()) if step.values.get("lr")}
         return rates if len({tuple(each) for each in rates.values()}) > 1 else {}
 
     @property
     def is_reduced(self) -> bool:
-        """Whether DDP reduced a backward before this step."""
+        """True if DDP reduced a backward before this step."""
         return any("F" in (step.values.get("e") or "") for step in self.steps.values())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What rules keep of a job that may run for weeks."""
+"""A bounded mapping for the state of rules, since a job may run for weeks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ V = TypeVar("V")
 
 
 class Newest(OrderedDict[K, V]):
-    """A mapping that never has more than `limit` keys: a new one takes the place of the oldest."""
+    """A mapping with at most `limit` keys: a new key replaces the oldest."""
 
     def __init__(self, limit: int) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DDP409: weights became NaN or infinite; on which rank that began, in which batch."""
+"""DDP409: weights became NaN or infinite; on which rank it began, and in which batch."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ddpilot.watch.rules.waiting import WaitingRule
 
 
 class NotFinite(WaitingRule):
-    """Says who was first, when an optimizer step has written what is not finite into weights that were.
+    """Reports where it began, once an optimizer step has written non-finite values into finite weights.
 
-    A loss or a gradient alone is no fault: a scaler, or the program, may leave that step out.
+    A non-finite loss or gradient alone is not an error: a scaler, or the program, may skip that step.
     """
 
     codes: tuple[str, ...] = ("DDP409",)
@@ -28,7 +28,7 @@ class NotFinite(WaitingRule):
         self._seen: dict[int, dict[int, Any]] = {}
 
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
-        """What `rank` noted."""
+        """See `Rule.feed`."""
         if entry.kind == "not_finite":
             mine = self._seen.setdefault(rank, {})
             mine[entry.values["backward"]] = entry.values
@@ -39,7 +39,7 @@ class NotFinite(WaitingRule):
         return ()
 
     def _finding(self, spoiled: dict[int, Any]) -> Finding:
-        # A rank whose own loss was finite notices only in its next backward.
+        # A rank whose own loss was finite notices it only in its next backward.
         last = min(values["backward"] for values in spoiled.values())
         firsts = {rank: _begin(mine, last) for rank, mine in self._seen.items() if last in mine}
         begun = min(firsts.values(), default=last)
@@ -69,7 +69,7 @@ class NotFinite(WaitingRule):
 
 
 def _begin(mine: dict[int, Any], last: int) -> int:
-    """The first of the backwards without a gap up to `last`: those of one accumulated step."""
+    """Return the first of the consecutive backwards up to `last`, which belong to one accumulated step."""
     while last - 1 in mine:
         last -= 1
     return last

@@ -13,16 +13,16 @@ from ddpilot.watch.rules.waiting import WaitingRule
 
 
 class OnGraph(WaitingRule):
-    """Says what a probe noted: a backward through a collective, or a sum of losses of several steps with their graphs.
+    """Reports a backward through a collective, or a sum of losses that keeps the graphs of several steps.
 
-    What is reduced after its backward is nobody's loss any more; nothing is said of it.
+    A value that is reduced after its backward is no longer used as a loss, and is not reported.
     """
 
     codes: tuple[str, ...] = ("DDP410",)
     kinds: tuple[str, ...] = ("on_graph",)
 
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
-        """What `rank` noted."""
+        """See `Rule.feed`."""
         values = entry.values
         self._waiting.put((values["case"], line_of(values.get("site"))), rank, values, entry.time_ns)
         return ()

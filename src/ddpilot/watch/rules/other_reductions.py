@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether something else than DDP averages parameters or gradients: local SGD, sharded optimizers, code by hand."""
+"""Detect averaging of parameters or gradients without DDP: local SGD, sharded optimizers, the program's own code."""
 
 from __future__ import annotations
 
@@ -11,30 +11,32 @@ from collections.abc import Iterable, Mapping
 from ddpilot.record.log import Collective, RankLog
 
 MIN_EXCHANGED = 32
-"""Elements of a collective, or of a point-to-point operation, that is no metric: parts of one model in every other step
-talk like this."""
+"""A collective or point-to-point operation of this many elements is not a metric.
+Ranks that hold parts of one model exchange this much in at least every second step.
+"""
 
 _EXCHANGES = re.compile(
     r"reduce|broadcast|gather|scatter|send|recv|exchang|averag|avg(?!_?pool)|sync|merg|mix|shar(e|ing)|gossip|consensus|"
     r"fed|diloco|local_?sgd|outer|ensemble|member|fold|replica|independent|island|population",
     re.IGNORECASE,
 )
-"""Words of programs whose ranks train apart on purpose, for a while or for ever."""
+"""Words in programs whose ranks train separately on purpose, temporarily or permanently."""
 
 
 def is_never_exchanged(files: Iterable[str], texts: Mapping[str, str]) -> bool:
-    """True if the user's `files` are known, and nothing in them suggests that ranks exchange or mean to train apart.
+    """Return True if the user's `files` are known and nothing in them suggests an exchange or separate training.
 
-    `texts`: of those that lie in no file, by name.
+    `texts`: by name, sources that are not in a file.
     """
     sources = [texts.get(file) or "".join(linecache.getlines(file)) for file in files if file]
     return bool(sources) and all(source and not _EXCHANGES.search(source) for source in sources)
 
 
 def may_be_reduced(log: RankLog, since_ns: int, num_elements: int) -> bool:
-    """Whether a collective of no DDP model since `since_ns` moved `num_elements` or more, or may have: it is forgotten.
+    """Return True if a collective outside DDP since `since_ns` moved at least `num_elements`, or may have.
 
-    Point-to-point operations count too: gossip averages with them.
+    It may have if the log no longer reaches back that far. Point-to-point operations count too: gossip averages with
+    them.
     """
     for collective in reversed(log.collectives):
         if collective.start_ns < since_ns:
@@ -45,7 +47,7 @@ def may_be_reduced(log: RankLog, since_ns: int, num_elements: int) -> bool:
 
 
 def num_exchanged(log: RankLog, since_ns: int, num_elements: int) -> int:
-    """How many collectives and point-to-point operations since `since_ns` moved `num_elements` or more, DDP's apart."""
+    """Count collectives and point-to-point operations outside DDP since `since_ns` of at least `num_elements`."""
     count = 0
     for collective in reversed(log.collectives):
         if collective.start_ns < since_ns:

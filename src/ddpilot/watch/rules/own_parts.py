@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that are given overlapping parts of one dataset, as in cross-validation: each trains a model of its own."""
+"""Detect ranks with overlapping parts of one dataset, as in cross-validation: each trains a model of its own."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from ddpilot.record.journal import Entry
 from ddpilot.watch.rules.gathering import Gathering
 
 MIN_TOGETHER = 1.1
-"""Of the samples of the dataset: so many have different parts together, one counted after the other. Shards have as
-many as there are, and a few that are padding."""
+"""Different parts overlap if their sizes add up to at least this multiple of the dataset's size.
+Shards add up to the dataset's size plus a little padding.
+"""
 
 
 class OwnParts:
-    """Looks at the loaders that are read outside of evaluation, and which numbers of their dataset they take."""
+    """Examines the loaders that are read outside of evaluation, and which samples of their dataset they take."""
 
     kinds = ("loader_pass", "batch")
 
@@ -24,10 +25,10 @@ class OwnParts:
         self._passes: Gathering[tuple[int, int], Mapping[str, Any]] = Gathering(64)
         self._read: Gathering[tuple[int, int], bool] = Gathering(64)
         self.overlap = False
-        """Whether parts of the newest pass that all ranks have begun are too large to be shards, and differ."""
+        """True if the parts of the newest pass that all ranks have begun differ and are too large to be shards."""
 
     def feed(self, rank: int, entry: Entry) -> None:
-        """What `rank` noted."""
+        """Add what `rank` noted."""
         key = (entry.values["loader"], entry.values["pass"])
         if entry.kind == "loader_pass":
             self._passes.put(key, rank, entry.values)
@@ -36,7 +37,7 @@ class OwnParts:
 
 
 def _overlap(passes: Mapping[int, Mapping[str, Any]]) -> bool:
-    """Whether different parts have more samples together than what they are parts of. Shards never do."""
+    """True if different parts have more samples in total than their dataset, which shards never have."""
     if any(facts.get("share") is None or "replicas" in (facts["sampler"] or {}) for facts in passes.values()):
         return False
     wholes = {facts["share"][1] for facts in passes.values()}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DDP118 and DDP412: several ranks on one device, and tensors of one rank on several."""
+"""DDP118 and DDP412: several ranks on one device, and tensors of one rank on several devices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ddpilot.watch.rules.waiting import WaitingRule
 
 
 class OneDevice(PromptRule):
-    """Several ranks' parts of one DDP model on the same accelerator of the same machine."""
+    """Reports ranks that hold parts of one DDP model on the same accelerator of the same machine."""
 
     codes: tuple[str, ...] = ("DDP118",)
     kinds: tuple[str, ...] = ("ddp_model",)
@@ -28,7 +28,7 @@ class OneDevice(PromptRule):
         self._judged: Newest[int, None] = Newest(64)
 
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
-        """What `rank` noted."""
+        """See `Rule.feed`."""
         values = entry.values
         found = self._models.put(values["model"], rank, dict(values))
         members = self._members.note(values)
@@ -68,13 +68,13 @@ class OneDevice(PromptRule):
 
 
 class SeveralDevices(WaitingRule):
-    """Says which tensors were on which device, by name, when an operation refused them."""
+    """Reports the names of tensors by device when an operation rejected them."""
 
     codes: tuple[str, ...] = ("DDP412",)
     kinds: tuple[str, ...] = ("devices",)
 
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
-        """What `rank` noted."""
+        """See `Rule.feed`."""
         self._waiting.put(line_of(entry.values.get("site")), rank, entry.values, entry.time_ns)
         return ()
 

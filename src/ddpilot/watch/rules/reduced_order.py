@@ -17,7 +17,7 @@ _MAX_LINES = 3
 
 
 class ReducedOrder:
-    """Compares which parameter's gradient each rank gave to its first, second, ... all_reduce before a step."""
+    """Compares which parameter's gradient each rank passed to its first, second, ... all_reduce before a step."""
 
     kinds = ("reduced",)
 
@@ -25,17 +25,17 @@ class ReducedOrder:
         self._first: Newest[tuple[Any, ...], tuple[int, Mapping[str, Any]]] = Newest(_MAX_KEYS)
 
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
-        """The finding if what `rank` noted contradicts the first rank that noted the same step."""
+        """Return the finding if what `rank` noted contradicts the first rank that noted the same step."""
         first, values = self._first.setdefault(tuple(entry.values["key"]), (rank, entry.values))
         mixed_up = find_mixed_up(values, entry.values)
         return [_tell(first, values, rank, entry.values, mixed_up)] if mixed_up else []
 
 
 def find_mixed_up(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[int]:
-    """The places in both orders at which gradients of different parameters met.
+    """Return the positions in both orders at which gradients of different parameters met.
 
-    Empty unless it is certain: both ranks reduced the same parameters, and each of them began with the same values on
-    both ranks. Two parameters with the same values are taken for one.
+    Empty unless it is certain: both ranks reduced the same parameters, and each parameter began with the same values on
+    both ranks. Two parameters with equal values are treated as one.
     """
     if one["order"] == other["order"] or sorted(one["order"]) != sorted(other["order"]):
         return []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rule is, and what it is given."""
+"""The interface of a rule, and the context that it is created with."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from ddpilot.record.log import RankLog
 
 
 def no_log(_: int) -> RankLog | None:
-    """Nothing is known of any rank's ring."""
+    """Return None: nothing is known about any rank's ring."""
     return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RuleContext:
-    """What rules may know besides entries."""
+    """What rules have access to besides entries."""
 
     world_size: int
     log: Callable[[int], RankLog | None] = no_log
-    """What a rank's ring holds now; None where there is none. It takes milliseconds: asked before a finding is said."""
+    """Returns what a rank's ring holds, None if it has none. Takes milliseconds: call it only before reporting."""
     has_all_logs: bool = True
-    """Whether a rank of which `log` knows nothing has no ring; else it may be on another machine."""
+    """True if a rank for which `log` returns None has no ring; False if it may be on a different machine."""
     sources: Callable[[], Mapping[str, str]] = dict
-    """The user's texts that lie in no file, such as cells, by name."""
+    """Returns by name the user's sources that are not in a file, such as cells."""
 
 
 class Rule(Protocol):
-    """Looks at some kinds of entries; made with a `RuleContext`. Keeps bounded state."""
+    """Examines some kinds of entries; created with a `RuleContext`. Keeps bounded state."""
 
     @property
     def codes(self) -> tuple[str, ...]:
@@ -39,41 +39,41 @@ class Rule(Protocol):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Kinds of the entries that it is fed."""
+        """The kinds of entries that are passed to `feed`."""
 
     def feed(self, rank: int, entry: Entry, /) -> Iterable[Finding]:
-        """What can be said after `entry`, the next one of `rank`; those of other ranks may come earlier or later."""
+        """Return the findings after `entry`, the next one of `rank`. Entries of different ranks come in any order."""
 
     def look(self, now_ns: int, /) -> Iterable[Finding]:
-        """What can be said now that everything known at `now_ns` (CLOCK_MONOTONIC) has been fed."""
+        """Return the findings after everything known at `now_ns` (CLOCK_MONOTONIC) has been fed."""
 
     def finish(self, now_ns: int, /) -> Iterable[Finding]:
-        """What can be said now that no entry will come any more. A rule that has nothing to add returns ``()``."""
+        """Return the last findings, when no more entries will follow; ``()`` if there are none."""
 
 
 class PromptRule:
-    """A rule that says all it has to say when it is fed, so that nothing waits."""
+    """A rule that returns all of its findings from `feed`."""
 
     def __init__(self, context: RuleContext) -> None:
         self._context = context
 
     def look(self, now_ns: int, /) -> Iterable[Finding]:  # noqa: ARG002 - as every rule
-        """Nothing waits."""
+        """Return nothing."""
         return ()
 
     def finish(self, now_ns: int, /) -> Iterable[Finding]:  # noqa: ARG002 - as every rule
-        """Nothing waits."""
+        """Return nothing."""
         return ()
 
 
 def line_of(site: Mapping[str, Any] | None) -> tuple[str, int]:
-    """The file and the line of what a probe noted with `Notes.site`: what ranks note there is one thing."""
+    """Return file and line of what a probe noted with `Notes.site`; ranks that note the same line are grouped."""
     site = site or {}
     return site.get("file", ""), site.get("line", 0)
 
 
 def place_of(site: Mapping[str, Any] | None) -> Place | None:
-    """The line that a probe noted with `Notes.site`; None where it found none."""
+    """Return the line that a probe noted with `Notes.site`; None if there is none."""
     if not site or "file" not in site:
         return None
     return Place(**{key: site[key] for key in ("file", "line", "function", "text") if key in site})

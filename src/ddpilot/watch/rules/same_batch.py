@@ -14,11 +14,11 @@ from ddpilot.watch.rules.newest import Newest
 from ddpilot.watch.rules.rule import PromptRule, RuleContext, place_of
 
 MIN_DIFFERENT = 3
-"""So many batches that differ from each other have to be the same on the ranks, and none may be another."""
+"""Minimum number of batches that are equal on the ranks and differ from each other; none may differ between ranks."""
 MIN_MADE_BY_HAND = 6
-"""Without a loader that gave the same: the inputs of so many forwards, since made-up ones may be meant to be so."""
+"""The same in forwards if no loader gave equal batches, since synthetic inputs may be equal on purpose."""
 MIN_ELEMENTS = 4
-"""An input of fewer elements, such as a step number, is no batch."""
+"""An input of fewer elements, such as a step number, is not a batch."""
 _MAX_FORWARDS = 64
 _MAX_MODELS = 256
 _SAME = "The gradients of these ranks are the same, so that their mean is that of one rank: the others add nothing."
@@ -26,10 +26,11 @@ _NEARLY_SAME = "The gradients of these ranks differ by what they draw at random 
 
 
 class SameBatch(PromptRule):
-    """Compares fingerprints of what goes into a DDP model while it trains, and of what its loader gave.
+    """Compares fingerprints of the inputs of a DDP model in training, and of the batches of its loader.
 
-    What goes into the model decides: a program may load the same on every rank and take its part of it afterwards. A
-    model that takes its part by itself, as of a sequence, is known by what comes out: it differs, with nothing drawn.
+    The model's inputs decide: a program may load the same data on every rank and select its part afterwards. A model
+    that selects its part itself, as of a sequence, is recognized by outputs that differ although nothing random was
+    drawn.
     """
 
     codes: tuple[str, ...] = ("DDP401",)
@@ -46,7 +47,7 @@ class SameBatch(PromptRule):
         self._judged: Newest[int, None] = Newest(_MAX_MODELS)
 
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
-        """What `rank` noted."""
+        """See `Rule.feed`."""
         values = entry.values
         if entry.kind == "ddp_model":
             self._members.note(values)
@@ -88,11 +89,11 @@ class SameBatch(PromptRule):
             if num_loaded >= MIN_DIFFERENT or len(whole) >= MIN_MADE_BY_HAND:
                 yield self._finding(ranks, values, len(whole), num_loaded, is_sure=outputs == "same")
         if not any(len(ranks) > 1 for ranks in alike.values()):
-            # They have differed once: what comes later may coincide.
+            # The inputs have differed once: later ones may coincide.
             self._judged[model] = None
 
     def _compare_outputs(self, model: int, forwards: list[int], ranks: list[int]) -> str:
-        """What came out of the model on `ranks`: "same", as far as it is known; "random", or "parts" of the work."""
+        """Compare the outputs of the model on `ranks`: "same" as far as known, "random", or "parts" of the work."""
         found = [self._outputs.get((model, forward)) for forward in forwards]
         known = [[one[rank] for rank in ranks] for one in found if all(rank in one for rank in ranks)]
         known = [one for one in known if all(output is not None for output, _ in one)]
@@ -101,7 +102,7 @@ class SameBatch(PromptRule):
         return "random" if any(is_drawn for one in known for _, is_drawn in one) else "parts"
 
     def _count_loaded(self, ranks: list[int], values: Any) -> int:
-        """How many different batches the loader gave alike to `ranks`; 0 where one was another, or none gave any."""
+        """Count the different batches that the loader gave alike to `ranks`; 0 if one differed or there were none."""
         if "loader" not in values:
             return 0
         key = (values["loader"], values["pass"])
@@ -133,7 +134,7 @@ class SameBatch(PromptRule):
 
 
 def _fix(loader: Mapping[str, Any]) -> str:
-    """What to do where `loader` gave the batches; empty where none did."""
+    """Return what to do if `loader` gave the batches."""
     sampler = loader.get("sampler") or {}
     if loader and not sampler:
         return (
@@ -149,7 +150,7 @@ def _fix(loader: Mapping[str, Any]) -> str:
 
 
 def describe_sampler(values: Any) -> str:
-    """The order that a pass of a loader has, in words; empty where it has no samples by number."""
+    """Describe the order of a pass over a loader; for a dataset without indexed samples, that it streams them."""
     sampler = values.get("sampler")
     if not sampler:
         return f"its dataset ({values.get('dataset', 'unknown')}) streams its samples"

@@ -15,7 +15,7 @@ from ddpilot.watch.rules.rule import RuleContext, line_of, place_of
 from ddpilot.watch.rules.waiting import WaitingRule
 
 WITHIN_NS = 5 * NS_PER_S
-"""From the end of one rank's writing to the beginning of the next one's."""
+"""Maximum time from the end of one rank's write to the start of the next one's."""
 _MAX_PATHS = 1024
 
 
@@ -30,7 +30,7 @@ class AllRanksSave(WaitingRule):
         self._saves: Newest[tuple[str, str], dict[int, Any]] = Newest(_MAX_PATHS)
 
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
-        """What `rank` noted."""
+        """See `Rule.feed`."""
         values = entry.values
         saves = self._saves.setdefault((values["host"], values["path"]), {})
         saves[rank] = values

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DDP402: a sampler that shuffles by its epoch is never told which epoch it is."""
+"""DDP402: set_epoch is never called on a sampler that shuffles by epoch."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class _Seen:
     num_batches: int = 0
     model: int | None = None
     is_fresh: bool = False
-    """Whether weights were loaded before it, or its optimizer is new: it begins another training."""
+    """True if weights were loaded before the pass, or its optimizer is new: it begins a new training."""
 
 
 class SetEpochForgotten(WaitingRule):
-    """Two passes in a row that trained the same model, with the same epoch in the sampler, in the same order.
+    """Reports two consecutive passes that trained the same model in the same order, with the sampler at the same epoch.
 
-    A search over learning rates, or one fold after the other, begins with the first epoch again: nothing is said where
-    the program loads weights between two passes, or goes on with a new optimizer.
+    A search over learning rates, or a series of folds, begins at the first epoch again: not reported if the program
+    loads weights between the passes or continues with a new optimizer.
     """
 
     codes: tuple[str, ...] = ("DDP402",)
@@ -47,7 +47,7 @@ class SetEpochForgotten(WaitingRule):
         self._last: Newest[tuple[int, int], _Pass] = Newest(_MAX_PASSES)
 
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
-        """What `rank` noted."""
+        """See `Rule.feed`."""
         values = entry.values
         if entry.kind == "loader_pass" and (values.get("sampler") or {}).get("shuffle"):
             self._newest[rank] = seen = _Seen(dict(values), is_fresh=rank in self._has_loaded)
@@ -74,7 +74,7 @@ class SetEpochForgotten(WaitingRule):
             seen.num_batches = max(seen.num_batches, values["batch"])
         elif entry.kind == "trains":
             seen.model = values["model"]
-        # By then a step was taken, also where gradients are accumulated: a new optimizer is known.
+        # By then a step was taken, also with gradient accumulation, so that a new optimizer is known.
         is_known = entry.kind == "pass_end" or seen.num_batches >= _MIN_BATCHES
         if is_known and seen.model is not None and seen.order is not None:
             self._judge(rank, seen.model, key, entry.time_ns)
@@ -84,7 +84,7 @@ class SetEpochForgotten(WaitingRule):
         if self._last.get((rank, model)) == key:
             return
         self._last[rank, model] = key
-        # A first batch that was only looked at is no epoch.
+        # A pass that only read a first batch is not an epoch.
         if last is None or last.num_batches < 2 or seen.is_sorted or seen.is_fresh:
             return
         if seen.facts.get("part") != last.facts.get("part"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DDP403: the ranks' parts of an epoch overlap, or miss samples."""
+"""DDP403: the ranks' parts of an epoch overlap or miss samples."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from ddpilot.watch.rules.same_batch import describe_sampler
 from ddpilot.watch.rules.workers import WorkersReadAlike
 
 MIN_SHARED = 8
-"""So many samples, of the 64 that are compared, have to be read by two ranks in one epoch. Padding repeats fewer than
-there are ranks, and that many more are needed."""
+"""Of the 64 samples compared, this many plus the number of ranks must be read by several ranks in one epoch.
+Padding repeats fewer samples than there are ranks.
+"""
 MIN_DIFFERENT = 4
-"""So many of them have to differ: constant data says nothing about which sample it is."""
+"""Minimum number of them with different contents: constant data does not identify a sample."""
 
 
 class ShardsOverlap:
-    """Compares the attributes of samplers that divide by rank, and of all samplers 64 samples.
+    """Compares the attributes of samplers that divide by rank, and 64 samples of any sampler.
 
-    A sample is the same where its number and its content are: ranks may have numbered datasets of their own. Ranks that
-    load the same batches in the same order are left to `SameBatch`, since they may take their part of each afterwards.
-    What the workers of one rank read is left to `WorkersReadAlike`.
+    A sample is the same if its number and its content are: ranks may number datasets of their own. Ranks that load the
+    same batches in the same order are left to `SameBatch`, since they may select their part of each batch afterwards.
+    The workers of one rank are left to `WorkersReadAlike`.
     """
 
     codes: tuple[str, ...] = ("DDP403",)
@@ -44,7 +45,7 @@ class ShardsOverlap:
         self._told: Newest[tuple[int, int], None] = Newest(64)
 
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
-        """What `rank` noted."""
+        """See `Rule.feed`."""
         values = entry.values
         if entry.kind in self._workers.kinds:
             self._workers.feed(rank, entry)
@@ -65,15 +66,15 @@ class ShardsOverlap:
         return ()
 
     def look(self, now_ns: int) -> Iterable[Finding]:
-        """What can be said now of workers."""
+        """See `Rule.look`; returns findings about workers."""
         return self._workers.look(now_ns)
 
     def finish(self, now_ns: int) -> Iterable[Finding]:
-        """What waits is said now."""
+        """See `Rule.finish`; returns findings about workers."""
         return self._workers.finish(now_ns)
 
     def _of_model(self, key: tuple[int, int], model: int) -> dict[int, dict[str, Any]]:
-        """What all ranks of `model` noted of a pass that trained it; empty until it is complete."""
+        """Return what all ranks of `model` noted about a pass that trained it; empty until it is complete."""
         members = self._members.of(model)
         training, passes = self._training.get(key), self._passes.get(key)
         if key in self._told or len(members) < 2:
@@ -132,10 +133,10 @@ class ShardsOverlap:
 
 
 def _find_wrong(samplers: Mapping[int, Any], passes: Mapping[int, Any], world_size: int) -> Any:
-    """Ranks, what is wrong in one line, and what was seen; None where the samplers divide the dataset."""
+    """Return (ranks, summary, evidence) of a fault of the samplers; None if they divide the dataset."""
     ranks = sorted(samplers)
     if len({facts["samples"] for facts in passes.values()}) > 1:
-        return None  # each has a dataset of its own
+        return None  # each rank has a dataset of its own
     places: dict[int, list[int]] = {}
     for rank in ranks:
         places.setdefault(samplers[rank]["rank"], []).append(rank)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DDP408: BatchNorm takes its statistics from a small part of a batch."""
+"""DDP408: BatchNorm computes its statistics from a small part of a batch."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from ddpilot.watch.rules.rule import place_of
 from ddpilot.watch.rules.waiting import WaitingRule
 
 MIN_SAMPLES = 16
-"""A rank's part of a batch below this makes the statistics noisy; from 32 on it makes no difference. What a `Loop` says
-before an epoch (DDP501) has the same limit."""
+"""Fewer samples per rank make the statistics noisy; from 32 on there is no effect.
+`Loop` uses the same limit before an epoch (DDP501).
+"""
 
 
 class SmallBatchNorm(WaitingRule):
-    """Says what a probe noted of a DDP model whose first three forwards in training had that few samples."""
+    """Reports DDP models whose first three training forwards had fewer samples, as noted by a probe."""
 
     codes: tuple[str, ...] = ("DDP408",)
     kinds: tuple[str, ...] = ("norms",)
 
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
-        """What `rank` noted."""
+        """See `Rule.feed`."""
         if max(entry.values["rows"]) < MIN_SAMPLES:
             self._waiting.put(entry.values["model"], rank, entry.values, entry.time_ns)
         return ()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which optimizer steps each rank took, in order."""
+"""Record which optimizer steps each rank took, in order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ddpilot.record.journal import Entry
 from ddpilot.watch.rules.moment import When
 
 MAX_STEPS = 128
-"""Of each rank the newest steps are known."""
+"""Number of each rank's newest steps that are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,30 +19,30 @@ class Skipped:
     """A step that some ranks took and others did not."""
 
     number: int
-    """Of the step."""
+    """The number of the step."""
     taken_by: tuple[int, ...]
     ranks: tuple[int, ...]
-    """Those that did not take it."""
+    """The ranks that did not take it."""
 
 
 class StepsTaken:
-    """The newest steps of every rank with one unit, each named by when it was."""
+    """The newest steps of every rank with one unit, each identified by its `When`."""
 
     def __init__(self) -> None:
         self.first_ns: dict[int, int] = {}
-        """When each rank took its first."""
+        """When each rank took its first step."""
         self.newest = 0
-        """The highest number of a step."""
+        """The highest step number."""
         self._last: dict[int, When] = {}
         self._order: dict[int, deque[tuple[When, int]]] = {}
 
     @property
     def ranks(self) -> Set[int]:
-        """Those that took any."""
+        """The ranks that took a step."""
         return self._order.keys()
 
     def add(self, rank: int, entry: Entry) -> When:
-        """`rank` is about to take this step."""
+        """Add a step that `rank` is about to take, and return its `When`."""
         number = entry.values["s"]
         last = self._last.get(rank, (-1, 0))
         when = (number, last[1] + 1 if last[0] == number else 0)
@@ -54,11 +54,11 @@ class StepsTaken:
         return when
 
     def newest_of(self, rank: int) -> When:
-        """When the newest step of `rank` was."""
+        """Return the `When` of the newest step of `rank`."""
         return self._last.get(rank, (-1, 0))
 
     def find_skipped(self) -> Skipped | None:
-        """The first step that one rank took and another did not, where both went on."""
+        """Return the first step that one rank took and another skipped, with steps of both before and after it."""
         begun = max((order[0] for order in self._order.values()), default=((0, 0), 0))[0]
         ended = min((order[-1] for order in self._order.values()), default=((0, 0), 0))[0]
         taken = {rank: dict(order) for rank, order in self._order.items()}
@@ -70,5 +70,5 @@ class StepsTaken:
         return None
 
     def clear(self) -> None:
-        """Forget the order: nothing more is asked."""
+        """Forget the order, once it is no longer needed."""
         self._order.clear()

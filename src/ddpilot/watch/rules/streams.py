@@ -14,10 +14,10 @@ from ddpilot.watch.rules.newest import Newest
 from ddpilot.watch.rules.rule import PromptRule, RuleContext, place_of
 
 MIN_STEPS = 3
-"""In so many forwards, or fetched batches, all ranks have to begin with the same state and draw from it."""
+"""Number of forwards, or fetched batches, at which all ranks must start from the same state and draw from it."""
 
 MIN_WORDS = 8
-"""So many numbers for one batch are no single choice, such as an image size that all ranks have to share."""
+"""Fewer numbers per batch may be a single choice, such as an image size that all ranks have to share."""
 
 _MAX_MODELS = 256
 
@@ -25,9 +25,10 @@ _LIBRARIES = {"torch": "torch", "numpy": "numpy.random", "python": "random", "cu
 
 
 class SameRandomStreams(PromptRule):
-    """Compares generators' states before and after what draws from them: a DDP model's forward, a loader's fetch.
+    """Compares the states of generators before and after a DDP model's forward and a loader's fetch.
 
-    The same state is no fault: ranks seed alike to make the same model. Drawing from it for different samples is.
+    The same state alone is not an error: ranks seed alike to create the same model. Drawing from it for different
+    samples is.
     """
 
     codes: tuple[str, ...] = ("DDP407",)
@@ -46,7 +47,7 @@ class SameRandomStreams(PromptRule):
         self._judged: Newest[tuple[Any, ...], None] = Newest(2 * _MAX_MODELS)
 
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
-        """What `rank` noted."""
+        """See `Rule.feed`."""
         values = entry.values
         if entry.kind == "ddp_model":
             self._members.note(values)
@@ -86,7 +87,7 @@ class SameRandomStreams(PromptRule):
     def _compare_between(
         self, model: int, members: tuple[int, ...], found: Mapping[int, Mapping[str, Any]]
     ) -> Finding | None:
-        """What was drawn for a batch outside the model, as by noise that is added to it; few words may be meant."""
+        """Check numbers drawn for a batch outside the model, such as added noise; a few numbers may be intended."""
         if self._told_fetches or any(one["library"] != "torch" for one in found.values()):
             return None
         drawn = min(one["drawn"] for one in found.values())
@@ -132,7 +133,7 @@ class SameRandomStreams(PromptRule):
             yield _make_finding("warning", summary, members, values, facts)
 
     def _compare_workers(self, rank: int, values: Any) -> Finding | None:
-        """Workers of one rank: each begins with a state of its own, unless somebody seeds all of them alike."""
+        """Check the workers of one rank: their states differ unless the program seeds all of them alike."""
         loader, library = values["loader"], values["library"]
         if values["fetch"] > 1:
             return None

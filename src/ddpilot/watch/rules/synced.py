@@ -15,13 +15,13 @@ _UNITS = ("B", "kB", "MB", "GB")
 
 
 class AccumulationSynced(WaitingRule):
-    """Says what a probe noted of a model's first steps."""
+    """Reports models whose first steps accumulate with every backward reduced, as noted by a probe."""
 
     codes: tuple[str, ...] = ("DDP505",)
     kinds: tuple[str, ...] = ("synced",)
 
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
-        """What `rank` noted."""
+        """See `Rule.feed`."""
         self._waiting.put(line_of(entry.values["site"]), rank, entry.values, entry.time_ns)
         return ()
 

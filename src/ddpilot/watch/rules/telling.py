@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The finding on ranks that grow apart, with what was seen of it."""
+"""Build the finding for ranks that diverge, with its evidence."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def tell_divergence(
     skipped: Skipped | None = None,
     may_be_meant: bool = False,
 ) -> Finding:
-    """What is said of `cause`: gradients or steps that first differed at `first`, parameters that do at `proof`.
+    """Build the finding for `cause`: gradients or steps first differed at `first`, parameters at `proof`.
 
-    `skipped`: the step that some ranks did not take, where that is the cause.
+    `skipped`: the step that some ranks did not take, if that is the cause.
     """
     loaded = tuple(sorted(comparison.loads)) if cause is causes.PARAMETERS else ()
     if len(loaded) == len(first.steps):
@@ -54,7 +54,7 @@ def tell_divergence(
 
 
 def tell_order(first: int, names: list[Any], second: int, values: Mapping[str, Any]) -> Finding:
-    """Two ranks wrapped a model with the same parameters in another order; `values` are those of `second`."""
+    """Build the finding for parameters wrapped in a different order on two ranks; `values`: as noted by `second`."""
     at = next(at for at, (one, other) in enumerate(zip(names, values["names"], strict=True)) if one != other)
     return Finding(
         code="DDP327",
@@ -140,7 +140,7 @@ def _site(cause: Cause, comparison: Comparison, first: Moment, proof: Moment) ->
         loads = [entry.values["site"] for _, entry in sorted(comparison.loads.items())]
         return (loads[0] if loads else unit["made"]) or unit["site"]
     if cause in causes.LOCAL.values():
-        # A call past DDP may be known by its own line only since the second one.
+        # The line of a call that bypasses DDP may be known only from the second call on.
         steps = [step for moment in (proof, first) for _, step in sorted(moment.steps.items())]
         known = {step.values.get("why") for step in first.steps.values()} - {None}
         guilty = next((step.values for step in steps if step.values.get("why") in known), {})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DDP333: mean losses of several micro-batches are added up, and nothing divides by their number."""
+"""DDP333: mean losses of several micro-batches are accumulated, and nothing divides by their number."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ddpilot.watch.rules.rule import RuleContext, line_of, place_of
 from ddpilot.watch.rules.waiting import WaitingRule
 
 NUM_GROUPS = 16
-"""Steps after which it is said; before, it may turn out not to be so."""
+"""Number of steps before the warning; until then the probe may retract it."""
 
 
 class Undivided(WaitingRule):
-    """Says what a probe noted: after 16 steps, or at the end where the probe has not taken it back."""
+    """Reports what a probe noted: after 16 steps, or at the end if the probe has not retracted it."""
 
     codes: tuple[str, ...] = ("DDP333",)
     kinds: tuple[str, ...] = ("undivided",)
@@ -27,7 +27,7 @@ class Undivided(WaitingRule):
         self._early: Gathering[tuple[str, int], Entry] = Gathering()
 
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
-        """What `rank` noted."""
+        """See `Rule.feed`."""
         key = line_of(entry.values["site"])
         if not entry.values["groups"]:
             self._early.pop(key)
@@ -40,7 +40,7 @@ class Undivided(WaitingRule):
         return ()
 
     def finish(self, now_ns: int) -> Iterable[Finding]:
-        """What waits is said now."""
+        """See `Rule.finish`."""
         for key in tuple(self._early):
             for rank, entry in self._early.pop(key).items():
                 self._waiting.put(key, rank, entry.values, entry.time_ns)

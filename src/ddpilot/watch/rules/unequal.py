@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DDP404: the ranks' loaders have different numbers of batches, which is known before the epoch hangs at its end."""
+"""DDP404: the ranks' loaders have different numbers of batches; reported before the epoch hangs at its end."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _MAX_LOADERS = 256
 class UnequalBatches(PromptRule):
     """Compares the lengths of loaders that train a DDP model, when the shortest is within two batches of its end.
 
-    A loop that begins its loader anew, as one that takes a number of steps does, does not end with it. And where the
-    program talks between its ranks by collectives of its own, they may have agreed on when to stop. Nothing is said
-    then, nor within DDP's `join`.
+    Not reported for a loop that restarts its loader, as one with a fixed number of steps does: it does not end with the
+    loader. Not reported if the program calls collectives of its own, since ranks may have agreed on when to stop, nor
+    within DDP's `join`.
     """
 
     codes: tuple[str, ...] = ("DDP404",)
@@ -41,7 +41,7 @@ class UnequalBatches(PromptRule):
         self._judged: Newest[int, None] = Newest(_MAX_LOADERS)
 
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
-        """What `rank` noted."""
+        """See `Rule.feed`."""
         values = entry.values
         if entry.kind == "ddp_model":
             self._members.note(values)
@@ -80,14 +80,17 @@ class UnequalBatches(PromptRule):
                 self._judged[key[0]] = None
 
     def _say_nothing_else(self, members: tuple[int, ...], *, is_whole: bool) -> bool:
-        """Whether the first of these ranks starts no collectives but DDP's and barriers, as far as its ring holds."""
+        """True if the first of these ranks starts only DDP's collectives, barriers and point-to-point operations.
+
+        `is_whole`: the ring must still hold all of its collectives.
+        """
         log = self._context.log(members[0])
         if log is None or (is_whole and log.num_begun > len(log.collectives) + log.num_torn):
             return False
         return all(one.ddp is not None or one.is_p2p or one.op == "barrier" for one in log.collectives)
 
     def _may_start_over(self, passes: dict[int, dict[str, Any]], members: tuple[int, ...]) -> bool:
-        """Whether the end of the loader is not that of the loop, which takes a number of steps and begins it anew."""
+        """True if the loop has a fixed number of steps and restarts the loader, so that it does not end with it."""
         sources = Sources(self._context.sources())
         places = {place for rank in members if (place := place_of(passes[rank].get("site")))}
         for place in places:

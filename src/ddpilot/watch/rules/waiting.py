@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What rules have in common that say one thing of all ranks which noted it."""
+"""Base class of rules that make one finding for all ranks that noted the same thing."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ddpilot.watch.rules.rule import RuleContext
 
 
 class WaitingRule(ABC):
-    """A rule that puts what it sees into `_waiting`, and makes one finding of what the ranks put under the same key."""
+    """A rule that puts entries into `_waiting` and makes one finding of the values put under the same key."""
 
     codes: tuple[str, ...]
     kinds: tuple[str, ...]
     patience_ns = NS_PER_S * 2 // 5
-    """How long what one rank noted waits for the others, before it is said of those that noted it."""
+    """How long to wait for other ranks before reporting the ranks that noted it."""
     waits_for_more = False
-    """Whether what all ranks noted waits as long for what else they note."""
+    """True if the rule waits just as long after all ranks have noted it, for further notes."""
 
     def __init__(self, context: RuleContext) -> None:
         self._context = context
@@ -29,18 +29,18 @@ class WaitingRule(ABC):
 
     @abstractmethod
     def feed(self, rank: int, entry: Entry, /) -> Iterable[Finding]:
-        """What `rank` noted."""
+        """Put what `rank` noted into `_waiting`; see `Rule.feed`."""
 
     def look(self, now_ns: int) -> Iterable[Finding]:
-        """What all ranks noted, or what has waited for the others long enough."""
+        """Yield findings for what all ranks noted, or what has waited long enough for the others."""
         for by_rank in self._waiting.ready(now_ns, self.patience_ns, when_all_noted=not self.waits_for_more):
             if (finding := self._finding(by_rank)) is not None:
                 yield finding
 
     def finish(self, now_ns: int) -> Iterable[Finding]:
-        """What waits is said now."""
+        """Yield findings for everything that is still waiting."""
         return self.look(now_ns + self.patience_ns)
 
     @abstractmethod
     def _finding(self, by_rank: dict[int, Any], /) -> Finding | None:
-        """What is said of the values that were put, by rank; None where it turns out to be meant."""
+        """Return the finding for the values that were put, by rank; None if they turn out to be intended."""

@@ -13,12 +13,12 @@ from ddpilot.watch.rules.rule import RuleContext, line_of, place_of
 from ddpilot.watch.rules.waiting import WaitingRule
 
 MIN_REPEATED = 3
-"""So many batches have to be the same as one that another worker gave in the same round, of two rounds that differ."""
+"""Minimum number of repeated batches, in at least two rounds of the workers with different contents."""
 _MAX_PASSES = 256
 
 
 class WorkersReadAlike(WaitingRule):
-    """Compares the fingerprints of batches that workers gave in turn. A stream is each worker's own copy."""
+    """Compares the fingerprints of batches that workers gave in turn. Each worker has its own copy of a stream."""
 
     codes: tuple[str, ...] = ("DDP403",)
     kinds: tuple[str, ...] = ("loader_pass", "batch")
@@ -28,7 +28,7 @@ class WorkersReadAlike(WaitingRule):
         self._passes: Newest[tuple[int, int, int], tuple[dict[str, Any], dict[int, int]]] = Newest(_MAX_PASSES)
 
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
-        """What `rank` noted."""
+        """See `Rule.feed`."""
         values = entry.values
         key = (rank, values["loader"], values["pass"])
         if entry.kind == "loader_pass":
@@ -63,7 +63,7 @@ class WorkersReadAlike(WaitingRule):
 
 
 def _come_in_rounds(prints: dict[int, int], num_workers: int) -> bool:
-    """Whether all batches of a round, one of each worker, are the same, and those of different rounds are not all."""
+    """True if the batches of each round, one of each worker, are equal, and rounds differ from each other."""
     rounds: dict[int, set[int]] = {}
     for batch, value in prints.items():
         rounds.setdefault((batch - 1) // num_workers, set()).add(value)
