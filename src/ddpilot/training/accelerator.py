@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What training needs from an accelerator, whichever it is: memory, random states, and results without waiting."""
+"""Device helpers that work on every accelerator type: placement, memory statistics, random states and events."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from ddpilot.group.protocol import GroupLike
 
 _KNOWN = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "meta")
-"""Types of devices between which a parameter moves by exchanging its data."""
+"""Device types for which `Module.to` moves a parameter by swapping its `.data`."""
 
 
 def runs_behind(device: torch.device) -> bool:
@@ -24,29 +24,32 @@ def runs_behind(device: torch.device) -> bool:
 
 
 def wire_device(group: GroupLike) -> torch.device:
-    """The device for small messages of what Python knows: the CPU if the ranks of `group` can exchange from there.
+    """Return the device for small host-side messages: the CPU if `group` has a gloo backend, else the group's device.
 
-    A tensor on an accelerator is copied there and back, and the host waits for all that is queued before it.
+    A tensor on an accelerator is copied there and back, and the host waits for all work queued before it.
     """
     return torch.device("cpu") if "gloo" in group.backend else group.device
 
 
 def device_ids(model: torch.nn.Module, device: torch.device) -> list[int] | None:
-    """The `device_ids` of DistributedDataParallel for `model` on a rank of `device`; None if it is on several."""
+    """Return the `device_ids` argument of DistributedDataParallel for a rank on `device`.
+
+    None on the CPU, for a device without an index, and for a model that is divided over several devices.
+    """
     is_numbered = device.type != "cpu" and device.index is not None
     return [device.index] if is_numbered and not is_divided(model, device) else None
 
 
 def is_divided(model: torch.nn.Module, device: torch.device) -> bool:
-    """True if `model` has its parameters and buffers on several accelerators of the kind of `device`."""
+    """True if the parameters and buffers of `model` are on more than one accelerator of the type of `device`."""
     places = {tensor.device for tensors in (model.parameters(), model.buffers()) for tensor in tensors}
     return device.type != "cpu" and sum(place.type == device.type for place in places) > 1
 
 
 def move(model: torch.nn.Module, device: torch.device) -> None:
-    """Put `model` on `device`; its parameters stay the same objects, which an optimizer may hold already.
+    """Move `model` to `device` in place; its parameters remain the same objects, which an optimizer may already hold.
 
-    `Module.to` alone replaces them for a device that torch does not know itself (an out-of-tree accelerator).
+    `Module.to` alone replaces them on device types that torch does not know itself (out-of-tree accelerators).
     """
     future: Any = torch.__future__
     is_there = all(tensor.device == device for tensor in (*model.parameters(), *model.buffers()))
@@ -68,29 +71,32 @@ def fork_rng(devices: Iterable[torch.device]) -> AbstractContextManager[None]:
 
 
 def rng_state(device: torch.device) -> torch.Tensor:
-    """The state of the generator of `device`, uint8 on the CPU."""
+    """Return the state of the generator of `device`, as a uint8 tensor on the CPU."""
     return torch.get_device_module(device).get_rng_state(device)  # type: ignore[no-any-return]
 
 
 def set_rng_state(state: torch.Tensor, device: torch.device) -> None:
-    """Set the generator of `device` to a `state` of `rng_state`."""
+    """Set the state of the generator of `device` to `state`, as returned by `rng_state`."""
     torch.get_device_module(device).set_rng_state(state, device)
 
 
 def reset_peak(device: torch.device) -> None:
-    """Let `peak_bytes` count from here."""
+    """Reset the peak that `peak_bytes` returns. Does nothing on the CPU."""
     if device.type != "cpu" and (reset := _memory_function(device, "reset_peak_memory_stats")) is not None:
         reset(device)
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Most memory that tensors had on `device`; 0 on the CPU and where it is not counted."""
+    """Return the peak memory of tensors on `device`, in bytes; 0 on the CPU and on devices that do not measure it."""
     measure = None if device.type == "cpu" else _memory_function(device, "max_memory_allocated")
     return 0 if measure is None else int(measure(device))
 
 
 def memory_facts(device: torch.device) -> tuple[int, int, int] | None:
-    """Bytes of `device` that are free, that it has, and that torch holds in this process; None if that is unknown."""
+    """Return the free, total and torch-reserved bytes of `device`; None if they are unknown.
+
+    The reserved bytes are those of this process.
+    """
     if device.type == "cpu":
         return None
     measure = _memory_function(device, "mem_get_info") or _memory_function(device, "get_memory_info")
@@ -102,18 +108,18 @@ def memory_facts(device: torch.device) -> tuple[int, int, int] | None:
 
 
 def empty_cache(device: torch.device) -> None:
-    """Give memory that torch holds and that no tensor uses back to `device`."""
+    """Release cached memory that no tensor uses to `device`. Does nothing on the CPU."""
     if device.type != "cpu" and (empty := _memory_function(device, "empty_cache")) is not None:
         empty()
 
 
 def current_event(device: torch.device, *, enable_timing: bool = False) -> torch.Event:
-    """An event in the current stream of `device`, after what is queued there."""
+    """Record an event in the current stream of `device`, after the work that is queued there."""
     event = torch.Event(device, enable_timing=enable_timing)
     event.record(torch.accelerator.current_stream(device))
     return event
 
 
 def _memory_function(device: torch.device, name: str) -> Any:
-    # torch.accelerator has them since torch 2.9; the modules of devices often lack some.
+    # torch.accelerator has these functions since torch 2.9; the modules of some devices lack them.
     return getattr(torch.get_device_module(device), name, None) or getattr(torch.accelerator, name, None)

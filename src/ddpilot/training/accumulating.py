@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forward and backward of one batch: what is on around them, and what their errors mean."""
+"""`Accumulation`: the context of `Loop.accumulate` around the forward and backward pass of one batch."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from ddpilot.training.wrapping import find_ddp
 
 
 class Accumulation:
-    """See `Loop.accumulate`. `sharing`: the other ranks on this rank's device.
+    """The context manager of `Loop.accumulate`; `sharing` holds the other ranks on this rank's device.
 
-    A class of its own, since a generator would cost several times as much in every batch.
+    It enters `no_sync()` and autocast where needed, and adds rank, batch and cause to errors raised inside.
+    A class, because a generator-based context manager would cost several times as much per batch.
     """
 
     def __init__(
@@ -76,8 +77,8 @@ class Accumulation:
 
 
 def _has_to_see(ddp: DistributedDataParallel) -> bool:
-    # A static graph is learnt in the first backward pass, which fails within no_sync(). What is synchronised then is
-    # the same on all ranks, and so it stays when it is synchronised once more with the last batch.
+    # With static_graph, DDP records the graph in the first backward pass, which fails under no_sync(). The gradients
+    # all-reduced then are equal on all ranks, and remain so when the group's last batch all-reduces them again.
     return ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a loop is made with, looked at before anything is done with it."""
+"""Validates the arguments of a `Loop` before any rank uses them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _Given = ParamSpec("_Given")
 
 
 def naming_options(init: Callable[Concatenate[_Self, _Given], None]) -> Callable[Concatenate[_Self, _Given], None]:
-    """`__init__` of a loop: a name that it does not have is a LoopError with the nearest one that it has.
+    """Decorate the `__init__` of a loop: an unknown option raises a LoopError that suggests the closest known one.
 
-    All that it raises name the rank, where several are started.
+    Every LoopError that `__init__` raises gets the rank of this process, unless world_size is 1.
     """
     known = [name for name in inspect.signature(init).parameters if name != "self"]
 
@@ -42,7 +42,7 @@ def naming_options(init: Callable[Concatenate[_Self, _Given], None]) -> Callable
 
 
 def _rank_to_be() -> int | None:
-    """Of a process that has not entered its group; None where it is alone, or cannot tell."""
+    """Return the rank of a process that has not joined its group yet; None if it is alone or the rank is unknown."""
     try:
         topology = detect_topology(os.environ)
     except TopologyError:
@@ -51,14 +51,14 @@ def _rank_to_be() -> int | None:
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """Which of `known` is meant by `name`, or all of them."""
+    """Return the hint of an error: the one of `known` that is closest to `name`, or all of them."""
     names = list(known)
     near = difflib.get_close_matches(name, names, 1, cutoff=0.5)
     return f"Did you mean `{near[0]}`?" if near else f"There are {', '.join(names)}."
 
 
 def check_numbers(*, seed: object, accumulate: object, max_time_s: object) -> None:
-    """LoopError for a seed that is no whole number, for fewer batches than one, and for a time that is none."""
+    """Raise LoopError unless `seed` is an int, `accumulate` an int >= 1, and `max_time_s` finite and >= 0, or None."""
     if not _is_whole(seed):
         raise LoopError("making a Loop", found=f"`seed` is {seed!r}", fix="Give a whole number.")
     if not _is_whole(accumulate) or int(accumulate) < 1:  # type: ignore[call-overload]

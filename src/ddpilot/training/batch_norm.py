@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BatchNorm takes its statistics from one rank's part of a batch: say where that part is too small."""
+"""Warns about BatchNorm layers whose per-rank batch is too small for stable statistics (DDP501)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from ddpilot.findings.finding import Finding
 from ddpilot.training.wrapping import unwrap
 
 MIN_SAMPLES = 16
-"""A rank's part of a batch below this makes BatchNorm's statistics noisy; from 32 on it makes no difference."""
+"""Below this number of samples per rank, BatchNorm's statistics are noisy; from 32 on, more make no difference."""
 
 
 def find_batch_norms(models: Iterable[nn.Module]) -> list[str]:
-    """Names of the BatchNorm layers that are in training mode and take their statistics from one rank alone."""
+    """Return the names of BatchNorm layers that are in training mode and compute their statistics per rank.
+
+    SyncBatchNorm layers are left out.
+    """
     return [
         name or type(layer).__name__
         for model in models
@@ -28,10 +31,11 @@ def find_batch_norms(models: Iterable[nn.Module]) -> list[str]:
 
 
 def check_batch_norms(models: Iterable[nn.Module], plan: object, rank: int) -> tuple[Finding, ...]:
-    """A finding where some rank's part of a full batch is below 16 samples. The same on every rank; not collective.
+    """Return a finding (DDP501) if some rank's part of a full batch has fewer than 16 samples.
 
-    Raises LoopError where a part has no sample or only one: that would stop the epoch in its last batch.
-    `plan`: of the loader; of another kind than `Plan`, nothing is known before the epoch.
+    The result is the same on every rank; not collective. Raises LoopError if a part of the first or last batch has
+    fewer than two samples, since BatchNorm would fail there. `plan`: the loader's; nothing is checked unless it is a
+    `Plan`.
     """
     names = find_batch_norms(models)
     if not isinstance(plan, Plan) or plan.world_size == 1 or not plan.num_batches or not names:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The largest batch that fits into the memory of every rank, found by trying."""
+"""Searches for the largest batch size that fits into the memory of every rank."""
 
 from __future__ import annotations
 
@@ -32,30 +32,30 @@ _NUM_SAMPLES = 16
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSizeTrial:
-    """One size that all ranks tried at the same time."""
+    """The result of one batch size, which all ranks tried at the same time."""
 
     per_rank: int
     """Samples on each rank."""
     failed_ranks: tuple[int, ...]
-    """Ranks whose memory did not do; () where it fits."""
+    """Ranks that ran out of memory; empty if the size fits everywhere."""
     seconds: float
-    """Of one forward, backward and optimizer step, on the slowest rank."""
+    """Duration on the slowest rank: one forward, backward and optimizer step, two of them in the first trial."""
     peak_bytes: int
-    """Most memory that tensors had on a rank's device; 0 on the CPU, where it is not counted."""
+    """Highest peak of tensor memory over the ranks' devices, in bytes; 0 on the CPU, where it is not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSizeSearch:
-    """What `find_batch_size` found; its text is a line for each size."""
+    """The result of `find_batch_size`; its string form has one line per size."""
 
     per_rank: int
-    """Samples on each rank, less the headroom."""
+    """Samples on each rank, after the headroom was subtracted."""
     global_batch_size: int
     """`per_rank` times the number of ranks."""
     largest: int
-    """The largest size that was seen to fit on every rank."""
+    """The largest tried size that fit on every rank."""
     trials: tuple[BatchSizeTrial, ...]
-    """In the order in which they were made."""
+    """In the order in which they ran."""
 
     def __str__(self) -> str:
         lines = [
@@ -77,23 +77,24 @@ def find_batch_size(
     max_per_rank: int | None = None,
     headroom: float = 0.1,
 ) -> BatchSizeSearch:
-    """The largest batch that fits on every rank: sizes are doubled, then bisected, by real steps. Collective.
+    """Find the largest batch size that fits on every rank, by running real steps: double, then bisect. Collective.
 
-    The first is 1, or 2 for a model with BatchNorm, which takes no single sample.
+    The first size is 1, or 2 for a model with BatchNorm, which cannot run on a single sample.
 
-    All ranks try a size at the same time, since they may share a device or a machine's memory, and one that runs out of
-    it counts for all. Afterwards model, optimizer, gradients and random states are as they were, bit for bit, and no
-    loader was touched. No gradient crosses between ranks.
+    All ranks try a size at the same time, since they may share a device or a machine's memory; a size fails if any rank
+    runs out of memory. Afterwards model, optimizer, gradients and random states are restored bit for bit, and no loader
+    has been used. Gradients are not all-reduced.
 
-    `model`, `optimizer`: on the device, before or after `prepare`; best before, since DDP holds memory for gradients
-    of its own. `step(model, batch)` returns the loss of a batch on the device; it runs in the loop's precision.
-    `dataset`: map-style; its first 16 samples are read once and repeated, so put the longest ones there where they
-    differ (`torch.utils.data.Subset`). `collate_fn`: of a list of samples; None: torch's. `max_per_rank`: no more than
-    this; None: the dataset's samples per rank. `headroom`: the share of the largest size that is left free for what a
-    run needs besides, 0 to below 1.
+    `model`, `optimizer`: on the device, before or after `prepare`; preferably before, since DDP allocates gradient
+    buckets. `step(model, batch)` returns the loss of a batch on the device; it runs in the loop's precision.
+    `dataset`: map-style; its first 16 samples are read once and repeated, so put the longest ones there if their sizes
+    differ (`torch.utils.data.Subset`). `collate_fn`: takes a list of samples; None: torch's default. `max_per_rank`:
+    upper limit of samples per rank; None: the dataset's samples per rank. `headroom`: fraction of the largest size to
+    leave free for other memory of a run, in [0, 1).
 
-    On the CPU of Linux each trial may take what memory is free, divided by the ranks of the machine; without that limit
-    the system would end a process instead of refusing. Raises LoopError, on all ranks, where not even one sample fits.
+    On the CPU under Linux, each trial may use the free memory divided by the number of ranks on the machine; without
+    that limit the kernel would kill a process instead of refusing an allocation. Raises LoopError, on all ranks, if not
+    even the first size fits.
     """
     check_search(max_per_rank, headroom, loop.rank)
     limit = max_per_rank or max(1, len(dataset) // loop.world_size)
@@ -122,7 +123,7 @@ def find_batch_size(
 
 
 def check_search(max_per_rank: int | None, headroom: float, rank: int | None = None) -> None:
-    """Raise LoopError for limits of a search that make no sense. Not collective."""
+    """Raise LoopError if `max_per_rank` is below 1 or `headroom` is not in [0, 1). Not collective."""
     if max_per_rank is not None and max_per_rank < 1:
         raise _refuse(rank, f"`max_per_rank` is {max_per_rank!r}", "Give a number of samples, 1 or more, or None.")
     if not 0 <= headroom < 1:
@@ -130,7 +131,7 @@ def check_search(max_per_rank: int | None, headroom: float, rank: int | None = N
 
 
 def largest_that(fits: Callable[[int], bool], limit: int, first: int = 1) -> int:
-    """The largest size from `first` to `limit` for which `fits` is True, to a sixteenth; 0 where `first` does not."""
+    """Return the largest size in [`first`, `limit`] that `fits`, to within 1/16; 0 if `first` does not fit."""
     low, size = 0, first
     while fits(size):
         low = size
@@ -147,7 +148,7 @@ def largest_that(fits: Callable[[int], bool], limit: int, first: int = 1) -> int
 
 
 class _Repeated:
-    """Batches of any size, of the first samples of a dataset over and over."""
+    """Makes batches of any size by repeating the first samples of a dataset."""
 
     def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any]) -> None:
         self._dataset = dataset
@@ -155,14 +156,14 @@ class _Repeated:
         self._collate = collate_fn
 
     def batch(self, size: int) -> Any:
-        """A collated batch of `size` samples."""
-        if not self._samples:  # read inside the search: what a dataset draws at random is undone there
+        """Return a collated batch of `size` samples."""
+        if not self._samples:  # read inside the search, which restores the random state that a dataset may change
             self._samples = [self._dataset[number] for number in range(min(_NUM_SAMPLES, len(self._dataset)))]
         return self._collate([self._samples[place % len(self._samples)] for place in range(size)])
 
 
 class _Trying:
-    """Steps of growing batches on this rank, and what all ranks make of them."""
+    """Runs the trial steps on this rank and combines the outcomes of all ranks."""
 
     def __init__(
         self,
@@ -180,7 +181,7 @@ class _Trying:
         self.trials: list[BatchSizeTrial] = []
 
     def fits(self, size: int) -> bool:
-        """Does a step with `size` samples fit on every rank? Collective; raises what `step` raises, on all ranks."""
+        """True if a step with `size` samples fits on every rank. Collective; raises errors of `step` on all ranks."""
         reset_peak(self._loop.device)
         begin = time.monotonic()
         outcome = joint_try(lambda: self._take(size), self._loop.group)
@@ -198,11 +199,11 @@ class _Trying:
         return not outcome.ran_out
 
     def _take(self, size: int) -> None:
-        # The first size is never refused for what this machine has free: threads and libraries start with it.
+        # The first size runs without a limit on free memory, since threads and libraries allocate theirs during it.
         is_first = not self.trials
         limit = nullcontext() if is_first else limited_memory(self._loop.group)
         with limit:
-            for _ in range(2 if is_first else 1):  # from the second step on there is an optimizer's state
+            for _ in range(2 if is_first else 1):  # the optimizer has its state from the second step on
                 self._take_step(size)
 
     def _take_step(self, size: int) -> None:
@@ -219,8 +220,8 @@ class _Trying:
 
 
 def _local(optimizer: Optimizer) -> Optimizer:
-    """What this rank can step alone: of an optimizer that is sharded over ranks, its own shard."""
-    sharded = sys.modules.get("torch.distributed.optim")  # not loaded: it takes a second, and there is none then
+    """Return an optimizer that this rank can step alone: the local shard of a ZeroRedundancyOptimizer."""
+    sharded = sys.modules.get("torch.distributed.optim")  # if it was not imported, no optimizer is sharded
     is_sharded = sharded is not None and isinstance(optimizer, sharded.ZeroRedundancyOptimizer)
     return optimizer.optim if is_sharded else optimizer  # type: ignore[attr-defined]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notices gradients that no DDP knows of: of a forward pass that went round it, which each rank would train alone."""
+"""Detects gradients of forward passes that bypassed DistributedDataParallel, which would not be all-reduced."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _NOTE = "require_forward_param_sync"
 _UNUSED = "not used since this update began"
 _BEFORE = "used before an earlier backward pass, and not since"
 _NUM_LOOKS = 3
-"""Updates in which graphs are walked: what a program does wrong it does from the beginning."""
-# DDP sets that attribute in every forward pass, and asks only whether it is true, as this text is. A hook would cost
-# every forward pass a microsecond, and torch.compile would look into it.
+"""Number of updates in which autograd graphs are searched: such a mistake shows from the first update on."""
+# DDP sets this attribute in every forward pass and only tests its truth value; these strings are true. A hook would
+# cost a microsecond per forward pass, and torch.compile would trace it.
 
 
 class BypassWatch:
-    """Whether the DDP models of a loop were called in an update, at no cost in the forward pass."""
+    """Tracks which DDP models were called in an update, at no cost in the forward pass."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -33,25 +33,25 @@ class BypassWatch:
 
     @property
     def looks_at_graphs(self) -> bool:
-        """True in the first updates."""
+        """True if the autograd graphs of this update are to be checked: in the first updates, if a model is watched."""
         return self._num_updates <= _NUM_LOOKS and bool(self._models)
 
     def watch(self, model: DistributedDataParallel, parameters: Iterable[nn.Parameter]) -> None:
-        """Watch `model`, whose reducer waits for `parameters`; in place of another DDP of the same module."""
+        """Watch `model`, whose reducer expects `parameters`. Replaces an earlier DDP of the same module."""
         self._models = {known: ids for known, ids in self._models.items() if known.module is not model.module}
         self._models[model] = frozenset(map(id, parameters))
 
     def begin(self) -> None:
-        """The forward passes of an update's last batch are to come. Not collective."""
+        """Mark all models as not called: the forward passes of an update's last batch follow. Not collective."""
         self._num_updates += 1
         for model in self._models:
-            model.__dict__[_NOTE] = _UNUSED  # at a tenth of the cost of a module's own way
+            model.__dict__[_NOTE] = _UNUSED  # a tenth of the cost of Module.__setattr__
 
     def check_graph(self, losses: Iterable[torch.Tensor]) -> None:
-        """Before a backward pass of `losses`: raise LoopError if it belongs to a forward pass before another backward.
+        """Raise LoopError if `losses` depend on a forward pass that ran before an earlier backward pass.
 
-        DDP exchanges the gradients of the forward passes since the last exchange in one backward pass, and none of a
-        second one.
+        Call it before the backward pass. DDP all-reduces the gradients of the forward passes since the last
+        all-reduce in one backward pass, and no gradients in a second one. Not collective.
         """
         reached = {id(getattr(node, "variable", None)) for node in walk(losses)}
         for model, parameters in self._models.items():
@@ -63,9 +63,9 @@ class BypassWatch:
                 model.__dict__[_NOTE] = _BEFORE
 
     def check(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Raise LoopError where `parameters` have gradients and the DDP that they are in was not called.
+        """Raise LoopError if one of `parameters` has a nonzero gradient and its DDP model was not called.
 
-        A parameter that is in several models may have come through any of them. Not collective.
+        A parameter that belongs to several models is accepted if any of them was called. Not collective.
         """
         unused = [model for model in self._models if model.__dict__.get(_NOTE) is _UNUSED]
         if not unused:
@@ -77,7 +77,7 @@ class BypassWatch:
                 raise self._refuse(of[id(parameter)])
 
     def check_all(self, models: Iterable[nn.Module]) -> None:
-        """The same for all parameters of `models`, unless one of the DDP models was called."""
+        """Run `check` on all parameters of `models`, unless one of their DDP models was called."""
         if all(model.__dict__.get(_NOTE) is not _UNUSED for model in self._models):
             return
         inner = {id(unwrap(model)) for model in models}

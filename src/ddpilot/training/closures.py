@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizers that compute the loss by themselves, several times per update: what goes with them and what does not."""
+"""Checks for optimizers that call a closure, such as LBFGS: which options they work with."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ _DID = "updating the weights with a closure"
 
 
 def check_closure(optimizer: Optimizer, accumulation: int, is_fp16: bool, rank: int) -> None:
-    """Raise LoopError for what a closure cannot go with. Not collective: the same on every rank."""
+    """Raise LoopError for options that a closure does not support. Not collective; the same on every rank.
+
+    These are accumulation over several batches, fp16 and an optimizer whose state is sharded.
+    """
     if accumulation > 1:
         found = f"`accumulate` is {accumulation}, and a closure computes the loss of one batch"
         raise LoopError(_DID, found=found, fix="Use Loop(accumulate=1) with larger batches.", rank=rank)
@@ -25,7 +28,7 @@ def check_closure(optimizer: Optimizer, accumulation: int, is_fp16: bool, rank: 
 
 
 def needs_closure(optimizer: Optimizer, rank: int) -> LoopError:
-    """The error for an optimizer whose `step` was called without its closure."""
+    """Return the error for an optimizer whose `step` requires a closure and got none."""
     return LoopError(
         "updating the weights",
         found=f"{type(optimizer).__name__} computes the loss by itself and was given no closure",

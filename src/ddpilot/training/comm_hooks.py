@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients that cross between ranks in half of fp32's bytes, by torch's own communication hooks."""
+"""Compresses gradients to bf16 or fp16 for the all-reduce, with torch's own DDP communication hooks."""
 
-# Without postponed annotations: DDP compares those of a hook with the classes themselves.
+# No postponed annotations here: DDP compares the annotations of a hook with the classes themselves.
 
 from typing import Literal
 
@@ -16,7 +16,7 @@ from ddpilot.errors import LoopError
 
 
 def check_compressible(model: nn.Module, comm: str, rank: int) -> None:
-    """Raise LoopError unless every gradient of `model` is dense, real, and of at most 32 bits."""
+    """Raise LoopError if `model` has float64 or complex parameters to train, or layers with sparse gradients."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype in (torch.float64, torch.complex64, torch.complex128):
             found = f"parameter {name} is {parameter.dtype}"
@@ -28,18 +28,21 @@ def check_compressible(model: nn.Module, comm: str, rank: int) -> None:
 
 
 def compress(model: DistributedDataParallel, comm: Literal["bf16", "fp16"]) -> None:
-    """Let the gradients of `model` cross as `comm`; they are summed in it, too, and come back in their own dtype."""
-    # Without a group of its own a hook goes on with the default one, also where that was made anew.
+    """All-reduce the gradients of `model` in the dtype `comm`.
+
+    They are summed in that dtype and converted back to their own.
+    """
+    # With state None, the hook uses the current default process group, also after that was rebuilt.
     model.register_comm_hook(None, {"bf16": _to_bf16, "fp16": default_hooks.fp16_compress_hook}[comm])
 
 
 def is_fp16(model: DistributedDataParallel) -> bool:
-    """Do the gradients of `model` cross as fp16?"""
+    """True if the gradients of `model` are all-reduced in fp16."""
     return any(hook is default_hooks.fp16_compress_hook for hook, _ in model._comm_hooks)
 
 
 def _to_bf16(state: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    # By its own name DDP refuses torch's hook without CUDA; gloo can sum bfloat16 too.
+    # DDP rejects bf16_compress_hook itself without CUDA, although gloo can sum bfloat16: it tests the hook's name.
     return default_hooks.bf16_compress_hook(state, bucket)  # type: ignore[arg-type]
 
 

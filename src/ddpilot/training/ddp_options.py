@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of DistributedDataParallel that `prepare` chooses, each with its reason."""
+"""Options of DistributedDataParallel: those that `prepare` takes, their defaults, and the reason for each value."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from ddpilot.training.arguments import suggest
 _KNOWN = inspect.signature(DistributedDataParallel.__init__).parameters
 _TAKEN = ("self", "module", "process_group", "device_mesh", "broadcast_buffers")
 HAS_FORWARD_SYNC = "forward_sync_buffers" in _KNOWN
-"""Older versions of torch call it `broadcast_buffers`, and then do not make buffers equal at construction either."""
+"""Older versions of torch call it `broadcast_buffers`; with False they do not sync buffers at construction either."""
 
 FIND_UNUSED_VARIABLE = "DDP_FIND_UNUSED_PARAMETERS"
 _SWITCHES = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False, "": False}
 
 
 class Choice(NamedTuple):
-    """One option: its name in `prepare`, its value, and why it has it."""
+    """An option's name in `prepare`, its value, and the reason for the value."""
 
     option: str
     value: str
@@ -35,24 +35,27 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class DdpOptions:
-    """What the user asked for; what is None or left out is chosen. Raises LoopError for what DDP does not know."""
+    """The options that the user passed; None or left out: chosen by `resolve`.
+
+    Raises LoopError for arguments that DDP does not have and for an unknown `comm`.
+    """
 
     find_unused_parameters: bool | None = None
-    """None: as the variable DDP_FIND_UNUSED_PARAMETERS says (1 or 0), else False."""
+    """None: the value of the variable DDP_FIND_UNUSED_PARAMETERS (1 or 0), False if it is not set."""
     static_graph: bool = False
-    """Does every update of the whole training use the same parameters in the same way?"""
+    """True if every update of the training uses the same parameters in the same way."""
     bucket_cap_mb: float | None = None
-    """MiB of gradients that cross together; None: DDP's 25, after a first bucket of 1."""
+    """Bucket size in MiB; None: DDP's 25, after a first bucket of 1."""
     gradient_as_bucket_view: bool = True
-    """Are gradients views of the buckets?"""
+    """True if gradients are views into the buckets."""
     forward_sync_buffers: bool = False
-    """Does rank 0 send its buffers in each first forward after an update, as DDP does by itself?"""
+    """True if rank 0 broadcasts its buffers in the first forward pass after each update, which is DDP's default."""
     comm: Literal["bf16", "fp16"] | None = None
-    """What gradients cross in; None: their own dtype."""
+    """The dtype in which gradients are all-reduced; None: their own dtype."""
     sync_batch_norm: bool = False
-    """Does BatchNorm take its statistics from all ranks? On GPUs only."""
+    """True if BatchNorm computes its statistics over all ranks; on GPUs only."""
     more: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of DistributedDataParallel, as they are."""
+    """Further keyword arguments, passed to DistributedDataParallel unchanged."""
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.more if name not in _KNOWN or name in _TAKEN]
@@ -72,7 +75,10 @@ class DdpOptions:
 def resolve(
     options: DdpOptions, model: nn.Module, group: Group, environ: Mapping[str, str]
 ) -> tuple[dict[str, Any], list[Choice]]:
-    """The arguments of DistributedDataParallel, and why they are what they are. LoopError for a variable's value."""
+    """Return the arguments of DistributedDataParallel and the reason for each of them.
+
+    Raises LoopError for an invalid value of the variable DDP_FIND_UNUSED_PARAMETERS.
+    """
     finds_unused, origin = find_unused(options, environ)
     divided = is_divided(model, group.device)
     arguments: dict[str, Any] = {
@@ -107,7 +113,10 @@ def resolve(
 
 
 def find_unused(options: DdpOptions, environ: Mapping[str, str]) -> tuple[bool, str]:
-    """`find_unused_parameters`, and what said so where that is the variable. LoopError for another value of it."""
+    """Return `find_unused_parameters` and a prefix for its reason, which names the variable if it set the value.
+
+    Raises LoopError for an invalid value of the variable DDP_FIND_UNUSED_PARAMETERS.
+    """
     if options.find_unused_parameters is not None:
         return options.find_unused_parameters, ""
     said = environ.get(FIND_UNUSED_VARIABLE)

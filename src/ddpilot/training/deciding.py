@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decisions that all ranks take together: a small all_reduce every few updates carries every rank's flags."""
+"""Joint decisions of all ranks (stop, save a checkpoint), exchanged in a small all_reduce every few updates."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from ddpilot.group.protocol import GroupLike
 from ddpilot.training.accelerator import wire_device
 
 REASONS = ("asked", "time", "SIGINT", "SIGTERM", "SIGUSR1")
-"""Why training can be ended jointly, in the order of the flags on the wire."""
+"""Reasons for a joint stop, in the order of their flags in the all_reduce."""
 
 INTERVAL_S = 0.1
-"""The ranks exchange their flags about so often, or with every update where that takes longer."""
+"""Target interval between two exchanges, in seconds; updates that take longer each have an exchange."""
 MAX_INTERVAL = 32
-"""Updates from one exchange to the next, at most: updates may suddenly take longer than those before."""
+"""Maximum number of updates between two exchanges: updates may suddenly take longer than those before."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What the ranks learnt from one exchange; the same on all of them."""
+    """The result of one exchange; the same on all ranks."""
 
     count: float
-    """Sum of the counts that the ranks gave."""
+    """Sum of the counts that the ranks sent."""
     num_bad: int
-    """Number of ranks with a loss that is not finite."""
+    """Number of ranks whose loss is not finite."""
     reasons: tuple[str, ...]
-    """Of `REASONS`, those that some rank gave: all ranks stop after this update where there is one."""
+    """Those of `REASONS` that some rank sent; if any, all ranks stop after this update."""
     saves: bool = False
-    """Did some rank ask for a checkpoint?"""
+    """True if some rank asked for a checkpoint."""
     more: tuple[float, ...] = ()
-    """Sums of what else the ranks gave."""
+    """Sums of the further numbers that the ranks sent."""
 
 
 class Decider:
-    """Collects this rank's flags and exchanges them with the other ranks'.
+    """Collects this rank's flags and exchanges them with the other ranks.
 
-    `max_time_s`: seconds after `start` when training ends, None for no limit. A flag that comes after an exchange
-    began goes with the next one. Which updates have an exchange is the same on all ranks: it follows from how long
-    updates took, which they tell each other with the flags. `clock`: seconds from any beginning.
+    `max_time_s`: seconds after `start` at which training ends, None for no limit. A flag that is set after an exchange
+    began is sent with the next one. All ranks exchange with the same updates: the interval follows from the duration of
+    the updates, which is all-reduced with the flags. `clock`: returns seconds since any fixed time.
     """
 
     def __init__(
@@ -63,39 +63,39 @@ class Decider:
         self._num_updates = 0
         self._since_s = clock()
         self.reasons: tuple[str, ...] = ()
-        """Why all ranks stop, () while none has to."""
+        """Reasons for the joint stop; empty while there is none."""
 
     def start(self) -> None:
-        """Training begins: the time counts from here; a second call changes nothing. Not collective."""
+        """Start the time limit at the first call; later calls have no effect. Not collective."""
         if self._deadline is None and self._max_time_s is not None:
             self._deadline = self._clock() + self._max_time_s
 
     def ask(self, reason: str) -> None:
-        """Ask for a stop of all ranks, for one of `REASONS`. Not collective; safe in a signal handler."""
+        """Request a stop of all ranks, for one of `REASONS`. Not collective; safe in a signal handler."""
         self._asked.add(reason)
 
     def ask_save(self) -> None:
-        """Ask for a checkpoint of all ranks after an update. Not collective."""
+        """Request a checkpoint of all ranks after an update. Not collective."""
         self._asks_save = True
 
     def take_save(self) -> bool:
-        """Was a checkpoint decided on, since this was asked last? The same on every rank; not collective."""
+        """True if a checkpoint was decided since the last call. The same on every rank; not collective."""
         decided, self._decided_save = self._decided_save, False
         return decided
 
     def agree(self, reason: str) -> None:
-        """Every rank says this at the same point, so that all of them know it without an exchange."""
+        """Record a reason that every rank records at the same point, so that no exchange is needed."""
         self._add((reason,))
 
     def next_update(self) -> bool:
-        """Count an update; whether the ranks are to exchange their flags with it, the same on all of them."""
+        """Count an update. True if the ranks exchange their flags with it; the same on all ranks."""
         self._num_updates += 1
         return self._num_updates >= self._interval
 
     def begin(self, *, count: float = 0.0, is_bad: bool = False, more: Sequence[float] = ()) -> None:
-        """Send this rank's flags; `finish` returns the answer. Collective. At most one exchange is under way.
+        """Send this rank's flags; `finish` returns the result. Collective. At most one exchange may be in flight.
 
-        `more`: further numbers to be added up, as many on every rank.
+        `more`: further numbers to sum, equally many on every rank.
         """
         now_s = self._clock()
         if self._deadline is not None and now_s > self._deadline:
@@ -114,16 +114,16 @@ class Decider:
 
     @property
     def is_under_way(self) -> bool:
-        """Has an exchange begun whose answer was not looked at?"""
+        """True while an exchange is in flight, from `begin` to `finish`."""
         return self._sent is not None
 
     def finish(self) -> Decision:
-        """What all ranks said in the exchange that was begun; begins one first where none was. Collective then."""
+        """Return the result of the exchange in flight. Collective if none is in flight: it then begins one."""
         if self._sent is None:
             self.begin()
         if self._handle is not None:
             self._handle.wait()
-        assert self._sent is not None  # begin() has just made it
+        assert self._sent is not None  # set by begin()
         count, num_bad, pace_s, num_saves, *rest = self._sent if self._flags is None else self._flags.tolist()
         flags, more = rest[: len(REASONS)], tuple(rest[len(REASONS) :])
         self._sent = self._flags = self._handle = None
@@ -139,7 +139,7 @@ class Decider:
             self.reasons = tuple(reason for reason in REASONS if reason in {*self.reasons, *reasons})
 
     def _set_interval(self, pace_s: float) -> None:
-        # All ranks compute it from the same sum. It grows slowly, since the first updates say little about the others.
+        # All ranks compute it from the same sum. It grows slowly, since the first updates predict later ones poorly.
         self._num_updates, self._since_s = 0, self._clock()
         fitting = int(INTERVAL_S / pace_s) if pace_s > INTERVAL_S / MAX_INTERVAL else MAX_INTERVAL
         alone = self._group.world_size == 1

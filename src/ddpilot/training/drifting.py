@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notices buffers that the forward pass updates from each rank's own samples, so that ranks train with other ones."""
+"""Detects buffers that differ between ranks because the forward pass updates them from local samples (DDP506)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ddpilot.group.protocol import GroupLike
 from ddpilot.training.wrapping import find_ddp, unwrap
 
 _LOOKS_AFTER = 2
-"""Updates: in the first one an optimizer may still warm up, and a codebook be made."""
+"""In updates: during the first one, an optimizer may still warm up and a codebook be initialised."""
 _TOLERANCE = 1e-4
-"""Relative: ranks on unlike devices round differently."""
+"""Relative: different devices round differently."""
 _NUM_NAMED = 5
 
 
 class BufferDrift:
-    """Compares the buffers of prepared models over ranks twice: after two updates, and after the first pass."""
+    """Compares the buffers of prepared models across ranks twice: after two updates and after the first pass."""
 
     def __init__(self, group: GroupLike) -> None:
         self._group = group
@@ -31,7 +31,7 @@ class BufferDrift:
         self._num_updates = 0
         self._looks_at_end = True
         self.is_waiting = False
-        """True until the first look; False where there is nothing to look at."""
+        """True until the first comparison; False if there are no buffers to compare."""
 
     def add(self, model: nn.Module) -> None:
         """Watch `model`, as `prepare` returns it."""
@@ -45,7 +45,7 @@ class BufferDrift:
             self.is_waiting = self._looks_at_end = True
 
     def after_update(self) -> tuple[Finding, ...]:
-        """What the ranks find after the second update. Collective then."""
+        """Count an update; after the second one, compare buffers and return the findings. Collective then."""
         self._num_updates += 1
         if self._num_updates < _LOOKS_AFTER:
             return ()
@@ -53,7 +53,7 @@ class BufferDrift:
         return self._look()
 
     def end_pass(self) -> tuple[Finding, ...]:
-        """The same after the first pass with updates."""
+        """Compare buffers after the first pass with updates and return the findings. Collective then."""
         if not self._looks_at_end or not self._models or not self._num_updates:
             return ()
         self._looks_at_end = self.is_waiting = False
@@ -78,7 +78,7 @@ class BufferDrift:
 
 
 def _watched(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Buffers that are saved with the model, but for statistics of norms, which every rank has its own of."""
+    """Yield persistent buffers by name, without the statistics of norm layers, which differ per rank by design."""
     for path, layer in model.named_modules():
         if isinstance(layer, _NormBase):
             continue
@@ -88,7 +88,7 @@ def _watched(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _summarise(buffer: torch.Tensor) -> tuple[float, float, float]:
-    """Norm, sum, and a sum with weights, which tell two buffers apart."""
+    """Return the norm, the sum and a weighted sum of `buffer`, which together distinguish two buffers."""
     values = buffer.detach()
     values = torch.view_as_real(values) if values.is_complex() else values
     values = values.reshape(-1).cpu().double()
@@ -103,7 +103,7 @@ def _find_unlike(said: list[dict[str, tuple[float, float, float]]]) -> list[str]
 
 def _are_alike(summaries: list[tuple[float, float, float]]) -> bool:
     size = max(abs(norm) for norm, _, _ in summaries)
-    # One that is not finite somewhere is somebody else's finding.
+    # Comparisons with NaN are False: values that are not finite are reported by other checks.
     return not any(
         abs(value - first) > _TOLERANCE * max(size, 1e-12)
         for one in summaries

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics and predictions of a whole dataset: each sample once, on the unwrapped model, at any world size."""
+"""Evaluates metrics over a whole dataset: each sample once, on the unwrapped model, at any world_size."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from ddpilot.training.wrapping import sync_buffers, unwrap
 
 @contextmanager
 def evaluation_mode(model: nn.Module, group: GroupLike) -> Iterator[nn.Module]:
-    """The unwrapped model with equal buffers on all ranks, in `eval()` and without gradients. Collective.
+    """Yield the unwrapped model with rank 0's buffers, in `eval()` mode and without gradients. Collective.
 
-    Afterwards every layer is in the mode it was in, those that the user had frozen too, and torch's random state is
-    what it was: a model that draws in `eval()` does not change the training that follows.
+    Afterwards the mode of every layer, including layers that the user put into `eval()`, and torch's random state are
+    restored: a model that draws random numbers in `eval()` does not change the training that follows.
     """
     inner = unwrap(model)
     sync_buffers(inner, group)
@@ -35,7 +35,7 @@ def evaluation_mode(model: nn.Module, group: GroupLike) -> Iterator[nn.Module]:
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """`model.eval()` for a while; afterwards each layer is in the mode it was in."""
+    """Run the block with `model.eval()`, then restore the mode of each layer."""
     modes = [(layer, layer.training) for layer in model.modules()]
     model.eval()
     try:
@@ -52,7 +52,7 @@ def evaluate(
     group: GroupLike,
     forward: Callable[[nn.Module, Any], tuple[Any, ...]] | None = None,
 ) -> dict[str, Any]:
-    """The value of each metric over all samples of `loader`; see `Loop.evaluate`. Collective."""
+    """Return the value of each metric over all samples of `loader`; see `Loop.evaluate`. Collective."""
     if not isinstance(metrics, Mapping) and not is_collection(metrics):
         raise LoopError(
             "evaluating",
@@ -82,7 +82,7 @@ def local_outputs(
     group: GroupLike,
     forward: Callable[[nn.Module, Any], Any] | None = None,
 ) -> Iterator[tuple[CurrentBatch, Any]]:
-    """This rank's piece of every global batch with what the model says to it; None where it has no sample."""
+    """Yield this rank's part of every global batch with the model's output; the output is None if the part is empty."""
     for batch in iterate_groups(loader, group, epoch=0):
         output = (forward or predict_batch)(model, to_device(batch.data, group.device)) if batch.count else None
         yield batch, output

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Look at what DDP has recorded of itself on every rank, and say what it means."""
+"""Collects what DDP has recorded on every rank and turns it into an `Explanation`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NS_PER_MS = 1_000_000
 
 
 class Prepared:
-    """What `prepare` returned, with what it chose, in that order."""
+    """The models and optimizers that `prepare` returned, in that order, with the options chosen for them."""
 
     def __init__(self, group: GroupLike) -> None:
         self._group = group
@@ -34,24 +34,24 @@ class Prepared:
         self._optimizers: list[Optimizer] = []
 
     def add_model(self, model: nn.Module, choices: tuple[Choice, ...]) -> None:
-        """A model as it is given back; one that is prepared again takes the place of what was."""
+        """Add a model as `prepare` returns it; replaces an earlier entry of the same module."""
         self._models = [one for one in self._models if unwrap(one.model) is not unwrap(model)]
         ddp = find_ddp(model)
         self._models.append(_Model(model, choices, tuple(reduced(ddp)) if ddp is not None else ()))
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
-        """An optimizer as it is given back."""
+        """Add an optimizer as `prepare` returns it."""
         self._optimizers = [one for one in self._optimizers if one is not optimizer]
         self._optimizers.append(optimizer)
 
     def forget_optimizer(self, optimizer: Optimizer) -> None:
-        """A later optimizer has taken its place."""
+        """Remove an optimizer that a later one has replaced."""
         self._optimizers = [one for one in self._optimizers if one is not optimizer]
 
     def explain(self, accumulation: int, name_of: Callable[[object], str]) -> Explanation:
-        """See `Loop.explain`. Collective where there are several ranks.
+        """Build the explanation of `Loop.explain`. Collective if there are several ranks.
 
-        `accumulation`: batches in an update. `name_of`: what a model or optimizer is called in a checkpoint.
+        `accumulation`: batches per update. `name_of`: returns the name of a model or optimizer in a checkpoint.
         """
         names = _tell_apart([(class_name(one.model), name_of(one.model)) for one in self._models])
         own = [_look(one) for one in self._models], [_count_state(one) for one in self._optimizers]
@@ -75,7 +75,7 @@ class _Model(NamedTuple):
 
 
 def _tell_apart(named: Sequence[tuple[str, str]]) -> list[str]:
-    """The class of each, with its own name where others are of that class or the user gave the name."""
+    """Return the class name of each, with its own name if the class is not unique or the user chose the name."""
     counts = Counter(kind for kind, _ in named)
     is_given = [not re.fullmatch(r"(model|averaged|optimizer)\d*", name) for _, name in named]
     pairs = zip(named, is_given, strict=True)
@@ -83,7 +83,7 @@ def _tell_apart(named: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def _look(one: _Model) -> Seen | None:
-    """What this rank's DDP has recorded; None where there is none."""
+    """Return what this rank's DDP has recorded; None if the model is not wrapped."""
     ddp = find_ddp(one.model)
     if ddp is None:
         return None
@@ -100,7 +100,7 @@ def _look(one: _Model) -> Seen | None:
     return Seen(
         num_updates=int(data.get("iteration", 0)),
         finds_unused=ddp.find_unused_parameters,
-        # The reducer's own answer: of several models, the logger records only the first one's `can_set_static_graph`.
+        # Asks the reducer: with several models, the logger records `can_set_static_graph` of the first one only.
         is_steady=ddp.reducer._ddp_graph_static(),  # type: ignore[attr-defined]
         left_out=tuple(name for n, name in enumerate(one.names) if n not in ready) if ready else (),
         bucket_bytes=bucket_bytes,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Explanation`: what `prepare` chose, why, what it costs, and what would be better; as text and as HTML."""
+"""`Explanation`: the options that `prepare` chose, their reasons and costs, and proposals; as text and HTML."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from ddpilot.training.ddp_options import Choice
 
 @dataclass(frozen=True)
 class Explained:
-    """One model or optimizer that `prepare` returned."""
+    """The explanation of one model or optimizer that `prepare` returned."""
 
     title: str
-    """Its class, and what was made of it."""
+    """Its class, and how it was wrapped."""
     choices: tuple[Choice, ...] = ()
-    """Every option, with its reason; empty where nothing was wrapped."""
+    """Every option with its reason; empty if nothing was wrapped."""
     measured: tuple[str, ...] = ()
-    """What was seen so far, line by line."""
+    """Measurements so far, one per line."""
     proposals: tuple[Finding, ...] = ()
-    """What would be better, by what was seen so far; nothing of it is done by itself."""
+    """Changes that the measurements suggest; none of them is applied automatically."""
 
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """What a loop prepared, in the order in which it did. Its text is for a terminal; a notebook shows a table."""
+    """The explanations of all prepared objects, in order; printed as text, shown as a table in a notebook."""
 
     parts: tuple[Explained, ...]
 
     @property
     def proposals(self) -> Findings:
-        """Those of all parts."""
+        """The proposals of all parts."""
         return Findings(proposal for part in self.parts for proposal in part.proposals)
 
     def __str__(self) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model is called with for a batch of the usual kinds, and what its output is compared with."""
+"""Default forward functions: how a model is called with a batch, and which part of the batch is the target."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ddpilot.errors import LoopError
 
 
 def forward_batch(model: nn.Module, batch: Any) -> tuple[Any, Any]:
-    """(output, target) of a batch. LoopError where it has no target.
+    """Return (output, target) for a batch. Raises LoopError if it has no target.
 
-    `(x, y)`: `model(x)` and y; with more items, all but the last go to the model. A mapping: `model(**batch)` and the
-    batch itself, as libraries write it whose models return their own loss.
+    For a tuple `(*inputs, target)`: `model(*inputs)` and the target. For a mapping: `model(**batch)` and the batch
+    itself, for models that return their own loss.
     """
     if isinstance(batch, Mapping):
         return model(**batch), batch
@@ -29,7 +29,7 @@ def forward_batch(model: nn.Module, batch: Any) -> tuple[Any, Any]:
 
 
 def predict_batch(model: nn.Module, batch: Any) -> Any:
-    """The output for a batch, as `forward_batch` finds it; without a target, the model is called with all of it."""
+    """Return the output for a batch, as `forward_batch` does; a batch without a target is passed to the model whole."""
     if isinstance(batch, list | tuple) and len(batch) == 1:
         return model(batch[0])
     return forward_batch(model, batch)[0] if isinstance(batch, list | tuple | Mapping) else model(batch)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches in accumulation groups: how many samples all ranks have in each is known before the first is used."""
+"""Groups the batches of an epoch for gradient accumulation; sample counts are known before a group's first batch."""
 
 from __future__ import annotations
 
@@ -25,39 +25,39 @@ from ddpilot.training.streams_alike import check_stream
 
 
 class Loader(Protocol):
-    """What `ddpilot.data` makes: one rank's piece of every global batch of an epoch."""
+    """A loader of `ddpilot.data`: one rank's part of every global batch of an epoch."""
 
     def iterate(self, epoch: int, first_batch: int = 0) -> Iterator[LocalBatch]:
-        """The pieces from batch `first_batch` on. Those of which `global_count` is None come without end."""
+        """Yield the parts from batch `first_batch` on; never ends if their `global_count` is None."""
 
 
-@dataclass(eq=False, slots=True)  # to freeze it would cost more than all else that is done here for a batch
+@dataclass(eq=False, slots=True)  # frozen=True would cost more than everything else done here per batch
 class CurrentBatch:
-    """The batch that the loop is at, and the accumulation group it belongs to: batches that make one update."""
+    """The loop's current batch and its accumulation group, which is the batches of one update."""
 
     data: Any
-    """This rank's samples, collated; zero rows where it has none."""
+    """This rank's samples, collated; zero rows if it has none."""
     epoch: int
     index: int
-    """Number of the global batch in its epoch, from 0."""
+    """Index of the global batch in its epoch, from 0."""
     count: int
-    """Samples of this rank."""
+    """Number of samples of this rank."""
     global_count: int
-    """Samples of all ranks together."""
+    """Number of samples of all ranks."""
     sample_ids: NDArray[np.int64]
-    """Numbers of this rank's samples in the dataset, shape (`count`,)."""
+    """Indices of this rank's samples in the dataset, shape (`count`,)."""
     group_count: int
-    """Samples of all ranks in all batches of the accumulation group."""
+    """Number of samples of all ranks in all batches of the accumulation group."""
     group_size: int
-    """Batches in the accumulation group; fewer in the last one of an epoch."""
+    """Number of batches in the accumulation group; smaller for the last group of an epoch."""
     is_first: bool
-    """Is this the first batch of its accumulation group?"""
+    """True for the first batch of its accumulation group."""
     is_last: bool
-    """Is this the last batch of its accumulation group, after which the weights are updated?"""
+    """True for the last batch of its accumulation group, after which the weights are updated."""
     stream_state: Any = None
-    """Of an iterable dataset with `state_dict`: its state after this batch, the same on every rank. Else None."""
+    """State after this batch of an iterable dataset with `state_dict`, the same on every rank; else None."""
     has_empty_rank: bool = False
-    """Does some rank have no sample of this batch? The same on every rank."""
+    """True if some rank has no sample of this batch. The same on every rank."""
 
 
 def iterate_groups(
@@ -69,13 +69,12 @@ def iterate_groups(
     accumulation: int = 1,
     stream_state: Any = None,
 ) -> Generator[CurrentBatch, None, None]:
-    """The batches of an epoch with their place in accumulation groups of `accumulation` batches each.
+    """Yield the batches of an epoch, in accumulation groups of `accumulation` batches. Collective.
 
-    A group's batches are read before the first of them is given out. Where ranks may have unequal numbers of samples
-    and do not know each other's, they add them up, in one small collective per group; the epoch ends for all of them
-    when none has a sample. `stream_state`: that of batch `first_batch` - 1, with which a stream goes there without
-    reading what lies before. Collective. Raises DataError on all ranks where they would read different epochs, or see
-    different streams.
+    All batches of a group are read before the first is yielded. If the sample counts of the other ranks are unknown,
+    they are all-reduced, in one small collective per group; the epoch ends on all ranks when none has a sample left.
+    `stream_state`: the state after batch `first_batch` - 1, with which a stream resumes there without reading the
+    batches before. Raises DataError on all ranks if they would read different epochs or see different streams.
     """
     check_loader(loader, group)
     with naming_rank(group.rank):
@@ -84,20 +83,20 @@ def iterate_groups(
         batches = loader.iterate(epoch, first_batch, stream_state)
     else:
         batches = loader.iterate(epoch, first_batch)
-    # Every rank reads the whole of a stream: that all see the same one is what the division rests on.
+    # Every rank reads the whole stream: the division is exact only if all ranks see the same one.
     is_seen_by_all = isinstance(loader, StreamLoader) and not loader.is_joint and group.world_size > 1
     try:
         with naming_rank(group.rank):
             yield from _group(batches, group, epoch, accumulation, is_seen_by_all, _uneven_division(loader))
     finally:
-        if isinstance(batches, Generator):  # its workers stop now, and not when it is collected
+        if isinstance(batches, Generator):  # stops its workers now, not when it is garbage-collected
             batches.close()
 
 
 def is_at_end(loader: Loader, batch: CurrentBatch) -> bool:
-    """Is `batch` known to be the last of its epoch? Of streams, and of batches that a user's sampler makes, it is not.
+    """True if `batch` is known to be the last of its epoch. The same on all ranks.
 
-    The same on all ranks.
+    Always False for streams, for joint loaders, and for batches that a user's sampler makes.
     """
     plan = getattr(loader, "plan", None)
     return isinstance(plan, Plan) and not getattr(loader, "is_joint", True) and batch.index + 1 >= plan.num_batches
@@ -120,7 +119,7 @@ def _check_agreement(loader: Loader, group: GroupLike) -> None:
 
 
 def check_loader(loader: Any, group: GroupLike) -> None:
-    """Raise LoopError for what is no loader of a rank's, such as a plain DataLoader. Not collective."""
+    """Raise LoopError unless `loader` is a loader of `ddpilot.data`: a plain DataLoader is not. Not collective."""
     if hasattr(loader, "iterate"):
         return
     is_torchs = isinstance(loader, DataLoader)
@@ -135,7 +134,7 @@ def check_loader(loader: Any, group: GroupLike) -> None:
 
 
 def _uneven_division(loader: Any) -> Division | None:
-    """How batches are divided among ranks, if some rank may have none of a batch with a sample for each rank."""
+    """Return the division if some rank may be empty in a batch of at least world_size samples, else None."""
     division = getattr(getattr(loader, "plan", None), "division", None)
     is_even = division is None or len({stop - start for start, stop in pairwise(division.edges)}) == 1
     return None if is_even else division
@@ -178,9 +177,9 @@ def _group(
 
 
 def _global_counts(members: list[LocalBatch], group: GroupLike) -> tuple[list[int], list[bool]]:
-    """Samples of all ranks in each batch; only those up to the first that has none, which is the end of the data.
+    """Return the samples of all ranks per batch, up to the first batch without any, which is the end of the data.
 
-    And where that had to be exchanged, whether a rank has none; False elsewhere.
+    Also returns, per batch, True if some rank has no sample; always False if no exchange was needed.
     """
     known = [count for batch in members if (count := batch.global_count) is not None]
     if len(known) == len(members):

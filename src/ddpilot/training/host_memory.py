@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make the allocator refuse what the machine does not have, where the system would end the process instead."""
+"""Limits a process to its share of the free host memory, so that allocations fail before the OOM killer acts."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _CGROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
 )
-"""A container's limit and what it uses, of version 2 and 1: what the machine has free may be more."""
+"""Files with a container's memory limit and usage, of cgroup v2 and v1: the machine may have more free memory."""
 
 
 @contextmanager
 def limited_memory(group: GroupLike) -> Iterator[None]:
-    """In the body this process gets no more than its part of the memory that is free now, on the CPU of Linux.
+    """Limit this process, in the block, to its share of the memory that is free now. Linux CPU ranks only.
 
-    Beyond it allocations fail as they do where memory is really gone. A limit that is set already stays where it is
-    lower. Does nothing on other devices and systems. Not collective.
+    Further allocations fail as if memory were exhausted. A lower limit that is already set is kept. Does nothing on
+    other devices and systems. Not collective.
     """
     if group.device.type != "cpu" or sys.platform != "linux":
         yield
@@ -42,12 +42,12 @@ def limited_memory(group: GroupLike) -> Iterator[None]:
 
 
 def available_bytes() -> int:
-    """Memory that is free for new allocations on this machine, or in this container where that is less."""
+    """Return the memory available for new allocations on this machine or in this container, whichever is less."""
     free: int = psutil.virtual_memory().available
     for limit, used in _CGROUPS:
         try:
             left = int(Path(limit).read_text()) - int(Path(used).read_text())
-        except (OSError, ValueError):  # no such version, or "max"
+        except (OSError, ValueError):  # no such cgroup version, or "max"
             continue
         free = min(free, max(left, 0))
     return free

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run any function of a model as the forward pass of its DDP, so that its methods and parts train like `forward`."""
+"""Calls methods other than `forward` through DistributedDataParallel, so that their gradients are all-reduced too."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class PreparedDDP(DistributedDataParallel):
-    """DDP with the public methods and attributes of the model inside, so that a program is the same on one rank.
+    """DDP with the public methods and attributes of the wrapped model, so that programs also run on one rank unchanged.
 
-    A method runs as a forward pass of DDP: the gradients of what it returns cross between ranks.
+    A method runs as a forward pass of DDP: the gradients of its result are all-reduced.
     """
 
     def __getattr__(self, name: str) -> Any:
         model = self.__dict__.get("_modules", {}).get("module")
-        if name == "module" and model is not None:  # asked for in every forward pass
+        if name == "module" and model is not None:  # read in every forward pass
             return model
         try:
             return super().__getattr__(name)
@@ -33,9 +33,9 @@ class PreparedDDP(DistributedDataParallel):
 
 
 class _Once(nn.Module):
-    """In the model's place inside DDP for one forward pass, so that hooks of the model run as without DDP.
+    """Replaces the model inside DDP for one forward pass, so that the hooks of the model run as without DDP.
 
-    It holds the model, for hooks of DDP that look at parameters.
+    It holds the model, for hooks of DDP that read parameters.
     """
 
     def __init__(self, function: Callable[[], Any], model: nn.Module) -> None:
@@ -48,10 +48,10 @@ class _Once(nn.Module):
 
 
 def run_inside(wrapped: Any, function: Callable[[Any], Any]) -> Any:
-    """`function(model)`, of the user's own model, between what DDP does before and after a forward pass.
+    """Return `function(model)`, run as a forward pass of the DDP model `wrapped`; `model` is the wrapped module.
 
-    Without DDP, of `wrapped` itself. What DDP looks for in the output (`find_unused_parameters`) it finds in what
-    `function` returns: tensors, and tuples and dicts of them.
+    If `wrapped` is not a DDP model, return `function(wrapped)`. With `find_unused_parameters`, DDP searches the result
+    of `function`: tensors, and tuples and dicts of them.
     """
     if not isinstance(wrapped, DistributedDataParallel):
         return function(wrapped)
@@ -63,6 +63,6 @@ def run_inside(wrapped: Any, function: Callable[[Any], Any]) -> Any:
 
     wrapped.module = _Once(call, model)
     try:
-        return wrapped(None)  # with `device_ids`, torch fails for a call without any argument
+        return wrapped(None)  # with `device_ids`, torch fails for a call without arguments
     finally:
         wrapped.module = model

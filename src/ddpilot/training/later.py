@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers of an accelerator that reach the host while it runs on: nothing here makes it wait unless asked to."""
+"""Asynchronous copies of scalars from an accelerator to the host; only `Arriving.read` waits for the device."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from ddpilot.record.capturing import is_capturing
 
 
 class _Slot:
-    """A number in pinned memory and the event after which it is there; used again and again."""
+    """A scalar in pinned memory and the event that marks its copy as done; reused."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         try:
             self.number = torch.empty((), dtype=dtype, pin_memory=True)
-        except RuntimeError:  # no memory is left that can be locked: the copy itself makes the host wait
+        except RuntimeError:  # no memory can be pinned: the copy is then synchronous
             self.number = torch.empty((), dtype=dtype)
         self.event = torch.Event(device)
 
 
 class Arriving:
-    """A number on its way to the host."""
+    """A scalar that is being copied to the host."""
 
     def __init__(self, slot: _Slot, free: list[_Slot]) -> None:
         self._slot: _Slot | None = slot
@@ -33,25 +33,25 @@ class Arriving:
         return self._slot is None or (not is_capturing() and self._slot.event.query())
 
     def read(self) -> float:
-        """The number; waits for the device if it is not there."""
+        """Return the value; waits for the copy to finish."""
         if self._slot is not None:
             if not self.is_there:
                 self._slot.event.synchronize()
             self._number = float(self._slot.number.item())
             self._free.append(self._slot)
             self._slot = None
-        assert self._number is not None  # read from the slot just now, or before
+        assert self._number is not None  # set above or by an earlier call
         return self._number
 
 
 class Sender:
-    """Sends numbers (shape ()) of accelerators to the host, through pinned memory that it keeps."""
+    """Copies scalar tensors (shape ()) of accelerators to the host, through pinned memory that it reuses."""
 
     def __init__(self) -> None:
         self._free: dict[tuple[torch.dtype, torch.device], list[_Slot]] = {}
 
     def send(self, number: torch.Tensor) -> Arriving:
-        """Start to copy `number`, in the current stream of its device."""
+        """Start copying `number` to the host, in the current stream of its device."""
         free = self._free.setdefault((number.dtype, number.device), [])
         slot = free.pop() if free else _Slot(number.dtype, number.device)
         slot.number.copy_(number.detach(), non_blocking=True)

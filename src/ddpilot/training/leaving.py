@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notices a rank that left `batches` by itself, before it meets the others in another collective than theirs."""
+"""Detects a rank that left `Loop.batches` alone, before its next collective is paired with a different one."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from ddpilot.training.grouping import CurrentBatch
 from ddpilot.training.notices import Line, say_dropped
 
 _PATIENCE_S = 3.0
-"""How long a rank that left waits for the others to leave there too, before it says so."""
+"""Seconds that a rank waits for the other ranks to leave too, before it prints a warning."""
 _LIMIT_S = 30.0
-"""How long before it raises: another rank may write a file first."""
+"""Seconds before it raises: a different rank may be writing a file."""
 
 
 class Leaving:
-    """A loop over `batches` that was left by `break`: fine where all ranks do, at the same batch.
+    """Tracks loops over `batches` that were left by `break`, which every rank must do at the same batch.
 
-    A rank that does alone would go on to a collective of its own while the others wait for its gradients, which ends
-    a process without an exception over gloo, and hangs over NCCL. So it asks the store, which the others need not
-    look at, whether they left too.
+    A rank that leaves alone would run its next collective while the other ranks wait for its gradients. Over gloo that
+    ends a process without an exception; over NCCL it hangs. This rank therefore checks the store, which needs no
+    cooperation of the other ranks, whether they left too.
     """
 
     _num_loops: ClassVar[WeakKeyDictionary[object, int]] = WeakKeyDictionary()
@@ -36,19 +36,19 @@ class Leaving:
         self._group = group
         self._num_passes = 0
         self._loop = 0
-        if isinstance(group, Group):  # every rank makes the same loops, so that they count alike
+        if isinstance(group, Group):  # every rank makes the same loops, so their numbers agree
             self._loop = self._num_loops[group.process_group] = self._num_loops.get(group.process_group, 0) + 1
         self._left: tuple[CurrentBatch, Line] | None = None
         self._dropped_at: Line | None = None
 
     def begin_pass(self) -> None:
-        """Every rank begins a pass: what was left before has names of its own in the store."""
+        """Begin a new pass, whose keys in the store differ from those of earlier passes. Every rank calls it."""
         self._num_passes += 1
 
     def note(self, batch: CurrentBatch | None, line: Line, *, drops: bool) -> None:
-        """This rank left at `batch`, at `line` of the user's program. Not collective.
+        """Record that this rank left at `batch`, at `line` of the user's program. Not collective.
 
-        `drops`: in the middle of an accumulation group, whose gradients are gone by it.
+        `drops`: True if it left within an accumulation group, whose gradients are lost.
         """
         if drops:
             self._dropped_at = line
@@ -57,9 +57,9 @@ class Leaving:
             self._left = batch, line
 
     def meet(self) -> None:
-        """Before a collective, on a rank that left: wait for the others to leave too.
+        """Wait for the other ranks to leave too. Called before a collective; does nothing on a rank that did not leave.
 
-        Says on stderr after `_PATIENCE_S` which did not; LoopError after `_LIMIT_S`.
+        After `_PATIENCE_S` it prints to stderr which ranks did not leave; after `_LIMIT_S` it raises LoopError.
         """
         if self._left is None or not isinstance(self._group, Group):
             return
@@ -77,14 +77,14 @@ class Leaving:
             sys.stderr.flush()
             if came(store, list(others.values()), _LIMIT_S - _PATIENCE_S):
                 return
-        except RuntimeError:  # the store is gone, with the rank that had it: the next collective says so
+        except RuntimeError:  # the rank that hosts the store has exited: the next collective raises for it
             return
         raise error
 
     def settle(self) -> None:
-        """Before training goes on: `meet`, and say on rank 0 which gradients were dropped."""
+        """Call `meet` before training continues, and report dropped gradients on rank 0."""
         self.meet()
-        # Not when the loop is left: that looks the same where an error or another rank's end is the reason.
+        # Not reported when the loop is left: an error or the exit of a different rank would look the same.
         if self._dropped_at is not None:
             say_dropped(self._dropped_at, self._group)
             self._dropped_at = None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Loop`: what a training loop of one's own needs to give the same numbers at any world size."""
+"""`Loop`: primitives for a custom training loop that gives the same results at any world_size."""
 
 from __future__ import annotations
 
@@ -31,36 +31,36 @@ from ddpilot.training.updating import clear_gradients
 
 
 class Loop(PreparingLoop, KeepingLoop, LookingLoop):
-    """Primitives for a training loop of one's own, the same at 1 rank and at many. Making one is collective.
+    """Primitives for a custom training loop with the same results at any world_size. Creating one is collective.
 
-    `seed`: of weights made after this line (the same on every rank), of the data's order, and, with the rank, of
-    dropout in each epoch. `accumulate`: batches that make one update. `precision`: "fp32" (leaves dtypes alone),
-    "bf16" or "fp16". `max_time_s`: seconds after which all ranks leave the loop together, counted from the first
+    `seed`: seeds weights created after this line (the same on every rank), the order of the data, and, together with
+    the rank, dropout in each epoch. `accumulate`: number of batches per update. `precision`: "fp32" (leaves dtypes
+    unchanged), "bf16" or "fp16". `max_time_s`: seconds after which all ranks stop together, counted from the first
     `epochs` or `batches`; None: no limit.
-    `check_finite`: raise NonFiniteError on all ranks where a loss is NaN or infinite (with fp16 overflowing updates are
-    skipped instead). `backend`, `timeout_s`: of `init_group`, which enters or adopts the process group, also of a rank
-    that is alone. `group`: use this one instead.
+    `check_finite`: raise NonFiniteError on all ranks if a loss is NaN or infinite (with fp16, updates that overflow are
+    skipped instead). `backend`, `timeout_s`: arguments of `init_group`, which initializes or adopts the process group,
+    also for a single rank. `group`: use this group instead.
 
-    `checkpoint_dir`: a directory of the run's own, where a checkpoint is made after each epoch and when all ranks leave
-    in the middle of one; None: none are made. `epochs` goes on from the latest one there, at any number of ranks;
-    `resume=False` begins anew, and moves what is there aside. `keep`: how many of the newest stay, None for all.
-    `best`: "max acc" or "min loss"; the best by that metric of `save` stays too. `save_every_s`, `save_every_updates`:
-    make one in the middle of an epoch too, after so many seconds or updates.
+    `checkpoint_dir`: a directory for this run only, in which a checkpoint is saved after each epoch and when all ranks
+    stop within one; None: no checkpoints. `epochs` resumes from the latest checkpoint there, at any number of ranks;
+    `resume=False` starts over and moves existing checkpoints to a different directory. `keep`: number of newest
+    checkpoints to keep, None for all. `best`: "max acc" or "min loss"; the best checkpoint by that metric of `save` is
+    kept as well. `save_every_s`, `save_every_updates`: also save within an epoch, after this many seconds or updates.
 
-    `progress`: rank 0 shows in `batches` how far the epoch is, on stderr. None: a bar in a terminal or a notebook, also
-    in the ranks that one starts, and otherwise, for logs, a line every 30 seconds. True: the bar anywhere; False:
-    nothing.
+    `progress`: rank 0 shows the progress of each epoch in `batches`, on stderr. None: a bar in a terminal or a
+    notebook, also for ranks launched from one, and in logs a line every 30 seconds. True: always the bar. False: no
+    output.
 
-    Raises what `init_group` raises, LoopError for arguments that make no sense, and CheckpointError on all ranks where
-    the directory cannot be written.
+    Raises the errors of `init_group`, LoopError for invalid arguments, and CheckpointError on all ranks if the
+    directory is not writable.
     """
 
     def epochs(self, num: int) -> Iterator[int]:
-        """The numbers of the epochs up to `num` - 1, from `epoch` on, until all ranks decide to stop. Collective.
+        """Yield the epoch numbers from `epoch` to `num` - 1, until all ranks decide to stop. Collective.
 
-        With a `checkpoint_dir` it goes on where the latest checkpoint there stands, in the middle of an epoch too, and
-        makes one after each epoch; when it ends, the last one is on the disk. SIGTERM and SIGUSR1 then end it with
-        SystemExit(75) on all ranks, after a checkpoint: for a scheduler that starts the job again.
+        With a `checkpoint_dir` it resumes from the latest checkpoint, also within an epoch, and saves one after each
+        epoch; when it ends, the last one is on disk. SIGTERM and SIGUSR1 then save a checkpoint and raise
+        SystemExit(75) on all ranks, so that a scheduler can requeue the job.
         """
         self._place.begin_epochs()
         self._keeper.begin()
@@ -76,22 +76,21 @@ class Loop(PreparingLoop, KeepingLoop, LookingLoop):
                     return
                 self._place.begin_epoch()
                 yield self.epoch
-                if self.next_batch:  # left in the middle, and saved there: a later run goes on
+                if self.next_batch:  # stopped within the epoch and saved there: a later run resumes it
                     return
                 self._keeper.end_epoch()
             self._leaving.settle()
             self._keeper.wait()
 
     def batches(self, loader: Loader) -> Iterator[Any]:
-        """This rank's piece of every batch of the epoch, on the device; all ranks leave together, after an update.
+        """Yield this rank's part of every batch of the epoch, on the device. Collective.
 
-        A rank for which a batch has no sample gets one of zero rows, and takes part; a prepared model runs it, on
-        made-up rows where it has to. Outside of `epochs`, each further pass over the same data is an epoch of its own,
-        with another order. Collective: every rank iterates
-        to the end or to the joint stop; after one every further pass of the epoch is empty. SIGINT, SIGTERM and SIGUSR1
-        end it after the current update on all ranks; a second SIGINT at once. Raises NonFiniteError on all ranks, and
-        LoopError before the first batch for what `loader` and `shard` did not make, and where BatchNorm would see a
-        part of one sample.
+        A rank without samples in a batch gets zero rows and takes part in the forward pass; a prepared model runs dummy
+        rows if it cannot run zero rows. Outside of `epochs`, each further pass over the same data is a new epoch with a
+        new order. Every rank iterates to the end or to the joint stop, which is after an update, the same on all ranks;
+        further passes of that epoch are empty. SIGINT, SIGTERM and SIGUSR1 stop all ranks after the current update; a
+        second SIGINT stops at once. Raises NonFiniteError on all ranks, and LoopError before the first batch if
+        `loader` was not made by `loader` or `shard`, and if BatchNorm would get a part of fewer than two samples.
         """
         if not self._begin_pass(loader):
             return
@@ -145,7 +144,10 @@ class Loop(PreparingLoop, KeepingLoop, LookingLoop):
                 self._open_pass = None
 
     def _end_update(self, batch: CurrentBatch) -> None:
-        """After the last batch of an accumulation group. Collective where something is due."""
+        """Finish an accumulation group after its last batch.
+
+        Collective if an exchange, comparison or checkpoint is due.
+        """
         self._updates.settle()
         if self._precision.scaler is not None:
             self._precision.settle()
@@ -158,14 +160,14 @@ class Loop(PreparingLoop, KeepingLoop, LookingLoop):
         self._keeper.after_update(batch.index + 1, leaves=self.should_stop)
 
     def _leave_pass(self, batch: CurrentBatch, this: object) -> None:
-        """The loop over `batches` was left by `break` or an exception, or its generator was dropped."""
+        """Handle a loop over `batches` that ended by `break` or an exception, or whose generator was closed."""
         if self._open_pass is this:
             self._place.end_pass()
             self._leaving.note(batch, user_line(), drops=self._updates.drop_unfinished())
 
     def _check_pass(self, this: object) -> None:
-        """Raise LoopError if a pass over other batches began while `this` was open, and is open still."""
-        if self._open_pass is None:  # that one has ended, within a batch of this one
+        """Raise LoopError if a second pass over `batches` began after `this` one and is still open."""
+        if self._open_pass is None:  # the second pass has ended, within a batch of this one
             self._open_pass = this
             return
         raise LoopError(
@@ -177,7 +179,7 @@ class Loop(PreparingLoop, KeepingLoop, LookingLoop):
         )
 
     def _note_unsaved(self) -> None:
-        """After the first update of a loop with a `checkpoint_dir`: say it if nothing will be resumed or saved."""
+        """Warn, after the first update of a loop with a `checkpoint_dir`, if no checkpoint will be resumed or saved."""
         self._saves_by = "user" if self._keeper.is_in_epochs else "unsaved epoch"
         if not self._keeper.is_in_epochs and self._keeper.has_latest:
             self._say_unsaved()
@@ -193,9 +195,9 @@ class Loop(PreparingLoop, KeepingLoop, LookingLoop):
     def _begin_pass(self, loader: Loader) -> bool:
         check_loader(loader, self.group)
         if self.should_stop and self.next_batch:
-            return False  # an earlier pass of the epoch was left, and that is where it goes on
+            return False  # an earlier pass stopped within this epoch, which resumes from there
         if not self._keeper.is_in_epochs:
-            with naming_rank(self.rank):  # where a plan looks at its sampler, it does not know the rank
+            with naming_rank(self.rank):  # the plan may call its sampler, whose errors do not know the rank
                 is_next = self._place.is_next_epoch(loader)
             if is_next and self.should_stop:
                 return False
@@ -218,12 +220,12 @@ class Loop(PreparingLoop, KeepingLoop, LookingLoop):
         return is_open
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
-        """Forward and backward of one batch: gradients cross between ranks only with the last batch of a group.
+        """Context for forward and backward of one batch: gradients are all-reduced only with the last batch of a group.
 
-        Pass the models that `prepare` returned and whose gradients the backward inside adds up. Raises LoopError for
-        others, at any number of ranks, and where the forward pass went round DDP, so that gradients did not cross.
-        Where memory runs out inside, OutOfMemoryError is raised, on this rank alone: the others end as after any error
-        of one rank.
+        Pass the prepared models for which the backward pass inside computes gradients. Raises LoopError for models that
+        were not prepared, at any number of ranks, and if the forward pass bypassed DDP, so that gradients were not
+        all-reduced. Raises OutOfMemoryError if memory runs out inside, on this rank only: the other ranks end as after
+        any error of one rank.
         """
         if models != self._known:
             self._trained.check(models, self.rank)
@@ -238,14 +240,14 @@ class Loop(PreparingLoop, KeepingLoop, LookingLoop):
         *,
         retain_graph: bool = False,
     ) -> None:
-        """Add the gradient of this rank's mean `loss`, weighted so that the update is that of all samples' mean.
+        """Run the backward pass of this rank's mean `loss`, weighted so that the update uses the mean over all samples.
 
-        `loss`: a scalar, the mean over this rank's samples of the batch; a rank without samples adds exact zeros, NaN
-        or not. `count`: what the mean is over where that is not samples (tokens, boxes); it costs a small collective.
-        Several losses that are means over different things: `{"box": (loss, num_boxes), "class": loss}`, in one
-        backward pass with one small collective; every rank gives the same names, with a count of 0 for a mean over
-        nothing (NaN or not). Collective with the last batch of an accumulation group, and with a count or several
-        losses. Raises LoopError.
+        `loss`: a scalar, the mean over this rank's samples of the batch; a rank without samples contributes exact
+        zeros, even if its loss is NaN. `count`: number of items that the mean is over, if they are not samples (tokens,
+        boxes); it costs a small collective. For several losses that are means over different items, pass a mapping,
+        such as `{"box": (loss, num_boxes), "class": loss}`: one backward pass and one small collective; every rank
+        passes the same names, with a count of 0 for an empty mean (which may be NaN). Collective with the last batch of
+        an accumulation group, and with a count or several losses. Raises LoopError for invalid losses and counts.
         """
         scaler = self._precision.scaler
         if scaler is not None:
@@ -265,10 +267,10 @@ class Loop(PreparingLoop, KeepingLoop, LookingLoop):
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float
     ) -> torch.Tensor | None:
-        """Scale the gradients of all samples to a norm of `max_norm` at most; their norm before. Not collective.
+        """Clip the gradient norm to `max_norm` and return the norm before clipping. Not collective.
 
-        None, and nothing done, while gradients are still accumulated. NonFiniteError, on all ranks alike, where the
-        norm is not finite (not with fp16, which skips the update).
+        Returns None, without clipping, while gradients are being accumulated. Raises NonFiniteError, on all ranks
+        alike, if the norm is not finite (not with fp16, which skips the update).
         """
         if not self.is_update:
             return None
@@ -276,27 +278,28 @@ class Loop(PreparingLoop, KeepingLoop, LookingLoop):
         self._updates.settle()
         self._precision.unscale(given, self._optimizers)
         norm = nn.utils.get_total_norm([p.grad for p in given if p.grad is not None])
-        self._updates.check_norm(given, norm)  # before a norm that is NaN makes all of them NaN
+        self._updates.check_norm(given, norm)  # clipping by a NaN norm would make all gradients NaN
         nn.utils.clip_grads_with_norm_(given, max_norm, norm)
         return norm
 
     def step(self, optimizer: Optimizer, scheduler: Any = None, *, closure: Callable[[], object] | None = None) -> bool:
-        """Update the weights, clear the gradients, step the `scheduler`; whether it did. Collective.
+        """Step the optimizer, clear its gradients and step `scheduler`. True if the weights were updated. Collective.
 
-        False, and nothing done, while gradients are still accumulated; False too where fp16 skips the update, on all
-        ranks alike. Raises NonFiniteError on all ranks, on the CPU before anything is updated. An accelerator does not
-        make the host wait: there the optimizer gets zeros in place of gradients that are not finite, so that weights
-        stay finite, and the error follows once the ranks have exchanged what they know, about 0.1 s later (32 updates
-        at most, and always before the end of the epoch and a save). A backward pass after the error begins with no
-        gradients. Raises LoopError at any number of ranks: for parameters that are in no prepared model, and in
-        `batches` for gradients without any `loop.backward`; with several ranks for those of a forward pass that went
-        round DDP. For what is meant otherwise call `optimizer.step()`.
+        Returns False, without an update, while gradients are being accumulated; also if fp16 skips the update, on all
+        ranks alike. Raises NonFiniteError on all ranks, on the CPU before anything is updated. On an accelerator the
+        host does not wait: the optimizer gets zeros in place of gradients that are not finite, so the weights remain
+        finite, and the error is raised once the ranks have exchanged their flags, about 0.1 s later (at most 32
+        updates, and always before the end of the epoch and before a save). A backward pass after the error starts
+        without gradients. Raises LoopError, at any number of ranks, for parameters that belong to no prepared model,
+        and in `batches` for gradients without any `loop.backward`; with several ranks also for gradients of a forward
+        pass that bypassed DDP. To update such parameters, call `optimizer.step()`.
 
-        `scheduler`: a ReduceLROnPlateau gets the mean loss of the update over all ranks; it has to be prepared.
-        `closure`: for optimizers that compute the loss several times per update (LBFGS, SAM): a function that runs
-        forward and `loop.backward`. Gradients are cleared before each call, and the optimizer gets the loss over all
-        ranks, whatever the closure returns, so all ranks take the same steps; that costs a small collective per call.
-        Not with `accumulate` or fp16. A NonFiniteError leaves the weights where the optimizer was trying them.
+        `scheduler`: a ReduceLROnPlateau gets the update's mean loss over all ranks; it has to be prepared. `closure`:
+        for optimizers that compute the loss several times per update (LBFGS, SAM): a function that runs forward and
+        `loop.backward`. Gradients are cleared before each call, and the optimizer gets the loss over all ranks,
+        whatever the closure returns, so all ranks take the same steps; this costs a small collective per call. Not
+        supported with `accumulate` > 1 or fp16. A NonFiniteError leaves the weights at the optimizer's current trial
+        point.
         """
         if not self.is_update:
             return False
@@ -320,7 +323,7 @@ class Loop(PreparingLoop, KeepingLoop, LookingLoop):
         self._updates.check(optimizer)
         try:
             done = self._update(optimizer, closure)
-        except (RuntimeError, MemoryError) as error:  # an optimizer makes its state in its first step
+        except (RuntimeError, MemoryError) as error:  # an optimizer allocates its state in its first step
             if not is_out_of_memory(error):
                 raise
             raise explain_out_of_memory(error, self.group, self._sharing, self._updates.batch) from error

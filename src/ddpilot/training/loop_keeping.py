@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verbs of a `Loop` that save, and go on from what was saved."""
+"""`Loop`'s checkpoint methods: track, save, resume and load."""
 
 from __future__ import annotations
 
@@ -15,44 +15,46 @@ from ddpilot.training.loop_state import LoopState
 
 
 class KeepingLoop(LoopState):
-    """Checkpoints of everything that was prepared or tracked."""
+    """Saves and restores the state of everything that was prepared or tracked."""
 
     def track(self, **things: Any) -> None:
-        """Save and restore `things` with the checkpoints, each under its name; not collective.
+        """Save and restore `things` with the checkpoints, each under its keyword's name; not collective.
 
-        Anything with `state_dict` and `load_state_dict` that is not passed to `prepare`, and what is, to name it:
-        `loop.track(generator=gen)`. The state of rank 0 is what counts. Raises LoopError.
+        Accepts anything with `state_dict` and `load_state_dict` that is not passed to `prepare`, and prepared objects
+        to name them: `loop.track(generator=gen)`. Only the state of rank 0 is saved. Raises LoopError for other
+        objects.
         """
         with naming_rank(self.rank):
             for name, thing in things.items():
                 self._things.add(thing, name)
 
     def save(self, metrics: Mapping[str, float] | None = None) -> None:
-        """Make a checkpoint, with `metrics` to choose the best by. Collective: every rank calls it.
+        """Save a checkpoint; `metrics` are used to choose the best one. Collective: every rank calls it.
 
-        In `batches` it is made after the update that is under way; in the rest of an epoch when the epoch ends, where
-        one is made anyway; elsewhere at once, and it is on the disk on return. What goes wrong on the disk is told on
-        stderr and ends nothing. Raises LoopError without a `checkpoint_dir`.
+        Within `batches`, it is saved after the current update; in the rest of an epoch, with the checkpoint at the end
+        of the epoch; elsewhere at once, and it is on disk on return. Write errors are reported on stderr and do not
+        stop the training. Raises LoopError without a `checkpoint_dir`.
         """
         self._saves_by = "user"
         self._keeper.ask(metrics, in_batch=self._updates.batch is not None)
 
     def resume(self, *, other_data: bool = False) -> bool:
-        """Go on from the latest checkpoint that is whole; whether there is one. Collective.
+        """Resume from the latest intact checkpoint. True if there is one. Collective.
 
-        `epochs` does it by itself: this is for who wants the weights before it. Everything that was prepared or tracked
-        is restored, and the place in the data; rank 0 says on stderr from where when training or an evaluation begins.
-        `other_data`: an epoch may begin with a dataset of another length. Raises CorruptCheckpointError where none is
-        whole, and MismatchedCheckpointError, on all ranks and with nothing changed, where it is another run's.
+        `epochs` calls it automatically: call it to have the weights earlier. Restores everything that was prepared or
+        tracked, and the position in the data; rank 0 reports the position on stderr when training or an evaluation
+        begins. `other_data`: True accepts a dataset of a different length at the start of an epoch. Raises
+        CorruptCheckpointError if no checkpoint is intact, and MismatchedCheckpointError, on all ranks and without any
+        change, if it belongs to a different run.
         """
         self._saves_by = "user"
         return self._keeper.resume(other_data=other_data)
 
     def load(self, model: nn.Module, path: str | os.PathLike[str], *, name: str = "model") -> None:
-        """Load weights alone, from a file or a directory of checkpoints, into `model`, where it is. Collective.
+        """Load weights only, from a file or a checkpoint directory, into `model`, on its own device. Collective.
 
-        `path`, `name`: those of `load_weights`. Raises what it raises, on all ranks where one of them cannot, and no
-        model is changed then.
+        `path`, `name`: as for `load_weights`. Raises its errors, on all ranks if one of them fails; no model is changed
+        then.
         """
         self._keeper.wait()
         load_jointly(model, path, name, self.group)

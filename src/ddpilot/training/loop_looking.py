@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verbs of a `Loop` that look at what all ranks have."""
+"""`Loop`'s collective reads: reduce, gather, evaluate and predict."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from ddpilot.training.reducing import gather_batch, gather_rows, reduce_value
 
 
 class LookingLoop(LoopState):
-    """Values, rows, metrics and outputs of all ranks together."""
+    """Reduced values, gathered rows, metrics and model outputs over all ranks."""
 
     def reduce(
         self, value: Any, op: Literal["mean", "sum", "min", "max"] = "mean", *, count: float | None = None
     ) -> torch.Tensor:
-        """`value` (a number or a tensor of the same shape on all ranks) over all ranks. Collective.
+        """Reduce `value`, a number or a tensor of the same shape on all ranks, over all ranks. Collective.
 
-        "mean" weights each rank by `count`, by default its samples in the current batch, so the mean of the batch's
-        local losses is that of all its samples. Outside of `batches` that is 1, and for the very tensor that `backward`
-        took last still its batch's.
+        "mean" weights each rank by `count`, which defaults to its number of samples in the current batch: the mean of
+        the ranks' local losses is then the mean over all samples. Outside of `batches` the default is 1, except for the
+        loss tensor that `backward` was last called with, whose batch still determines it.
         """
         self._leaving.meet()
         weight = self._updates.count_behind(value) if count is None else count
         return reduce_value(value, op, weight, self.group)
 
     def gather(self, data: Any) -> Any:
-        """The rows of all ranks in the order of ranks, on every rank, on the CPU. Collective.
+        """Return the rows of all ranks in rank order, on every rank, on the CPU. Collective.
 
         `data`: tensors with any number of rows on each rank, tuples and dicts of them, or lists.
         """
@@ -45,12 +45,12 @@ class LookingLoop(LoopState):
         return gather_rows(data, self.group)
 
     def gather_batch(self, rows: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """The rows of all ranks, on every rank, and the number of the first one that is this rank's. Collective.
+        """Return the rows of all ranks, on every rank, and the index of this rank's first row. Collective.
 
-        For a loss that compares samples of the batch with each other: gradients flow back to the rank that each row
-        comes from, from the losses of all ranks. `rows`: (n, ...) on the device, of any dtype, with any number of rows
-        on each rank, 0 too; returns (sum of n, ...) in the order of ranks. The backward pass is collective as well.
-        Raises LoopError on all ranks for rows of different shapes or dtypes.
+        For losses that compare the samples of a batch with each other: the gradients of all ranks' losses flow back to
+        the rank that each row comes from. `rows`: (n, ...) on the device, of any dtype, with any n on each rank,
+        including 0; returns (sum of n, ...) in rank order. The backward pass is collective as well. Raises LoopError on
+        all ranks if the shapes of a row or the dtypes differ.
         """
         self._leaving.meet()
         return gather_batch(rows, self.group)
@@ -63,15 +63,15 @@ class LookingLoop(LoopState):
         *,
         forward: Callable[[nn.Module, Any], tuple[Any, ...]] | None = None,
     ) -> dict[str, Any]:
-        """The value of each metric over all samples of `loader`, each counted once; the same on every rank. Collective.
+        """Return the value of each metric over all samples of `loader`, the same on every rank. Collective.
 
-        `loader`: what `loader` or `shard` made, or a plain DataLoader, which is divided here.
-        `metrics`: name -> torchmetrics object (left as it is), or function of (output, target) that returns a value
-        per sample, the batch's mean, or (mean, count of what it is over); NaN where there are no samples. The model
-        runs unwrapped, in eval mode, with rank 0's buffers, and not at all where a rank has no sample.
-        `forward(model, batch)` returns what metrics are called with; default: `(model(*batch[:-1]), batch[-1])`, or
-        `(model(**batch), batch)` for a mapping. `metrics` may be a torchmetrics MetricCollection. Torch's random state
-        is left as it was.
+        Each sample counts once. `loader`: a loader made by `loader` or `shard`, or a plain DataLoader, which is sharded
+        here. `metrics`: maps a name to a torchmetrics object (which is not changed) or to a function of (output,
+        target) that returns a value per sample, the batch's mean, or (mean, count of items in the mean); or a
+        torchmetrics MetricCollection. The value is NaN without samples. The model runs unwrapped, in eval mode, with
+        rank 0's buffers, and not at all on a rank without samples. `forward(model, batch)` returns the arguments of the
+        metrics; default: `(model(*batch[:-1]), batch[-1])`, or `(model(**batch), batch)` for a mapping. Torch's random
+        state is restored.
         """
         self._leaving.meet()
         self._keeper.say_resumed()
@@ -87,14 +87,14 @@ class LookingLoop(LoopState):
         on_all_ranks: bool = False,
         forward: Callable[[nn.Module, Any], Any] | None = None,
     ) -> Any:
-        """The model's outputs for all samples of `loader`, in the order of the dataset, on rank 0. Collective.
+        """Return the model's outputs for all samples of `loader`, in dataset order, on rank 0. Collective.
 
-        `loader`: what `loader` or `shard` made, or a plain DataLoader, which is divided here.
-        Outputs: tensors with a row per sample, tuples and dicts of them, or a list with an object per sample; on the
-        CPU. None on the other ranks, unless `on_all_ranks`, and where there are no samples. `to`: a folder that rank 0
-        writes batch by batch, so that memory holds one batch only; `read_predictions` reads it; the path is returned
-        on every rank. `forward(model, batch)`; default: `model(*batch[:-1])` of a tuple, `model(batch[0])` of
-        one item, `model(**batch)` of a mapping, `model(batch)` of anything else.
+        `loader`: a loader made by `loader` or `shard`, or a plain DataLoader, which is sharded here. Outputs: tensors
+        with a row per sample, tuples and dicts of them, or a list with an object per sample; on the CPU. None on the
+        other ranks, unless `on_all_ranks`, and if there are no samples. `to`: a directory that rank 0 writes batch by
+        batch, so that memory holds only one batch; read it with `read_predictions`; its path is returned on every rank.
+        `forward(model, batch)`: default `model(*batch[:-1])` for a tuple, `model(batch[0])` for one item,
+        `model(**batch)` for a mapping, `model(batch)` for anything else.
         """
         self._leaving.meet()
         self._keeper.say_resumed()
@@ -104,5 +104,5 @@ class LookingLoop(LoopState):
     def _divided(self, loader: Loader | DataLoader[Any]) -> Loader:
         if not isinstance(loader, DataLoader):
             return loader
-        # Which batch size is meant does not matter here, so nothing is said of it; nor whether every rank gets a part.
+        # The batch size does not affect results here, so its meaning is not reported; ranks may also get no samples.
         return shard_loader(loader, rank=self.rank, world_size=self.world_size, seed=self.seed, empty_ranks=True)

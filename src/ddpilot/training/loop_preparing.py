@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verbs of a `Loop` that make things ready for all ranks: models, optimizers and data."""
+"""`Loop`'s setup methods: prepare, explain, loader and shard."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ddpilot.training.wrapping import prepare_optimizer, wrap
 
 
 class PreparingLoop(LoopState):
-    """Models and optimizers in DDP, and loaders of this rank's samples."""
+    """Wraps models in DDP, registers optimizers, and makes loaders of this rank's samples."""
 
     def prepare(
         self,
@@ -41,23 +41,24 @@ class PreparingLoop(LoopState):
         sync_batch_norm: bool = False,
         **more: Any,
     ) -> Any:
-        """Put models on the device and, with several ranks, into DDP; return all in the order given. Collective.
+        """Move models to the device and, with several ranks, wrap them in DDP; return all objects in order. Collective.
 
-        `things`: models, optimizers, and what else is to be saved with them: schedulers, an `AveragedModel`, anything
-        with `state_dict` and `load_state_dict`; one comes back by itself, several as a tuple. Weights and buffers
-        become those of rank 0. A model that comes back has the methods of the one that went in, which run as forward
-        passes of DDP. `explain` says what was chosen, and why.
+        `things`: models, optimizers, and objects to save with them: schedulers, an `AveragedModel`, anything with
+        `state_dict` and `load_state_dict`; one object is returned alone, several as a tuple. Weights and buffers are
+        broadcast from rank 0. A returned model has the methods of the original, which run as forward passes of DDP.
+        `explain` reports the chosen options and their reasons.
 
-        `comm`: gradients cross, and are summed, in 16 bits. `shard="optimizer"`: each rank keeps the state of its share
-        of the parameters only; use the optimizer that is returned. `find_unused_parameters`: updates may leave
-        parameters out; None: as the variable DDP_FIND_UNUSED_PARAMETERS says, else False. `static_graph`: all updates
-        of the training use the same parameters alike. `bucket_cap_mb`: MiB; None: DDP's 25. `gradient_as_bucket_view`:
-        no second copy of gradients. `forward_sync_buffers`: rank 0's buffers go out in forward passes too, and every
-        rank has to run as many. `sync_batch_norm`: BatchNorm over all ranks, on GPUs only. `more`: further arguments
-        of DistributedDataParallel.
+        `comm`: all-reduce gradients in 16 bits. `shard="optimizer"`: each rank keeps the optimizer state of its share
+        of the parameters only (ZeroRedundancyOptimizer); use the returned optimizer. `find_unused_parameters`: updates
+        may leave parameters unused; None: the variable DDP_FIND_UNUSED_PARAMETERS, False if it is not set.
+        `static_graph`: all updates of the training use the same parameters in the same way. `bucket_cap_mb`: bucket
+        size in MiB; None: DDP's 25. `gradient_as_bucket_view`: no second copy of gradients. `forward_sync_buffers`:
+        rank 0's buffers are broadcast in forward passes too, of which every rank then has to run equally many.
+        `sync_batch_norm`: BatchNorm statistics over all ranks, on GPUs only. `more`: further arguments of
+        DistributedDataParallel.
 
-        Raises LoopError for anything else, for a DDP model, for options that DDP does not have or that do not go with
-        a model or an optimizer, and for `sync_batch_norm` on the CPU.
+        Raises LoopError for objects of other types, for a DDP model, for options that DDP does not have or that a model
+        or an optimizer does not support, and for `sync_batch_norm` on the CPU.
         """
         returned = []
         with naming_rank(self.rank):
@@ -103,7 +104,7 @@ class PreparingLoop(LoopState):
         )
 
     def _replace_optimizers(self, earlier: tuple[Optimizer, ...], optimizer: Optimizer) -> None:
-        """Put `optimizer` in the place of those of `earlier` whose parameters it has all taken over."""
+        """Replace those of `earlier` whose parameters all belong to `optimizer` now."""
         taken = set(map(id, parameters_of(optimizer)))
         for place, old in enumerate(self._optimizers):
             is_earlier = any(one is old for one in earlier) and old is not optimizer
@@ -126,20 +127,21 @@ class PreparingLoop(LoopState):
         return model
 
     def explain(self) -> Explanation:
-        """What `prepare` chose for each model and optimizer, why, what it costs, and what would be better. Collective.
+        """Report the options chosen by `prepare`, with their reasons and costs, and proposals. Collective.
 
-        By what DDP has recorded of itself so far on all ranks: after some ten updates there are times, and proposals
-        for `find_unused_parameters`, `static_graph` and the exchange. Nothing is switched on by itself: a branch may
-        be taken later, or on one rank only. Every rank calls it and gets the same; `loop.print(loop.explain())`.
+        The report uses what DDP has recorded on all ranks: after about ten updates it includes times, and proposals for
+        `find_unused_parameters`, `static_graph` and the all-reduce. Proposals are not applied automatically: a branch
+        may be taken later, or on one rank only. The result is the same on every rank; show it with
+        `loop.print(loop.explain())`.
         """
         return self._prepared.explain(self._accumulate, self._things.name_of)
 
     def loader(self, dataset: Any, **options: Any) -> ShardedLoader | StreamLoader:
-        """A loader of this rank's samples of `dataset`, map-style or iterable; not collective.
+        """Return a loader of this rank's samples of `dataset`, map-style or iterable; not collective.
 
-        `options`: `global_batch_size` (samples of all ranks together) or `batch_size_per_rank`, `shuffle`, `drop_last`,
-        `shares`, `weights`, `num_workers` and others: docs/data.md has a table of them. Raises DataError, also for a
-        name that is none of them.
+        `options`: `global_batch_size` (samples of all ranks) or `batch_size_per_rank`, `shuffle`, `drop_last`,
+        `shares`, `weights`, `num_workers` and others; see the table in docs/data.md. Raises DataError for invalid and
+        unknown options, and LoopError for a DataLoader.
         """
         if isinstance(dataset, DataLoader):
             raise LoopError(
@@ -154,10 +156,10 @@ class PreparingLoop(LoopState):
             return make(dataset, **{**job, **options})  # type: ignore[no-any-return]
 
     def shard(self, loader: DataLoader[Any], **options: Any) -> ShardedLoader | StreamLoader:
-        """The loader of this rank that does what an existing DataLoader does in one process; not collective.
+        """Return this rank's loader for an existing DataLoader, with the batches of one process; not collective.
 
-        Its `batch_size` is that of all ranks together, which is said once; `batch_size_per_rank=True` is the other
-        reading. `options`: also `shares`, `cache`, `seed`, `divides_itself` and `seed_samples`, see docs/data.md.
+        Its `batch_size` counts the samples of all ranks, which is reported once; with `batch_size_per_rank=True`, those
+        of each rank. `options`: also `shares`, `cache`, `seed`, `divides_itself` and `seed_samples`; see docs/data.md.
         Raises DataError.
         """
         job = {"rank": self.rank, "world_size": self.world_size, "seed": self.seed, "say": self._say_once}

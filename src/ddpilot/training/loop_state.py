@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a `Loop` is made of, and what it says of itself."""
+"""The components and properties of a `Loop`: position, device, stop requests and output on rank 0."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from ddpilot.training.waiting import WaitClock
 
 
 class LoopState:
-    """The parts and the figures of a `Loop`, which says what the arguments are."""
+    """Holds the components and counters of a `Loop`, whose docstring describes the arguments."""
 
     @naming_options
     def __init__(
@@ -64,9 +64,9 @@ class LoopState:
         self.group: GroupLike = init_group(backend, timeout_s) if group is None else group
         self.seed = seed
         self.findings: tuple[Finding, ...] = ()
-        """What was found to be unwise, each said once."""
+        """Findings so far; each is reported once."""
         self.progress = Progress(progress, is_rank_zero=self.group.is_rank_zero)
-        """What rank 0 shows of the epoch; `loop.progress.show(acc=0.9)` adds to it."""
+        """The progress display of rank 0; `loop.progress.show(acc=0.9)` adds values to it."""
         self._num_epochs: int | None = None
         self._accumulate = accumulate
         self._precision = Precision(precision, self.group.device, self.group.world_size)
@@ -80,7 +80,7 @@ class LoopState:
         self._say_once = SayOnce(self.print)
         self._trained = TrainedWatch()
         self._unprepared = PreparedWatch(self.group.rank)
-        self._known: tuple[nn.Module, ...] = ()  # what `accumulate` has looked at in this pass
+        self._known: tuple[nn.Module, ...] = ()  # the models that `accumulate` has checked in this pass
         self._leaving = Leaving(self.group)
         self._drift = BufferDrift(self.group)
         self._open_pass: object | None = None
@@ -109,7 +109,7 @@ class LoopState:
 
     @property
     def rank(self) -> int:
-        """This rank's number, 0 to `world_size` - 1."""
+        """Rank of this process, 0 to `world_size` - 1."""
         return self.group.rank
 
     @property
@@ -119,17 +119,17 @@ class LoopState:
 
     @property
     def device(self) -> torch.device:
-        """Where this rank's models and batches are."""
+        """The device of this rank's models and batches."""
         return self.group.device
 
     @property
     def batch(self) -> CurrentBatch | None:
-        """The batch that `batches` is at, with its counts and the numbers of this rank's samples; None outside."""
+        """The current batch of `batches`, with its counts and the indices of this rank's samples; None outside."""
         return self._updates.batch
 
     @property
     def epoch(self) -> int:
-        """The epoch that `epochs` is at, or will begin with; can be set.
+        """The current epoch of `epochs`, or the one it will begin with; can be set.
 
         Outside of `epochs`, each further pass of `batches` over the same data is the next epoch.
         """
@@ -141,7 +141,7 @@ class LoopState:
 
     @property
     def next_batch(self) -> int:
-        """The batch that the next `batches` begins with: 0, unless all ranks left in the middle of an epoch."""
+        """Index of the batch from which the next `batches` starts: 0, unless all ranks stopped within an epoch."""
         return self._place.next_batch
 
     @next_batch.setter
@@ -150,64 +150,70 @@ class LoopState:
 
     @property
     def num_updates(self) -> int:
-        """Updates made by `step`, skipped ones not counted; of the first optimizer where there are several."""
+        """Number of updates made by `step`, without skipped ones; with several optimizers, those of the first."""
         return self._place.num_updates
 
     @property
     def is_update(self) -> bool:
-        """Is this the last batch of an accumulation group, after which the weights change?"""
+        """True for the last batch of an accumulation group, after which the weights are updated."""
         return self._updates.is_update
 
     @property
     def should_stop(self) -> bool:
-        """Have all ranks decided to stop? The same on every rank; not collective."""
+        """True if all ranks have decided to stop. The same on every rank; not collective."""
         return bool(self._decider.reasons)
 
     @property
     def stop_reasons(self) -> tuple[str, ...]:
-        """Why: of "asked", "time", "SIGINT", "SIGTERM", "SIGUSR1"."""
+        """Reasons for the stop, of "asked", "time", "SIGINT", "SIGTERM" and "SIGUSR1"; empty while there is none."""
         return self._decider.reasons
 
     @property
     def data_s(self) -> float:
-        """Seconds that this rank has waited for its data in `batches` so far."""
+        """Total seconds that this rank has waited for data in `batches`."""
         return self._waiting.total_s
 
     @property
     def save_s(self) -> float:
-        """Seconds that this rank has waited for checkpoints so far; they are written while it trains on."""
+        """Total seconds that this rank has waited for checkpoints, which are written in the background."""
         return self._keeper.held_up_s
 
     def start_at(self, epoch: int, *, next_batch: int = 0, num_updates: int = 0) -> None:
-        """Begin there, with the state that everything has: from an earlier loop in this process, say. Not collective.
+        """Start at this position with the current state of all objects, e.g. from an earlier loop. Not collective.
 
-        A checkpoint is gone on from only where it has more than `num_updates` updates.
+        A checkpoint is then resumed only if it has more than `num_updates` updates.
         """
         self._place.epoch, self._place.next_batch, self._place.num_updates = epoch, next_batch, num_updates
         self._keeper.first_update = num_updates
 
     def stop_by(self, signals: StopSignals) -> None:
-        """Have `signals`, which may be entered already, ask for stops, and those that came before. Not collective."""
+        """Let `signals`, which may already be entered, request stops; signals received before count too.
+
+        Not collective.
+        """
         self._signals = signals
         signals.tell_to(self._decider.ask)
 
     def release_directory(self) -> None:
-        """Let other processes write in the directory of checkpoints, once what is being written is on the disk.
+        """Allow other processes to write to the checkpoint directory, once pending writes are on disk. Not collective.
 
-        The end of `epochs` does it too. A later save takes the directory again. Not collective.
+        The end of `epochs` releases it too. A later save locks it again.
         """
         self._keeper.release()
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Forward passes in the loop's precision, where that is not fp32. `accumulate` does it by itself."""
+        """Return the autocast context of the loop's precision; it does nothing for fp32.
+
+        `accumulate` enters it itself.
+        """
         return self._precision.autocast()
 
     def stop(self, *, everywhere: bool = False) -> None:
-        """Ask all ranks to stop, from any of them: they leave after the same update, or before the next epoch.
+        """Request a stop of all ranks, from any of them: they stop after the same update or before the next epoch.
 
-        Which update that is depends on when the ranks exchange their flags: about every 0.1 s, after 32 updates at
-        most. `everywhere`: every rank calls this at the same point, as where the number of updates decides; then all
-        leave after this very update. Not collective.
+        Not collective. The update depends on when the ranks exchange their flags: about every 0.1 s, at most 32 updates
+        later. `everywhere`: every rank calls this at the same point, for example after a given number of updates; all
+        ranks then stop after exactly this update.
         """
         if everywhere:
             self._decider.agree("asked")
@@ -215,14 +221,14 @@ class LoopState:
             self._decider.ask("asked")
 
     def print(self, *values: object, **options: Any) -> None:
-        """`print` on rank 0, above the progress bar; nothing on the others."""
+        """Call `print` on rank 0, above the progress bar; does nothing on the other ranks."""
         if self.group.is_rank_zero:
             with self.progress.aside():
                 print(*values, **options)  # noqa: T201  (that is what it is for)
 
     def rank_zero_first(self) -> AbstractContextManager[None]:
-        """`with loop.rank_zero_first():` runs its body on rank 0, then on the others at once. Collective.
+        """Context manager that runs its block on rank 0 first, then on the other ranks in parallel. Collective.
 
-        Where rank 0 raises, the others raise RemoteRankError. For what is downloaded or prepared once.
+        If rank 0 raises, the other ranks raise RemoteRankError. Use it to download or preprocess data once.
         """
         return rank_zero_first(self.group)

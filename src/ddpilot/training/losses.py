@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several losses of one forward pass, each a mean over something else, in one backward pass."""
+"""Several losses of one forward pass, with their own counts, in one backward pass."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ import torch
 from ddpilot.group.protocol import GroupLike
 
 NUM_COUNTS = 8
-"""Counts travel in multiples of this number, so that ranks with different losses send messages of one size."""
+"""Counts are padded to a multiple of this number, so that ranks with different losses send messages of one size."""
 _NAME_VALUES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedLoss:
-    """One of the losses of a mapping."""
+    """One loss of the mapping passed to `Loop.backward`."""
 
     name: str
     """Its name in the mapping."""
     value: torch.Tensor
     """This rank's mean, shape ()."""
     count: float | None
-    """Number of things that the mean is over on this rank; None: samples."""
+    """Number of items that the mean is over on this rank; None: samples."""
 
 
 def read_losses(losses: Mapping[Any, Any]) -> tuple[NamedLoss, ...]:
-    """The losses of a mapping from a name to a mean, or to (mean, count). Nothing is checked."""
+    """Return the losses of a mapping from a name to a mean, or to (mean, count). Values are not checked."""
     return tuple(NamedLoss(name=str(name), value=_mean(said), count=_count(said)) for name, said in losses.items())
 
 
 def add_losses(said: Any) -> Any:
-    """The sum of the means of a mapping, without counts; anything else as it is."""
+    """Return the sum of the means of a mapping, without counts; anything else unchanged."""
     return sum(one.value for one in read_losses(said)) if isinstance(said, Mapping) else said
 
 
@@ -50,7 +50,7 @@ def _count(said: Any) -> Any:
 
 
 def encode(losses: Sequence[NamedLoss], counts: Sequence[float]) -> list[float]:
-    """What ranks add up: `counts`, and from which they see whether all have the same losses."""
+    """Return the values that the ranks sum: padded `counts`, and a hash that reveals different losses."""
     said = "\n".join(f"{one.name}{' counted' * (one.count is not None)}" for one in losses)
     number = int.from_bytes(hashlib.sha256(said.encode()).digest()[:8], "little") % _NAME_VALUES
     num_padded = max(1, math.ceil(len(counts) / NUM_COUNTS)) * NUM_COUNTS - len(counts)
@@ -58,13 +58,13 @@ def encode(losses: Sequence[NamedLoss], counts: Sequence[float]) -> list[float]:
 
 
 def decode(sums: Sequence[float], world_size: int) -> tuple[float, ...] | None:
-    """The counts of all ranks together, padded; None if the ranks have different losses. The same on every rank."""
+    """Return the counts over all ranks, padded; None if the ranks have different losses. The same on every rank."""
     names, squares, *counts = sums
     return tuple(counts) if names * names == world_size * squares else None
 
 
 class Objective:
-    """The loss that an update goes down on, over all ranks: what closures return and plateaus are found by."""
+    """The loss of an update over all ranks, for closures and ReduceLROnPlateau."""
 
     def __init__(self, group: GroupLike) -> None:
         self._group = group
@@ -82,13 +82,13 @@ class Objective:
         self._is_over = False
 
     def end(self) -> None:
-        """An update was made: the next backward pass belongs to a further one."""
+        """Mark the end of an update: the next backward pass begins a new one."""
         self._is_over = True
 
     def add(self, loss: torch.Tensor, share: float, correction: float = 1.0) -> None:
-        """Take a backward pass of `loss`, this rank's mean, which has a `share` of the mean of all ranks.
+        """Add a backward pass of `loss`, this rank's mean; `share` is its weight in the mean over all ranks.
 
-        `correction`: what the shares so far are multiplied by, with this one.
+        `correction`: factor for all shares of this update, including this one.
         """
         if self._is_over:
             self.begin()
@@ -97,21 +97,21 @@ class Objective:
             self._parts = [(one, old * correction) for one, old in self._parts]
 
     def reduce(self) -> torch.Tensor:
-        """The sum over all ranks, shape () in float64, the same on every rank. Collective."""
+        """Return the sum over all ranks, shape (), the same on every rank; float64, float32 on MPS. Collective."""
         wide = torch.float32 if self._group.device.type == "mps" else torch.float64
         total = torch.zeros((), dtype=wide, device=self._group.device)
         for loss, share in self._parts:
-            if share:  # a mean over nothing may be NaN
+            if share:  # an empty mean may be NaN
                 total += loss.to(wide) * share
         return self._group.all_reduce(total) if self._group.world_size > 1 else total
 
 
 @contextmanager
 def silencing(idle: Iterable[torch.Tensor], live: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Let the gradients of `idle` losses be exact zeros in a backward pass of all of them, whatever their values are.
+    """Make the gradients of the `idle` losses exact zeros in a backward pass of all losses, whatever their values.
 
-    For means over nothing: the gradient of one may be NaN, and zero times NaN too. The pass runs through their graph,
-    since DDP waits for the parameters; what other ranks' losses give to rows (`gather_batch`) stays.
+    For empty means, whose gradient may be NaN, as is zero times NaN. The backward pass still runs through their graph,
+    since DDP waits for the parameters; gradients from other ranks' losses to gathered rows (`gather_batch`) are kept.
     """
     through = list(walk(idle))
     shared = {*walk(live), *_follow([node for node in through if _is_gather(node)])}
@@ -125,7 +125,7 @@ def silencing(idle: Iterable[torch.Tensor], live: Iterable[torch.Tensor]) -> Ite
 
 
 def has_gather(losses: Iterable[torch.Tensor]) -> bool:
-    """True if the backward pass of `losses` goes through rows of all ranks (`gather_batch`)."""
+    """True if the backward pass of `losses` runs through rows of all ranks (`gather_batch`)."""
     return any(map(_is_gather, walk(losses)))
 
 
@@ -138,12 +138,12 @@ def _zeros(inputs: tuple[torch.Tensor | None, ...], _outputs: object) -> tuple[t
 
 
 def walk(losses: Iterable[torch.Tensor]) -> Iterator[Any]:
-    """Every node of the autograd graph of `losses`, once."""
+    """Yield every node of the autograd graph of `losses` once."""
     yield from _follow([loss.grad_fn for loss in losses if loss.grad_fn is not None])
 
 
 def _follow(nodes: Iterable[Any]) -> Iterator[Any]:
-    """`nodes`, and every node that is before them in the autograd graph, once."""
+    """Yield `nodes` and every node that their backward passes reach, once."""
     waiting = list(seen := set(nodes))
     while waiting:
         node = waiting.pop()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Out of memory: what this rank had and wanted, which ranks share its device, and trying together what may not fit."""
+"""Out-of-memory errors: adds memory usage and sharing ranks to them, and runs an attempt that may fail on all ranks."""
 
 from __future__ import annotations
 
@@ -23,14 +23,17 @@ _GIB = 2**30
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Does `error` say that memory ran out, of an accelerator or of the CPU?"""
+    """True if `error` reports that memory ran out, on an accelerator or on the host."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _TEXTS)
 
 
 def find_sharing(group: GroupLike) -> tuple[int, ...]:
-    """The other ranks on this rank's device. Collective, but not on the CPU or alone, where there are none."""
+    """Return the other ranks on this rank's device.
+
+    Collective, except on the CPU and with one rank, which return ().
+    """
     if group.device.type == "cpu" or group.world_size == 1:
         return ()
     mine = (socket.gethostname(), device_identity(group.device))
@@ -41,9 +44,9 @@ def find_sharing(group: GroupLike) -> tuple[int, ...]:
 def explain_out_of_memory(
     error: BaseException, group: GroupLike, sharing: tuple[int, ...] = (), batch: CurrentBatch | None = None
 ) -> OutOfMemoryError:
-    """The error to raise from `error`: rank, batch, device and its memory, and what to do. Not collective.
+    """Return the error to raise from `error`, with rank, batch, the device's memory and a fix. Not collective.
 
-    `sharing`: the other ranks on this device: where there are any, that is the first thing to change.
+    `sharing`: the other ranks on this device; if there are any, the fix begins with them.
     """
     did = "training" if batch is None else f"training on batch {batch.index} of epoch {batch.epoch}"
     samples = "" if batch is None else f" with {batch.count} samples on this rank"
@@ -64,7 +67,7 @@ def explain_out_of_memory(
 
 
 def describe_memory(group: GroupLike) -> str:
-    """How much of its device's memory this process has, and how much is free. Not collective."""
+    """Describe the memory of the device, the part that this process uses, and the free part. Not collective."""
     if (facts := memory_facts(group.device)) is not None:
         free, total, mine = facts
         others = max(0, total - free - mine)
@@ -83,22 +86,22 @@ def describe_memory(group: GroupLike) -> str:
 
 @dataclass(frozen=True)
 class JointTry:
-    """How an attempt went that all ranks made together; the same on all of them but for `value`."""
+    """The result of an attempt that all ranks ran together; the same on all of them except for `value`."""
 
     value: Any
-    """What the attempt returned on this rank; None where memory ran out here."""
+    """The return value on this rank; None if memory ran out here."""
     ran_out: tuple[int, ...]
-    """The ranks on which memory ran out; () where it fitted on all."""
+    """The ranks on which memory ran out; empty if the attempt fit on all of them."""
     found: str
-    """What the first of those ranks said, with its memory; "" where it fitted."""
+    """The error of the first of those ranks, with its memory usage; "" if there is none."""
 
 
 def joint_try(attempt: Callable[[], Any], group: GroupLike) -> JointTry:
-    """Run `attempt()` on every rank; on all of them alike, say on which ranks memory ran out. Collective.
+    """Run `attempt()` on every rank and return, on all of them alike, the ranks on which memory ran out. Collective.
 
-    `attempt` must not be collective itself, since a rank that runs out leaves it early: run the model that is inside
-    DDP (`unwrap(model)`) there, or `model.no_sync()`. What it had allocated is released on the ranks where it failed.
-    Another exception is raised again on its rank, and RemoteRankError on the others.
+    `attempt` must not be collective itself, since a rank that runs out of memory leaves it early: run the module inside
+    DDP (`unwrap(model)`), or use `model.no_sync()`. The memory that a failed attempt allocated is released. Any other
+    exception is raised again on its rank, and as RemoteRankError on the other ranks.
     """
     value, failure = None, None
     try:
@@ -111,7 +114,7 @@ def joint_try(attempt: Callable[[], Any], group: GroupLike) -> JointTry:
         said = explain_out_of_memory(failure, group).found if ran_out else f"{type(failure).__name__}: {failure}"
     outcomes = [(ran_out, said)]
     if ran_out:
-        failure = None  # its frames hold what has to be released
+        failure = None  # its traceback keeps the tensors to release alive
         release_memory(group.device)
     if group.world_size > 1:
         outcomes = group.all_gather_object(outcomes[0])
@@ -130,6 +133,6 @@ def joint_try(attempt: Callable[[], Any], group: GroupLike) -> JointTry:
 
 
 def release_memory(device: torch.device) -> None:
-    """Give back what nothing refers to any more, also to the device."""
+    """Collect garbage and release the allocator's cached memory to `device`."""
     gc.collect()
     empty_cache(device)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics that count every sample once: callables, and torchmetrics objects where that library is there."""
+"""Evaluates metrics so that every sample counts once: callables, and torchmetrics objects if it is installed."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from ddpilot.training.structure import join_rows, to_host
 
 
 class Meter(Protocol):
-    """Adds up one metric over the batches of an evaluation."""
+    """Accumulates one metric over the batches of an evaluation."""
 
     @property
     def asks_for_range(self) -> bool:
-        """Does it depend on whether a whole batch lies in [0, 1]? Then `end_batch` has to be told."""
+        """True if the metric depends on whether a whole batch is in [0, 1]; `end_batch` then needs `is_divided`."""
 
     def update(self, arguments: tuple[Any, ...], count: int, /) -> None:
-        """Take this rank's `count` samples of a batch; not called where it has none."""
+        """Add this rank's `count` samples of a batch; not called if it has none."""
 
     def end_batch(self, group: GroupLike, is_divided: bool) -> None:
-        """After each global batch, on every rank. May be collective.
+        """Finish a global batch; called on every rank. May be collective.
 
-        `is_divided`: some ranks' outputs lie in [0, 1], those of others do not.
+        `is_divided`: True if the outputs of some ranks are in [0, 1] and those of others are not.
         """
 
     def compute(self, group: GroupLike, /) -> Any:
-        """The value over all samples of all ranks, the same on every rank. Collective."""
+        """Return the value over all samples of all ranks, the same on every rank. Collective."""
 
 
 def make_meters(metrics: Mapping[str, Any], device: torch.device) -> dict[str, Meter]:
-    """A meter for each metric. LoopError for what is neither a callable nor has torchmetrics' methods.
+    """Return a meter for each metric. Raises LoopError unless it is a callable or has torchmetrics' methods.
 
-    `metrics` may be a torchmetrics MetricCollection, or have one among its values, whose value is a dict then.
+    `metrics` may be a torchmetrics MetricCollection or contain one, whose value is then a dict.
     """
     if is_collection(metrics):
         return {name: _make(name, metric, device) for name, metric in _items(metrics)}
@@ -54,13 +54,13 @@ def is_collection(metrics: Any) -> bool:
 
 
 def _items(collection: Any) -> list[tuple[str, Any]]:
-    # A clone, since a metric of a group may refer to the states of another one.
+    # A clone, since a metric of a compute group may refer to the states of a different one.
     return list(collection.clone().items(keep_base=False, copy_state=True))
 
 
 @contextmanager
 def naming_metric(name: str, batch: int, rank: int) -> Iterator[None]:
-    """What the metric `name` raises comes as LoopError with the batch and the rank; the original is its cause."""
+    """Raise an exception of the metric `name` as LoopError with batch and rank, from the original exception."""
     try:
         yield
     except LoopError as error:
@@ -82,7 +82,7 @@ def _make(name: str, metric: Any, device: torch.device) -> Meter:
         own = metric.clone().to(device)
         own.reset()
         for part in [own, *_parts(own)]:
-            part.distributed_available_fn = lambda: False  # its own way over the ranks would count samples again
+            part.distributed_available_fn = lambda: False  # torchmetrics' own sync would count samples twice
         return MergedMetric(own) if _can_merge(own) else GatheredMetric(own, device)
     if callable(metric):
         return MeanOf(name, metric)
@@ -94,27 +94,27 @@ def _make(name: str, metric: Any, device: torch.device) -> Meter:
 
 
 def _can_merge(metric: Any) -> bool:
-    """Whether states of ranks can be joined exactly, by torchmetrics' own `merge_state`.
+    """True if the ranks' states can be merged exactly, with torchmetrics' `merge_state`.
 
-    Not those that are means: it takes the number of updates for the number of samples. Nor those inside a wrapper.
+    Not for means, which `merge_state` weights by the number of updates instead of samples, and not inside a wrapper.
     """
     joins = {"dim_zero_sum", "dim_zero_cat", "dim_zero_max", "dim_zero_min"}
     reductions = [getattr(one, "__name__", "") for one in getattr(metric, "_reductions", {"": None}).values()]
     says_so = metric.full_state_update is False and not metric.dist_sync_on_step
-    # One without a `data_range` (SSIM) takes that of each batch.
+    # A metric without `data_range` (SSIM) uses the range of each batch.
     says_so &= getattr(metric, "data_range", 1.0) is not None
     return says_so and bool(reductions) and set(reductions) <= joins and not _parts(metric)
 
 
 def _normalises(metric: Any) -> bool:
-    """Does `metric` take a batch of which all outputs lie in [0, 1] for probabilities, and any other for logits?"""
+    """True if `metric` treats a batch with all outputs in [0, 1] as probabilities, and any other as logits."""
     return any(kind.__module__.startswith("torchmetrics.classification") for kind in type(metric).__mro__)
 
 
 def divides_range(arguments: tuple[Any, ...] | None, group: GroupLike) -> bool:
-    """Do the outputs of some ranks lie in [0, 1], and those of others not? The same on all ranks. Collective.
+    """True if the outputs of some ranks are in [0, 1] and those of others are not. The same on all ranks. Collective.
 
-    `arguments`: what metrics are called with for this rank's part of a batch, the output first; None for no sample.
+    `arguments`: the arguments of the metrics for this rank's part of a batch, the output first; None without samples.
     """
     flags = torch.zeros(2, device=wire_device(group))
     output = arguments[0] if arguments else None
@@ -124,15 +124,15 @@ def divides_range(arguments: tuple[Any, ...] | None, group: GroupLike) -> bool:
 
 
 def _parts(metric: Any) -> list[Any]:
-    """The metrics inside a metric that wraps others."""
+    """Return the metrics inside a metric that wraps others."""
     modules = metric.modules() if isinstance(metric, torch.nn.Module) else []
     return [module for module in modules if module is not metric and hasattr(module, "distributed_available_fn")]
 
 
 class MeanOf:
-    """The mean of a function over samples: its values per sample, or its means of batches, weighted by their counts.
+    """The mean of a function over samples, from its values per sample or from batch means weighted by their counts.
 
-    Where it returns (mean, count), that count is taken: of tokens, say. Of several of those by name it is the sum.
+    If it returns (mean, count), that count is the weight, e.g. of tokens. Of a dict of values, the result is the sum.
     """
 
     asks_for_range = False
@@ -163,7 +163,7 @@ class MeanOf:
                 fix="Return one value per sample, their mean as a scalar, or (mean, count).",
             )
         if weight is not None:
-            number = float(weight)  # a count in a tensor would make a 32-bit product
+            number = float(weight)  # a product with a count tensor would be 32-bit
             total = value.item() * number if number else 0.0
         else:
             number = float(count)
@@ -172,7 +172,7 @@ class MeanOf:
         self._sums[name] = before + total, others + number
 
     def end_batch(self, group: GroupLike, is_divided: bool) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def compute(self, group: GroupLike) -> float:
         said = group.all_gather_object(self._sums) if group.world_size > 1 else [self._sums]
@@ -183,7 +183,7 @@ class MeanOf:
 
 
 class MergedMetric:
-    """A torchmetrics metric whose states can be joined at the end: each rank updates it with its own samples."""
+    """A torchmetrics metric whose states are merged at the end: each rank updates it with its own samples."""
 
     def __init__(self, metric: Any) -> None:
         self._metric = metric
@@ -194,7 +194,10 @@ class MergedMetric:
         self._waiting = arguments
 
     def end_batch(self, group: GroupLike, is_divided: bool) -> None:
-        """Take the batch; whole, on rank 0, where its parts would be taken for different things. Collective then."""
+        """Update with the batch.
+
+        Collective if the ranks' outputs differ in range: rank 0 then updates with all samples.
+        """
         mine, self._waiting = self._waiting, None
         if is_divided and self.asks_for_range:
             whole = _gather(mine, group)
@@ -210,12 +213,12 @@ class MergedMetric:
             for state in group.all_gather_object(mine):
                 if state is not None:
                     self._metric.merge_state(to_device(state, device))
-                    self._metric._update_count += 1  # else compute() warns that there was nothing
+                    self._metric._update_count += 1  # otherwise compute() warns that update() was not called
         return plain(self._metric.compute())
 
 
 class CollectedMetrics:
-    """Several metrics under one name, each as it would be by itself."""
+    """Several metrics under one name, each evaluated separately."""
 
     def __init__(self, meters: Mapping[str, Meter]) -> None:
         self._meters = meters
@@ -226,7 +229,7 @@ class CollectedMetrics:
             meter.update(arguments, count)
 
     def end_batch(self, group: GroupLike, is_divided: bool) -> None:
-        """Those of all of them, in their order. May be collective."""
+        """Call `end_batch` of all metrics, in order. May be collective."""
         for meter in self._meters.values():
             meter.end_batch(group, is_divided)
 
@@ -235,7 +238,7 @@ class CollectedMetrics:
 
 
 class GatheredMetric:
-    """Any other torchmetrics metric: every rank updates it with all samples of a batch, in the order of the dataset."""
+    """Any other torchmetrics metric: every rank updates it with all samples of a batch, in dataset order."""
 
     asks_for_range = False
 
@@ -248,7 +251,7 @@ class GatheredMetric:
         self._waiting = arguments
 
     def end_batch(self, group: GroupLike, is_divided: bool) -> None:  # noqa: ARG002  (it has the whole batch)
-        """Gather the batch's arguments. Collective."""
+        """Gather the batch's arguments and update with them. Collective."""
         mine, self._waiting = self._waiting, None
         whole = _gather(mine, group) if group.world_size > 1 else mine
         if whole is not None:
@@ -259,14 +262,14 @@ class GatheredMetric:
 
 
 def _gather(mine: tuple[Any, ...] | None, group: GroupLike) -> Any:
-    """What all ranks have of a batch, in the order of the dataset, on the CPU; None where nobody has. Collective."""
+    """Return the arguments of all ranks for a batch, in dataset order, on the CPU; None without samples. Collective."""
     parts = group.all_gather_object(None if mine is None else to_host(mine))
     present = [part for part in parts if part is not None]
     return join_rows(present) if present else None
 
 
 def plain(value: Any) -> Any:
-    """A metric's value with one-element tensors as numbers, and the others on the CPU."""
+    """Return a metric's value with 0-dim tensors as numbers and other tensors on the CPU."""
     if isinstance(value, torch.Tensor):
         return value.item() if value.ndim == 0 else value.detach().cpu()
     return {key: plain(part) for key, part in value.items()} if isinstance(value, dict) else value

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses and gradients that are NaN or infinite: noticed by all ranks alike, told with what was in the batch."""
+"""Detects losses and gradients that are NaN or infinite on all ranks alike, and reports batch, samples and ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NUM_KEPT = 256
 
 @dataclass(frozen=True, eq=False)
 class _Place:
-    """Where a loss was computed; the batch itself would keep its data in memory."""
+    """Where a loss was computed; keeping the batch itself would keep its data in memory."""
 
     epoch: int
     index: int
@@ -40,39 +40,40 @@ class _Place:
         return None if batch is None else cls(batch.epoch, batch.index, batch.sample_ids)
 
     def __str__(self) -> str:
-        """Epoch, batch and samples."""
+        """Return epoch, batch and samples as text."""
         named = _names([str(number) for number in self.sample_ids.tolist()])
         return f"epoch {self.epoch}, batch {self.index}, " + (f"of samples {named}" if named else "of no samples")
 
 
 @dataclass(frozen=True, eq=False)
 class _Update:
-    """Gradients of an update, on an accelerator, of which it is not known yet whether they are finite."""
+    """Gradients of an update on an accelerator whose check has not reached the host yet."""
 
     is_finite: Arriving
     place: _Place | None
-    """Of the last batch of the update."""
+    """The last batch of the update."""
     size: int
-    """Batches in the update."""
+    """Number of batches in the update."""
 
     @classmethod
     def of(cls, is_finite: Arriving, batch: CurrentBatch | None) -> _Update:
         return cls(is_finite, _Place.of(batch), 1 if batch is None else batch.group_size)
 
     def __str__(self) -> str:
-        """Epoch, batch and samples; "" if they are not known."""
+        """Return epoch, batch and samples as text; "" if they are unknown."""
         if self.place is None or self.size == 1:
             return "" if self.place is None else str(self.place)
         return f"the update of {self.size} batches that ends with {self.place}"
 
 
 class FiniteWatch:
-    """Notices losses and gradients that are not finite, at no cost in communication.
+    """Detects losses and gradients that are not finite, without communication.
 
-    A loss that is not finite makes the gradients of its rank NaN (`seed`), so that all ranks find the same in the sum
-    of all ranks' gradients: at once on the CPU. On an accelerator that would make the host wait for the device in every
-    update. There `protect` makes the gradients of such an update zeros, on the device, and the host learns of it later:
-    `is_bad` says what has arrived on this rank, which ranks exchange with their other flags, and `find_pending` waits.
+    A loss that is not finite makes the gradients of its rank NaN (`seed`), so all ranks find the same in the
+    all-reduced gradients; on the CPU at once. On an accelerator, that would make the host wait for the device in every
+    update. There `protect` sets the gradients of such an update to zeros, on the device, and the host is notified
+    later: `is_bad` is True once the result has arrived on this rank, which the ranks exchange with their other flags,
+    and `find_pending` waits for it.
     """
 
     def __init__(self, device: torch.device, sender: Sender | None = None) -> None:
@@ -85,14 +86,14 @@ class FiniteWatch:
         self._unprotected: list[tuple[frozenset[int], torch.Tensor]] = []
         self._gradients = Gradients()
         self.taps = Taps()
-        """What this rank alone computed, of which the sum says nothing."""
+        """Records gradients of this rank before the all-reduce."""
 
     def seed(
         self, loss: torch.Tensor, weight: float, batch: CurrentBatch | None, name: str = ""
     ) -> torch.Tensor | float:
-        """What the backward of `loss` begins with: `weight`, or NaN where `loss` is not finite. Remembers it.
+        """Return the initial gradient for the backward pass of `loss`: `weight`, or NaN if `loss` is not finite.
 
-        `name`: of one of several losses.
+        Records the loss for the report. `name`: the loss's name, if there are several.
         """
         self.taps.begin(batch)
         if self._is_late:
@@ -105,7 +106,7 @@ class FiniteWatch:
 
     @property
     def is_bad(self) -> bool:
-        """True if this rank knows of a loss that is not finite, whose gradient may reach no parameter.
+        """True if this rank knows of a loss that is not finite, even if its gradient reaches no parameter.
 
         On an accelerator: of gradients that are not finite, as far as the device has come; other ranks may know less.
         """
@@ -119,10 +120,10 @@ class FiniteWatch:
         batch: CurrentBatch | None = None,
         norm: torch.Tensor | None = None,
     ) -> bool:
-        """True if the gradients of `parameters`, summed over all ranks, are not finite. The same on all ranks.
+        """True if the all-reduced gradients of `parameters` are not finite. The same on all ranks.
 
-        On an accelerator False, and `protect` and `find_pending` go by them. `norm`: of all of them, if it is known.
-        `batch`: the one that the update ends with.
+        On an accelerator it always returns False and queues the check for `protect` and `find_pending`. `norm`: their
+        total norm, if it is known. `batch`: the last one of the update.
         """
         gradients = [gradient for one in parameters if (gradient := one.grad) is not None]
         if not self._is_late:
@@ -134,22 +135,22 @@ class FiniteWatch:
         return False
 
     def protect(self, parameters: Sequence[torch.Tensor]) -> None:
-        """On an accelerator, without a wait: make the gradients of `parameters` zeros if `find` saw one not finite.
+        """Set the gradients of `parameters` to zeros if `find` saw one that is not finite. On accelerators only.
 
-        Others stay as they are, bit for bit.
+        Does not wait for the device. Finite gradients remain unchanged, bit for bit.
         """
         ids = set(map(id, parameters))
         flags = [flag for of, flag in self._unprotected if not of.isdisjoint(ids)]
         self._unprotected = [(of, flag) for of, flag in self._unprotected if of.isdisjoint(ids)]
         if not flags:
             return
-        for one in parameters:  # elements that share memory, which a user's own gradients may have
+        for one in parameters:  # elements may share memory in gradients that the user set
             if one.grad is not None and not one.grad.is_sparse and 0 in one.grad.stride():
                 one.grad = one.grad.clone(memory_format=torch.contiguous_format)
         zero_unless(flags, [one.grad for one in parameters if one.grad is not None])
 
     def find_pending(self) -> bool:
-        """True if gradients of an earlier `find` were not finite, and that was not reported yet. Waits for the device.
+        """True if gradients of an earlier `find` were not finite and have not been reported yet. Waits for the device.
 
         The same on all ranks.
         """
@@ -163,9 +164,9 @@ class FiniteWatch:
             self._found = update
 
     def updated_with(self, batch: CurrentBatch | None) -> str:
-        """Where the gradients that are not finite are from: epoch, batch and samples of this rank, or "".
+        """Return epoch, batch and this rank's samples of the update whose gradients are not finite; "" if unknown.
 
-        On the CPU the update that ends with `batch`. Of an update of several batches, the last is named.
+        On the CPU, it is the update that ends with `batch`. For an update of several batches, the last one is named.
         """
         if self._is_late:
             return "" if self._found is None else str(self._found)
@@ -175,9 +176,9 @@ class FiniteWatch:
         return "" if place is None else str(place)
 
     def find_own(self) -> str:
-        """Where a gradient of this rank was not finite before ranks were summed; "" where none was, or none is known.
+        """Return where a gradient of this rank was not finite before the all-reduce; "" if none was or it is unknown.
 
-        Nothing of it is remembered.
+        Clears the recorded gradients.
         """
         place = None if self._found is None else self._found.place
         where = self.taps.find(_is_finite, None if place is None else (place.epoch, place.index + 1))
@@ -185,18 +186,21 @@ class FiniteWatch:
         return "" if where is None else str(_Place(*where))
 
     def say(self, models: Iterable[nn.Module]) -> str:
-        """What this rank saw: losses that were not finite, and which parameters and gradients are not. "" for none."""
+        """Return this rank's report of values that are not finite; "" if all its losses were finite."""
         seen = [(loss.item(), place, name) for loss, place, name in self._seen]
         late = [_describe(*one) for one in seen if not math.isfinite(one[0])]
         losses = [*self._bad, *late]
         return "; ".join([*losses[:_NUM_NAMED], self.describe(models)]) if losses else ""
 
     def describe(self, models: Iterable[nn.Module]) -> str:
-        """Which weights and gradients are not finite; on an accelerator the gradients are gone by now."""
+        """Return the names of weights and gradients that are not finite.
+
+        On an accelerator only of weights: `protect` has set the gradients to zeros.
+        """
         return describe_parameters(models, with_gradients=not self._is_late)
 
     def forget(self) -> None:
-        """Everything was reported."""
+        """Clear all records, after the report."""
         self._bad.clear()
         self._seen.clear()
         self._pending.clear()
@@ -205,27 +209,27 @@ class FiniteWatch:
 
 
 class Gradients:
-    """Looks at gradients while the host waits."""
+    """Checks gradients for NaN and infinity synchronously."""
 
     def __init__(self) -> None:
         self._one, self._found = torch.ones(1, device="cpu"), torch.zeros(1, device="cpu")
         self._are_plain = True
 
     def are_finite(self, gradients: list[torch.Tensor]) -> bool:
-        """Is every element finite?"""
+        """True if every element is finite."""
         if not gradients:
             return True
         if gradients[0].device.type != "cpu":
             return math.isfinite(largest(gradients).item())
         if self._are_plain:
             try:
-                # What fp16's scaler uses goes over all of them in one call; times one, everything stays as it is.
+                # The kernel of GradScaler checks all of them in one call; a scale of 1 leaves them unchanged.
                 torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._found, self._one)
                 if self._found.item():
                     self._found.zero_()
                     return False
                 return True
-            except RuntimeError:  # it takes none that are sparse or complex, or whose elements share memory
+            except RuntimeError:  # it does not support sparse and complex gradients, or elements that share memory
                 self._are_plain = False
         return all(map(_is_finite, gradients))
 
@@ -236,16 +240,17 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 
 
 def largest(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The largest absolute value, shape (): finite exactly if all of `gradients` are, in any dtype."""
+    """Return the largest absolute value, shape (): finite exactly if all of `gradients` are, in any dtype."""
     filled = [plain for one in gradients if (plain := _plain(one)).numel()]
     return torch.nn.utils.get_total_norm(filled, math.inf) if filled else gradients[0].new_zeros(())
 
 
 @torch.no_grad()
 def zero_unless(flags: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-    """Make all of `gradients` zeros, in place, unless all `flags` (bool, shape ()) are True. Waits for no device.
+    """Set all of `gradients` to zeros, in place, unless all `flags` (bool, shape ()) are True.
 
-    As integers of their width: times one nothing changes, and times zero NaN is zero, too.
+    Does not wait for a device. Multiplies their bits as integers of the same width: times 1 changes nothing, and times
+    0 turns NaN into 0.
     """
     is_finite = flags[0]
     for flag in flags[1:]:
@@ -259,7 +264,7 @@ def zero_unless(flags: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
 
 
 def _plain(gradient: torch.Tensor) -> torch.Tensor:
-    """The real numbers that `gradient` consists of, sharing its memory."""
+    """Return the real values of `gradient` as a view that shares its memory."""
     if gradient.layout is torch.sparse_coo:
         gradient = gradient._values()
     return torch.view_as_real(gradient) if gradient.is_complex() else gradient
@@ -270,7 +275,7 @@ def _describe(value: float, place: _Place | None, name: str) -> str:
 
 
 def describe_parameters(models: Iterable[nn.Module], *, with_gradients: bool = True) -> str:
-    """Which weights and which gradients are not finite, by name, at most eight of each."""
+    """Return the names of weights and gradients that are not finite, at most eight of each."""
     named = [(name, p) for model in models for name, p in unwrap(model).named_parameters()]
     weights = [name for name, p in named if not _is_finite(p)]
     said = f"weights that are not finite: {_names(weights) or 'none'}"
@@ -288,12 +293,12 @@ def _names(names: list[str]) -> str:
 def raise_nonfinite(
     group: GroupLike, watch: FiniteWatch, models: Iterable[nn.Module], batch: CurrentBatch | None
 ) -> NoReturn:
-    """Raise NonFiniteError on every rank, with what each rank saw. Collective: to be called once all ranks know.
+    """Raise NonFiniteError on every rank, with the reports of all ranks. Collective: call it once all ranks know.
 
-    `batch`: the one that the ranks are at.
+    `batch`: the current batch of the ranks.
     """
     models = list(models)
-    watch.find_pending()  # this rank may know less than the one that said so
+    watch.find_pending()  # this rank may know less than the rank that reported it
     mine = watch.updated_with(batch), watch.say(models), watch.find_own()
     described = watch.describe(models)
     watch.forget()

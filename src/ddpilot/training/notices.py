@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a loop says to its user while it goes on, and the errors of a batch."""
+"""Warnings that a loop prints during training, attributed to the line of the user's program."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ddpilot.training.grouping import CurrentBatch
 _PACKAGE = __name__.partition(".")[0]
 
 Line = tuple[str, int]
-"""File and number of a line of the user's program."""
+"""File name and line number in the user's program."""
 
 
 _NOWHERE: Line = ("ddpilot", 0)
@@ -30,7 +30,7 @@ def say_findings(findings: tuple[Finding, ...], group: GroupLike) -> None:
 
 
 def say_dropped(line: Line, group: GroupLike) -> None:
-    """Warn on rank 0 that gradients of an accumulation group were dropped that was left at `line`."""
+    """Warn on rank 0 that the loop left an accumulation group at `line`, whose gradients were dropped."""
     if group.is_rank_zero:
         _warn(
             "a loop over batches() was left in the middle of an accumulation group: the gradients of that group are "
@@ -40,7 +40,7 @@ def say_dropped(line: Line, group: GroupLike) -> None:
 
 
 def say_unsaved(group: GroupLike) -> None:
-    """Warn on rank 0 that a loop with a directory for checkpoints trains without making any by itself."""
+    """Warn on rank 0 that a loop with a `checkpoint_dir` trains without saving checkpoints."""
     if group.is_rank_zero:
         _warn(
             "this loop has a `checkpoint_dir`, but trains outside of loop.epochs(), so nothing is saved or resumed by "
@@ -51,7 +51,7 @@ def say_unsaved(group: GroupLike) -> None:
 
 
 def user_line() -> Line:
-    """The innermost line that is at work now and not ddpilot's; ("ddpilot", 0) where there is none."""
+    """Return the innermost line on the stack outside ddpilot; ("ddpilot", 0) if there is none."""
     frame: FrameType = sys._getframe(1)
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == _PACKAGE:
         frame = frame.f_back
@@ -59,20 +59,20 @@ def user_line() -> Line:
 
 
 def _began_the_process(frame: FrameType) -> bool:
-    """Is it of what started this rank? It is all that there is below ddpilot where a `Trainer` started it."""
+    """True if `frame` belongs to the code that started this rank: the outermost frame when a `Trainer` launched it."""
     name = str(frame.f_globals.get("__name__")).partition(".")[0]
     return name in sys.stdlib_module_names or (name == "__main__" and frame.f_code.co_filename == "<string>")
 
 
 def _warn(text: str, line: Line) -> None:
-    if line == _NOWHERE:  # on ranks that a Trainer started
+    if line == _NOWHERE:  # on ranks that a Trainer launched
         tell_stderr(text)
         return
     warnings.warn_explicit(text, UserWarning, *line)
 
 
 def never_had_a_sample(batch: CurrentBatch, group: GroupLike) -> DataError:
-    """The error of a rank whose part of a stream is empty from the start."""
+    """Return the error of a rank whose part of a stream has no samples."""
     return DataError(
         f"beginning epoch {batch.epoch}",
         found="this rank's part of the stream is empty, so what a batch looks like is not known here",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of an optimizer as a checkpoint holds it: the same, whether it is divided among the ranks or not."""
+"""Full state of an optimizer for checkpoints: the same whether its state is sharded over ranks or not."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from ddpilot.errors import MismatchedCheckpointError
 
 @runtime_checkable
 class Divided(Protocol):
-    """An optimizer of which each rank has only its own parameters' state."""
+    """An optimizer whose state is sharded: each rank holds the state of its own parameters."""
 
     def gather_state(self) -> dict[str, Any]:
-        """The state of all ranks. Collective."""
+        """Return the state of all ranks. Collective."""
 
 
 def full_state(optimizer: Optimizer) -> dict[str, Any]:
-    """What `optimizer.state_dict()` is without sharding, complete on rank 0. Collective where it is sharded.
+    """Return the unsharded `optimizer.state_dict()`, complete on rank 0. Collective if the optimizer is sharded.
 
-    The other ranks get the same groups and, of a sharded optimizer, no state. What comes from other ranks is on the
-    CPU; a rank's own tensors are those that the next update changes.
+    The other ranks get the same groups and, for a sharded optimizer, no state. Tensors from other ranks are on the CPU;
+    a rank's own tensors are not copied: the next update changes them.
     """
     return optimizer.gather_state() if isinstance(optimizer, Divided) else optimizer.state_dict()
 
 
 def load_full_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load what `full_state` gave on rank 0, at any number of ranks, sharded or not. Not collective.
+    """Load the result of `full_state` from rank 0, at any world_size, sharded or not. Not collective.
 
-    Every rank passes all of it; a sharded optimizer takes the part of its own parameters. As with torch's own, tensors
-    of the right dtype and device are taken over and not copied. Raises MismatchedCheckpointError, with nothing changed,
-    where groups or numbers of parameters are others.
+    Every rank passes the full state; a sharded optimizer loads the part of its own parameters. As with torch's
+    `load_state_dict`, tensors of the right dtype and device are not copied. Raises MismatchedCheckpointError if the
+    parameter groups do not match; the optimizer is left unchanged.
     """
     check_groups(optimizer, state)
     optimizer.load_state_dict(dict(state))
 
 
 def check_groups(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Raise MismatchedCheckpointError unless `state` has the parameter groups of `optimizer`, in their sizes."""
+    """Raise MismatchedCheckpointError unless `state` has the parameter groups of `optimizer`, of the same sizes."""
     saved = [len(group["params"]) for group in state["param_groups"]]
     own = [len(group["params"]) for group in optimizer.param_groups]
     if saved != own:

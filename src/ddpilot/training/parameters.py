@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many parameters a model has, and which of them are trained."""
+"""Counts the parameters of a model, and freezes and unfreezes them."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _NUM_NEAR = 4
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterCount:
-    """The sizes of a model; what several layers share is counted once. Its text is one line."""
+    """Parameter and buffer sizes of a model; tied parameters count once. `str()` gives a one-line summary."""
 
     total: int
-    """Numbers in all parameters."""
+    """Number of elements in all parameters."""
     trainable: int
-    """Those of them that are trained (`requires_grad`)."""
+    """Number of elements in parameters with `requires_grad`."""
     parameter_bytes: int
-    """Memory of the parameters. AdamW in training has four times that: gradients and two moments besides."""
+    """Memory of the parameters. Training with AdamW takes four times as much, with gradients and two moments."""
     buffer_bytes: int
-    """Memory of the buffers, such as the statistics of BatchNorm."""
+    """Memory of the buffers, such as BatchNorm's statistics."""
 
     @property
     def frozen(self) -> int:
-        """Numbers in parameters that are not trained."""
+        """Number of elements in parameters without `requires_grad`."""
         return self.total - self.trainable
 
     def __str__(self) -> str:
@@ -43,9 +43,9 @@ class ParameterCount:
 
 
 def count_parameters(model: nn.Module) -> ParameterCount:
-    """The sizes of `model`, plain or as `prepare` returned it. Not collective.
+    """Count the parameters and buffers of `model`, plain or prepared. Not collective.
 
-    Raises LoopError for a lazy layer that has seen no batch yet.
+    Raises LoopError for a lazy layer that has not been initialised by a batch yet.
     """
     lazy = [name for name, p in model.named_parameters() if isinstance(p, UninitializedParameter)]
     if lazy:
@@ -61,30 +61,31 @@ def count_parameters(model: nn.Module) -> ParameterCount:
 
 
 def freeze(model: nn.Module, *patterns: str) -> list[str]:
-    """Train the parameters that match one of `patterns` no more; their names. Not collective: the same on every rank.
+    """Freeze the parameters that match one of `patterns` and return their names. Not collective: call it on every rank.
 
-    A pattern is the name of a parameter or of a layer ("encoder": all inside it), with the wildcards of a shell
-    ("blocks.[0-3]", "*.bias"); none at all: every parameter. Their gradients are dropped, so an optimizer that holds
-    them leaves them as they are, weight decay too. A BatchNorm that is frozen still takes statistics in `train()`.
+    A pattern is the name of a parameter or of a layer ("encoder": everything inside), with shell wildcards
+    ("blocks.[0-3]", "*.bias"); without patterns: every parameter. Their gradients are set to None, so an optimizer that
+    holds them does not change them, not even by weight decay. A frozen BatchNorm still updates its statistics in
+    `train()`.
 
-    To be called before `prepare`: DDP then leaves them out. Later it is `freeze(ddpilot.unwrap(model), ...)`, and after
-    that `model = loop.prepare(ddpilot.unwrap(model))`.
+    Call it before `prepare`, so that DDP leaves them out. Later, call `freeze(ddpilot.unwrap(model), ...)` and then
+    `model = loop.prepare(ddpilot.unwrap(model))`.
 
-    Raises LoopError for a pattern that matches nothing, naming near ones, and for a model in DDP; nothing is changed.
+    Raises LoopError, without any change, for a pattern without matches, with similar names, and for a DDP model.
     """
     return _set(model, patterns, trained=False)
 
 
 def unfreeze(model: nn.Module, *patterns: str) -> list[str]:
-    """Train the parameters that match one of `patterns` (again); their names. See `freeze`."""
+    """Unfreeze the parameters that match one of `patterns` and return their names. See `freeze`."""
     return _set(model, patterns, trained=True)
 
 
 class TrainedWatch:
-    """Notices parameters that were frozen or unfrozen in a model after `prepare`.
+    """Detects parameters that were frozen or unfrozen after `prepare`.
 
-    DDP goes on waiting for the gradients that it found at its making: without one of them it sums none of those beside
-    it, and the ranks drift apart a step before DDP notices.
+    DDP keeps waiting for the gradients of the parameters that it was constructed with: without one of them it does not
+    all-reduce their bucket, and the ranks diverge one step before DDP reports it.
     """
 
     def __init__(self) -> None:
@@ -92,16 +93,16 @@ class TrainedWatch:
         self._due: set[int] = set()
 
     def remember(self, models: Sequence[nn.Module]) -> None:
-        """What is trained in the last of `models` has to stay so; forget what is not among them."""
+        """Record the trainable parameters of the last of `models`, and forget models that are not among them."""
         old = {id(model): self._trained[id(model)] for model in models[:-1]}
         self._trained = {**old, id(models[-1]): _trained(models[-1])}
 
     def begin(self) -> None:
-        """Look at every model once more when it is used next."""
+        """Check every model again at its next use."""
         self._due = set(self._trained)
 
     def check(self, models: tuple[nn.Module, ...], rank: int) -> None:
-        """Raise LoopError where one of `models` is due and has changed. Not collective: the ranks do alike."""
+        """Raise LoopError if one of `models` is due and has changed. Not collective: the same on all ranks."""
         for model in models if self._due else ():
             if id(model) in self._due:
                 self._due.discard(id(model))
@@ -154,7 +155,7 @@ def _match(named: dict[str, nn.Parameter], patterns: tuple[str, ...], did: str) 
 
 
 def _layers(name: str) -> Iterator[str]:
-    """ "a.b.weight" -> "a.b", "a"."""
+    """Yield the layers that contain a parameter: "a.b", "a" for "a.b.weight"."""
     while "." in name:
         name = name.rpartition(".")[0]
         yield name

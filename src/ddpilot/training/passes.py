@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notices backward passes of which a part is lost, or which cannot run on several ranks."""
+"""Detects backward passes that lose gradients: cleared during accumulation, or run twice through one forward pass."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from ddpilot.training.losses import walk
 
 
 class GroupWatch:
-    """Notices gradients of an accumulation group that were cleared before its update."""
+    """Detects gradients of an accumulation group that were cleared before its update."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._added: list[tuple[nn.Parameter, torch.Tensor, int]] = []
 
     def begin(self) -> None:
-        """Expect gradients of no batch: an accumulation group begins, or its update was made."""
+        """Forget all gradients: an accumulation group begins, or its update was made."""
         self._added.clear()
 
     def check(self, batch: Any) -> None:
-        """Raise LoopError if gradients of the group of `batch` are gone. Waits for a GPU only if one was changed."""
+        """Raise LoopError if gradients of the group of `batch` are gone. Waits for a GPU only if one was modified."""
         for parameter, gradient, version in self._added:
             now = parameter.grad
             if now is None or (now is gradient and now._version != version and not bool(now.any())):
@@ -38,7 +38,7 @@ class GroupWatch:
                 )
 
     def note(self, models: Iterable[nn.Module]) -> None:
-        """Remember one gradient of each of `models`, after a backward pass."""
+        """Record one gradient of each of `models`, after a backward pass."""
         self._added.clear()
         for model in models:
             for parameter in model.parameters():
@@ -48,7 +48,7 @@ class GroupWatch:
 
 
 class GraphWatch:
-    """Notices two backward passes through one forward pass: DDP sends each gradient once per forward."""
+    """Detects two backward passes through one forward pass: DDP all-reduces each gradient once per forward pass."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -56,17 +56,18 @@ class GraphWatch:
 
     @property
     def has_graph(self) -> bool:
-        """True if an earlier backward pass of the batch has kept its graph."""
+        """True if an earlier backward pass of the batch has retained its graph."""
         return bool(self._nodes)
 
     def begin(self) -> None:
-        """Forget the graphs of the batch before."""
+        """Forget the graphs of the previous batch."""
         self._nodes.clear()
 
     def look(self, losses: Iterable[torch.Tensor], trained: Iterable[nn.Module], *, retains: bool) -> None:
-        """Before the backward pass of `losses`: raise LoopError if an earlier one went through a part of their graph.
+        """Raise LoopError if an earlier backward pass ran through a part of the graph of `losses`.
 
-        Only parts that lead to parameters of the models in `trained` count.
+        Call it before the backward pass of `losses`. Only parts that lead to trainable parameters of the models in
+        `trained` count.
         """
         nodes = set(walk(losses))
         if shared := nodes & self._nodes:

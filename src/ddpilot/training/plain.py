@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attributes that can be set on another object as they are: they refer to nothing but themselves."""
+"""Selects attributes that can be copied to a different object: plain values without references to other objects."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CONTAINERS = (list, tuple, set, frozenset, deque)
 
 
 def is_plain(value: object) -> bool:
-    """Whether `value` is a number, a text, a path, an array, a tensor without a graph, or a container of those."""
+    """True if `value` is a number, a string, a path, an array, a tensor without a graph, or a container of those."""
     if isinstance(value, _VALUES):
         return not (isinstance(value, numpy.ndarray) and value.dtype.hasobject)
     if isinstance(value, torch.Tensor):
@@ -28,7 +28,7 @@ def is_plain(value: object) -> bool:
 
 
 def plain_attributes(owner: Any) -> dict[str, Any]:
-    """Those of `owner`'s own attributes that are plain; tensors on the CPU."""
+    """Return the attributes of `owner` that are plain; tensors are copied to the CPU."""
     return {name: _on_cpu(value) for name, value in vars(owner).items() if is_plain(value)}
 
 

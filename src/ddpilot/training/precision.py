@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixed precision: autocast, the gradient scaler that fp16 needs, and steps that know of it."""
+"""Mixed precision: autocast, and loss scaling with skipped updates for fp16."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch.optim import Optimizer
 from ddpilot.errors import LoopError
 
 Kind = Literal["fp32", "bf16", "fp16"]
-"""fp32 leaves every dtype as it is."""
+"""fp32 leaves all dtypes unchanged."""
 
 
 class _Scaler(torch.amp.GradScaler):
-    """Gives gradients their true size where losses were not multiplied by the number of ranks, as DDP's mean takes.
+    """A GradScaler that multiplies by world_size when it unscales, instead of scaling each loss for DDP's mean.
 
-    In 16 bits that factor would make every rank overflow sooner than one rank alone does; float32 has room for it.
+    In 16 bits, that factor in the loss would make ranks overflow sooner than a single process; float32 has room for it.
     """
 
     def __init__(self, device_type: str, world_size: int) -> None:
@@ -33,12 +33,12 @@ class _Scaler(torch.amp.GradScaler):
         return super()._unscale_grads_(optimizer, inv_scale * self._world_size, *more)
 
     def unscale_once(self, optimizer: Optimizer) -> bool:
-        """Give the gradients of `optimizer` their true size, once per step; return False if it has no gradients."""
+        """Unscale the gradients of `optimizer`, once per step. Returns False if it has no gradients."""
         if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.STEPPED:
-            # Its next step before `update`, which still takes into account whether the step before overflowed.
+            # A second step before `update`, which still has to consider whether the first one overflowed.
             self._per_optimizer_states[-next(self._numbers)] = self._per_optimizer_states.pop(id(optimizer))
         if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
-            # A fused optimizer would do this in its step, without the number of ranks.
+            # A fused optimizer would unscale in its step, without the factor world_size.
             self.unscale_(optimizer)
         if self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]:
             return True
@@ -51,9 +51,9 @@ class _Scaler(torch.amp.GradScaler):
         return any(state["found_inf_per_device"] for state in self._per_optimizer_states.values())
 
     def step_if_finite(self, optimizer: Optimizer) -> bool:
-        """`step` for gradients that have their true size; return whether it was made.
+        """Step with gradients that are already unscaled. True if the step was made.
 
-        On an accelerator: waits once, as torch's own `step` does.
+        On an accelerator it waits for the device once, as torch's own `step` does.
         """
         state = self._per_optimizer_states[id(optimizer)]
         state["stage"] = OptState.STEPPED
@@ -64,11 +64,11 @@ class _Scaler(torch.amp.GradScaler):
 
 
 class Precision:
-    """Forward passes in `kind`; "fp16" scales losses, and skips an update whose gradients overflowed.
+    """Runs forward passes in `kind`; with "fp16" it scales losses and skips updates whose gradients overflowed.
 
-    Gradients are the same on all ranks when they are looked at, so all ranks skip alike. With "fp16" a loss is weighted
-    by the rank's part of the samples, without the number of ranks. The scale changes between updates only (`settle`):
-    several optimizers may step on gradients of one backward pass. Raises LoopError for another `kind`.
+    Gradients are checked after the all-reduce, so all ranks skip alike. With "fp16" a loss is weighted by the rank's
+    share of the samples, without the factor world_size. The scale changes only between updates (`settle`): several
+    optimizers may step on the gradients of one backward pass. Raises LoopError for an unknown `kind`.
     """
 
     def __init__(self, kind: Kind, device: torch.device, world_size: int = 1) -> None:
@@ -77,20 +77,20 @@ class Precision:
         self._dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[kind]
         self._device = device
         self.scaler = _Scaler(device.type, world_size) if kind == "fp16" else None
-        """None where nothing is scaled."""
+        """None unless `kind` is "fp16"."""
         self._has_overflowed = False
 
     @property
     def is_mixed(self) -> bool:
-        """Does `autocast` change anything?"""
+        """True if `autocast` has an effect."""
         return self._dtype is not None
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Forward passes and losses belong in here, backward passes do not."""
+        """Return the autocast context for forward passes and losses; backward passes run outside of it."""
         return nullcontext() if self._dtype is None else torch.autocast(self._device.type, self._dtype)
 
     def unscale(self, parameters: Iterable[torch.Tensor], optimizers: Iterable[Optimizer]) -> None:
-        """Give the gradients of `parameters` their true size, those of the rest of their optimizers too. Once."""
+        """Unscale all gradients of the optimizers that hold any of `parameters`, once."""
         if self.scaler is None:
             return
         clipped = {id(parameter) for parameter in parameters}
@@ -99,9 +99,9 @@ class Precision:
                 self.scaler.unscale_once(optimizer)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        """Update the weights; False where fp16's gradients overflowed and nothing was updated.
+        """Update the weights. Returns False, without an update, if fp16 gradients overflowed.
 
-        `closure`: for optimizers that ask for it; never with "fp16".
+        `closure`: for optimizers that require one; never with "fp16".
         """
         if closure is not None:
             optimizer.step(closure)
@@ -114,9 +114,9 @@ class Precision:
         return is_done
 
     def settle(self, waiting: Iterable[Optimizer] = ()) -> None:
-        """Let the scale follow from the gradients that were unscaled, once per update, before the next backward pass.
+        """Update the scale from the unscaled gradients, once per update, before the next backward pass.
 
-        Does nothing if one of the optimizers `waiting` has gradients: those are of the present scale.
+        Does nothing if one of the optimizers `waiting` has gradients, which have the current scale.
         """
         if self.scaler is None or not self.scaler.has_looked:
             return
@@ -126,11 +126,11 @@ class Precision:
         self._has_overflowed = False
 
     def settle_overflow(self, waiting: Iterable[Optimizer]) -> None:
-        """`settle` in the middle of a batch, if a step has overflowed: a further pass needs a smaller scale."""
+        """Call `settle` within a batch if a step has overflowed: a further backward pass needs a smaller scale."""
         if self._has_overflowed:
             self.settle(waiting)
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    """All parameters of `optimizer`."""
+    """Return an iterator over all parameters of `optimizer`."""
     return (parameter for group in optimizer.param_groups for parameter in group["params"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predictions of all ranks in the order of the dataset, in memory or streamed into a folder."""
+"""Gathers the predictions of all ranks in dataset order, in memory or written batch by batch to a directory."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def predict(
     on_all_ranks: bool = False,
     forward: Callable[[nn.Module, Any], Any] | None = None,
 ) -> Any:
-    """See `Loop.predict`. Collective. An error of rank 0's disk is raised on all ranks, at the end."""
+    """Run `Loop.predict`. Collective. An I/O error on rank 0 is raised on all ranks, at the end."""
     sink: _Sink | None = None
     failure: Exception | None = None
     if group.is_rank_zero or (on_all_ranks and to is None):
@@ -59,7 +59,7 @@ def predict(
             joined = join_named_rows(rows, list(pieces), f"{_DID} batch {batch.index}", group.rank)
             try:
                 sink.add(joined, [number for some in ids for number in some])
-            except (OSError, LoopError) as error:  # the others go on: so does this rank
+            except (OSError, LoopError) as error:  # the other ranks continue, and so must this rank
                 sink.discard()
                 sink, failure = None, error
     return _finish(sink, failure, group, to)
@@ -104,7 +104,7 @@ def _finish(sink: _Sink | None, failure: Exception | None, group: GroupLike, to:
 
 
 def _tell(failure: Exception) -> tuple[str, str]:
-    """What was found, and what to do."""
+    """Return what was found and the fix, for the error on all ranks."""
     if isinstance(failure, LoopError):
         return failure.found, failure.fix
     fix = "Give a folder that does not exist yet, where rank 0 can write and where there is room."
@@ -112,7 +112,7 @@ def _tell(failure: Exception) -> tuple[str, str]:
 
 
 class _InMemory:
-    """Keeps all of them."""
+    """Keeps all outputs in memory."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -124,7 +124,7 @@ class _InMemory:
         self._sample_ids += sample_ids
 
     def finish(self) -> Any:
-        """All rows, in the order of the dataset; None where there were no samples."""
+        """Return all rows in dataset order; None if there were no samples."""
         if not self._outputs:
             return None
         names = [f"batch {number}" for number in range(len(self._outputs))]
@@ -133,12 +133,12 @@ class _InMemory:
         return joined if rows == list(range(len(rows))) else take_rows(joined, rows)
 
     def discard(self) -> None:
-        """Keep none of them."""
+        """Drop all outputs."""
         self._outputs, self._sample_ids = [], []
 
 
 class _InFolder:
-    """Writes each global batch into a file; the folder takes its name when it is complete."""
+    """Writes each global batch to a file; the directory is renamed to its final name when it is complete."""
 
     def __init__(self, folder: Path) -> None:
         if folder.exists():
@@ -158,26 +158,26 @@ class _InFolder:
             )
         data = io.BytesIO()
         torch.save({"output": output, "sample_ids": sample_ids}, data)
-        # Not by torch, which says of a full disk that some position in the file is unexpected.
+        # Not written by torch.save, whose error for a full disk only names an unexpected file position.
         (self._unfinished / _part(len(self._sizes))).write_bytes(data.getbuffer())
         self._last_id = sample_ids[-1]
         self._sizes.append(len(sample_ids))
 
     def finish(self) -> Path:
-        """Give the folder its name."""
+        """Rename the directory to its final name and return its path."""
         (self._unfinished / "sizes.json").write_text(json.dumps(self._sizes))
         self._unfinished.rename(self._folder)
         return self._folder
 
     def discard(self) -> None:
-        """Leave nothing of it."""
+        """Remove the unfinished directory."""
         shutil.rmtree(self._unfinished, ignore_errors=True)
 
 
 def read_predictions(folder: str | os.PathLike[str]) -> Iterator[Any]:
-    """What `Loop.predict(..., to=folder)` wrote: the output for one global batch after the other, in order.
+    """Yield the outputs written by `Loop.predict(..., to=folder)`, one global batch at a time, in order.
 
-    Tensors come back with their dtypes. Python objects other than plain ones are refused by torch's safe loader.
+    Tensors keep their dtypes. Only plain Python objects load (`torch.load` with `weights_only=True`).
     """
     sizes = json.loads((Path(folder) / "sizes.json").read_text())
     for number in range(len(sizes)):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Try steps on a model, and leave it, its optimizer and the random state as they were."""
+"""`preserved`: runs trial steps on a model, then restores the model, its optimizer and the random states."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ddpilot.training.checkpoint.rng import capture_rng, restore_rng
 
 @contextmanager
 def preserved(model: nn.Module, optimizer: Optimizer, device: torch.device) -> Iterator[None]:
-    """Whatever the body does to `model`, `optimizer` and this process's random states is undone, bit for bit.
+    """Restore `model`, `optimizer` and this process's random states after the block, bit for bit.
 
-    What is kept lies in CPU memory: a second model on the device would leave less room there than training has. The
-    tensors stay the same objects. Gradients are None in the body.
+    The copies are in CPU memory: on the device, a second model would leave less room than training has. The tensors
+    remain the same objects. Gradients are None in the block.
     """
     rng = capture_rng(device)
     tensors = [*model.parameters(), *model.buffers()]
@@ -53,7 +53,7 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _keep(entries: Any) -> Any:
-    """An optimizer's state of one parameter: its objects, each with what is in it."""
+    """Return an optimizer's state of one parameter: its objects, each with a copy of its contents."""
     if not isinstance(entries, dict):
         return copy.deepcopy(entries)
     return {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What rank 0 says once, and what it does first while the others wait."""
+"""Output and work on rank 0 first: messages that are printed once, and `rank_zero_first`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ddpilot.group.protocol import GroupLike
 
 
 class SayOnce:
-    """Calls `say` with a sentence, unless it did before."""
+    """Calls `say` with a sentence, unless it has already been called with it."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
@@ -25,7 +25,7 @@ class SayOnce:
 
 @contextmanager
 def rank_zero_first(group: GroupLike) -> Iterator[None]:
-    """Run the body on rank 0, and then on the others at the same time: see `Loop.rank_zero_first`. Collective."""
+    """Run the block on rank 0, then on the other ranks in parallel; see `Loop.rank_zero_first`. Collective."""
     if group.world_size == 1:
         yield
         return

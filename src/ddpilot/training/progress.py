@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far an epoch is, on rank 0: a bar where somebody watches, a line now and then where output goes to a log."""
+"""Progress of an epoch on rank 0: a bar in terminals and notebooks, a line every 30 seconds in logs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _BAR_DELAY_S = 0.5
 
 
 class Bar(tqdm):  # type: ignore[misc]
-    """tqdm without the thread and the semaphore that it makes for itself, and that a forked worker would inherit."""
+    """tqdm without its monitor thread and multiprocessing lock, which a forked worker would inherit."""
 
     monitor_interval = 0
 
@@ -34,9 +34,9 @@ Bar.set_lock(threading.RLock())
 
 
 class Lines:
-    """Takes the place of a bar: a line on stderr every `LINE_INTERVAL_S` seconds at most, and none before that.
+    """Replaces the bar in logs: a line on stderr at most every `LINE_INTERVAL_S` seconds, the first after that.
 
-    `clock`: seconds from any beginning.
+    `clock`: returns seconds since any fixed time.
     """
 
     def __init__(self, desc: str, total: int | None, initial: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -49,7 +49,7 @@ class Lines:
         self._postfix = ""
 
     def update(self) -> bool:
-        """One batch more; was a line written?"""
+        """Count a batch. True if a line was written."""
         self.n += 1
         now_s = self._clock()
         if now_s - self._said_s < LINE_INTERVAL_S:
@@ -63,19 +63,19 @@ class Lines:
         return True
 
     def set_postfix_str(self, text: str, refresh: bool = True) -> None:  # noqa: ARG002  (as tqdm has it)
-        """What the next line ends with."""
+        """Set the end of the next lines."""
         self._postfix = f", {text}" if text else ""
 
     def clear(self) -> None:
-        """Nothing stands there to be cleared."""
+        """Do nothing: there is no bar to clear."""
 
     refresh = close = clear
 
 
 class Progress:
-    """How far the loop is in its epoch, shown on rank 0: the number of the batch, the rate, what is left, the loss.
+    """Shows the progress of an epoch on rank 0: batch index, rate, time left and loss.
 
-    The loss is that of rank 0's part of a recent batch. `show` adds numbers of one's own.
+    The loss is of rank 0's part of a recent batch. `show` adds further values.
     """
 
     def __init__(self, is_shown: bool | None, *, is_rank_zero: bool) -> None:
@@ -93,13 +93,13 @@ class Progress:
 
     @property
     def is_shown(self) -> bool:
-        """Does this rank show anything?"""
+        """True if this rank shows progress."""
         return self._kind is not None
 
     def show(self, **values: Any) -> None:
-        """Show `values` beside the loss from the next redraw on: numbers with four digits, anything else as text.
+        """Show `values` next to the loss from the next redraw on: floats with four digits, anything else as text.
 
-        None takes one away. Costs nothing on ranks that show nothing; not collective.
+        None removes a value. Does nothing on ranks that show no progress; not collective.
         """
         if self._kind is None:
             return
@@ -110,7 +110,7 @@ class Progress:
 
     @contextmanager
     def epoch(self, epoch: int, num_epochs: int | None, first_batch: int, loader: Any) -> Iterator[None]:
-        """An epoch that begins with `first_batch`; what was shown stays standing."""
+        """Show the progress of an epoch that starts at `first_batch`; the finished bar remains visible."""
         if self._kind is None:
             yield
             return
@@ -127,12 +127,12 @@ class Progress:
             self._current = None
 
     def note_loss(self, loss: torch.Tensor) -> None:
-        """The loss of the batch at hand."""
+        """Record the loss of the current batch."""
         if self._current is not None:
             self._loss = loss.detach()
 
     def advance(self) -> None:
-        """One batch is done."""
+        """Count a finished batch."""
         if self._current is None:
             return
         is_redrawn = self._current.update()
@@ -144,7 +144,7 @@ class Progress:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """What is printed inside stands above the bar."""
+        """Print the output of the block above the bar."""
         if self._current is None:
             yield
             return
@@ -155,7 +155,7 @@ class Progress:
             self._current.refresh()
 
     def _ask_loss(self) -> None:
-        """Look at the newest loss: at once on the CPU, and once it has come from an accelerator, without a wait."""
+        """Read the latest loss: at once on the CPU; from an accelerator, start an asynchronous copy."""
         if self._loss is None or self._coming is not None:
             return
         if runs_behind(self._loss.device):
@@ -190,10 +190,10 @@ class Progress:
 def _length(loader: Any) -> int | None:
     try:
         return len(loader)
-    except TypeError:  # a stream, whose length nobody knows
+    except TypeError:  # a stream, whose length is unknown
         return None
 
 
 def is_watched() -> bool:
-    """Does somebody see what this process writes: on a terminal, in a notebook, or as the rank of one that does?"""
+    """True if the output is shown to a user: in a terminal, a notebook, or on a rank launched from one."""
     return WATCHED_VARIABLE in os.environ or is_shown_here()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What would be better, by what DDP has seen on all ranks: proposals, since a branch may still be taken later."""
+"""Proposes DDP options from what DDP has recorded on all ranks; not applied, since a branch may be taken later."""
 
 from __future__ import annotations
 
@@ -13,42 +13,42 @@ from ddpilot.findings.finding import Finding
 from ddpilot.training.ddp_options import Choice
 
 MIN_UPDATES = 10
-"""Nothing is proposed before so many updates."""
+"""Number of updates before which nothing is proposed."""
 _MAX_WAITING = 0.25
-"""More of the time than this waiting for the exchange alone is worth a word."""
+"""Fraction of an update's time spent only waiting for the all-reduce, above which it is reported."""
 _MIN_BYTES = 1_000_000
-"""At 10 gigabit per second a megabyte takes about a millisecond. An exchange of less is as long as messages and late
-ranks make it, whatever is in them: fewer bytes would not shorten it, and such a model trains fast on one rank."""
+"""At 10 Gbit/s a megabyte takes about a millisecond. The duration of a smaller all-reduce depends on latency and late
+ranks: fewer bytes would not shorten it, and such a model trains fast on one rank."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What one rank's DDP recorded of one model."""
+    """What one rank's DDP has recorded for one model."""
 
     num_updates: int
     finds_unused: bool
     is_steady: bool
-    """Have all updates so far left out the same parameters? Known only with `finds_unused`."""
+    """True if all updates so far used the same parameters. Known only with `finds_unused`."""
     left_out: tuple[str, ...]
-    """Parameters without a gradient in the last update that DDP looked at."""
+    """Parameters without a gradient in the last update that DDP recorded."""
     bucket_bytes: tuple[int, ...] = ()
     exchanged_bytes: int = 0
-    """What crosses in an update, of one rank: with `comm`, half of the buckets."""
+    """Bytes that a rank all-reduces per update: with `comm`, half of the buckets."""
     is_rebuilt: bool = False
     forward_ms: float = 0.0
     backward_ms: float = 0.0
     exchange_ms: float = 0.0
     overlap_ms: float = 0.0
-    """Of the exchange, what ran beside the backward pass."""
+    """Part of the all-reduce that overlapped with the backward pass."""
 
 
 def find_value(choices: Sequence[Choice], option: str) -> str:
-    """What was chosen for `option`, as a text; "None" where there was no choice."""
+    """Return the value chosen for `option`, as text; "None" if there is none."""
     return next((choice.value for choice in choices if choice.option == option), "None")
 
 
 def list_remedies(model: nn.Module, choices: Sequence[Choice], accumulation: int) -> list[str]:
-    """What would shorten the exchange of the gradients of `model`, unless it is done already or does not go with it."""
+    """Return the options that would shorten the all-reduce of `model` and are neither in use nor unsupported."""
     halves = all(parameter.dtype == torch.float32 for parameter in model.parameters() if parameter.requires_grad)
     remedies = {
         "accumulate=... (of Loop or Trainer), which exchanges once for several": accumulation == 1,
@@ -61,9 +61,9 @@ def list_remedies(model: nn.Module, choices: Sequence[Choice], accumulation: int
 
 
 def propose(facts: Sequence[Seen], model: str, remedies: Sequence[str]) -> tuple[Finding, ...]:
-    """Findings of severity "info" on one model; `facts`: in the order of ranks.
+    """Return proposals for one model as findings of severity "info". `facts`: in rank order.
 
-    `remedies`: what would shorten the exchange and is not done yet.
+    `remedies`: options that would shorten the all-reduce, from `list_remedies`.
     """
     if min(fact.num_updates for fact in facts) < MIN_UPDATES:
         return ()
@@ -105,7 +105,7 @@ def _about_unused(facts: Sequence[Seen], model: str) -> Iterable[Finding]:
 def _about_exchange(facts: Sequence[Seen], remedies: Sequence[str]) -> Iterator[Finding]:
     if facts[0].exchanged_bytes < _MIN_BYTES:
         return
-    # The rank that waits least has come last: what it waits is the exchange itself, and not another rank.
+    # The rank that waits least came last: its waiting time is the all-reduce itself, without waiting for other ranks.
     least = min(facts, key=lambda fact: fact.exchange_ms - fact.overlap_ms)
     waiting = least.exchange_ms - least.overlap_ms
     whole = least.forward_ms + least.backward_ms + waiting

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One number of all ranks, and the rows of all ranks."""
+"""Reduces values over ranks and gathers the rows of all ranks, also with gradients."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ddpilot.training.structure import join_named_rows, to_host
 
 
 def weighted_mean(value: torch.Tensor, count: float, group: GroupLike) -> torch.Tensor:
-    """Mean of the ranks' `value`s (any shape, the same on all), each as often as its `count`. Collective.
+    """Return the mean of `value` (any shape, the same on all ranks), weighted by `count`. Collective.
 
-    In float64 on the way, and in the dtype of `value` at the end. A rank with a count of 0 takes part, whatever its
-    value is, NaN too; NaN where the counts of all ranks are 0.
+    Computed in float64 (float32 on MPS); returned in the dtype of `value` if that is floating point. A rank with a
+    count of 0 takes part, even if its value is NaN; the result is NaN if the counts of all ranks are 0.
     """
     wide = torch.float32 if value.device.type == "mps" else torch.float64
     total = value.detach().to(wide) * count if count else torch.zeros_like(value, dtype=wide)
@@ -30,7 +30,10 @@ def weighted_mean(value: torch.Tensor, count: float, group: GroupLike) -> torch.
 
 
 def reduce_value(value: Any, op: str, count: float, group: GroupLike) -> torch.Tensor:
-    """`value`, a number or a tensor, over all ranks: "mean" is weighted by `count`; "sum", "min", "max" are not."""
+    """Reduce `value`, a number or a tensor, over all ranks; only "mean" is weighted by `count`. Collective.
+
+    `op`: "mean", "sum", "min" or "max". Raises LoopError for an unknown `op` and for other types of `value`.
+    """
     is_tensor = isinstance(value, torch.Tensor)
     try:
         tensor = value.detach() if is_tensor else torch.tensor(value, dtype=torch.float64)
@@ -56,10 +59,10 @@ def reduce_value(value: Any, op: str, count: float, group: GroupLike) -> torch.T
 
 
 def gather_rows(data: Any, group: GroupLike) -> Any:
-    """The rows of all ranks, in the order of ranks, on every rank and on the CPU. Collective.
+    """Return the rows of all ranks, in rank order, on every rank, on the CPU. Collective.
 
-    `data`: tensors of any number of rows, and tuples, dicts and lists as `join_rows` takes them. LoopError on all
-    ranks where they differ in more than that.
+    `data`: tensors with any number of rows, and tuples, dicts and lists as for `join_rows`. Raises LoopError on all
+    ranks if anything except the number of rows differs.
     """
     mine = to_host(data)
     names = [f"rank {rank}" for rank in range(group.world_size)]
@@ -68,7 +71,10 @@ def gather_rows(data: Any, group: GroupLike) -> Any:
 
 
 def gather_batch(rows: Any, group: GroupLike) -> tuple[torch.Tensor, int]:
-    """The rows of all ranks, and where this rank's begin. See `Loop.gather_batch`. Collective, in backward too."""
+    """Return the rows of all ranks and the index of this rank's first row; see `Loop.gather_batch`.
+
+    Collective, and so is its backward pass.
+    """
     if not isinstance(rows, torch.Tensor) or not rows.ndim:
         is_tensor = isinstance(rows, torch.Tensor)
         found = f"a tensor of shape {tuple(rows.shape)}" if is_tensor else f"a {type(rows).__name__}"
@@ -76,7 +82,7 @@ def gather_batch(rows: Any, group: GroupLike) -> tuple[torch.Tensor, int]:
     if group.world_size == 1:
         return rows, 0
     sizes, needs_gradient = _agree_on_sizes(rows, group)
-    if needs_gradient and not rows.requires_grad:  # else the others would wait for this rank in backward
+    if needs_gradient and not rows.requires_grad:  # otherwise the other ranks would wait for this one in backward
         rows = rows.detach().requires_grad_()
     start = sum(sizes[: group.rank])
     joined: torch.Tensor = _GatherRows.apply(rows, start, sum(sizes), group)  # type: ignore[no-untyped-call]
@@ -84,7 +90,10 @@ def gather_batch(rows: Any, group: GroupLike) -> tuple[torch.Tensor, int]:
 
 
 def _agree_on_sizes(rows: torch.Tensor, group: GroupLike) -> tuple[list[int], bool]:
-    """Rows of each rank, and whether a gradient goes back to any. LoopError on all ranks if they do not fit."""
+    """Return the number of rows of each rank, and True if any rank needs a gradient. Collective.
+
+    Raises LoopError on all ranks if the shapes of a row or the dtypes differ.
+    """
     kind = f"(*, {', '.join(map(str, rows.shape[1:]))}) {rows.dtype}"
     number = int.from_bytes(hashlib.sha256(kind.encode()).digest()[:2], "little")
     needs_gradient = rows.requires_grad and torch.is_grad_enabled()
@@ -99,7 +108,7 @@ def _agree_on_sizes(rows: torch.Tensor, group: GroupLike) -> tuple[list[int], bo
 
 
 class _GatherRows(torch.autograd.Function):
-    """All ranks' rows; backward adds up what all ranks' losses say of this rank's rows."""
+    """Gathers the rows of all ranks; backward sums the gradients of all ranks' losses for this rank's rows."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, start: int, num: int, group: GroupLike) -> torch.Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What DDP's reducer says when an update leaves a parameter out, in words that name it."""
+"""Explains errors of DDP's reducer, such as unused parameters, with the names of the parameters."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HIDDEN = (
 
 
 class Reductions:
-    """The DDP models of a loop, with the names of what their reducers wait for."""
+    """The DDP models of a loop, with the names of the parameters that their reducers wait for."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -32,13 +32,13 @@ class Reductions:
         self._unordered: list[DistributedDataParallel] = []
 
     def watch(self, model: nn.Module) -> None:
-        """Watch `model`, which has just been made: the reducer counts what requires a gradient now.
+        """Watch `model`, which was just constructed: its reducer expects the parameters that require a gradient now.
 
-        What is not in DDP has nothing to be watched.
+        Does nothing for a model that is not in DDP.
         """
         if not isinstance(model, DistributedDataParallel):
             return
-        # A module that is prepared again is waited for by the new reducer alone.
+        # If a module is prepared again, only the new reducer waits for its gradients.
         self._models = [(known, of) for known, of in self._models if known.module is not model.module]
         self._models.append((model, reduced(model)))
         self._unordered = [known for known in self._unordered if known.module is not model.module]
@@ -46,13 +46,13 @@ class Reductions:
             self._unordered.append(model)
 
     def order_buckets(self) -> None:
-        """After a backward pass: let each new model's ranks agree, once, on the order of its buckets. Collective then.
+        """Rebuild the buckets of each new model once, in an order that its ranks agree on. Collective then.
 
-        DDP does so in the next forward with gradients: a rank that runs one more than the others, to look at
-        something, would wait for them there.
+        Call it after a backward pass. DDP would rebuild them in the next forward pass with gradients: a rank that runs
+        an extra forward pass would wait there for the other ranks.
         """
         for model in tuple(self._unordered):
-            if not is_finished(model):  # this backward pass was not all of it
+            if not is_finished(model):  # this backward pass covered only a part
                 continue
             if not model._has_rebuilt_buckets:
                 model._has_rebuilt_buckets = model.reducer._rebuild_buckets()
@@ -60,7 +60,7 @@ class Reductions:
                 self._unordered.remove(model)
 
     def check(self) -> None:
-        """Raise LoopError where a backward pass has left a parameter out, so that others still wait. Not collective."""
+        """Raise LoopError if a backward pass left a parameter out, so that other ranks still wait. Not collective."""
         for model, parameters in self._models:
             try:
                 model._check_reducer_finalized()  # type: ignore[no-untyped-call]
@@ -68,7 +68,7 @@ class Reductions:
                 raise self._left_out(error, model, parameters) from error
 
     def explain(self, error: BaseException) -> None:
-        """Raise LoopError, chained to `error`, where that is a reducer's and what it is about can be named."""
+        """Raise LoopError from `error` if it is an error of a reducer that can be explained."""
         if isinstance(error, DdpilotError):
             return
         if _UNFINISHED in str(error):
@@ -113,7 +113,7 @@ class Reductions:
 
 
 def is_finished(model: DistributedDataParallel) -> bool:
-    """True if no gradient of `model` is waited for."""
+    """True if DDP waits for no gradient of `model`."""
     try:
         model._check_reducer_finalized()  # type: ignore[no-untyped-call]
     except RuntimeError:
@@ -122,7 +122,7 @@ def is_finished(model: DistributedDataParallel) -> bool:
 
 
 def reduced(model: DistributedDataParallel) -> dict[str, nn.Parameter]:
-    """The parameters whose gradients the reducer of `model`, just made, waits for, in the order of its numbers."""
+    """Return the parameters that the reducer of a new `model` waits for, by name, in the reducer's order."""
     return {
         name.replace("_orig_mod.", ""): parameter
         for name, parameter in model.module.named_parameters()

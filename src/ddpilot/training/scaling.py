@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The learning rate for another batch size."""
+"""Scales the learning rate to a different batch size."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ def scale_lr(
     *,
     say: Callable[[str], object] | None = None,
 ) -> float:
-    """The learning rate for `global_batch_size` where `lr` is right for `base_batch_size`, said on rank 0.
+    """Return the learning rate for `global_batch_size`, given `lr` for `base_batch_size`; reported on rank 0.
 
-    Both sizes are samples of all ranks together in one update, accumulated batches included. More ranks with the same
-    global batch need no other learning rate, so ddpilot scales nothing by itself.
+    Both sizes count the samples of all ranks in one update, including accumulated batches. More ranks with the same
+    global batch do not need a different learning rate, so ddpilot never scales it automatically.
 
-    "linear": times the ratio, for SGD with a warm-up; it held up to 8,192 images (Goyal et al. 2017, arXiv:1706.02677).
-    "sqrt": times its square root, which keeps the variance of an update (Krizhevsky 2014, arXiv:1404.5997), and for
-    Adam and RMSProp the rule that their theory gives (Malladi et al. 2022, arXiv:2205.10287; with it go 1 - beta times
-    the ratio and epsilon over its square root).
+    "linear": multiply by the ratio, for SGD with a warm-up; it held up to 8,192 images (Goyal et al. 2017,
+    arXiv:1706.02677). "sqrt": multiply by the square root of the ratio, which keeps the variance of an update
+    (Krizhevsky 2014, arXiv:1404.5997), and for Adam and RMSProp follows from theory (Malladi et al. 2022,
+    arXiv:2205.10287, which also multiplies 1 - beta by the ratio and divides epsilon by its square root).
 
-    `say`: called with the sentence, on rank 0 only; by default it is printed. Not collective. Raises LoopError for
-    sizes below 1, a learning rate that is not positive and finite, and another `rule`.
+    `say`: called with the message, on rank 0 only; default: print. Not collective. Raises LoopError for sizes below 1,
+    a learning rate that is not positive and finite, and an unknown `rule`.
     """
     if rule not in _SOURCES:
         raise _refuse(f"`rule` is {rule!r}", "Use 'linear' or 'sqrt'.")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random state at the beginning of an epoch: a function of seed, epoch and rank, so that it needs no saving there."""
+"""Random state at the start of an epoch: a function of seed, epoch and rank, so checkpoints there need not save it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from ddpilot.group.enter import seed_all
 
 
 def seed_epoch(seed: int, epoch: int, rank: int) -> None:
-    """Seed torch with (seed, epoch, rank), and `random` and numpy with (seed, epoch) alone.
+    """Seed torch with (seed, epoch, rank), and `random` and numpy with (seed, epoch) only.
 
-    Dropout has to differ between ranks, or the same mask meets several samples of a batch. What a program decides in
-    Python (which branch, which size) has to be the same on all ranks, or they meet in different collectives.
+    Dropout must differ between ranks, or one mask applies to several samples of a batch. Decisions in Python (which
+    branch, which size) must be the same on all ranks, or their collectives do not match.
     """
     seed_all(mix_seed(seed, epoch))
     torch.manual_seed(mix_seed(seed, epoch, rank))
 
 
 def seed_middle(seed: int, epoch: int, rank: int, batch: int) -> None:
-    """Seed torch for going on with `batch`, at another number of ranks: nobody has the state of a new rank."""
+    """Seed torch to resume at `batch` with a different world_size, where saved states of ranks do not apply."""
     torch.manual_seed(mix_seed(seed, epoch, rank, batch))

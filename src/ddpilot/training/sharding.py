@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ZeRO-1: each rank keeps the state of its own share of the parameters, updates those, and sends them to the others.
+"""ZeRO-1: each rank keeps the optimizer state of its share of the parameters, updates them and broadcasts them.
 
-Imported where `shard="optimizer"` is asked for: torch's module costs time, and warns of its own age.
+Imported only for `shard="optimizer"`: torch's module is slow to import and emits a DeprecationWarning.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _DID = 'preparing an optimizer with `shard="optimizer"`'
 
 
 def shard_optimizer(optimizer: Optimizer, group: GroupLike) -> Optimizer:
-    """An optimizer that does what `optimizer` does, with its state divided among ranks; itself where there is one rank.
+    """Return an optimizer equivalent to `optimizer`, with its state sharded over ranks.
 
-    Every rank has to do the same, with the same parameters in the same order. Raises LoopError for what cannot be
-    divided.
+    Returns `optimizer` itself with one rank. Every rank must call it with the same parameters in the same order. Raises
+    LoopError for optimizers that cannot be sharded.
     """
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         raise _refuse("it is sharded already", "Pass the optimizer itself: prepare() shards it.", group)
@@ -46,15 +46,15 @@ def shard_optimizer(optimizer: Optimizer, group: GroupLike) -> Optimizer:
 
 
 class ShardedOptimizer(ZeroRedundancyOptimizer):
-    """`original`'s class, options, groups and state, of which each rank keeps its share. `step` is collective.
+    """An optimizer with the class, options, groups and state of `original`, sharded over ranks. `step` is collective.
 
-    Schedulers of either work: the groups are the same objects. `original` itself then refuses to be used.
+    Schedulers of either work: the parameter groups are the same objects. Using `original` itself then raises LoopError.
     """
 
     def __init__(self, original: Optimizer, group: Group) -> None:
         self._original = original
         self._group = group
-        make: Any = self._make_local  # torch asks for a class; it calls it, with this rank's groups
+        make: Any = self._make_local  # torch expects a class, and calls it with this rank's groups
         super().__init__(original.param_groups, make, process_group=group.process_group, **original.defaults)
         original.param_groups = self.param_groups
         original.state.clear()
@@ -62,10 +62,10 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
         original.__dict__.update(dict.fromkeys(("step", "add_param_group", "state_dict", "load_state_dict"), refuse))
 
     def _make_local(self, groups: list[dict[str, Any]], **_: Any) -> Optimizer:
-        # A copy and not a new one: constructors take other arguments than `defaults` has.
+        # A copy instead of a new optimizer: constructors may take other arguments than `defaults` has.
         local: Optimizer = object.__new__(type(self._original))
         local.__dict__.update(self._original.__dict__)
-        local.__dict__.pop("step", None)  # where a scheduler counts the original's steps
+        local.__dict__.pop("step", None)  # set if a scheduler counts the original's steps
         local.param_groups = groups
         local.state = defaultdict(dict)
         for parameter in (parameter for group in groups for parameter in group["params"]):
@@ -74,12 +74,12 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
         return local
 
     def step(self, closure: Any = None, **options: Any) -> Any:
-        """Update this rank's share, then send and receive the others'. Collective, and so is a `closure` then."""
-        self._original.__dict__["_opt_called"] = True  # a scheduler of the original asks whether it stepped
+        """Update this rank's share, then exchange updated parameters. Collective; a `closure` runs on all ranks."""
+        self._original.__dict__["_opt_called"] = True  # a scheduler of the original checks whether it stepped
         return super().step(closure, **options)
 
     def state_dict(self) -> NoReturn:
-        """Refuses: the state is on all ranks."""
+        """Raise LoopError: the state is spread over all ranks."""
         raise LoopError(
             "reading the state of a sharded optimizer",
             found=f"rank {self._group.rank} has the state of its own parameters only",
@@ -88,7 +88,7 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
         )
 
     def gather_state(self) -> dict[str, Any]:
-        """What `state_dict()` is without sharding, complete on rank 0; no state on the others. Collective."""
+        """Return the unsharded `state_dict()`, complete on rank 0, without state on the other ranks. Collective."""
         state: dict[int, dict[str, Any]] = {}
         outlines = self._group.all_gather_object({n: _outline(s) for n, s in self._local_state().items()})
         for owner, outline in enumerate(outlines):
@@ -101,7 +101,7 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
         return {"state": dict(sorted(state.items())), "param_groups": self._numbered_groups()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take this rank's share of a whole state, as `full_state` gives it or an optimizer that is not sharded."""
+        """Load this rank's share of a full state, from `full_state` or an optimizer that is not sharded."""
         check_groups(self, state_dict)
         saved = [number for group in state_dict["param_groups"] for number in group["params"]]
         number_of = {parameter: saved[place] for parameter, place in self._places().items()}
@@ -120,12 +120,15 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
         return {places[parameter]: values for parameter, values in self.optim.state.items()}
 
     def _places(self) -> dict[torch.Tensor, int]:
-        """Every parameter, of all ranks, with its number in a state dict."""
+        """Return the index in a state dict of every parameter, of all ranks."""
         parameters = (parameter for group in self.param_groups for parameter in group["params"])
         return {parameter: place for place, parameter in enumerate(parameters)}
 
     def _fetch(self, outline: Any, own: torch.Tensor | None, owner: int) -> Any:
-        """The value itself, where it is small, or the tensor of rank `owner`. Collective for a tensor."""
+        """Return the value itself, if it is not a tensor to fetch, or the tensor of rank `owner`.
+
+        Collective for a tensor.
+        """
         if not isinstance(outline, _Shape):
             return outline
         shape, dtype = outline
@@ -147,7 +150,7 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
 
 
 class _Shape(tuple[Any, ...]):
-    """Shape and dtype of a tensor that is to come."""
+    """Shape and dtype of a tensor to be received."""
 
 
 def _outline(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -173,7 +176,7 @@ def _make_refusal(group: Group) -> Callable[..., NoReturn]:
             rank=group.rank,
         )
 
-    refuse.__dict__["_wrapped_by_lr_sched"] = True  # or a scheduler would warn that `step` was replaced
+    refuse.__dict__["_wrapped_by_lr_sched"] = True  # otherwise a scheduler warns that `step` was replaced
     return refuse
 
 

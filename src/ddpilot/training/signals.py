@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signals that ask for an end of training set a flag; what to do about it is decided by all ranks together."""
+"""Signals that request the end of training: they set a flag, and all ranks decide together when to stop."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ _SIGNALS = tuple(
 
 
 class StopSignals:
-    """While entered, SIGINT, SIGTERM and SIGUSR1 call `tell` with their name and nothing else: no collective.
+    """Context in which SIGINT, SIGTERM and SIGUSR1 only call `tell` with their name; no collective runs in a handler.
 
-    A rank of a launch says to its parent, besides, that it took SIGINT, and will end by itself.
+    A launched rank also reports to its parent that it handled SIGINT and will exit by itself.
 
-    A second SIGINT is for those who cannot wait for the step: it does what it would do without this. SIGTERM and
-    SIGUSR1 are left alone where other code handles them. Does nothing outside the main thread. Can be entered again
-    inside itself.
+    A second SIGINT calls the previous handler, to stop at once. SIGTERM and SIGUSR1 are left unchanged if other code
+    handles them. Does nothing outside the main thread. Reentrant.
     """
 
     def __init__(self, tell: Callable[[str], None] | None = None) -> None:
@@ -51,7 +50,7 @@ class StopSignals:
         if self._depth or threading.current_thread() is not threading.main_thread():
             return
         for number, before in self._previous.items():
-            # Another handler may have come in between: that one is no longer ours to replace.
+            # A handler that was installed in the meantime is kept.
             if signal.getsignal(number) == self._on_signal:
                 signal.signal(number, before)
         self._previous.clear()
@@ -63,7 +62,7 @@ class StopSignals:
         if number == signal.SIGINT:
             self._was_interrupted = True
             if isinstance(before := self._previous[number], RankInterrupt):
-                before.take()  # the function was told: what it returns is wanted
+                before.take()  # the function handles it, and its return value is wanted
         name = signal.Signals(number).name
         if self._tell is None:
             self._untold.append(name)
@@ -71,7 +70,7 @@ class StopSignals:
             self._tell(name)
 
     def tell_to(self, tell: Callable[[str], None]) -> None:
-        """Call `tell` from now on, and now with what came while there was nobody to be told."""
+        """Call `tell` for future signals, and now for those received while there was no callback."""
         self._tell = tell
         while self._untold:
             tell(self._untold.pop(0))

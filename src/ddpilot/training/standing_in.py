@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a model that cannot run zero rows on made-up ones, where a rank has no sample, and gives out none of them."""
+"""Lets a rank with an empty batch join the forward pass: a model that fails on zero rows runs on dummy rows.
+
+The outputs of the dummy rows are sliced off.
+"""
 
 from __future__ import annotations
 
@@ -17,34 +20,36 @@ from ddpilot.training.accelerator import fork_rng
 from ddpilot.training.structure import map_tensors
 
 _NUM_ROWS = 2
-"""BatchNorm refuses a single one."""
+"""BatchNorm rejects a single row."""
 _FILLS_ON_CPU = (1, 0)
-"""What made-up rows hold: 1 is a length, a mask and a class that models accept; where they do not, 0."""
+"""Values of dummy rows: 1 is a valid length, mask and class for most models; 0 is tried if the model fails on 1."""
 _FILLS_ELSEWHERE = (0, 1)
-"""An accelerator reports an index beyond a table later, and can do nothing more then. 0 is never beyond one, and is
-refused (as a length) on the host."""
+"""An accelerator reports an index out of range asynchronously and is unusable afterwards. 0 is always in range, and a
+length of 0 is rejected on the host."""
 
 
 class StandIns:
-    """Prepared models whose `forward` knows what to do with zero rows, while this rank has no sample."""
+    """Prepared models whose `forward` accepts zero rows while this rank has no samples."""
 
     def __init__(self) -> None:
         self._replaced: list[tuple[nn.Module, Any]] = []
 
     def begin(self, models: Sequence[nn.Module]) -> None:
-        """Until `end`: a forward of one of `models`, as they are outside of DDP, that raises for zero rows runs on
-        made-up rows, and gives out its result without them. Buffers stay as they are, random state too.
+        """Until `end`, let `forward` of `models` (not DDP models) run on dummy rows if it raises for zero rows.
+
+        The result has zero rows. Buffers and random states are unchanged.
         """
         for model in models:
-            # Statistics of all ranks are collectives: those of a second forward would meet others.
+            # Statistics over all ranks are collectives: those of a second forward pass would be paired with different
+            # ones.
             shares = any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules())
             if not shares and not isinstance(model, torch.jit.ScriptModule):
-                # Not by setattr: a compiled module hands that on. Some libraries replace `forward` as well.
+                # Not by setattr, which a compiled module forwards. Some libraries replace `forward` as well.
                 self._replaced.append((model, model.__dict__.get("forward")))
                 model.__dict__["forward"] = _uncompiled(functools.partial(_forward, model, model.forward))
 
     def end(self) -> None:
-        """The models are as they were."""
+        """Restore `forward` of the models."""
         while self._replaced:
             model, own = self._replaced.pop()
             del model.__dict__["forward"]
@@ -53,7 +58,7 @@ class StandIns:
 
 
 def _uncompiled(forward: Callable[..., Any]) -> Callable[..., Any]:
-    # To import the compiler takes seconds; where nothing has, nothing is compiled.
+    # Importing the compiler takes seconds; if it was not imported, nothing is compiled.
     return torch.compiler.disable(forward) if "torch._dynamo" in sys.modules else forward  # type: ignore[no-untyped-call]
 
 
@@ -73,19 +78,19 @@ def _forward(model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs
 
 
 def fills(model: nn.Module) -> tuple[int, ...]:
-    """The values to try for made-up rows of `model`, in this order."""
+    """Return the values to try for dummy rows of `model`, in order."""
     is_on_cpu = all(tensor.device.type == "cpu" for tensor in (*model.parameters(), *model.buffers()))
     return _FILLS_ON_CPU if is_on_cpu else _FILLS_ELSEWHERE
 
 
 def _run_on_rows(forward: Callable[..., Any], args: Any, kwargs: Any, fill: int) -> Any:
-    """The result for made-up rows, without them, its graph that of a forward with rows."""
+    """Return the result for dummy rows with these rows removed, and with the graph of a forward pass with rows."""
 
     def run(num: int) -> Any:
         more, named = map_tensors((args, kwargs), lambda tensor: _with_rows(tensor, num, fill))
         return forward(*more, **named)
 
-    with torch.no_grad():  # what is longer with one row more holds rows
+    with torch.no_grad():  # outputs that grow with one more row have rows
         longer = run(_NUM_ROWS + 1)
     return without_rows(run(_NUM_ROWS), longer)
 
@@ -94,7 +99,7 @@ def _with_rows(tensor: torch.Tensor, num: int, fill: int) -> torch.Tensor:
     if tensor.numel():
         return tensor
     made = torch.full([size or num for size in tensor.shape], fill, dtype=tensor.dtype, device=tensor.device)
-    # What it was computed from gets its gradient, too.
+    # The tensors that it was computed from get a gradient, too.
     return made + tensor.sum().to(made.dtype) if tensor.requires_grad else made
 
 
@@ -111,7 +116,7 @@ def _has_no_rows(data: Any) -> bool:
 
 @contextmanager
 def _borrowed_buffers(model: nn.Module) -> Iterator[None]:
-    """Copies take the place of the buffers for a while: what is written to them is lost."""
+    """Replace the buffers by copies within the block, so that writes to them are discarded."""
     places = [(layer, dict(layer._buffers)) for layer in model.modules() if layer._buffers]
     try:
         for layer, buffers in places:

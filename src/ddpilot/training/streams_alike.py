@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do all ranks see the same stream? That is what dividing an iterable dataset exactly rests on."""
+"""Checks that all ranks read the same stream: an iterable dataset is divided exactly only if they do."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _FIX = (
 
 
 def check_stream(members: Sequence[LocalBatch], group: GroupLike, epoch: int) -> None:
-    """Raise DataError on all ranks unless each saw as many samples for this update, and the same ones. Collective.
+    """Raise DataError on all ranks unless they read the same number of samples for this update, and the same ones.
 
-    `members`: the update's batches. Compared are their sizes and the first sample of each.
+    `members`: the update's batches. Compares their sizes and the first sample of each. Collective.
     """
     seen = [batch.first_seen for batch in members if batch.first_seen is not None]
     count = float(sum(batch.global_count or 0 for batch in members))

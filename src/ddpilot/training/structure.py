@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches and predictions as people write them: tensors in tuples, lists and dicts, and other objects."""
+"""Maps, checks, joins and selects rows of nested data: tensors in tuples, lists, dicts and dataclasses."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ddpilot.errors import LoopError
 
 
 def map_tensors(data: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """`data` with `change` applied to every tensor in its tuples, lists, mappings and dataclasses.
+    """Return `data` with `change` applied to every tensor in its tuples, lists, mappings and dataclasses.
 
-    An object that has a `to` method of its own and is none of these is left alone, like any other object.
+    Objects of other types are returned unchanged, even if they have a `to` method.
     """
     if isinstance(data, torch.Tensor):
         return change(data)
@@ -33,14 +33,14 @@ def map_tensors(data: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> An
 
 
 def to_host(data: Any) -> Any:
-    """`data` with its tensors on the CPU, detached, and each in memory of its own, since a view would travel whole."""
+    """Return `data` with its tensors detached, cloned and on the CPU; a view would be sent with its whole storage."""
     return map_tensors(data, lambda tensor: tensor.detach().cpu().clone())
 
 
 def check_rows(output: Any, count: int, did: str) -> None:
     """Raise LoopError unless `output` has a row for each of `count` samples, so that rows of ranks can be joined.
 
-    Tensors: `count` rows; tuples and mappings: each field so; a list: one object per sample.
+    Tensors need `count` rows, tuples and mappings the same in each field, lists one object per sample.
     """
     if isinstance(output, Mapping):
         for value in output.values():
@@ -57,7 +57,7 @@ def check_rows(output: Any, count: int, did: str) -> None:
 
 
 def join_rows(parts: Sequence[Any]) -> Any:
-    """Outputs of the same structure, one after the other: tensors along their first dimension, lists by their items."""
+    """Concatenate outputs of the same structure: tensors along their first dimension, lists by their items."""
     first = parts[0]
     if isinstance(first, torch.Tensor):
         return torch.cat(list(parts))
@@ -71,7 +71,7 @@ def join_rows(parts: Sequence[Any]) -> Any:
 
 
 def join_named_rows(parts: Sequence[Any], names: Sequence[str], did: str, rank: int) -> Any:
-    """`join_rows`; LoopError, where a part is unlike the first one, with both and their `names`."""
+    """Call `join_rows`; if a part does not match the first one, raise LoopError with the shapes and `names` of both."""
     cause = None
     if len({_kind(part) for part in parts}) == 1:
         try:
@@ -102,7 +102,7 @@ def _kind(part: Any) -> type:
 
 
 def describe_rows(output: Any) -> str:
-    """What it is made of, and what all dimensions but the first have to be, such as "(*, 3) of float32"."""
+    """Describe the structure, dtypes and all dimensions but the first, such as "(*, 3) of float32"."""
     if isinstance(output, torch.Tensor):
         sizes = ", ".join(map(str, ["*", *output.shape[1:]])) if output.ndim else ""
         return f"({sizes}) of {str(output.dtype).removeprefix('torch.')}"
@@ -114,7 +114,7 @@ def describe_rows(output: Any) -> str:
 
 
 def take_rows(output: Any, rows: Sequence[int]) -> Any:
-    """The `rows` of an output of one structure, in that order."""
+    """Return the given `rows` of `output`, in that order."""
     if isinstance(output, torch.Tensor):
         return output[torch.as_tensor(rows, dtype=torch.long)]
     if isinstance(output, Mapping):
@@ -129,7 +129,7 @@ def take_rows(output: Any, rows: Sequence[int]) -> Any:
 def _rebuild_mapping(data: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     try:
         return type(data)(items)  # type: ignore[call-arg]
-    except TypeError:  # a class of its own, with other arguments: its items are what matters
+    except TypeError:  # a class whose constructor takes other arguments: return a dict
         return items
 
 

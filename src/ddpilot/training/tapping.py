@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On which rank a gradient was not finite, though its loss was: DDP leaves only the sum over all ranks behind."""
+"""Records which rank produced a gradient that is not finite, before DDP's all-reduce hides it."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from torch import nn
 from ddpilot.training.grouping import CurrentBatch
 
 Where = tuple[int, int, NDArray[np.int64]]
-"""Epoch, batch, and numbers of this rank's samples."""
+"""Epoch, batch, and indices of this rank's samples."""
 
 _NUM_LAST = 2
 _NUM_WHOLE = 4096
 
 _NUM_KEPT = 128
-"""Batches and gradients together, beyond those of the batch at hand."""
+"""Maximum number of entries, batches and gradients together, without those of the current batch."""
 
 _Kept = deque[Where | tuple[()] | torch.Tensor | None]
-"""A batch, then the gradients of its backward passes, then the next; () before those that count for nothing. None is a
-gradient that there is not: DDP passes it on for an output that the loss does not use."""
+"""A batch, followed by the gradients of its backward passes, then the next batch; () before gradients to ignore. None
+is a missing gradient: DDP passes None for an output that the loss does not use."""
 
 
 class _FirstHook:
-    """Of one parameter, as long as it is not known whose gradients come last."""
+    """Hook of one parameter that records the order of gradients, until the last ones are known."""
 
     def __init__(self, kept: _Kept, order: list[int], number: int) -> None:
         self._kept, self._order, self._number = kept, order, number
@@ -42,27 +42,27 @@ class _FirstHook:
 
 
 def _hook(kept: _Kept, size: int) -> Callable[[torch.Tensor], None]:
-    """Of the one parameter that stays: where it can be, no line of Python runs between two layers."""
+    """Return the hook of the one parameter that remains watched; for a small one, no Python code runs in backward."""
     return kept.append if size <= _NUM_WHOLE else lambda gradient: kept.append(_small(gradient))
 
 
 def _small(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """What is finite only if all of `gradient` is."""
+    """Return `gradient`, or its sum if it is large: not finite whenever an element is not finite."""
     return gradient if gradient is None or gradient.numel() <= _NUM_WHOLE else gradient.sum()
 
 
 class _Watched(NamedTuple):
     order: list[int]
-    """Numbers of parameters, as their gradients came in the first backward passes."""
+    """Indices of parameters in the order of their gradients in the first backward passes."""
     parameters: list[nn.Parameter]
     stops: list[Callable[[], object]]
 
 
 class Taps:
-    """Keeps one small gradient of each model as this rank alone computed it, for a few updates.
+    """Keeps a small local gradient of each model, from before the all-reduce, for a few updates.
 
-    That of a parameter next to the input, as the first backward pass shows it: what becomes NaN on the way back reaches
-    it. Nothing is computed or waited for until somebody asks.
+    It belongs to a parameter close to the input, determined in the first backward pass: a NaN that appears anywhere in
+    backward reaches it. Nothing is computed or waited for until `find`.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class Taps:
         self._last: tuple[int, int] | None = None
 
     def watch(self, module: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
-        """Watch `module`, whose DDP waits for `parameters`; in place of what was watched there before."""
+        """Watch `module`, whose DDP waits for `parameters`; replaces an earlier watch of the same module."""
         order: list[int] = []
         given = list(parameters)
         self._unwatch(id(module))
@@ -82,7 +82,10 @@ class Taps:
         self._unsettled.add(id(module))
 
     def _listen(self, parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Callable[[], object]:
-        """Call `hook` with gradients of `parameter`; returns what ends it, which the end of these taps does too."""
+        """Register `hook` on `parameter`.
+
+        Returns a function that removes it, which also runs when these taps are collected.
+        """
         stop: Callable[[], object] = parameter.register_hook(hook).remove  # type: ignore[no-untyped-call]
         weakref.finalize(self, stop)  # the parameter may outlive the loop
         return stop
@@ -92,7 +95,7 @@ class Taps:
             stop()
 
     def begin(self, batch: CurrentBatch | None) -> None:
-        """A backward pass of this rank's samples of `batch` follows."""
+        """Announce a backward pass of this rank's samples of `batch`."""
         if not self._watched or batch is None:
             self.pause()
             return
@@ -103,7 +106,7 @@ class Taps:
         self._mark((*at, batch.sample_ids))
 
     def _settle(self) -> None:
-        """Go on with the smallest of the parameters of each model whose gradients came last, and no other."""
+        """For each model, keep watching only the smallest of the parameters whose gradients came last."""
         for key in [key for key in self._unsettled if self._watched[key].order]:
             order, parameters, _ = self._watched[key]
             last = list(dict.fromkeys(reversed(order)))[:_NUM_LAST]
@@ -114,7 +117,7 @@ class Taps:
             self._unsettled.discard(key)
 
     def pause(self) -> None:
-        """A backward pass of no samples follows: what is NaN in it counts for nothing."""
+        """Announce a backward pass without samples, whose gradients are ignored."""
         self._mark(())
 
     def _mark(self, where: Where | tuple[()]) -> None:
@@ -123,7 +126,7 @@ class Taps:
         self._kept.append(where)
 
     def find(self, is_finite: Callable[[torch.Tensor], bool], before: tuple[int, int] | None) -> Where | None:
-        """Where a gradient of this rank was not finite first: before that epoch and batch, or else at all."""
+        """Return where a gradient of this rank was first not finite, preferably `before` that epoch and batch."""
         bad: list[Where] = []
         where: Where | None = None
         for one in self._kept:
@@ -135,5 +138,5 @@ class Taps:
         return next(iter(earlier or bad), None)
 
     def forget(self) -> None:
-        """Nothing that was kept is asked for any more."""
+        """Clear the recorded gradients."""
         self._kept.clear()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notices what is trained without having gone through `prepare`: each rank would train it by itself."""
+"""Detects parameters that are trained without `prepare`, whose gradients would not be all-reduced."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ddpilot.training.wrapping import class_name
 
 
 class PreparedWatch:
-    """Which parameters are in a prepared model. Models and optimizers are looked at once, not in every step."""
+    """Tracks the parameters of prepared models. Models and optimizers are checked once, not in every step."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -24,11 +24,11 @@ class PreparedWatch:
         self._groups: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
     def add(self, model: nn.Module) -> None:
-        """`model` is prepared, with all that is in it now."""
+        """Add all current parameters of `model`, which was prepared."""
         self._known |= set(map(id, model.parameters()))
 
     def check_models(self, models: tuple[nn.Module, ...]) -> None:
-        """Raise LoopError where one of `models` has trained parameters that are in no prepared model."""
+        """Raise LoopError if one of `models` has trainable parameters that belong to no prepared model."""
         for model in models:
             if model not in self._models:
                 named = model.named_parameters()
@@ -37,7 +37,7 @@ class PreparedWatch:
                 self._models.add(model)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Raise LoopError where `optimizer` is to update such parameters. Again where it got more groups."""
+        """Raise LoopError if `optimizer` holds such parameters. Checks again after it got more groups."""
         if self._groups.get(optimizer) != len(optimizer.param_groups):
             unknown = [one for one in _parameters(optimizer) if one.requires_grad and id(one) not in self._known]
             if unknown:

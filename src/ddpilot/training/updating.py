@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Backward passes of one update: weighted, synchronised exactly once, and looked at before the weights change."""
+"""Backward passes of an update: weights losses, all-reduces gradients exactly once, and checks them before the step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ddpilot.training.wrapping import sync_buffers, unwrap
 
 
 def clear_gradients(optimizer: Optimizer) -> None:
-    """What `optimizer.zero_grad()` does, where that is torch's own without the time that it takes for profilers."""
+    """Call `optimizer.zero_grad()`; torch's own is replaced by the same without its profiler overhead."""
     if getattr(optimizer.zero_grad, "__func__", None) is not Optimizer.zero_grad:
         optimizer.zero_grad(set_to_none=True)
         return
@@ -40,7 +40,7 @@ def clear_gradients(optimizer: Optimizer) -> None:
 
 
 class Updates:
-    """The batch that the loop is at, the models that it trains, and the gradients on their way to the next update."""
+    """The current batch, the models in training, and their gradients up to the next update."""
 
     def __init__(self, group: GroupLike, decider: Decider, watch: FiniteWatch | None) -> None:
         self._group = group
@@ -54,25 +54,25 @@ class Updates:
         self._stand_ins = StandIns()
         self._loss: weakref.ref[torch.Tensor] | None = None
         self._last_count = 0
-        self._had_samples: bool | None = None  # in a batch of which some rank has none
+        self._had_samples: bool | None = None  # in a batch of which some rank has no samples
         self.objective: Objective | None = None
-        """What the backward passes of the update at hand add up to; None if nothing asks for it."""
-        self._is_whole = False  # the last backward pass is known to have left nothing out
+        """The loss of the current update over its backward passes; None unless it is needed."""
+        self._is_whole = False  # the last backward pass is known to have used all parameters
         self._reduced: set[int] = set()
         self._checked: set[int] = set()
         self.reductions = Reductions(group.rank)
-        """What DDP waits for, by name."""
+        """The parameters that DDP waits for, by name."""
         self.bypasses = BypassWatch(group.rank)
-        """Which DDP models an update goes round."""
+        """Detects DDP models that an update bypasses."""
         self.models: list[nn.Module] = []
-        """As `prepare` returned them."""
+        """The models as `prepare` returned them."""
         self.accumulating: tuple[nn.Module, ...] = ()
-        """Those whose gradients the backward at hand adds up."""
+        """The models of the current `Loop.accumulate`."""
         self.batch: CurrentBatch | None = None
-        """None outside `batches`."""
+        """The current batch; None outside `batches`."""
 
     def add(self, model: nn.Module) -> None:
-        """Train `model` too, as `prepare` returns it; in place of the same one that was prepared before."""
+        """Train `model`, as `prepare` returns it; replaces an earlier one with the same module."""
         self.models = [*(one for one in self.models if unwrap(one) is not unwrap(model)), model]
         self.reductions.watch(model)
         if isinstance(model, DistributedDataParallel):
@@ -83,11 +83,11 @@ class Updates:
 
     @property
     def is_update(self) -> bool:
-        """Are the gradients complete after this batch? True outside `batches` too."""
+        """True if the gradients are complete after this batch; also True outside `batches`."""
         return self.batch is None or self.batch.is_last
 
     def enter(self, batch: CurrentBatch) -> None:
-        """Go to the next batch."""
+        """Set the current batch."""
         self.leave()
         self.batch = batch
         if batch.has_empty_rank:
@@ -108,14 +108,14 @@ class Updates:
 
     @property
     def has_backward(self) -> bool:
-        """Did a backward pass of the accumulation group run?"""
+        """True if a backward pass of the accumulation group has run."""
         return self._has_backward
 
     def share_buffers(self) -> None:
-        """After a batch of which some rank has no sample: give all ranks the buffers of the first one with samples.
+        """Broadcast the buffers of the first rank with samples, after a batch in which some rank had none.
 
-        What a forward pass without rows writes to a buffer (a counter of steps, a power iteration) is nothing or wrong.
-        Collective.
+        Collective. Values that a forward pass without rows writes to a buffer (a step counter, a power iteration) are
+        missing or wrong.
         """
         had_samples, self._had_samples = self._had_samples, None
         models = [one for one in map(unwrap, self.models) if one.training and any(True for _ in one.buffers())]
@@ -128,18 +128,18 @@ class Updates:
             sync_buffers(model, self._group, src)
 
     def share_owed_buffers(self) -> None:
-        """The same after a loop that was left in such a batch. Collective."""
+        """Call `share_buffers` after a loop that was left in such a batch. Collective."""
         if self._had_samples is not None:
             self.share_buffers()
 
     def count_behind(self, value: object) -> float:
-        """What `value` is a mean over on this rank: samples of the batch; after it, for its loss too; else 1."""
+        """Return the number of samples behind `value` on this rank, also for the batch's loss afterwards; else 1."""
         if self.batch is not None:
             return float(self.batch.count)
         return float(self._last_count) if self._loss is not None and self._loss() is value else 1.0
 
     def leave(self) -> None:
-        """Be at no batch."""
+        """Reset the current batch."""
         if self.batch is not None:
             self._last_count = self.batch.count
         self.batch = None
@@ -149,7 +149,7 @@ class Updates:
     def backward(
         self, loss: torch.Tensor, count: float | None, scaler: torch.amp.GradScaler | None, retain_graph: bool
     ) -> None:
-        """See `Loop.backward`. Collective where the gradients are synchronised or `count` is given."""
+        """Run `Loop.backward`. Collective if gradients are all-reduced or `count` is given."""
         self._drop_spoilt()
         self._check_loss(loss)
         self._is_whole = False
@@ -159,7 +159,7 @@ class Updates:
         total, correction = self._total(count)
         seed = self._seed(loss, num_local * self._num_factors(scaler) / total) if num_local and total else None
         if self._is_due and count is None and not self._decider.is_under_way:
-            self._begin()  # it crosses while gradients do
+            self._begin()  # overlaps with the all-reduce of gradients
         self._run((loss,), None if seed is None else (seed,), scaler, retain_graph)
         if correction != 1.0:
             gradients = [p.grad for model in self.accumulating for p in model.parameters() if p.grad is not None]
@@ -170,7 +170,7 @@ class Updates:
     def backward_several(
         self, losses: Mapping[Any, Any], count: float | None, scaler: torch.amp.GradScaler | None, retain_graph: bool
     ) -> None:
-        """The same for several losses by name, each with a count of its own or none. Collective."""
+        """Run `backward` for several named losses, each with or without its own count. Collective."""
         self._drop_spoilt()
         if count is not None:
             raise self._refuse("`count` with several losses", 'Give each its own: {"box": (loss, count)}.')
@@ -200,7 +200,10 @@ class Updates:
         scaler: torch.amp.GradScaler | None,
         retain_graph: bool,
     ) -> None:
-        """One backward pass of all `losses`. Without `seeds`, only what other ranks' losses give to rows is added."""
+        """Run one backward pass of all `losses`.
+
+        Without `seeds`, it adds only other ranks' gradients to gathered rows.
+        """
         if seeds is None and self._watch is not None:
             self._watch.taps.pause()
         if seeds is None and has_gather(losses):
@@ -231,21 +234,21 @@ class Updates:
             self._groups.note(self.accumulating or self.models)
 
     def after_step(self) -> None:
-        """The gradients that were accumulated are applied, and cleared."""
+        """Mark the accumulated gradients as applied and cleared."""
         self._groups.begin()
         if self.objective is not None:
             self.objective.end()
 
     def keep_objective(self) -> Objective:
-        """From now on add up what the backward passes of an update go down on."""
+        """Start to record the loss of each update for `objective`."""
         if self.objective is None:
             self.objective = Objective(self._group)
         return self.objective
 
     def evaluate(self, closure: Callable[[], object], optimizer: Optimizer) -> torch.Tensor:
-        """Run `closure`, which computes gradients for `optimizer`; the loss over all ranks. Collective.
+        """Run `closure`, which computes gradients for `optimizer`, and return the loss over all ranks. Collective.
 
-        Raises LoopError if it runs no backward pass of `backward`, and NonFiniteError on all ranks alike.
+        Raises LoopError if it does not call `backward`, and NonFiniteError on all ranks alike.
         """
         objective = self.keep_objective()
         objective.begin()
@@ -263,11 +266,11 @@ class Updates:
         self.check_backward(optimizer)
         self.settle()
         self.check(optimizer)
-        self.check_pending()  # an optimizer that tries steps must not see a loss that is not finite
+        self.check_pending()  # an optimizer that tries steps must not get a loss that is not finite
         return objective.reduce()
 
     def settle(self) -> None:
-        """Learn what all ranks decide, with an update that has an exchange. Collective.
+        """Finish the exchange of this update, if it has one. Collective then.
 
         Raises NonFiniteError on all ranks alike, and LoopError on a rank whose backward pass left a parameter out.
         """
@@ -280,7 +283,7 @@ class Updates:
             self._finish()
 
     def settle_outside(self) -> None:
-        """Learn what all ranks decide between epochs. Collective."""
+        """Exchange the ranks' flags between epochs. Collective."""
         self.leave()
         self._is_due = True
         self.settle()
@@ -289,13 +292,13 @@ class Updates:
     def check_pending(self) -> None:
         """Raise NonFiniteError, on all ranks alike, if gradients of an earlier update were not finite.
 
-        On an accelerator: waits for the device, where they are known late. To be called before weights are saved.
+        On an accelerator it waits for the device, whose results arrive late. Call it before weights are saved.
         """
         if self._watch is not None and self._watch.find_pending():
             self._raise_nonfinite(self._watch)
 
     def check(self, optimizer: Optimizer) -> None:
-        """Raise NonFiniteError, on all ranks alike, where gradients that `optimizer` is to apply are not finite."""
+        """Raise NonFiniteError, on all ranks alike, if gradients that `optimizer` is about to apply are not finite."""
         if self._watch is None:
             return
         known = self._reduced
@@ -304,7 +307,7 @@ class Updates:
             self._look(reduced)
 
     def check_backward(self, optimizer: Optimizer) -> None:
-        """Raise LoopError where `optimizer` is to apply gradients that went round `backward`, or round DDP."""
+        """Raise LoopError if `optimizer` is about to apply gradients that bypassed `backward` or DDP."""
         if self.batch is None or self._has_backward:
             self.bypasses.check(p for group in optimizer.param_groups for p in group["params"])
         elif any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
@@ -318,21 +321,21 @@ class Updates:
             )
 
     def check_norm(self, parameters: Sequence[torch.Tensor], norm: torch.Tensor) -> None:
-        """The same for `parameters` that were clipped, by the `norm` of their gradients, which is known then."""
+        """Run `check` for `parameters` that were clipped, from the known `norm` of their gradients."""
         clipped = {id(parameter) for parameter in parameters}
-        # The norm of what was not reduced may be another one on each rank.
+        # The norm of gradients that were not all-reduced may differ between ranks.
         if self._watch is not None and clipped <= self._reduced:
             self._checked |= clipped
             self._look(parameters, norm)
 
     def locate(self, error: DdpilotError) -> None:
-        """Have `error` say in which batch it was, where there is one and it does not say so itself."""
+        """Add the current batch to the message of `error`, unless it is there already."""
         if self.batch is not None and "batch " not in error.did + error.found:
             error.did += f" in batch {self.batch.index} of epoch {self.batch.epoch}"
             error.args = (error.render(),)
 
     def drop_unfinished(self) -> bool:
-        """Leave the current batch; whether there were gradients of an unfinished accumulation group to be dropped."""
+        """Leave the current batch. True if it was within an accumulation group, whose gradients are cleared."""
         unfinished = not self.is_update
         self.leave()
         for parameter in (parameter for model in self.models for parameter in model.parameters() if unfinished):
@@ -340,7 +343,7 @@ class Updates:
         return unfinished
 
     def protect(self, optimizer: Optimizer) -> None:
-        """Before `optimizer` steps: make gradients zeros that only the device knows not to be finite."""
+        """Before `optimizer` steps, set gradients to zeros that are not finite, which only the device knows yet."""
         if self._watch is not None:
             self._watch.protect(list(parameters_of(optimizer)))
 
@@ -353,7 +356,7 @@ class Updates:
         raise_nonfinite(self._group, watch, self.models, self.batch)
 
     def _drop_spoilt(self) -> None:
-        """Clear the gradients that a NonFiniteError has left to be looked at: training continues without them."""
+        """Clear the gradients that a NonFiniteError has kept for inspection: training continues without them."""
         if self._is_spoilt:
             self._is_spoilt = False
             for model in self.models:
@@ -364,7 +367,7 @@ class Updates:
         return weight if self._watch is None else self._watch.seed(loss, weight, self.batch, name)
 
     def _num_factors(self, scaler: torch.amp.GradScaler | None) -> int:
-        # Of what is 16 bits wide, each rank has what one rank alone has, and overflows with it: see `Precision`.
+        # fp16 losses leave out DDP's factor world_size, so they overflow where a single process does: see `Precision`.
         return self._group.world_size if scaler is None else 1
 
     def _begin(self, count: float = 0.0, more: Sequence[float] = ()) -> None:
@@ -408,9 +411,12 @@ class Updates:
         return float(self.batch.count)
 
     def _total(self, count: float | None) -> tuple[float, float]:
-        """What this loss is divided by, and what the accumulated gradients are multiplied by after it."""
+        """Return the divisor of this loss and the factor for the accumulated gradients after it.
+
+        Collective with `count`.
+        """
         if count is None:
-            assert self.batch is not None  # _local_count() has looked
+            assert self.batch is not None  # checked by _local_count()
             return float(self.batch.group_count), 1.0
         self._begin(float(count))
         global_count = self._finish().count
@@ -434,7 +440,7 @@ class Updates:
         return parts
 
     def _shares(self, parts: Sequence[NamedLoss]) -> list[tuple[float, float]]:
-        """How many things each of `parts` is a mean over: on this rank, and on all of them. Collective."""
+        """Return the number of items of each of `parts`, on this rank and on all ranks. Collective."""
         local = [self._local_count(one.count, f" of {one.name!r}") for one in parts]
         own = [num for num, one in zip(local, parts, strict=True) if one.count is not None]
         self._begin(more=encode(parts, own))

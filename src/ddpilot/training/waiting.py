@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a rank waits for its data."""
+"""Measures the time that a rank waits for data."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ T = TypeVar("T")
 
 
 class WaitClock:
-    """Adds up the time that iterators take for their next item."""
+    """Adds up the time that iterators take to return their next item."""
 
     def __init__(self) -> None:
         self.total_s = 0.0
-        """Seconds so far."""
+        """Total seconds so far."""
 
     def over(self, items: Generator[T, None, None]) -> Iterator[T]:
-        """`items`, with the time that each takes; they are closed with this."""
+        """Yield from `items` and measure the time of each; closing this closes them."""
         clock = time.perf_counter
         try:
             while True:

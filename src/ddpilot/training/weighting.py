@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank's mean loss has to be multiplied by, so that DDP's mean over ranks is the mean over all samples."""
+"""Weights of local mean losses, so that DDP's mean over ranks is the mean over all samples."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ def backward_weighted(
     *,
     retain_graph: bool = False,
 ) -> None:
-    """Add the gradients of `losses` (scalars), each times its seed; without `seeds` add exact zeros.
+    """Accumulate the gradients of `losses` (scalars), each multiplied by its seed; without `seeds` add exact zeros.
 
-    DDP waits for every rank, so a rank without samples runs through its graph too; but the mean of no samples is NaN,
-    and so is zero times NaN. `models`: all that the graph may reach, only needed for that.
+    DDP waits for every rank, so a rank without samples runs backward through its graph too; but the mean of no samples
+    is NaN, and so is zero times NaN. `models`: all models that the graph may reach, used only without `seeds`.
     """
     if seeds is not None:
-        # None is what torch begins with by itself, at less cost than a tensor.
+        # None is torch's default, which costs less than a tensor.
         given = [_seed_tensor(loss, seed) for loss, seed in zip(losses, seeds, strict=True)]
         torch.autograd.backward(losses, given, retain_graph=retain_graph)
         return
-    # Leaf hooks run before a gradient is accumulated and before DDP sees it.
+    # Hooks of leaf tensors run before a gradient is accumulated and before DDP gets it.
     trained = (parameter for model in models for parameter in model.parameters() if parameter.requires_grad)
     hooks = [parameter.register_hook(_zeros_like) for parameter in trained]  # type: ignore[no-untyped-call]
     try:
@@ -42,14 +42,14 @@ def _seed_tensor(loss: torch.Tensor, seed: torch.Tensor | float) -> torch.Tensor
 
 
 def _zeros_like(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    # DDP passes None on for an output that the loss does not use, if it looks for unused parameters.
+    # With find_unused_parameters, DDP passes None for an output that the loss does not use.
     return None if gradient is None else torch.zeros_like(gradient)
 
 
 class CountTotals:
     """Totals of counts that are known only batch by batch (tokens), over one accumulation group of one model.
 
-    The first batch's total times the number of batches stands in for the group's; once the last is known, the
+    The first batch's total times the number of batches estimates the group's; once the last one is known, the
     accumulated gradients are multiplied by `correction`.
     """
 
@@ -58,10 +58,10 @@ class CountTotals:
         self._total = 0.0
 
     def add(self, global_count: float) -> None:
-        """One more batch, with the count of all ranks together."""
+        """Add a batch, with its count over all ranks."""
         self._total += global_count
 
     @property
     def correction(self) -> float:
-        """What the gradients have to be multiplied by after the group's last batch; 0 where nothing was counted."""
+        """Factor for the accumulated gradients after the group's last batch; 0 if the total count is 0."""
         return self.reference / self._total if self._total else 0.0

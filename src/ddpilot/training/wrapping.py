@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Put a model on its device and into DDP with options that are chosen here, and take it out again."""
+"""Wraps models in DistributedDataParallel on their device, and unwraps them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from ddpilot.training.inside import PreparedDDP
 
 
 def wrap(model: nn.Module, group: GroupLike, options: DdpOptions | None = None) -> tuple[nn.Module, tuple[Choice, ...]]:
-    """`model` on the group's device, in DDP if there are several ranks and anything to train; and what was chosen.
+    """Move `model` to the group's device and wrap it in DDP; return it with the options chosen.
 
-    A model on several devices stays there. Collective with several ranks. Raises LoopError for a model that is in DDP
-    already, and for options that do not go with it.
+    Not wrapped with one rank, or if no parameter requires a gradient. A model on several devices stays there.
+    Collective with several ranks. Raises LoopError for a model that is already in DDP, and for options that it does not
+    support.
     """
     options = options or DdpOptions()
     if isinstance(model, DistributedDataParallel):
@@ -47,13 +48,13 @@ def wrap(model: nn.Module, group: GroupLike, options: DdpOptions | None = None) 
     wrapped = PreparedDDP(model, **arguments)
     if options.comm is not None:
         compress(wrapped, options.comm)
-    if not HAS_FORWARD_SYNC:  # without it, older versions of torch do not make buffers equal here
+    if not HAS_FORWARD_SYNC:  # older versions of torch then do not sync buffers at construction
         sync_buffers(model, group)
     return wrapped, tuple(choices)
 
 
 def prepare_optimizer(optimizer: Optimizer, group: GroupLike, shard: str | None = None) -> Optimizer:
-    """`optimizer`, or with `shard="optimizer"` one that divides its state among ranks. LoopError for another value."""
+    """Return `optimizer`, sharded if `shard` is "optimizer". Raises LoopError for other values of `shard`."""
     if shard is None:
         return optimizer
     if shard != "optimizer":
@@ -80,16 +81,16 @@ def _with_synced_batch_norm(model: nn.Module, group: GroupLike) -> nn.Module:
 
 
 def find_ddp(model: nn.Module) -> DistributedDataParallel | None:
-    """The DDP model that `model` is, or that `torch.compile` was given; None where there is none."""
+    """Return the DDP model that `model` is or that `torch.compile` wraps; None if there is none."""
     inner = getattr(model, "_orig_mod", model)
     return inner if isinstance(inner, DistributedDataParallel) else None
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside DDP, also inside `torch.compile(ddp)` and an `AveragedModel(ddp)`; else `model` itself.
+    """Return the model inside DDP, `torch.compile(ddp)` or `AveragedModel(ddp)`; else `model` itself. Not collective.
 
-    The same weights and no collective: for a forward pass from which no gradient of its own is to cross, for methods
-    other than `forward`, and for changing the model before it is prepared again. Not collective.
+    It has the same weights and runs no collectives. Use it for a forward pass whose gradients are not to be
+    all-reduced, for methods other than `forward`, and to change the model before it is prepared again.
     """
     if isinstance(model, DistributedDataParallel):
         return unwrap(model.module)
@@ -98,21 +99,21 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def class_name(model: nn.Module) -> str:
-    """What the user calls the model: of the one inside DDP, and inside `torch.compile`."""
+    """Return the class name of the user's model, inside DDP and `torch.compile`."""
     inner = unwrap(model)
     return type(getattr(inner, "_orig_mod", inner)).__name__
 
 
 def crosses_as_fp16(model: nn.Module) -> bool:
-    """Was `model` prepared with `comm="fp16"`, in which a gradient above 65,504 becomes infinite?"""
+    """True if `model` was prepared with `comm="fp16"`, in which a gradient above 65,504 becomes infinite."""
     ddp = find_ddp(model)
     return ddp is not None and is_fp16(ddp)
 
 
 def sync_buffers(model: nn.Module, group: GroupLike, src: int = 0) -> None:
-    """Make every buffer of `model` on all ranks what it is on rank `src`, in one broadcast. Collective.
+    """Broadcast all buffers of `model` from rank `src`, in one broadcast. Collective.
 
-    Buffers may be on any device: their bytes travel from and to that of the group.
+    Buffers may be on any device: they are copied from and to the group's device as bytes.
     """
     buffers = [buffer for buffer in unwrap(model).buffers() if buffer.numel()]
     if group.world_size == 1 or not buffers:
@@ -123,5 +124,5 @@ def sync_buffers(model: nn.Module, group: GroupLike, src: int = 0) -> None:
     sizes = [buffer.numel() * buffer.element_size() for buffer in buffers]
     with torch.no_grad():
         for buffer, part in zip(buffers, torch.split(flat, sizes), strict=True):
-            # A part may begin at an address that its dtype cannot be read from.
+            # A part may be misaligned for its dtype.
             buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
