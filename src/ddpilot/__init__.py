@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train with DistributedDataParallel from a notebook, a script or Slurm with the same function and the same numbers.
 
-The public names are declared here, once, and resolve on first use: importing ddpilot loads neither torch nor IPython
-and starts nothing.
+The public names are declared here and imported on first use: importing ddpilot imports neither torch nor IPython and
+starts no process or thread.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ _HOOKS = {
     "load_ipython_extension": "ddpilot.magics.extension",
     "unload_ipython_extension": "ddpilot.magics.extension",
 }
-"""What IPython looks for here on `%load_ext ddpilot`; nobody else calls them."""
+"""Functions that IPython calls for `%load_ext ddpilot`; they are not public names."""
 
 __all__ = [
     "BatchSizeSearch",
@@ -160,7 +160,7 @@ __all__ = [
 
 
 _MODULES = ("watch",)
-"""Modules with functions of their own: `ddpilot.watch.enable()`."""
+"""Public submodules: `ddpilot.watch.enable()`."""
 
 
 def __getattr__(name: str) -> object:

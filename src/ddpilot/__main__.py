@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m ddpilot`: the command, where its script is not on the path or another interpreter's is."""
+"""``python -m ddpilot``: the command for environments in which its script is not on the path."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every exception of ddpilot.
+"""All exceptions of ddpilot.
 
-One shape for all of them: what you did, what was found, what to do, and on which rank. The pieces stay readable as
-attributes, and each error survives pickling, since most of them cross from a rank process to its parent.
+All have the same structure: what was being done, what was found, what to do, and on which rank. These parts are
+attributes too. Errors can be pickled, since most of them are sent from a rank to its parent.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class DdpilotError(Exception):
-    """Base of every error that ddpilot raises.
+    """Base class of all errors that ddpilot raises.
 
     `did`: what was being done, as a clause ("starting 2 ranks"); `found`: what was found instead, with the values;
-    `fix`: what to do, as a sentence; `rank`: the rank it is about, None where it is about no single rank.
+    `fix`: what to do, as a sentence; `rank`: the rank that the error is about, or None.
     """
 
     def __init__(self, did: str, *, found: str, fix: str = "", rank: int | None = None) -> None:
@@ -29,7 +29,7 @@ class DdpilotError(Exception):
         super().__init__(self.render())
 
     def render(self) -> str:
-        """The message: one sentence for what was done and found, one for what to do."""
+        """The message: one sentence with `did` and `found`, one with `fix`."""
         where = "" if self.rank is None else f"[rank {self.rank}] "
         todo = f". {self.fix}" if self.fix else ""
         return f"{where}{self.did}: {self.found}{todo}"
@@ -42,7 +42,7 @@ class DdpilotError(Exception):
 
 
 def is_known(type_name: str) -> bool:
-    """Is `type_name` the name of an exception of ddpilot, whose text begins with its rank?"""
+    """True if `type_name` is an exception of ddpilot, whose message starts with its rank."""
     return type_name in globals()
 
 
@@ -54,9 +54,9 @@ def _rebuild(cls: type[DdpilotError], state: dict[str, Any]) -> DdpilotError:
 
 
 class TopologyError(DdpilotError, ValueError):
-    """The variables that say who this process is contradict each other, or one is missing.
+    """Environment variables that describe this process contradict each other, or one is missing.
 
-    `variable`: the name of the variable to look at first.
+    `variable`: the name of the variable to check first.
     """
 
     def __init__(self, did: str, *, variable: str, found: str, fix: str = "", rank: int | None = None) -> None:
@@ -69,7 +69,7 @@ class GroupError(DdpilotError, RuntimeError):
 
 
 class RendezvousError(GroupError):
-    """The ranks did not all meet: an address, a port, a rank that never came (`missing`) or that came twice."""
+    """Not all ranks joined: an address, a port, a rank that is missing (`missing`) or that exists twice."""
 
     def __init__(
         self, did: str, *, found: str, fix: str = "", rank: int | None = None, missing: tuple[int, ...] = ()
@@ -79,19 +79,19 @@ class RendezvousError(GroupError):
 
 
 class RemoteRankError(GroupError):
-    """Another rank raised inside `on_ranks`; this rank raises too, so that all of them stop at the same call."""
+    """A different rank raised inside `on_ranks`; this rank raises too, so that all ranks stop at the same call."""
 
 
 class LaunchError(DdpilotError, RuntimeError):
-    """Ranks could not be started, or the machinery around them broke. No user code failed."""
+    """Ranks could not be started, or the launcher failed. No user code failed."""
 
     def _render_traceback_(self) -> list[str]:
-        """For IPython: the sentence, since the frames are those of the launcher."""
+        """Used by IPython: only the message, since the traceback contains only the launcher's frames."""
         return [f"{type(self).__name__}: {self.render()}"]
 
 
 class ShipError(LaunchError, TypeError):
-    """Something cannot travel between parent and ranks. `path` names it, such as ``args[0].loader.fn``."""
+    """A value cannot be sent between parent and ranks. `path` locates it, such as ``args[0].loader.fn``."""
 
     def __init__(self, did: str, *, path: str, found: str, fix: str = "", rank: int | None = None) -> None:
         self.path = path
@@ -99,20 +99,20 @@ class ShipError(LaunchError, TypeError):
 
 
 class LaunchTimeoutError(LaunchError, TimeoutError):
-    """A launch took longer than its `timeout_s`. The ranks' Python stacks were printed before they were ended.
+    """A launch took longer than its `timeout_s`. The ranks' Python stacks were printed before they were terminated.
 
-    `findings`: what was seen from outside until then; empty where the job was not watched.
+    `findings`: what the watch has found; empty if the job was not watched.
     """
 
     findings: Sequence[Any] = ()
 
     def render(self) -> str:
-        """The sentence, then the findings as text."""
+        """The message, then the findings as text."""
         return "\n\n".join([super().render(), *([str(self.findings)] if self.findings else [])])
 
 
 class WatchError(LaunchError):
-    """A job was ended because of what was seen from outside: `findings`, of which one at least is an error."""
+    """A job was terminated because of what the watch found: `findings`, at least one of which is an error."""
 
     def __init__(
         self, did: str, *, found: str, fix: str = "", rank: int | None = None, findings: Sequence[Any] = ()
@@ -121,40 +121,40 @@ class WatchError(LaunchError):
         super().__init__(did, found=found, fix=fix, rank=rank)
 
     def render(self) -> str:
-        """The sentence, then the findings as text."""
+        """The message, then the findings as text."""
         return "\n\n".join([super().render(), *([str(self.findings)] if self.findings else [])])
 
 
 class LaunchInterrupted(KeyboardInterrupt):
-    """Ctrl-C or the stop button ended a launch; the message says how each rank ended. All of them are gone."""
+    """Ctrl-C or the stop button ended a launch; the message reports how each rank ended. All ranks have exited."""
 
     def _render_traceback_(self) -> list[str]:
-        """For IPython: one line, since where the parent waited says nothing."""
+        """Used by IPython: one line, since the frame in which the parent waited is of no interest."""
         return [f"KeyboardInterrupt: {self}"]
 
 
 class DataError(DdpilotError, ValueError):
-    """Samples cannot be divided exactly as asked, or a dataset or loader is not what it has to be for that."""
+    """Samples cannot be divided exactly as requested, or a dataset or loader does not meet a requirement for it."""
 
 
 class RecordError(DdpilotError, RuntimeError):
-    """Collectives cannot be recorded as asked, or a file is not a recording that this version can read."""
+    """Collectives cannot be recorded as requested, or a file is not a recording that this version can read."""
 
 
 class LoopError(DdpilotError, RuntimeError):
-    """A training loop was asked for what cannot be done, or not exactly: counts, batches, wrapped models."""
+    """A training loop cannot do what was requested, or not exactly: counts, batches, wrapped models."""
 
 
 class NonFiniteError(LoopError, ArithmeticError):
-    """A loss or a gradient is NaN or infinite. Raised on all ranks; `rank` is the first where it was."""
+    """A loss or a gradient is NaN or infinite. Raised on all ranks; `rank` is the first rank on which it was."""
 
     def render(self) -> str:
-        """The message, without the rank before it: every rank raises it, and `found` has those where it was."""
+        """The message without the rank prefix: every rank raises it, and `found` lists the ranks with the value."""
         return f"{self.did}: {self.found}. {self.fix}"
 
 
 class OutOfMemoryError(LoopError, MemoryError):
-    """Memory ran out on `rank`, of its device or of the machine; torch's own error is the cause."""
+    """Memory of the device or the machine ran out on `rank`; torch's own error is the cause."""
 
 
 class CheckpointError(DdpilotError, RuntimeError):
@@ -162,21 +162,21 @@ class CheckpointError(DdpilotError, RuntimeError):
 
 
 class CorruptCheckpointError(CheckpointError):
-    """A checkpoint is torn, half written or changed, or holds what only code could rebuild: nothing of it was used."""
+    """A checkpoint is incomplete or was changed, or holds objects that only code could rebuild. Nothing was loaded."""
 
 
 class MismatchedCheckpointError(CheckpointError, ValueError):
-    """A sound checkpoint belongs to another model, dataset or run. Nothing was changed."""
+    """An intact checkpoint belongs to a different model, dataset or run. Nothing was changed."""
 
 
 class RankError(DdpilotError, RuntimeError):
-    """A rank failed: it raised, exited or was killed. Of several, the first in time that is not a consequence.
+    """A rank failed: it raised, exited or was killed. If several ranks failed, the earliest that is not a consequence.
 
-    The original exception is chained as `__cause__` where it could travel. `rank`; `host`: name of the rank's machine;
-    `exitcode`: of the process, minus the signal's number where a signal ended it, 1 for an exception; `signal_name`:
-    such as "SIGKILL", or None; `rank_traceback`: text with source lines, in a session with ANSI colours, "" where there
-    is none; `last_lines`: up to 20 lines of the rank's output; `others`: a sentence on what the other ranks did;
-    `findings`: what was seen from outside, `Findings`, or () where nothing was.
+    The original exception is chained as `__cause__` if it could be pickled. `rank`: the rank that failed; `host`: name
+    of its machine; `exitcode`: of the process, minus the signal's number if a signal killed it, 1 for an exception;
+    `signal_name`: such as "SIGKILL", or None; `rank_traceback`: text with source lines, in a session with ANSI colors,
+    "" if there is none; `last_lines`: up to 20 lines of the rank's output; `others`: a sentence about the other ranks;
+    `findings`: what the watch has found, as `Findings`, or () if there is nothing.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class RankError(DdpilotError, RuntimeError):
         super().__init__(did, found=found, fix=fix, rank=rank)
 
     def render(self) -> str:
-        """The sentence, the rank's traceback, its last lines, what the others did, findings: where there are."""
+        """The message, then, if present, the rank's traceback, its last lines, `others` and the findings."""
         return _COLOURS.sub("", self._render_coloured())
 
     def _render_coloured(self) -> str:
@@ -222,5 +222,5 @@ class RankError(DdpilotError, RuntimeError):
         return "\n\n".join(parts)
 
     def _render_traceback_(self) -> list[str]:
-        """For IPython: the rank's own traceback and line instead of the frames of the launcher."""
+        """Used by IPython: the rank's traceback and its last line instead of the launcher's frames."""
         return [f"RankError: {self._render_coloured()}"]

@@ -20,7 +20,7 @@ from ddpilot.watch.watcher import Watcher
 class Launcher(LaunchOptions, WatchOptions):
     """Runs functions on ranks of this machine with the options of `LaunchOptions` and `WatchOptions`.
 
-    They are checked when it is made; LaunchError for a value that cannot be meant.
+    The options are validated on construction. Raises LaunchError for an invalid value.
     """
 
     def __post_init__(self) -> None:
@@ -30,17 +30,17 @@ class Launcher(LaunchOptions, WatchOptions):
     def run(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> RankResults:
         """Run `fn(*args, **kwargs)` on every rank and return every rank's value, by rank.
 
-        `fn` and its arguments may be defined in cells; they travel by value. Ranks see torchrun's environment and enter
-        a process group themselves (`init_group()`, `init_process_group()`, or a library). Not collective: the parent
-        calls it once.
+        `fn` and its arguments may be defined in notebook cells; they are pickled by value. Ranks have torchrun's
+        environment and enter a process group themselves (`init_group()`, `init_process_group()`, or a library). Not
+        collective: the parent calls it once.
 
-        A rank whose function calls `sys.exit(0)` returns None. `os._exit` is a failure with any code, 0 included: the
-        rank cannot be told from one that a library ended halfway, and what it has not flushed is lost.
+        A rank whose function calls `sys.exit(0)` returns None. `os._exit` is a failure with any exit code, including 0:
+        it cannot be distinguished from a library that ended the process, and unflushed output is lost.
 
-        Raises ShipError (what cannot be pickled, by path) or LaunchError before any rank starts; RankError with the
-        first failure in time; WatchError with what the watch found, where that ends the launch; LaunchTimeoutError
-        after `timeout_s`; LaunchInterrupted, a KeyboardInterrupt, after Ctrl-C. In every case no process of the launch
-        is left.
+        Raises ShipError (with the path of what cannot be pickled) or LaunchError before any rank starts; RankError for
+        the earliest failure; WatchError if a finding of the watch ends the launch; LaunchTimeoutError after
+        `timeout_s`; LaunchInterrupted, a KeyboardInterrupt, after Ctrl-C. In every case all processes of the launch
+        have exited.
         """
         check_keywords(check_function(fn), fn, kwargs, lambda keyword: _fix_option(keyword, kwargs, "run"))
         return run_local(self, fn, args, kwargs, self._accompany)
@@ -52,15 +52,15 @@ class Launcher(LaunchOptions, WatchOptions):
 def launch(fn: Callable[..., Any], /, *args: Any, nproc_per_node: int | str = "auto", **kwargs: Any) -> RankResults:
     """Run `fn(*args, **kwargs)` on `nproc_per_node` ranks of this machine; `results[0]` is what rank 0 returned.
 
-    `nproc_per_node` ("auto": the visible accelerators, else 1) is the only keyword that `fn` does not get. For every
-    other option there is `Launcher`, whose `run` says what is raised.
+    `nproc_per_node` ("auto": one per visible accelerator, else 1) is the only keyword that is not passed to `fn`. For
+    all other options use `Launcher`; `Launcher.run` documents what is raised.
     """
     check_keywords(check_function(fn), fn, kwargs, lambda keyword: _fix_option(keyword, kwargs, "launch"))
     return Launcher(nproc_per_node=nproc_per_node).run(fn, *args, **kwargs)
 
 
 def _fix_option(keyword: str, kwargs: Mapping[str, Any], called: str) -> str:
-    """What to write in place of a keyword of `called` ("launch" or "run") that means an option; "" if none is meant."""
+    """The advice if a keyword of `called` ("launch" or "run") looks like an option; "" if it does not."""
     option = option_meant(keyword, [field.name for field in fields(Launcher)], SURE)
     if not option:
         return ""

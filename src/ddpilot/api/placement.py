@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ensure_on_device`: let a library keep its model on the CPU until it is used."""
+"""`ensure_on_device`: lets a library keep its model on the CPU until it is first used."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ if TYPE_CHECKING:
 
 Module = TypeVar("Module", bound="torch.nn.Module")
 
-_moving = threading.RLock()  # two threads that move one module at once can leave it with wrong values
+_moving = threading.RLock()  # two threads that move one module at the same time can leave it with wrong values
 
 
 def ensure_on_device(module: Module, device: torch.device | str) -> Module:
     """Move the parameters and buffers of `module` to `device` unless all of them are there; return `module`.
 
-    For a library that makes its model on the CPU and moves it when it is first used, so that importing the library and
-    making a model touch no GPU: a process that has a CUDA context cannot be forked, and keeps its memory. Once the
-    module is there, a call compares devices and does nothing else (about 0.3 us for each tensor).
-    `device`: such as "cuda:1"; one without a number, such as "cuda", is any device of that kind on which the whole
-    module is, and otherwise the current one.
+    For a library that creates its model on the CPU and moves it on first use, so that importing the library and
+    creating a model do not use a GPU: a process with a CUDA context cannot be forked, and the context takes memory. If
+    the module is on the device already, a call only compares devices (about 0.3 us per tensor).
+    `device`: such as "cuda:1". Without an index, such as "cuda", it is any device of that type that holds the whole
+    module, otherwise the current device.
 
-    The module is changed in place, as by `module.to(device)`, which is what is called. Between a CPU and a GPU:
+    The module is changed in place by `module.to(device)`. Between a CPU and a GPU:
 
-    - Parameters stay the same objects, so an optimizer keeps them, but the state that it has for them, such as
-      momentum, stays where it was: make optimizers after the move, or let
-      `optimizer.load_state_dict(optimizer.state_dict())` bring the state along. Gradients move with their parameters.
+    - Parameters remain the same objects, so an optimizer keeps them, but the optimizer's state for them, such as
+      momentum, is not moved: create optimizers after the move, or call
+      `optimizer.load_state_dict(optimizer.state_dict())` to move the state. Gradients move with their parameters.
     - Tied parameters stay tied. A buffer that two modules share becomes two, as with `module.to`.
-    - Inside `torch.inference_mode()` the move is made outside of it, so that the module can be trained later.
+    - Inside `torch.inference_mode()` the mode is disabled for the move, so that the module can be trained later.
     - Several threads may call it for one module.
 
-    Raises DdpilotError, before anything is moved: for what is no module, where a tensor is on the meta device and so
-    has no values to move, and for a DistributedDataParallel module on another device, whose buckets would stay behind.
-    Not collective.
+    Raises DdpilotError, before anything is moved, if `module` is not a module, if a tensor is on the meta device and so
+    has no values to move, and for a DistributedDataParallel module on a different device, whose buckets would not be
+    moved. Not collective.
     """
     import torch
 
@@ -51,7 +51,7 @@ def ensure_on_device(module: Module, device: torch.device | str) -> Module:
     if _is_there(module, wanted):
         return module
     with _moving:
-        has_been_moved = _is_there(module, wanted)  # by another thread, meanwhile
+        has_been_moved = _is_there(module, wanted)  # by another thread in the meantime
         if not has_been_moved:
             _refuse(module, wanted)
             with torch.inference_mode(False):
@@ -68,7 +68,7 @@ def _is_there(module: torch.nn.Module, wanted: torch.device) -> bool:
 
 
 def _devices(module: torch.nn.Module) -> Iterator[torch.device]:
-    """The device of each parameter and buffer, without the names that `named_parameters` would make."""
+    """The device of each parameter and buffer; faster than `named_parameters`, which builds names."""
     seen = {module}
     todo = [module]
     while todo:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`topology()`: who this process is in a distributed job."""
+"""`topology()`: rank, sizes and addresses of this process."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ddpilot.environments.topology import Topology
 
 
 def topology(distributed: bool | None = None) -> Topology:
-    """Rank, sizes and address of this process, and how they were found; reads the environment variables once.
+    """Rank, sizes and address of this process, and how they were detected; reads the environment variables once.
 
-    `distributed`: True insists on a distributed environment, False says alone whatever is set, None (default) detects,
-    as DDPILOT_DISTRIBUTED may decide. Raises TopologyError, which names the variable, when variables contradict each
-    other or one is missing. Not collective; loads no torch.
+    `distributed`: True requires a launcher's environment, False ignores it, None (default) detects it unless
+    DDPILOT_DISTRIBUTED is set. Raises TopologyError, which names the variable, if variables contradict each other or
+    one is missing. Not collective; does not import torch.
     """
     return detect_topology(os.environ, distributed=distributed)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `ddpilot`: thin, every verb calls a function that a script can call."""
+"""The ``ddpilot`` command: each subcommand is a thin wrapper of a function that scripts can call too."""

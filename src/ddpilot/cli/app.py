@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: verbs, options, and one readable block for an error.
+"""Command line entry point: defines the subcommands and their options, and prints errors without a traceback.
 
-Nothing heavy is imported here: `ddpilot --help` takes a fraction of a second.
+No heavy module is imported here, so that `ddpilot --help` takes a fraction of a second.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ddpilot.errors import DdpilotError
 
 ERROR_STATUS = 2
 
-# Without rich's markup: loading rich would double the time of --help.
+# Without rich's markup, because importing rich would double the time of --help.
 app = typer.Typer(
     name="ddpilot",
     help="Train with DistributedDataParallel from a notebook, a script or Slurm, and be told what is wrong where.",
@@ -47,7 +47,7 @@ def _options(
 
 
 class _Raw(TyperCommand):
-    """A command that reads its words itself: where the script's begin is not for the parser to guess."""
+    """A command without option parsing; `ddpilot run` separates its own options from the script's itself."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.args = args
@@ -81,7 +81,7 @@ def explain(
         ),
     ] = None,
 ) -> None:
-    """Say what a finding or an error message means, and what to do; without words, list all findings."""
+    """Explain a finding or an error message and how to fix it; without words, list all findings."""
     from ddpilot.cli.explain_verb import explain
 
     print(explain(sys.stdin.read() if words == ["-"] else " ".join(words or ())), end="")
@@ -95,7 +95,7 @@ def watch(
     json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Report what is new until the job has ended.")] = False,
 ) -> None:
-    """Say what a job waits for or died of, while it runs or afterwards; without a job, list them."""
+    """Report what a job is waiting for or why it ended, while it runs or afterwards; without a job, list jobs."""
     from ddpilot.cli.watch_verb import watch_job
 
     raise typer.Exit(watch_job(job, as_json=json, wait=wait))
@@ -103,7 +103,7 @@ def watch(
 
 @app.command()
 def build_recorder() -> None:
-    """Compile the part of recording that makes it cheap, once for each release of torch; needs a C++ compiler."""
+    """Compile the recorder's C++ part, which makes recording cheap, once per release of torch; needs a C++ compiler."""
     from ddpilot.cli.recorder_verb import build_recorder
 
     print(build_recorder(), end="")
@@ -140,14 +140,14 @@ def demo() -> None:
 
 
 def render_error(error: DdpilotError) -> str:
-    """One block of lines: what was being done, what was found, what to do."""
+    """Format an error in up to three lines: what was being done, what was found, what to do."""
     rank = "" if error.rank is None else f"[rank {error.rank}] "
     rows = [f"error: {rank}{error.did}", f"  found: {error.found}"]
     return "\n".join([*rows, f"  fix:   {error.fix}"] if error.fix else rows)
 
 
 def main() -> None:
-    """Entry point of the command. An error of ddpilot is one block on stderr and status 2, without a traceback."""
+    """Entry point of the command. Prints a ddpilot error on stderr without a traceback and exits with status 2."""
     try:
         app()
     except DdpilotError as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ddpilot demo`: the quickstart notebook of a source checkout, executed for real."""
+"""``ddpilot demo``: execute the quickstart notebook of a source checkout."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ddpilot.errors import DdpilotError
 
 INTERRUPT_GRACE_S = 10.0
 
-# Importable name and the name to install it by.
+# Module name and the name of the package that provides it.
 _NEEDED = {
     "ipykernel": "ipykernel",
     "matplotlib": "matplotlib",
@@ -23,9 +23,9 @@ _NEEDED = {
 
 
 def find_quickstart(package_dir: Path) -> Path:
-    """The script that runs the quickstart, in the `examples` folder beside `src`.
+    """Path of the script that runs the quickstart, in the `examples` folder next to `src`.
 
-    Raises `DdpilotError` where ddpilot was installed without its source tree.
+    Raises `DdpilotError` if ddpilot was installed without its source tree.
     """
     script = package_dir.parents[1] / "examples" / "run_quickstart.py"
     if not script.is_file():
@@ -38,9 +38,9 @@ def find_quickstart(package_dir: Path) -> Path:
 
 
 def run_demo() -> int:
-    """Execute the quickstart in a Jupyter kernel of this Python; returns the exit status, 0 when it worked.
+    """Execute the quickstart in a Jupyter kernel of this Python. Returns the exit status, 0 on success.
 
-    Raises `DdpilotError` where the examples or a package that they need are missing.
+    Raises `DdpilotError` if the examples or a package that they need are missing.
     """
     script = find_quickstart(Path(__file__).resolve().parents[1])
     absent = [package for name, package in _NEEDED.items() if find_spec(name) is None]
@@ -54,7 +54,7 @@ def run_demo() -> int:
         try:
             return process.wait()
         except KeyboardInterrupt:
-            # The terminal sent Ctrl-C to the script as well: give it time to stop its kernel, which would outlive it.
+            # The terminal has sent SIGINT to the script too: give it time to stop its kernel, which would outlive it.
             try:
                 process.wait(INTERRUPT_GRACE_S)
             except subprocess.TimeoutExpired:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ddpilot explain`: the page of a finding, or of a message that a program printed."""
+"""``ddpilot explain``: look up the page of a finding, or of a message that a program printed."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ _SUBJECTS: tuple[tuple[str, str, tuple[int, ...]], ...] = (
     ("unused parameters", r"unused|find_unused\w*", (308, 503, 212, 502)),
     ("data", r"dataloader|workers?|samplers?|shuffl\w+|epochs?|batch(es)?", (401, 402, 404, 403, 213, 607, 413)),
 )
-"""What people call what they see: the words, and the pages that fit, the likeliest first."""
+"""Subjects of plain-word questions: name, pattern of the words, and the numbers of matching pages, likeliest first."""
 
 _MAX_PLAIN_WORDS = 10
-"""A question of more words is a message."""
+"""Maximum number of words of a question; longer text is treated as a message."""
 
 
 def explain(words: str) -> str:
-    """The page of a code, a name or a message, the pages that fit plain words such as "hang"; of nothing, all of them.
+    """The page of a code, name or message; for plain words such as "hang" the matching pages; if empty, all pages.
 
-    Raises `DdpilotError` if no page fits.
+    Raises `DdpilotError` if no page matches.
     """
     if not words.strip():
         return list_entries(all_entries())
@@ -70,7 +70,7 @@ def explain(words: str) -> str:
 
 
 def find_fitting(words: str) -> tuple[Entry, ...]:
-    """The pages that fit a few plain words, the likeliest first; none for a long text."""
+    """The pages that match a few plain words, likeliest first; empty for a long text."""
     if len(words.split()) > _MAX_PLAIN_WORDS:
         return ()
     text = words.lower()
@@ -92,7 +92,7 @@ def _is_entry(word: str) -> bool:
 
 
 def list_entries(entries: tuple[Entry, ...]) -> str:
-    """A line for each: code, name, title."""
+    """One line per entry: code, name, title."""
     width = max(len(entry.name) for entry in entries)
     return "".join(f"{entry.code}  {entry.name:<{width}}  {entry.title}\n" for entry in entries)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ddpilot gpu-check`: the claims about accelerators, checked here."""
+"""``ddpilot gpu-check``: check ddpilot's claims about accelerators on this machine."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ REPORT = Path("ddpilot-gpu-check.json")
 
 
 def check_gpus(names: Sequence[str], *, json_path: Path = REPORT, limit_s: float | None = None) -> int:
-    """Run the checks called `names`, or all, and print a line for each; returns the exit status, 1 if one FAILED.
+    """Run the checks in `names`, or all, and print a line for each. Returns the exit status, 1 if a check FAILED.
 
-    `limit_s`: seconds for each check, in place of its own. Raises DdpilotError, before the first check, for a name
-    that is none, a limit that is not positive, and a report that cannot be written.
+    `limit_s`: seconds for each check, overriding its own limit. Raises DdpilotError before the first check for an
+    unknown name, a limit that is not positive, and a report file that cannot be written.
     """
     checks = choose_checks(names)
     if limit_s is not None and not limit_s > 0:
@@ -29,7 +29,7 @@ def check_gpus(names: Sequence[str], *, json_path: Path = REPORT, limit_s: float
 
 
 def list_checks() -> str:
-    """One line for each check: its name, what it needs and its claim."""
+    """One line for each check: its name, its requirement and its claim."""
     rows = []
     for check in CHECKS:
         needs = "NVIDIA" if check.only_cuda else f"{check.num_devices} device" if check.num_devices else "any"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ddpilot build-recorder`."""
+"""``ddpilot build-recorder``: compile the C++ part of recording."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from ddpilot.record import native
 
 
 def build_recorder() -> str:
-    """Build the compiled part of recording for this user's torch and Python, unless it is there; says where it is.
+    """Compile the recorder for this user's torch and Python if necessary, and return a line with its path.
 
-    Raises `RecordError` where it cannot be built.
+    Raises `RecordError` if it cannot be compiled.
     """
     known = native.built_path()
     is_there = known is not None and known.exists()

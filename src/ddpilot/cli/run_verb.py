@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ddpilot run`: from words to options, from the end of the run to an exit status."""
+"""``ddpilot run``: turn command line words into options, run the script, and return an exit status."""
 
 from __future__ import annotations
 
@@ -41,22 +41,22 @@ Options, with - or _, with = or a blank; torchrun's PET_... variables count too:
 
 
 def run_words(words: Sequence[str], show: Callable[[DdpilotError], str], environ: Mapping[str, str]) -> int:
-    """Do what the words after `ddpilot run` say; returns the exit status, as torchrun's: 0, or 1 for a failure;
-    75 if every rank of this node left with 75, which asks to be started again.
+    """Execute ``ddpilot run`` with these words. Returns the exit status as torchrun does: 0, or 1 for a failure;
+    75 if every rank of this node exited with 75 to be requeued.
 
-    `show`: an error as text. Raises DdpilotError for what is wrong with the words, the script or this node, before
-    anything starts.
+    `show`: formats an error as text. Raises DdpilotError if the words, the script or this node are invalid, before
+    any rank starts.
     """
     if not words or words[0] in ("-h", "--help"):
         print(render_help())
         return 0 if words else 2
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a rank may print what this screen cannot show
+        sys.stdout.reconfigure(errors="backslashreplace")  # ranks may print characters that this stream cannot encode
     split = split_words(words)
     watching = read_watch_options(split, environ)
     prepared = prepare_run(read_options(split, environ), environ)
     is_python = prepared.options.kind != "program"
-    if watching.watch and not is_python:  # it may start Python, once or more often
+    if watching.watch and not is_python:  # the program may start Python, once or several times
         prepared = replace(prepared, variables={**prepared.variables, **watched_variables(watching, environ)})
     try:
         run_prepared(prepared, functools.partial(Watcher, watching) if watching.watch and is_python else None)
@@ -80,20 +80,20 @@ def run_words(words: Sequence[str], show: Callable[[DdpilotError], str], environ
 
 
 def _drop_what_nobody_reads() -> None:
-    """Python would say so at exit, with a traceback and a status of its own."""
-    for stream in filter(None, (sys.stdout, sys.stderr)):  # None where the caller closed it
+    """Flush the streams and redirect a broken pipe to /dev/null; Python would print a traceback for it at exit."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None if the caller closed it
         try:
             stream.flush()
         except BrokenPipeError:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, stream.fileno())
             os.close(nowhere)
-        except OSError:  # a full disk, say, which Python tells at exit
+        except OSError:  # such as a full disk, which Python reports at exit
             continue
 
 
 def render_help() -> str:
-    """What `ddpilot run --help` prints."""
+    """The text of ``ddpilot run --help``."""
     rows = []
     for option in OPTIONS:
         spelled = f"{option.short + ', ' if option.short else ''}--{option.name} {option.metavar}".rstrip()
@@ -102,7 +102,7 @@ def render_help() -> str:
 
 
 def read_options(words: Words, environ: Mapping[str, str]) -> RunOptions:
-    """The options that `words` and torchrun's PET_ variables in `environ` mean. Raises LaunchError."""
+    """Build the options from `words` and torchrun's PET_ variables in `environ`. Raises LaunchError if invalid."""
     said = {**_from_environ(environ), **words.options}
     if words.script is None:
         fix = "Write ddpilot run train.py, or ddpilot run -m package.module; `ddpilot run --help` has more"
@@ -111,7 +111,7 @@ def read_options(words: Words, environ: Mapping[str, str]) -> RunOptions:
         if said.get("nnodes", "1") not in ("1", "1:1"):
             fix = "--standalone is one node: leave out one of the two"
             raise LaunchError(_DID, found=f"--standalone and --nnodes {said['nnodes']}", fix=fix)
-        ours = ("rdzv-backend", "rdzv-endpoint", "master-addr", "master-port")  # torchrun ignores them then
+        ours = ("rdzv-backend", "rdzv-endpoint", "master-addr", "master-port")  # torchrun ignores them in this case
         said = {name: value for name, value in said.items() if name not in ours}
     given = {field: _read(name, said[name], read) for name, (field, read) in _READERS.items() if name in said}
     if "timeout" in given.get("rdzv_conf", {}):
@@ -122,7 +122,7 @@ def read_options(words: Words, environ: Mapping[str, str]) -> RunOptions:
 
 
 def read_watch_options(words: Words, environ: Mapping[str, str]) -> WatchOptions:
-    """How the run is to be watched. Raises LaunchError for a value that cannot be meant."""
+    """Options for watching the run. Raises LaunchError for an invalid value."""
     said = {**_from_environ(environ), **words.options}
     if "watch" in said and "no-watch" in said:
         raise LaunchError(_DID, found="--watch and --no-watch", fix="Leave out one of the two")
@@ -138,14 +138,14 @@ def read_watch_options(words: Words, environ: Mapping[str, str]) -> WatchOptions
 
 
 def watched_variables(watching: WatchOptions, environ: Mapping[str, str]) -> dict[str, str]:
-    """What has ranks of a program watched that are Python with ddpilot, as under torchrun; `environ` goes before."""
+    """Variables that enable watching in Python ranks started by a program, as under torchrun. `environ` overrides."""
     action = watching.on_finding if isinstance(watching.on_finding, str) else "stop"
     wanted = {WATCH_VARIABLE: "1", GUARD_VARIABLE: str(int(watching.guard)), ACTION_VARIABLE: action}
     return {name: environ.get(name, text) for name, text in wanted.items()}
 
 
 def _from_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """What torchrun reads as well: PET_NPROC_PER_NODE, PET_NNODES, ..., which job operators set."""
+    """Values of the variables that torchrun reads too and job operators set: PET_NPROC_PER_NODE, PET_NNODES, ..."""
     found = {}
     for option in OPTIONS:
         value = environ.get(f"PET_{option.name.upper().replace('-', '_')}")
@@ -177,7 +177,7 @@ def _nodes(text: str) -> tuple[int, int]:
 
 
 def _host(text: str) -> str | None:
-    return text.strip("[]") or None  # torchrun takes an IPv6 address in brackets
+    return text.strip("[]") or None  # torchrun accepts an IPv6 address in brackets
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -194,7 +194,7 @@ def _conf(text: str) -> dict[str, str]:
 
 
 def _streams(text: str) -> str:
-    if not re.fullmatch(r"[0-3]|\d:[0-3](,\d:[0-3])*", text):  # torch's agent takes one digit, too
+    if not re.fullmatch(r"[0-3]|\d:[0-3](,\d:[0-3])*", text):  # torch's agent accepts only one digit too
         raise ValueError(text)
     return text
 
@@ -208,7 +208,7 @@ _TAKES: Mapping[Callable[[str], Any], str] = {
     _conf: "pairs: read_timeout=60,is_host=1",
     _streams: "3 (both streams), 1 (stdout), 2 (stderr) or 0 (neither), or one of them by local rank: 0:3,1:2",
 }
-"""By reader: what it takes, where there is something that it does not."""
+"""Description of accepted values by reader, for readers that reject some values."""
 
 _READERS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "nproc-per-node": ("nproc_per_node", _count),
@@ -233,4 +233,4 @@ _READERS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "tee": ("tee", _streams),
     "local-ranks-filter": ("shown_local_ranks", _numbers),
 }
-"""By option: the field of `RunOptions`, and how its text is read; ValueError where it cannot be."""
+"""Field of `RunOptions` and reader of its text, by option; a reader raises ValueError for an invalid value."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The words after `ddpilot run`: which are ours, which is the script, which are the script's.
+"""Split the words after ``ddpilot run`` into ddpilot's options, the script, and the script's arguments.
 
-If an option comes first, it is torchrun's way: everything after the script is the script's. If the script comes first,
-what follows is ours up to `--`, and the script's after it. So no word has two meanings.
+If an option comes first, torchrun's rule applies: everything after the script belongs to the script. If the script
+comes first, the words up to `--` are ddpilot's options and the words after it belong to the script.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _DID = "reading the options of `ddpilot run`"
 
 @dataclass(frozen=True)
 class Option:
-    """One option. `metavar`: what its value is, "" for a switch; `short`: such as "-n"."""
+    """One option. `metavar`: placeholder of its value, "" for a flag; `short`: short form such as "-n", or ""."""
 
     name: str
     metavar: str
@@ -91,7 +91,7 @@ _REFUSED = {
 
 @dataclass(frozen=True)
 class Words:
-    """`options`: by name with dashes, "" for a switch; `script`: as given; `args`: the script's, as given."""
+    """`options`: by name with dashes, "" for a flag; `script`: as given, or None; `args`: the script's, as given."""
 
     options: Mapping[str, str]
     script: str | None
@@ -99,7 +99,7 @@ class Words:
 
 
 def split_words(words: Sequence[str]) -> Words:
-    """Tell ours from the script's. Raises LaunchError, with the right words, where that cannot be told."""
+    """Separate ddpilot's options from the script's. Raises LaunchError, with corrected words, for unknown options."""
     if words and not _is_option(words[0]) and words[0] != "--":
         script, after = words[0], list(words[1:])
         ours, args = _cut(after)
@@ -114,7 +114,7 @@ def split_words(words: Sequence[str]) -> Words:
         rest = rest[1:]
     if not rest:
         return Words(options, None, ())
-    # A `--` here can only be meant as the mark between the script and its arguments.
+    # A `--` here can only separate the script from its arguments.
     args = rest[2:] if rest[1:2] == ["--"] else rest[1:]
     return Words(options, rest[0], tuple(args))
 
@@ -129,9 +129,9 @@ def _is_option(word: str) -> bool:
 
 
 def _read_options(words: list[str], advise: Callable[[int], str]) -> tuple[dict[str, str], list[str]]:
-    """The options that `words` begin with, and the words from the first that is none.
+    """The leading options in `words`, and the remaining words from the first one that is not an option.
 
-    `advise`: what to do about the word at an index that looks like an option and is none of ours.
+    `advise`: returns the advice for the word at an index that looks like an option but is unknown.
     """
     found: dict[str, str] = {}
     at = 0
@@ -155,7 +155,7 @@ def _read_options(words: list[str], advise: Callable[[int], str]) -> tuple[dict[
 
 
 def _look_up(word: str) -> tuple[Option | None, str | None]:
-    """The option that `word` names, and the value that is in the same word."""
+    """The option that `word` names, and the value that is part of the same word; None for each that is missing."""
     if word.startswith("--"):
         text, equals, value = word[2:].partition("=")
         name = text.replace("_", "-")
@@ -182,7 +182,7 @@ def _unknown(word: str, advice: str) -> LaunchError:
 
 
 def _stray(script: str, ours: list[str], args: list[str], at: int) -> str:
-    """What to write instead, where the word of `ours` at `at` has to be the script's."""
+    """The corrected command line if the word of `ours` at index `at` must belong to the script."""
     words = [script, *ours]
     if script in _STARTERS:
         while words[:1] and words[0] in (*_STARTERS, "-m"):

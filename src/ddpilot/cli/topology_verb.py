@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ddpilot topology`."""
+"""``ddpilot topology``: show the rank, sizes and addresses of this process."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ddpilot.environments.detect import detect_topology
 
 
 def describe_topology(*, as_json: bool = False) -> str:
-    """What `detect_topology` finds in this process's environment, as a table or as one JSON object.
+    """The topology that `detect_topology` finds in this process's environment, as a table or one JSON object.
 
-    Raises `TopologyError` where the environment is incomplete or contradicts itself.
+    Raises `TopologyError` if the environment is incomplete or inconsistent.
     """
     topology = detect_topology(os.environ)
     return json.dumps(asdict(topology), indent=2) if as_json else str(topology)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ddpilot watch`: what a job waits for, or died of."""
+"""``ddpilot watch``: report what a job is waiting for, or why it ended."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _EVERY_S = 2.0
 
 
 def watch_job(word: str | None, *, as_json: bool = False, wait: bool = False) -> int:
-    """Print the report of the job that `word` means, or with None the list of jobs; returns the exit status.
+    """Print the report of the job that `word` identifies, or the list of jobs if it is None. Returns the exit status.
 
-    That is 1 where a finding is an error. `wait`: go on until the job has ended, and print what is new. Raises
-    `DdpilotError` where there is no such job, or the folder of jobs is not this user's.
+    The status is 1 if a finding is an error. `wait`: continue until the job has ended, and print changes. Raises
+    `DdpilotError` if there is no such job, or if the folder of jobs does not belong to this user.
     """
     if word is None:
         check_jobs_root()
@@ -49,7 +49,7 @@ def watch_job(word: str | None, *, as_json: bool = False, wait: bool = False) ->
 
 
 def _what_is_said(report: Report) -> object:
-    """All but how long it lasts by now."""
+    """The content of a report without its durations, to detect changes."""
     findings = frozenset((finding.code, finding.summary) for finding in report.findings)
     return findings, report.notes, bool(report.status)
 

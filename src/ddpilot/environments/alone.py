@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The topology of a process that belongs to no job."""
+"""The topology of a process that is not part of a job."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from ddpilot.environments.topology import Topology
 
 
 def alone(how: str) -> Topology:
-    """Rank 0 of 1 without an address to meet at; `how` is the sentence that says why."""
+    """Rank 0 of 1, without a master address. `how`: the sentence that explains why."""
     return Topology(
         rank=0,
         local_rank=0,

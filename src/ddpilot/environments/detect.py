@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finding the topology: which launcher started this process, and what it said."""
+"""Detect the topology: which launcher started this process, and the variables it set."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _SWITCH: dict[str, bool | None] = {
 
 
 def detect_topology(environ: Mapping[str, str], *, distributed: bool | None = None) -> Topology:
-    """Who this process is, from the variables in `environ`; reads nothing else and changes nothing.
+    """Detect the topology of this process from the variables in `environ`. Reads nothing else and changes nothing.
 
-    Looked for in this order: torchrun's variables (also those of a ddpilot launch, or set by hand), a task of Slurm's
-    srun, an MPI rank (before Slurm where mpirun itself started it inside a Slurm job), alone.
+    Checked in this order: torchrun's variables (also set by a ddpilot launch, or by hand), a task of Slurm's srun, an
+    MPI rank (before Slurm if mpirun itself started it inside a Slurm job), a single process.
 
-    `distributed` beats the variable `DDPILOT_DISTRIBUTED` (1, 0 or auto): True makes it an error to be alone, False is
-    alone whatever is set, None (the default) takes what is found.
+    `distributed` overrides the variable `DDPILOT_DISTRIBUTED` (1, 0 or auto): True raises if the process is not part of
+    a job, False ignores launchers' variables, None (the default) detects.
 
-    Raises `TopologyError`, naming the variable, where one is missing or two contradict each other.
+    Raises `TopologyError`, naming the variable, if one is missing or two contradict each other.
     """
     origin = "distributed" if distributed is not None else "DDPILOT_DISTRIBUTED"
     wanted = distributed if distributed is not None else parse_switch(environ.get("DDPILOT_DISTRIBUTED", ""))
@@ -48,7 +48,7 @@ def detect_topology(environ: Mapping[str, str], *, distributed: bool | None = No
 
 
 def parse_switch(text: str) -> bool | None:
-    """`DDPILOT_DISTRIBUTED` as True, False or None (auto or empty). Raises `TopologyError` for anything else."""
+    """Parse `DDPILOT_DISTRIBUTED`: True, False, or None for auto or empty. Raises `TopologyError` for other values."""
     word = text.strip().lower()
     if word and word not in _SWITCH:
         raise TopologyError(
@@ -79,11 +79,11 @@ def _one_by_hand(environ: Environ) -> Topology:
 
 
 def _find_scheduler(environ: Environ) -> Topology:
-    """Slurm's or MPI's answer: that of the launcher that is nearest to this process."""
+    """The topology according to Slurm or MPI, whichever launched this process most directly."""
     family = find_family(environ)
     if family and is_own_launch(environ, family):
-        # Inside a Slurm job, mpirun starts one helper per node with srun; its ranks inherit the helper's variables,
-        # so that all ranks of a node would share one SLURM_PROCID.
+        # Inside a Slurm job, mpirun starts one helper per node with srun. Its ranks inherit the helper's variables, so
+        # all ranks of a node have the same SLURM_PROCID.
         return detect_mpi(environ, family)
     slurm = detect_slurm(environ)
     if slurm and slurm.is_distributed:
@@ -97,7 +97,7 @@ def _find_scheduler(environ: Environ) -> Topology:
 
 
 def _check_by_hand(environ: Environ, found: Topology) -> None:
-    """Raise `TopologyError` where a variable that was set by hand contradicts what the scheduler said."""
+    """Raise `TopologyError` if a variable set by hand contradicts the scheduler's variables."""
     for name, value in (
         ("RANK", found.rank),
         ("WORLD_SIZE", found.world_size),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The variables of MPI launchers: Open MPI, MVAPICH, and PMI (MPICH, Intel MPI, Cray's PALS).
+"""Read the variables of MPI launchers: Open MPI, MVAPICH, and PMI (MPICH, Intel MPI, Cray's PALS).
 
-They say who a rank is but give no address to meet at: that comes from `MASTER_ADDR` and `MASTER_PORT`, or, with all
-ranks on one machine, from the loopback address and a port derived from the id of the MPI job.
+They contain ranks and sizes but no master address: that comes from `MASTER_ADDR` and `MASTER_PORT` or, if all ranks are
+on one machine, is the loopback address with a port derived from the id of the MPI job.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _DID = "reading the variables of an MPI launcher"
 
 @dataclass(frozen=True, kw_only=True)
 class MpiFamily:
-    """The names that one MPI launcher uses for the same few facts; the first that is set counts."""
+    """Variable names of one MPI launcher; of several names for one value, the first that is set is used."""
 
     environment: Environment
     label: str
@@ -43,7 +43,7 @@ class MpiFamily:
     node_ranks: tuple[str, ...] = ("GROUP_RANK",)
     job_ids: tuple[str, ...] = ()
     own_marks: tuple[str, ...] = ()
-    """Set by this family's own mpirun, never by srun: tells whose rank this is where Slurm's variables are set too."""
+    """Set by this family's own mpirun and never by srun: shows which one launched the rank if both sets exist."""
 
 
 _BY_HAND = ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",)
@@ -86,7 +86,7 @@ _FAMILIES = (
         environment="pmi",
         label="PALS",
         rank="PALS_RANKID",
-        # PALS itself never says how many ranks there are.
+        # PALS itself does not set the number of ranks.
         sizes=("PMI_SIZE", "WORLD_SIZE"),
         local_ranks=("PALS_LOCAL_RANKID",),
         local_sizes=("PALS_LOCAL_SIZE", *_BY_HAND[1]),
@@ -102,12 +102,12 @@ def find_family(environ: Environ) -> MpiFamily | None:
 
 
 def is_own_launch(environ: Environ, family: MpiFamily) -> bool:
-    """True where the family's own mpirun started this process, whatever else is set around it."""
+    """True if the family's own mpirun started this process, whatever other variables are set."""
     return first_set(environ, *family.own_marks) is not None
 
 
 def check_agreement(environ: Environ, family: MpiFamily, topology: Topology) -> None:
-    """Raise `TopologyError` where MPI's variables give another rank or size than `topology` has."""
+    """Raise `TopologyError` if MPI's variables give a different rank or size than `topology`."""
     for names, value in (((family.rank,), topology.rank), (family.sizes, topology.world_size)):
         said = read_int(environ, *names)
         if said is not None and said != value:
@@ -121,7 +121,7 @@ def check_agreement(environ: Environ, family: MpiFamily, topology: Topology) -> 
 
 
 def detect_mpi(environ: Environ, family: MpiFamily) -> Topology:
-    """The topology of an MPI rank; a single one is alone. Raises `TopologyError` naming what is missing or wrong."""
+    """The topology of an MPI rank; a job of one rank counts as no job. Raises `TopologyError` naming the variable."""
     rank = require_int(environ, _DID, family.rank, fix="")
     size_name = first_set(environ, *family.sizes) or family.sizes[-1]
     world_size = require_int(environ, _DID, size_name, fix=f"Set {size_name} to the number of ranks", minimum=1)
@@ -161,7 +161,7 @@ def _require_local(environ: Environ, family: MpiFamily, names: tuple[str, ...], 
 def _resolve_node(
     environ: Environ, family: MpiFamily, rank: int, local_rank: int, world_size: int, local_world_size: int
 ) -> tuple[int, int]:
-    """(node_rank, nnodes): said by the launcher or the user, else from nodes with equally many consecutive ranks."""
+    """(node_rank, nnodes) as set by the launcher or the user, else derived from nodes of equal size in rank order."""
     if local_world_size == world_size:
         return 0, 1
     nnodes = read_int(environ, "GROUP_WORLD_SIZE", minimum=1)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Open files and folders of this user alone: in a folder that others can write to, a name may be another user's.
+"""Safely open files and folders of this user in directories that other users can write to.
 
-Every file that ddpilot opens because of its name, and has not just made itself, is opened here. No link is followed,
-and the owner and the mode are those of what has been opened, so that nothing can be exchanged in between.
+Every file that ddpilot opens by name, and has not just created itself, is opened here. Symbolic links are not followed,
+and owner and mode are checked on the opened file, so that it cannot be exchanged between check and use.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from pathlib import Path
 _WITHOUT_LINKS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
 _ROOT = 0
 _UNLOCKED_S = 60.0
-"""A folder that is not locked after so long is one that a killed process has left."""
+"""Seconds after which a folder without a lock is considered left over from a killed process."""
 
 
 def own_temporary_folder() -> Path:
-    """Where this user's files lie in the temporary directory under names that others can guess; existing or not."""
+    """Folder for this user's files with predictable names in the temporary directory. It may not exist."""
     return Path(tempfile.gettempdir()) / f"ddpilot-{_user()}"
 
 
 def make_own_folder(folder: Path) -> Path:
-    """`folder`, made with mode 0700 if there is none, and checked as by `check_own_folder`. Raises `OSError`."""
+    """Create `folder` with mode 0700 if it does not exist, and return it after `check_own_folder`. Raises `OSError`."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
@@ -39,12 +39,12 @@ def make_own_folder(folder: Path) -> Path:
 
 @contextmanager
 def scratch_folder(prefix: str) -> Iterator[Path]:
-    """A new folder of this user in the temporary directory while it is entered; its name begins with `prefix`.
+    """Context manager: a new folder of this user in the temporary directory, whose name starts with `prefix`.
 
-    It is locked, so that the next one with this prefix removes it if this process is killed.
+    It is locked, so that if this process is killed, the next call with this prefix removes it.
     """
     parent = Path(tempfile.gettempdir())
-    with suppress(OSError):  # what cannot be listed stays
+    with suppress(OSError):  # folders that cannot be listed are kept
         for folder in parent.glob(f"{prefix}*"):
             if time.time() - os.lstat(folder).st_mtime > _UNLOCKED_S:
                 _remove_if_left(folder)
@@ -59,7 +59,7 @@ def scratch_folder(prefix: str) -> Iterator[Path]:
 
 
 def _remove_if_left(folder: Path) -> None:
-    with suppress(OSError):  # it is another user's, or gone meanwhile
+    with suppress(OSError):  # it belongs to another user, or is gone
         fd = os.open(check_own_folder(folder), os.O_RDONLY | _WITHOUT_LINKS)
         try:
             if lock_file(fd, wait=False):
@@ -69,9 +69,9 @@ def _remove_if_left(folder: Path) -> None:
 
 
 def check_own_folder(folder: Path) -> Path:
-    """`folder`, if it is a folder of this user that others cannot write to. Raises `PermissionError` if it is not.
+    """Return `folder` if it belongs to this user and others cannot write to it; raise `PermissionError` otherwise.
 
-    A link is not a folder. `FileNotFoundError` if there is nothing with this name.
+    Raises `NotADirectoryError` for a symbolic link or a file, and `FileNotFoundError` if it does not exist.
     """
     found = os.lstat(folder)
     if not stat.S_ISDIR(found.st_mode):
@@ -84,10 +84,10 @@ def check_own_folder(folder: Path) -> Path:
 def open_own_file(
     path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = 0o600, *, may_be_roots: bool = False
 ) -> int:
-    """A descriptor of the regular file `path`, opened with `flags`; O_TRUNC empties it after the check.
+    """Open the regular file `path` with `flags` and return its descriptor. O_TRUNC is applied after the checks.
 
-    Raises `PermissionError` for a file that belongs to another user or that others can write to, `may_be_roots` lets
-    root's through; `OSError` for a symbolic link, for anything but a regular file, and if `path` cannot be opened.
+    Raises `PermissionError` if the file belongs to another user (root is accepted with `may_be_roots`) or if others can
+    write to it; `OSError` for a symbolic link, for anything but a regular file, and if `path` cannot be opened.
     """
     fd = os.open(path, (flags & ~os.O_TRUNC) | _WITHOUT_LINKS, mode)
     try:
@@ -104,9 +104,9 @@ def open_own_file(
 
 
 def open_own_fifo(path: str | os.PathLike[str]) -> int:
-    """A descriptor to write to the pipe `path` of this user, which never blocks.
+    """Open this user's pipe `path` for non-blocking writes and return its descriptor.
 
-    Raises `OSError` if no process reads from it, or if it is not a pipe of this user's.
+    Raises `OSError` if no process reads from it, or if it is not a pipe of this user.
     """
     fd = os.open(path, os.O_WRONLY | _WITHOUT_LINKS | os.O_NONBLOCK)
     try:
@@ -121,16 +121,16 @@ def open_own_fifo(path: str | os.PathLike[str]) -> int:
 
 
 def read_own_text(path: str | os.PathLike[str]) -> str:
-    """The text of the file `path`, which is UTF-8. Raises `OSError` as `open_own_file` does."""
+    """Read the UTF-8 text file `path`. Raises `OSError` as `open_own_file` does."""
     with open(open_own_file(path), encoding="utf-8", errors="replace") as file:
         return file.read()
 
 
 def write_own_text(path: Path, text: str) -> None:
-    """Replace the file `path` with `text`: all of it or nothing, for this user alone (mode 0600). Raises `OSError`."""
+    """Replace the file `path` with `text` atomically, with mode 0600. Raises `OSError`."""
     draft = path.with_name(f"{path.name}.new")
     with suppress(FileNotFoundError):
-        draft.unlink()  # of a process that was killed while it wrote
+        draft.unlink()  # left by a process that was killed while writing
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _WITHOUT_LINKS, 0o600)
     try:
         with open(fd, "w", encoding="utf-8", errors="backslashreplace") as file:
@@ -143,9 +143,9 @@ def write_own_text(path: Path, text: str) -> None:
 
 
 def lock_file(fd: int, *, wait: bool = True) -> bool:
-    """Lock the open file `fd` for this process until it is closed; False if another process has it and not `wait`.
+    """Lock the open file `fd` until it is closed. Returns False if another process holds the lock and not `wait`.
 
-    A file system without locks counts as locked.
+    Returns True on a file system without locks.
     """
     import fcntl
 
@@ -159,7 +159,7 @@ def lock_file(fd: int, *, wait: bool = True) -> bool:
 
 
 def is_own_process(pid: int) -> bool:
-    """True if the process `pid` of this machine belongs to this user, as far as /proc says so (Linux)."""
+    """True if process `pid` on this machine belongs to this user according to /proc; False without /proc."""
     try:
         return os.stat(f"/proc/{pid}").st_uid == os.geteuid()
     except (OSError, AttributeError):
@@ -179,7 +179,7 @@ def _check_owner(path: str | os.PathLike[str], found: os.stat_result, *, may_be_
 
 
 def _is_own_group(gid: int) -> bool:
-    """True for a group of this user alone, as many systems give every user: files may be open to it by default."""
+    """True for a private group of this user, as many systems create by default with group-writable files."""
     import grp
     import pwd
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slurm's variables, as srun sets them for each task of a step.
+"""Read Slurm's variables, as srun sets them for each task of a step.
 
-A batch script and an interactive shell carry the job's variables too (``SLURM_NTASKS=4``, ``SLURM_PROCID=0``), yet they
-are one process: only a step that srun started has ranks, and in it the step's variables count before the job's, which
-may be stale.
+A batch script and an interactive shell have the job's variables too (``SLURM_NTASKS=4``, ``SLURM_PROCID=0``), although
+they are a single process: only a step that srun started has ranks. In a step, the step's variables take precedence over
+the job's, which may be stale.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _JOB_ID = ("SLURM_JOB_ID", "SLURM_JOBID")
 _NUM_TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
 _SRUN_HINT = "start the program with srun, as in `srun python train.py`"
 
-# Slurm's numbers for steps that srun did not start (slurm.h: SLURM_BATCH_SCRIPT, SLURM_EXTERN_CONT,
+# Slurm's ids of steps that srun did not start (slurm.h: SLURM_BATCH_SCRIPT, SLURM_EXTERN_CONT,
 # SLURM_INTERACTIVE_STEP), and their names.
 _SHELL_STEPS = {
     "4294967291": "the batch script itself",
@@ -46,7 +46,7 @@ _SHELL_STEPS = {
 def detect_slurm(environ: Environ) -> Topology | None:
     """The topology of a task that srun started, `alone` elsewhere in an allocation, None outside of Slurm.
 
-    A step of one task is alone. Raises `TopologyError` for variables that are missing or contradict each other.
+    A step of one task is `alone`. Raises `TopologyError` if variables are missing or contradict each other.
     """
     if first_set(environ, *_JOB_ID, "SLURM_PROCID") is None:
         return None
@@ -116,7 +116,7 @@ def _require_number(environ: Environ, name: str, size: int) -> int:
 
 
 def _read_hosts(environ: Environ) -> tuple[tuple[str, ...], str]:
-    """Hosts of this step and the variable that lists them; without one, no hosts."""
+    """Hosts of this step and the variable that lists them; no hosts and "" if none is set."""
     variable = first_set(environ, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     if variable is None:
         return (), ""

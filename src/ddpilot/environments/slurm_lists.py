@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slurm's two shorthands: node lists such as ``gra[003-005,9],b1`` and task counts such as ``2(x3),1``."""
+"""Parse Slurm's compact notations: node lists such as ``gra[003-005,9],b1`` and task counts such as ``2(x3),1``."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def parse_node_list(text: str, *, variable: str = "SLURM_JOB_NODELIST") -> tuple
     """The host names in `text`, in Slurm's order (first bracket slowest), at most 65,536.
 
     Numbers keep the zero padding of their range's low end; several brackets in one name multiply. Raises
-    `TopologyError` naming `variable` for an empty list, an empty name, a broken bracket or a range that runs backwards.
+    `TopologyError` naming `variable` for an empty list, an empty name, an invalid bracket or a descending range.
     """
     hosts: list[str] = []
     for item in _split_outside_brackets(text.strip(), variable):
-        # Odd pieces are what stood inside a pair of brackets.
+        # Pieces at odd indices are the contents of brackets.
         pieces = re.split(r"[\[\]]", item)
         choices = [_expand_ranges(piece, text, variable) if i % 2 else [piece] for i, piece in enumerate(pieces)]
         names = ["".join(parts) for parts in _bounded_product(choices, text, variable)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The frozen value that says which rank of which job this process is."""
+"""`Topology`: the rank of this process in its job, as a frozen value."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Literal, get_args
 from ddpilot.errors import TopologyError
 
 Environment = Literal["torchrun", "ddpilot", "slurm", "openmpi", "pmi", "mvapich", "alone"]
-"""What started this process; "pmi" is MPICH, Intel MPI and Cray, "alone" is no job at all."""
+"""What started this process; "pmi" is MPICH, Intel MPI or Cray, "alone" is a process that is not part of a job."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """Rank, sizes and addresses of this process. Raises `TopologyError` where the numbers contradict each other."""
+    """Rank, sizes and addresses of this process. Raises `TopologyError` if the numbers are inconsistent."""
 
     rank: int
     """0 .. `world_size` - 1, over all nodes."""
@@ -25,17 +25,17 @@ class Topology:
     local_world_size: int
     """Number of ranks on this node, at least 1."""
     node_rank: int
-    """0 .. `nnodes` - 1, number of this node."""
+    """0 .. `nnodes` - 1, rank of this node."""
     nnodes: int
     """Number of nodes, at least 1."""
     master_addr: str | None
-    """Host name or address where the ranks meet. None only when alone."""
+    """Host name or address of the store. None only if "alone"."""
     master_port: int | None
-    """TCP port where the ranks meet, 1 .. 65535. None only when alone."""
+    """TCP port of the store, 1 .. 65535. None only if "alone"."""
     environment: Environment
     """What started this process."""
     how: str
-    """One sentence: which variables, with which values, decided."""
+    """One sentence with the variables and values that determined the topology."""
 
     def __post_init__(self) -> None:
         if self.environment not in get_args(Environment):
@@ -75,12 +75,12 @@ class Topology:
 
     @property
     def is_rank_zero(self) -> bool:
-        """True on the one rank with the number 0, and when alone."""
+        """True on rank 0, and if the process is not part of a job."""
         return self.rank == 0
 
     @property
     def is_distributed(self) -> bool:
-        """True for a rank of a job, also of a job with one rank; False only when alone."""
+        """True for a rank of a job, even of a job with one rank; False only for "alone"."""
         return self.environment != "alone"
 
     def __str__(self) -> str:

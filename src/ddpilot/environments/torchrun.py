@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torchrun's variables: set by torchrun, by a ddpilot launch, or by hand."""
+"""Read torchrun's variables, which may be set by torchrun, by a ddpilot launch, or by hand."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _LAUNCHER_HINT = "start the program with torchrun, srun or ddpilot"
 
 
 def is_complete(environ: Environ) -> bool:
-    """True where these variables alone say everything about this rank, as torchrun's always do."""
+    """True if these variables alone determine this rank, as torchrun's always do."""
     return all(read_text(environ, name) for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
 
 
 def detect_torchrun(environ: Environ) -> Topology | None:
-    """The topology that `RANK`, `WORLD_SIZE` and their company describe.
+    """The topology given by `RANK`, `WORLD_SIZE` and torchrun's other variables.
 
-    None where they describe one rank without an address to meet at: that process is alone. Raises `TopologyError`
-    where one is missing and does not follow from the others, or where they contradict each other.
+    Returns None for a world size of 1 without a master address: such a process is not part of a job. Raises
+    `TopologyError` if a variable is missing and cannot be derived, or if variables contradict each other.
     """
     rank = require_int(environ, _DID, "RANK", fix=f"Set RANK to the number of this rank, or {_LAUNCHER_HINT}")
     fix = f"Set WORLD_SIZE to the number of ranks, unset RANK to run alone, or {_LAUNCHER_HINT}"
@@ -65,9 +65,9 @@ def detect_torchrun(environ: Environ) -> Topology | None:
 
 
 def refuse_partial(environ: Environ, otherwise: str) -> None:
-    """Raise `TopologyError` where other variables speak of several ranks but `RANK` is not set.
+    """Raise `TopologyError` if other variables indicate several ranks but `RANK` is not set.
 
-    `otherwise`: what the rest of the environment says, for the message.
+    `otherwise`: description of the topology detected otherwise, for the message.
     """
     for name, alone_at in (("WORLD_SIZE", 1), ("LOCAL_RANK", 0)):
         value = read_int(environ, name)
@@ -81,17 +81,17 @@ def _unset(environ: Environ, name: str, what: str) -> TopologyError:
 
 
 def _resolve_starter(environ: Environ) -> Environment:
-    # A rank may itself start torchrun: that one then has a run id of its own and is the one to believe.
+    # A rank may start torchrun itself: that job has its own run id and takes precedence.
     launch_id = read_text(environ, "DDPILOT_LAUNCH")
     return "ddpilot" if launch_id and launch_id == read_text(environ, "TORCHELASTIC_RUN_ID") else "torchrun"
 
 
 def _resolve_local(environ: Environ, rank: int, world_size: int, master_addr: str | None) -> tuple[int, int]:
-    """(local_rank, local_world_size); derived only where no other answer is possible."""
+    """(local_rank, local_world_size); a missing value is derived only if it is unambiguous."""
     local_rank = read_int(environ, "LOCAL_RANK")
     local_world_size = read_int(environ, "LOCAL_WORLD_SIZE", minimum=1)
     nnodes = read_int(environ, "GROUP_WORLD_SIZE", minimum=1)
-    # Ranks that meet at a loopback address are all on this machine.
+    # Ranks whose master address is a loopback address are all on this machine.
     one_node = nnodes == 1 or world_size == 1 or (nnodes is None and is_loopback(master_addr))
     if local_world_size is None and one_node:
         local_world_size = world_size
@@ -114,7 +114,7 @@ def _resolve_local(environ: Environ, rank: int, world_size: int, master_addr: st
 def _resolve_node(
     environ: Environ, rank: int, local_rank: int, world_size: int, local_world_size: int
 ) -> tuple[int, int]:
-    """(node_rank, nnodes): torchrun's own, else from nodes that all have the same number of consecutive ranks."""
+    """(node_rank, nnodes) as torchrun sets them, else derived if all nodes have equally many consecutive ranks."""
     nnodes = read_int(environ, "GROUP_WORLD_SIZE", minimum=1)
     node_rank = read_int(environ, "GROUP_RANK")
     if nnodes is None:

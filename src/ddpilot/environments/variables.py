@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading variables from a mapping, with errors that name the variable, its value and what to set."""
+"""Read variables from a mapping; errors name the variable, its value and what to set."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _T = TypeVar("_T")
 
 
 def read_text(environ: Environ, *names: str) -> str | None:
-    """The first of `names` that is set to something, without surrounding blanks; None where none is."""
+    """Value of the first of `names` that is not empty, without surrounding whitespace; None if all are empty."""
     for name in names:
         if value := environ.get(name, "").strip():
             return value
@@ -25,9 +25,9 @@ def read_text(environ: Environ, *names: str) -> str | None:
 
 
 def read_int(environ: Environ, *names: str, minimum: int = 0) -> int | None:
-    """The first of `names` that is set, as a whole number of at least `minimum`; None where none is set.
+    """Value of the first of `names` that is set, as an integer of at least `minimum`; None if none is set.
 
-    Raises `TopologyError` naming the variable where its value is no such number.
+    Raises `TopologyError`, naming the variable, for any other value.
     """
     name = first_set(environ, *names)
     if name is None:
@@ -44,17 +44,17 @@ def read_int(environ: Environ, *names: str, minimum: int = 0) -> int | None:
 
 
 def first_set(environ: Environ, *names: str) -> str | None:
-    """The first of `names` that is set to something; None where none is."""
+    """The first of `names` whose value is not empty; None if there is none."""
     return next((name for name in names if environ.get(name, "").strip()), None)
 
 
 def require_int(environ: Environ, did: str, *names: str, fix: str, minimum: int = 0) -> int:
-    """As `read_int`, but a missing variable is a `TopologyError` that names the first of `names` and says `fix`."""
+    """Like `read_int`, but raises `TopologyError`, naming the first of `names` and with `fix`, if none is set."""
     return or_raise(read_int(environ, *names, minimum=minimum), missing(environ, did, names[0], fix=fix))
 
 
 def missing(environ: Environ, did: str, variable: str, *, fix: str, beside: Iterable[str] = ()) -> TopologyError:
-    """The error for a variable that is not set, showing those `beside` it that are."""
+    """The error for a variable that is not set. `beside`: related variables, shown if they are set."""
     others = quote(environ, *beside)
     return TopologyError(
         did, variable=variable, found=f"{variable} is not set" + (f", while {others}" if others else ""), fix=fix
@@ -62,19 +62,19 @@ def missing(environ: Environ, did: str, variable: str, *, fix: str, beside: Iter
 
 
 def or_raise(value: _T | None, error: Exception) -> _T:
-    """`value`, or raise `error` where it is None."""
+    """Return `value`, or raise `error` if it is None."""
     if value is None:
         raise error
     return value
 
 
 def contradiction(did: str, variable: str, found: str, *, fix: str) -> TopologyError:
-    """The error for variables that cannot all be right; `variable` is the one to look at first."""
+    """The error for variables that contradict each other; `variable` is the one to check first."""
     return TopologyError(did, variable=variable, found=found, fix=fix)
 
 
 def require_below(environ: Environ, did: str, smaller: str, larger: str) -> None:
-    """Raise `TopologyError` unless the number in variable `smaller` is below the one in `larger`; both are set."""
+    """Raise `TopologyError` unless the number in variable `smaller` is below that in `larger`. Both must be set."""
     if int(environ[smaller]) >= int(environ[larger]):
         raise contradiction(
             did,
@@ -87,9 +87,9 @@ def require_below(environ: Environ, did: str, smaller: str, larger: str) -> None
 def check_nodes(
     did: str, found: str, variables: tuple[str, str], *, world_size: int, local_world_size: int, node: tuple[int, int]
 ) -> None:
-    """Raise `TopologyError` unless `node` (node_rank, nnodes) is possible with these sizes.
+    """Raise `TopologyError` unless `node` (node_rank, nnodes) is consistent with these sizes.
 
-    `found`: the values for the message; `variables`: those that give node_rank and local_world_size.
+    `found`: the values for the message; `variables`: the variables of node_rank and local_world_size.
     """
     (node_rank, nnodes), elsewhere = node, world_size - local_world_size
     if node_rank >= nnodes:
@@ -101,12 +101,12 @@ def check_nodes(
 
 
 def quote(environ: Environ, *names: str) -> str:
-    """``RANK=1, WORLD_SIZE=4`` for those of `names` that are set."""
+    """``RANK=1, WORLD_SIZE=4`` for the `names` that are set."""
     return ", ".join(f"{name}={environ[name]}" for name in names if environ.get(name, "").strip())
 
 
 def read_master(environ: Environ) -> tuple[str | None, int | None]:
-    """`MASTER_ADDR` and `MASTER_PORT` as the user or the launcher set them; None for each that is not set."""
+    """`MASTER_ADDR` and `MASTER_PORT` as set by the user or the launcher; None for each that is not set."""
     port = read_int(environ, "MASTER_PORT", minimum=1)
     if port is not None and port > 65_535:
         raise contradiction(
@@ -116,16 +116,16 @@ def read_master(environ: Environ) -> tuple[str | None, int | None]:
 
 
 def is_loopback(address: str | None) -> bool:
-    """True for an address that can only mean this very machine."""
+    """True for a loopback address of this machine."""
     return address is not None and (address in ("localhost", "::1") or address.startswith("127."))
 
 
 def derive_port(job: str, step: int = 0) -> int:
-    """A port that every rank of a job derives alike: ``15000 + (number + 101 * step) % 10000``.
+    """Derive the same port on every rank of a job: ``15000 + (number + 101 * step) % 10000``.
 
-    `number` is the job id itself where it is a whole number, else its CRC-32. The range 15000 .. 24999 keeps clear of
-    well-known ports, of torch's default 29500 and of the ephemeral ports that Linux hands out from 32768 on. Jobs with
-    neighbouring ids get neighbouring ports, so that they do not meet on a shared node.
+    `number` is the job id if it is an integer, else its CRC-32. The range 15000 .. 24999 avoids well-known ports,
+    torch's default 29500 and Linux's ephemeral ports from 32768 on. Jobs with adjacent ids get adjacent ports, so they
+    do not collide on a shared node.
     """
     number = int(job) if job.isascii() and job.isdigit() else zlib.crc32(job.encode())
     return PORT_BASE + (number + 101 * step) % PORT_COUNT

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is checked before ranks meet: the address resolves, the port is free on rank 0 and answers on the others."""
+"""Check a rendezvous address: the name resolves, the port is free on rank 0 and reachable from the other ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _log = logging.getLogger("ddpilot")
 
 
 def check_resolves(host: str, limit_s: float = _RESOLVE_LIMIT_S) -> None:
-    """Raise RendezvousError within `limit_s` seconds if `host` is no address and no name that resolves."""
+    """Raise RendezvousError within `limit_s` seconds if `host` is neither an address nor a name that resolves."""
     answer: queue.Queue[OSError | None] = queue.Queue()
 
     def ask() -> None:
@@ -33,7 +33,7 @@ def check_resolves(host: str, limit_s: float = _RESOLVE_LIMIT_S) -> None:
         else:
             answer.put(None)
 
-    # A resolver cannot be interrupted; a daemon thread lets this rank go on while the resolver gives up by itself.
+    # A resolver call cannot be interrupted; in a daemon thread it may finish late without blocking this rank.
     threading.Thread(target=ask, daemon=True, name="ddpilot-resolve").start()
     try:
         error = answer.get(timeout=limit_s)
@@ -48,7 +48,7 @@ def check_resolves(host: str, limit_s: float = _RESOLVE_LIMIT_S) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Is `host` this machine's own loopback, by name or by address?"""
+    """True if `host` is this machine's loopback, by name or by address."""
     if host == "localhost":
         return True
     try:
@@ -58,9 +58,9 @@ def is_loopback(host: str) -> bool:
 
 
 def wait_for_port(host: str, port: int, timeout_s: float) -> None:
-    """Return once something accepts connections at `host`:`port`; RendezvousError after `timeout_s` seconds.
+    """Wait until `host`:`port` accepts connections. Raises RendezvousError after `timeout_s` seconds.
 
-    Tries often at first. After 5 s one log line says who is being waited for.
+    Polls often at first. Logs one warning after 5 s.
     """
     start, pause_s, told = time.monotonic(), 0.02, False
     while True:
@@ -87,9 +87,9 @@ def wait_for_port(host: str, port: int, timeout_s: float) -> None:
 
 
 def listen(host: str, port: int) -> socket.socket | None:
-    """A socket that listens on `port`: on loopback only where `host` is loopback, else on all addresses.
+    """A socket that listens on `port`: on loopback if `host` is loopback, else on all addresses.
 
-    None where this very process listens there already. RendezvousError names the process that holds the port.
+    Returns None if this process itself listens there. Raises RendezvousError, naming the process that uses the port.
     """
     where = ("127.0.0.1" if host == "localhost" else host) if is_loopback(host) else "::" if _has_ipv6() else "0.0.0.0"
     sock = socket.socket(socket.AF_INET6 if ":" in where else socket.AF_INET, socket.SOCK_STREAM)
@@ -126,7 +126,7 @@ def _taken(error: OSError, holder: psutil.Process | None) -> str:
 
 
 def _holder(port: int) -> psutil.Process | None:
-    # Process by process, since the machine-wide table needs privileges on some platforms.
+    # Process by process, because the system-wide table requires privileges on some platforms.
     for process in psutil.process_iter():
         try:
             for found in process.net_connections(kind="tcp"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a function on some ranks only, and let all ranks know how it went. Loads no torch by itself."""
+"""Decorators that run a function on some ranks and propagate its exceptions to all ranks. Does not import torch."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ _inside: ContextVar[bool] = ContextVar("ddpilot_inside_on_ranks", default=False)
 
 
 def rank_zero_only(function: Callable[P, T]) -> Callable[P, T | None]:
-    """Decorate `function` to run on rank 0 only; the others get None. As `on_ranks(0)`, and like it collective."""
+    """Decorate `function` to run on rank 0 only; other ranks get None. Collective, and equivalent to `on_ranks(0)`."""
     return on_ranks(0)(function)
 
 
 def on_ranks(*ranks: int, broadcast: bool = False) -> Callable[[Callable[P, T]], Callable[P, T | None]]:
-    """Decorate a function to run on `ranks` only; it returns None on the others.
+    """Decorate a function to run on `ranks` only; it returns None on the other ranks.
 
-    `broadcast`: return the value of the first of `ranks` on every rank instead (it has to be picklable).
+    `broadcast`: return the value of the first of `ranks` on every rank instead (it must be picklable).
 
     In a process group every call is **collective**: all ranks call it and wait for `ranks` to finish, so that an
-    exception there is raised on every rank: the original on the rank where it happened, RemoteRankError with its type,
-    text and rank (and the original as `__cause__`, where it can be pickled) on the others. Do not put the call under
-    `if rank == 0`. Inside a function that runs so, a further decorated function runs without that exchange.
+    exception there is raised on every rank: the original on the rank where it happened, and on the others
+    RemoteRankError with its type, text and rank (and the original as `__cause__` if it can be pickled). Do not put the
+    call under `if rank == 0`. Within such a function, calls of other decorated functions are not collective.
 
-    Outside a process group the topology decides who runs it and nothing is exchanged; alone, and in a group of one
-    rank, it always runs. Raises GroupError for a rank that is not in the group, for `broadcast` among several ranks
-    without a group, and at decoration for no ranks, negative ranks, generators and coroutines.
+    Without a process group, the topology determines which ranks run it, and nothing is exchanged; in a single process
+    and in a group of one rank it always runs. Raises GroupError for a rank that is not in the group, for `broadcast`
+    among several ranks without a group, and on decoration for no ranks, negative ranks, generators and coroutines.
     """
     if not ranks or any(type(rank) is not int or rank < 0 for rank in ranks):
         raise GroupError("decorating with on_ranks", found=f"ranks {ranks}", fix="Pass ranks, counted from 0.")
@@ -69,13 +69,13 @@ def on_ranks(*ranks: int, broadcast: bool = False) -> Callable[[Callable[P, T]],
 
 @dataclass(frozen=True)
 class _Failure:
-    """An exception on its way to the other ranks."""
+    """An exception to send to the other ranks."""
 
     rank: int
     text: str
-    """Type and message."""
+    """Type name and message."""
     pickled: bytes | None
-    """The exception; None where it cannot be pickled."""
+    """The pickled exception; None if it cannot be pickled."""
 
 
 def _in_group(body: functools.partial[T], ranks: tuple[int, ...], broadcast: bool, dist: Any) -> T | None:
@@ -85,7 +85,7 @@ def _in_group(body: functools.partial[T], ranks: tuple[int, ...], broadcast: boo
         token = _inside.set(True)
         try:
             value = body()
-            # Pickled here and not while it is sent, where a failure would leave the other ranks waiting.
+            # Pickled here and not during the broadcast, where a failure would leave the other ranks waiting.
             shipped = cloudpickle.dumps(value) if broadcast and rank == ranks[0] else None
         except BaseException as caught:  # noqa: BLE001  (the other ranks wait, whatever it is; raised below)
             error = caught

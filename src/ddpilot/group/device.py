@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which device and which backend this rank uses: facts are found here, decisions are pure functions of them."""
+"""Choose this rank's device and backend: facts are detected first, and decisions are pure functions of them."""
 
 from __future__ import annotations
 
@@ -13,48 +13,48 @@ from ddpilot.errors import GroupError
 from ddpilot.group.devices_count import count_accelerators, find_pci_place
 
 _NO_BACKENDS = frozenset({"undefined", "fake"})
-"""What torch lists among its backends and what connects no ranks."""
+"""Names that torch lists among its backends but that do not connect ranks."""
 _DID = "choosing device and backend"
 _HOST_BACKENDS = frozenset({"", "gloo", "mpi"})
-"""Backends whose collectives are over when they return, also for tensors of a device; "": none for that device."""
+"""Backends whose collectives are complete when they return, also for device tensors; "": no backend for the device."""
 
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """What is known about this process before anything touched a device."""
+    """Facts about this process, detected before it uses a device."""
 
     accelerator: str | None
-    """Device type that this build of torch can drive ("cuda", "xpu", "mps", ...); None for a CPU build."""
+    """Device type that this build of torch supports ("cuda", "xpu", "mps", ...); None for a CPU build."""
     count: int
-    """How many such devices this process can see."""
+    """Number of devices of that type that are visible to this process."""
     local_rank: int
-    """0 to the number of ranks on this node - 1."""
+    """Rank within this node, 0 to the number of ranks on the node - 1."""
     accelerator_backend: str | None = None
-    """Backend that torch registers for that device type ("nccl" for cuda); None where there is none (mps)."""
+    """Backend that torch registers for the device type ("nccl" for cuda); None if there is none (mps)."""
     backends: frozenset[str] = frozenset({"gloo"})
-    """Backends that this build of torch has."""
+    """Backends available in this build of torch."""
 
 
 @dataclass(frozen=True)
 class DeviceChoice:
-    """What was decided for this rank, and why where someone may wonder."""
+    """The device and backend chosen for this rank, and the reason if the choice is not the obvious one."""
 
     device: str
-    """As torch spells it: "cpu", "cuda:0"."""
+    """In torch's notation: "cpu", "cuda:0"."""
     backend: str
-    """As `init_process_group` takes it: "gloo", "nccl", "cpu:gloo,cuda:nccl"."""
+    """As passed to `init_process_group`: "gloo", "nccl", "cpu:gloo,cuda:nccl"."""
     explicit: bool = False
-    """Was the backend asked for, by argument or by DDPILOT_BACKEND?"""
+    """True if the backend was requested, by argument or by DDPILOT_BACKEND."""
     why: str = ""
-    """One sentence, non-empty where the choice differs from the obvious one; becomes a warning on local rank 0."""
+    """One sentence if the choice differs from the obvious one, else empty. Shown as a warning on local rank 0."""
 
 
 def resolve_device(facts: DeviceFacts, backend: str | None = None) -> DeviceChoice:
-    """Decide device and backend from `facts`; `backend` is what was asked for, None for the default.
+    """Choose device and backend from `facts`. `backend`: the requested backend, None for the default.
 
-    The device is number `local_rank` of those that this process sees, counted round: with one visible device that is
-    device 0, whether the scheduler shows every rank its own or all ranks share it. Which of the two it is, only the
-    devices' identities tell: see `share_devices`. Raises GroupError where a backend is missing.
+    The device index is `local_rank` modulo the number of visible devices. With one visible device this is device 0,
+    whether the scheduler shows each rank its own device or all ranks share one; `share_devices` distinguishes the two
+    by the devices' identities. Raises GroupError if a backend is not available.
     """
     _require(facts, backend)
     kind, native = facts.accelerator, facts.accelerator_backend
@@ -77,27 +77,27 @@ def resolve_device(facts: DeviceFacts, backend: str | None = None) -> DeviceChoi
 
 
 def backend_of(backends: str, kind: str) -> str:
-    """The backend that `backends`, as `init_process_group` takes it, has for tensors of device type `kind`.
+    """The backend for tensors of device type `kind` in `backends`, which is as passed to `init_process_group`.
 
-    "" if it has none: "cpu:gloo,cuda:nccl" gives "nccl" for "cuda" and "" for "xpu".
+    "" if there is none: "cpu:gloo,cuda:nccl" gives "nccl" for "cuda" and "" for "xpu".
     """
     parts = [part.strip().rpartition(":") for part in backends.lower().split(",")]
     return next((name for device, _, name in parts if device in ("", kind)), "")
 
 
 def is_asynchronous(backends: str, device: torch.device) -> bool:
-    """True if collectives on tensors of `device` return before they are done: their errors and results come later.
+    """True if collectives on tensors of `device` return before they complete, so that errors and results come later.
 
-    So it is with the backends that an accelerator brings (NCCL), which run them on streams of the device.
+    This applies to the backends of accelerators (NCCL), which run collectives on streams of the device.
     """
     return device.type != "cpu" and backend_of(backends, device.type) not in _HOST_BACKENDS
 
 
 def share_devices(choice: DeviceChoice, sharing: Mapping[str, tuple[int, ...]]) -> DeviceChoice:
-    """The choice once every rank's device is known; `sharing`: device identity -> the ranks on it, where several.
+    """Adjust the choice once every rank's device is known. `sharing`: device identity -> ranks, for shared devices.
 
-    A device's own backend (NCCL) refuses two ranks on one device: the default becomes gloo, an explicit backend is a
-    GroupError. Every rank calls this with the same `sharing`, so all of them decide alike.
+    A device's own backend (NCCL) rejects two ranks on one device: the default then becomes gloo, and an explicit
+    backend raises GroupError. Every rank passes the same `sharing`, so that all ranks make the same choice.
     """
     device = torch.device(choice.device)
     if not sharing or not is_asynchronous(choice.backend, device):
@@ -116,7 +116,7 @@ def share_devices(choice: DeviceChoice, sharing: Mapping[str, tuple[int, ...]]) 
 
 
 def detect_device_facts(environ: Mapping[str, str], local_rank: int) -> DeviceFacts:
-    """Look at this build of torch and this machine. Creates no device context."""
+    """Detect the facts about this build of torch and this machine. Does not create a device context."""
     kind = _accelerator_of_build()
     return DeviceFacts(
         accelerator=kind,
@@ -129,12 +129,12 @@ def detect_device_facts(environ: Mapping[str, str], local_rank: int) -> DeviceFa
 
 
 def use_device(choice: DeviceChoice) -> torch.device:
-    """Make the chosen device the current one of this process and return it. To be called before any tensor exists.
+    """Set the chosen device as the current device of this process and return it. Call this before creating tensors.
 
-    Raises GroupError for a device that the machine has and that this build of PyTorch cannot use.
+    Raises GroupError if the machine has the device but this build of PyTorch cannot use it.
     """
     device = torch.device(choice.device)
-    # Some accelerators have one device at most, and no function to choose it (mps).
+    # Some accelerators have at most one device and no function to select it (mps).
     if device.type != "cpu" and (choose := getattr(torch.get_device_module(device), "set_device", None)) is not None:
         try:
             choose(device.index)
@@ -149,7 +149,7 @@ def use_device(choice: DeviceChoice) -> torch.device:
 
 
 def device_identity(device: torch.device) -> str:
-    """A name that two ranks of a host have in common exactly where they share the device; "" where that is unknown."""
+    """A name that is equal on two ranks of a host if and only if they share the device; "" if unknown."""
     if device.type == "cpu":
         return ""
     describe = getattr(torch.get_device_module(device), "get_device_properties", None)
@@ -165,10 +165,10 @@ def device_identity(device: torch.device) -> str:
 
 
 def name_nvidia(place: str, uuid: str, model: str) -> str:
-    """The identity of an NVIDIA device at `place` on the PCI bus ("" if unknown), as NCCL tells devices apart.
+    """Identity of an NVIDIA device at PCI location `place` ("" if unknown), following NCCL's notion of one device.
 
-    NCCL refuses two MIG slices of one GPU, which have one place and mostly UUIDs of their own: without a place every
-    slice of a host counts as the same device.
+    NCCL rejects two MIG instances of one GPU, which share its PCI location but usually have different UUIDs: without a
+    location, all MIG instances of a host count as the same device.
     """
     if place:
         return f"cuda device {place}"
@@ -184,7 +184,7 @@ def _pci_place(properties: object) -> str:
 
 
 def _accelerator_of_build() -> str | None:
-    # Not asked of torch.accelerator, which in torch 2.6 initialises the driver and fails where there is no device.
+    # torch.accelerator is not used here: in torch 2.6 it initializes the driver and fails if there is no device.
     if torch.version.cuda is not None or torch.version.hip is not None:
         return "cuda"
     try:

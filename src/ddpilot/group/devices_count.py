@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Count the NVIDIA devices that a process may use, without torch and without touching CUDA.
+"""Count the NVIDIA devices visible to a process, without torch and without initializing CUDA.
 
-The launching parent asks this before it starts ranks; initialising CUDA there (which `torch.cuda.is_available()` does)
-would make every process forked later unable to use a GPU. The driver's management library (NVML) answers without.
+The launching parent needs this before it starts ranks. Initializing CUDA there (as `torch.cuda.is_available()` does)
+would make the GPU unusable in every process forked later. The driver's management library (NVML) does not need it.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ _UUID_BYTES = 96
 
 @dataclass(frozen=True)
 class NvmlDevices:
-    """What NVML reports about this machine: `uuids` in NVML's order ("GPU-..."), `split`: positions split by MIG."""
+    """Devices that NVML reports: `uuids` in NVML's order ("GPU-..."), `split`: indices of devices in MIG mode."""
 
     uuids: tuple[str, ...]
     split: frozenset[int] = frozenset()
 
 
 def count_accelerators(environ: Mapping[str, str]) -> int:
-    """How many NVIDIA devices a process started with `environ` would see; 0 without a driver or without NVML.
+    """Number of NVIDIA devices visible to a process started with `environ`; 0 without a driver or NVML.
 
-    Honours CUDA_VISIBLE_DEVICES as the driver does: numbers, GPU and MIG identifiers, "" and "-1" (none). A process
-    to which a device is visible that is split by MIG sees one instance of it, and nothing else. Not collective, loads
-    no torch, creates no CUDA context.
+    Interprets CUDA_VISIBLE_DEVICES as the driver does: indices, GPU and MIG identifiers, "" and "-1" (none). If a
+    visible device is in MIG mode, the process sees exactly one MIG instance. Not collective, does not import torch,
+    does not create a CUDA context.
     """
     devices = read_nvml()
     return 0 if devices is None else visible_count(environ.get("CUDA_VISIBLE_DEVICES"), devices)
 
 
 def visible_count(visible: str | None, devices: NvmlDevices) -> int:
-    """How many of `devices` are left by `visible`, the text of CUDA_VISIBLE_DEVICES (None: not set)."""
+    """Number of `devices` that `visible`, the value of CUDA_VISIBLE_DEVICES, leaves visible. None: not set."""
     if not devices.uuids:
         return 0
     if visible is None:
@@ -51,7 +51,7 @@ def visible_count(visible: str | None, devices: NvmlDevices) -> int:
         indices = [_leading_int(item) for item in items]
     seen: list[int] = []
     for index in indices:
-        # The driver stops at the first entry that names no device: what follows it is hidden too.
+        # The driver stops at the first invalid entry: all entries after it are ignored too.
         if index is None or not 0 <= index < len(devices.uuids):
             break
         if index in seen:
@@ -71,15 +71,15 @@ def _index_of_uuid(prefix: str, uuids: tuple[str, ...]) -> int | None:
 
 
 def read_nvml() -> NvmlDevices | None:
-    """The machine's NVIDIA devices as NVML reports them; None where there is no NVML or it does not answer."""
+    """The machine's NVIDIA devices according to NVML; None if NVML is missing or fails."""
     with _open_nvml() as nvml:
         return None if nvml is None else _read_devices(nvml)
 
 
 def find_pci_place(uuid: str) -> str:
-    """The place on the PCI bus of the device with `uuid` ("GPU-" may be missing): "00000000:3b:00"; "" if unknown.
+    """PCI location of the device with `uuid` (the "GPU-" prefix is optional), "00000000:3b:00"; "" if unknown.
 
-    Of a MIG instance the place of its GPU. Creates no CUDA context.
+    For a MIG instance, the location of its GPU. Does not create a CUDA context.
     """
     with _open_nvml() as nvml:
         if nvml is None or not uuid:

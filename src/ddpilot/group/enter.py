@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`init_group`: from an environment to a process group whose device is chosen."""
+"""`init_group`: enter the process group that the environment describes, on a chosen device."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ def init_group(
     *,
     distributed: bool | None = None,
 ) -> Group:
-    """Enter the process group of this job and return it; this rank's device is chosen and current. Collective.
+    """Enter the process group of this job and return it; this rank's device is chosen and made current. Collective.
 
-    `backend`: "nccl", "gloo", "cpu:gloo,cuda:nccl" ...; default: DDPILOT_BACKEND, else what suits the device.
-    `timeout_s`: seconds that a collective, and the wait for the other ranks, may last; default: torch's, 10 minutes for
-    NCCL and 30 for gloo.
-    `seed`: seeds `random`, torch and (where imported) numpy with the same number on every rank; default: leaves them.
-    `distributed`: True insists on a launcher's environment, False stays alone whatever is set, None detects.
+    `backend`: "nccl", "gloo", "cpu:gloo,cuda:nccl" ...; default: DDPILOT_BACKEND, else chosen for the device.
+    `timeout_s`: timeout in seconds of each collective and of the wait for the other ranks; default: torch's, 10 minutes
+    for NCCL and 30 for gloo.
+    `seed`: seeds `random`, torch and numpy (if it is imported) with this number on every rank; default: no seeding.
+    `distributed`: True requires a launcher's environment, False ignores it and uses one rank, None detects it.
 
-    Alone, the group has one rank and needs no address; gloo still listens on a free port of the loopback interface.
-    Called twice, it returns an equal `Group`. A group that other code made is adopted: `Group.adopted` is True. The
-    group is left at exit. Raises TopologyError for a contradictory environment, GroupError for a device or backend
-    that is not there, RendezvousError where the ranks do not meet, with the ranks that never came in `missing`.
+    A single process gets a group of one rank and needs no address; gloo still listens on a free port of the loopback
+    interface. A second call returns an equal `Group`. A group that other code created is adopted: `Group.adopted` is
+    True. The group is left at exit. Raises TopologyError if the environment is contradictory, GroupError if the device
+    or backend is not available, and RendezvousError, with the ranks in `missing`, if ranks do not join in time.
     """
     if timeout_s is not None and not (timeout_s > 0 and math.isfinite(timeout_s)):
         raise GroupError("entering the group", found=f"`timeout_s` is {timeout_s}", fix="Pass seconds above 0 or None.")
@@ -45,7 +45,7 @@ def init_group(
             found="this build of PyTorch has no torch.distributed",
             fix="Install a build that has it: the official wheels for Linux, macOS and Windows do.",
         )
-    # Not importable where torch.distributed is missing.
+    # Cannot be imported if torch.distributed is missing.
     from ddpilot.group.joining import join_group
 
     group = join_group(backend, timeout_s, distributed)
@@ -55,7 +55,7 @@ def init_group(
 
 
 def seed_all(seed: int) -> None:
-    """Seed `random`, torch and, where it is imported, numpy with `seed`."""
+    """Seed `random`, torch and, if it is imported, numpy with `seed`."""
     random.seed(seed)
     torch.manual_seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The group that torch already has in this process, as a `Group`: torch's state is the only state there is."""
+"""Return torch's existing default group as a `Group`. torch's state is the only state; ddpilot keeps no copy of it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from ddpilot.group.roster import Member
 
 
 def existing_group(topology: Topology, backend: str | None = None) -> Group:
-    """torch's default group: equal to what `init_group` returned where that made it, else adopted.
+    """torch's default group as a `Group`: equal to `init_group`'s result if that created it, otherwise adopted.
 
-    `topology`: what the environment says. For an adopted group rank and world size are torch's; the position on the
-    node is the environment's, or where that knows of no job, as if all ranks were on this node. Raises GroupError
-    where `backend` is given and is not the group's, and where the group's store is gone. Not collective.
+    `topology`: as detected from the environment. The rank and world size of an adopted group are torch's; the local
+    rank and size come from the environment, or assume that all ranks are on this node if it describes no job. Raises
+    GroupError if `backend` is given and differs from the group's, and if the group's store is gone. Not collective.
     """
     group = dist.group.WORLD
-    assert group is not None  # asked for only where is_initialized()
+    assert group is not None  # callers check is_initialized()
     rank, has = dist.get_rank(), c10d.get_backend_config()
     member = _member(rank)
     local = (topology.local_rank, topology.local_world_size)
@@ -63,19 +63,19 @@ def _member(rank: int) -> Member | None:
             rank=rank,
         ) from error
     except RuntimeError:
-        return None  # a store that cannot be read (MPI has none) is not one that ddpilot wrote into
+        return None  # ddpilot has not written to a store that cannot be read (MPI has none)
 
 
 def is_backend(asked: str, has: str, kind: str) -> bool:
-    """True if a group with backends `has` is what `asked` means on a rank whose device is of type `kind`.
+    """True if a group with backends `has` satisfies a request for `asked` on a rank with device type `kind`.
 
-    A single name, such as "nccl", is the backend of that device: a group with "cpu:gloo,cuda:nccl" has it on a GPU.
+    A single name, such as "nccl", is the backend of that device: "cpu:gloo,cuda:nccl" satisfies it on a GPU.
     """
     return set(asked.split(",")) <= set(has.split(",")) or asked == backend_of(has, kind)
 
 
 def _current_device(local_rank: int) -> torch.device:
-    """The device that code which made its own group uses: the current one where it has begun, else the default."""
+    """The device of code that created its own group: the current device if it is initialized, else the default."""
     facts = detect_device_facts(os.environ, local_rank)
     if facts.accelerator is not None:
         module = torch.get_device_module(facts.accelerator)

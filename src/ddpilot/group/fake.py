@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`FakeGroup`: any rank of any job, in process and without torch.distributed, to test code that takes a group."""
+"""`FakeGroup`: any rank of any job in one process, without torch.distributed, to test code that takes a group."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from ddpilot.group.protocol import ReduceOp
 
 @dataclass(frozen=True)
 class FakeGroup:
-    """Rank `rank` of `world_size` ranks that all hold the same values; nothing is sent and nothing waits.
+    """Rank `rank` of `world_size` ranks that all hold the same values; nothing is sent and no call blocks.
 
-    Raises GroupError where rank and sizes do not fit together.
+    Raises GroupError if the rank and the sizes are inconsistent.
     """
 
     rank: int = 0
     """0 to `world_size` - 1."""
     world_size: int = 1
-    """Number of ranks of the pretended job."""
+    """Number of ranks of the simulated job."""
     local_world_size: int = 0
-    """Ranks on each node, a divisor of `world_size`; 0: all of them, one node."""
+    """Ranks on each node, a divisor of `world_size`; 0: all ranks on one node."""
     device: torch.device = torch.device("cpu")  # noqa: RUF009  (immutable)
-    """Where the code under test puts its tensors."""
+    """Device for the tensors of the code under test."""
     backend: str = "fake"
-    """What `Group.backend` would say."""
+    """Value that stands for `Group.backend`."""
     adopted: bool = False
-    """What `Group.adopted` would say."""
+    """Value that stands for `Group.adopted`."""
 
     def __post_init__(self) -> None:
         if self.local_world_size == 0:
@@ -47,17 +47,17 @@ class FakeGroup:
 
     @property
     def local_rank(self) -> int:
-        """0 to `local_world_size` - 1: ranks fill one node after the other."""
+        """0 to `local_world_size` - 1; consecutive ranks are on the same node."""
         return self.rank % self.local_world_size
 
     @property
     def is_rank_zero(self) -> bool:
-        """Is this rank 0 of the pretended job?"""
+        """True if this is rank 0."""
         return self.rank == 0
 
     @property
     def topology(self) -> Topology:
-        """The topology that such a job would have."""
+        """The topology of such a job."""
         alone = self.world_size == 1
         return Topology(
             rank=self.rank,
@@ -73,33 +73,33 @@ class FakeGroup:
         )
 
     def barrier(self) -> None:
-        """Return at once."""
+        """Return immediately."""
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
-        """Combine `world_size` copies of `tensor` (any shape), in place, and return it.
+        """Reduce `world_size` copies of `tensor` (any shape) in place and return it.
 
-        "sum": times `world_size`; "product": to the power of `world_size`; "avg", "min", "max": as it is.
+        "sum": multiplies by `world_size`; "product": raises to the power `world_size`; "avg", "min", "max": no change.
         """
         if op == "sum":
             return tensor.mul_(self.world_size)
         return tensor.pow_(self.world_size) if op == "product" else tensor
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
-        """Return `tensor` (any shape) as it is, as rank `src` holds the same. GroupError if there is no such rank."""
+        """Return `tensor` (any shape) unchanged. Raises GroupError if `src` is not a rank of the group."""
         self._check(src)
         return tensor
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """A list of length `world_size` with `value` in every place."""
+        """A list of length `world_size` with `value` at every index."""
         return [value] * self.world_size
 
     def broadcast_object(self, value: Any, src: int = 0) -> Any:
-        """Return `value`, since rank `src` holds the same. GroupError if there is no such rank."""
+        """Return `value` unchanged. Raises GroupError if `src` is not a rank of the group."""
         self._check(src)
         return value
 
     def leave(self) -> None:
-        """Do nothing, any number of times."""
+        """Do nothing."""
 
     def _check(self, src: int) -> None:
         if not 0 <= src < self.world_size:

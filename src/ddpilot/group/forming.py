@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make a process group on a store, once it is known where to meet: shared by entering and rebuilding."""
+"""Create a process group on a store; used both to enter and to rebuild a group."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from ddpilot.group.roster import Member, find_sharing, take_turn, wait_for_all
 _NCCL_TIMEOUT = timedelta(minutes=10)
 _NONBLOCKING_VARIABLE = "TORCH_NCCL_USE_COMM_NONBLOCKING"
 _BLOCKING_SINCE = (2, 7, 1)
-"""From 2.6 until then `device_id` made NCCL's communicators non-blocking, with which 2.26 hangs (pytorch#153960)."""
+"""From 2.6 until this version, `device_id` made NCCL's communicators non-blocking; NCCL 2.26 then hangs
+(pytorch#153960)."""
 
 
 def form_group(
@@ -39,10 +40,10 @@ def form_group(
     timeout_s: float | None,
     rendezvous_s: float,
 ) -> Group:
-    """Meet the other ranks in `base` and initialise torch's default group. Collective.
+    """Wait for the other ranks in `base` and initialize torch's default group. Collective.
 
-    `timeout_s`: limit of every collective, None for torch's default; `rendezvous_s`: how long to wait for the other
-    ranks. Raises what `take_turn` and `wait_for_all` raise, and GroupError where torch cannot make the group.
+    `timeout_s`: timeout of every collective, None for torch's default; `rendezvous_s`: timeout of the wait for the
+    other ranks. Raises what `take_turn` and `wait_for_all` raise, and GroupError if torch cannot create the group.
     """
     me = Member.here(topology.rank, topology.world_size, str(device), choice.backend, device_identity(device))
     store = take_turn(base, me)
@@ -66,10 +67,10 @@ def form_group(
 
 
 def binds_device(backend: str, device: torch.device, world_size: int) -> bool:
-    """True if the communicator of `device` is to be made while the group is, and not by its first collective.
+    """True if the communicator of `device` must be created with the group instead of by its first collective.
 
-    Backends of devices make it when it is first used, and wait then, without end and without a way to abort that, until
-    every rank has come. In `form_group` all ranks are known to be there.
+    A backend of a device creates it lazily and then blocks, without a timeout and without a way to abort, until every
+    rank has joined. In `form_group` all ranks are known to be present.
     """
     return world_size > 1 and is_asynchronous(backend, device)
 
@@ -108,9 +109,9 @@ def _initialise(
 
 
 def device_timeout(backend: str, device: torch.device, timeout_s: float | None) -> timedelta | None:
-    """The limit of NCCL's collectives where none was asked for: 10 minutes, torch's own for a group with NCCL alone.
+    """Timeout of NCCL's collectives if none was requested: 10 minutes, as torch uses for a group with NCCL alone.
 
-    torch gives gloo's 30 minutes to a group that has gloo as well. None where the group's limit is the device's too.
+    torch uses gloo's 30 minutes for a group that has gloo too. None if the group's timeout applies to the device.
     """
     return _NCCL_TIMEOUT if timeout_s is None and backend_of(backend, device.type) == "nccl" else None
 
@@ -123,10 +124,10 @@ def _own_backend(group: dist.ProcessGroup, device: torch.device) -> Any:
 
 
 def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Make the communicator of `device` where torch has not: it does so for backends that can split one."""
+    """Create the communicator of `device` if torch has not; it does so for backends that support splitting."""
     own = _own_backend(group, device)
     if not own.supports_splitting:
-        own.allreduce([torch.zeros(1, device=device)]).wait()  # past the recorder: it is no collective of the user's
+        own.allreduce([torch.zeros(1, device=device)]).wait()  # bypasses the recorder: it is not the user's collective
         torch.accelerator.synchronize(device)
 
 
@@ -137,10 +138,10 @@ def _torch_version() -> tuple[int, ...]:
 
 @contextmanager
 def _on_loopback(single_node: bool) -> Iterator[None]:
-    """Let gloo use the loopback interface for a group on one machine, unless the user chose an interface.
+    """Context manager that makes gloo use the loopback interface for a single-node group, unless the user chose one.
 
-    gloo asks the host name for its address otherwise: that may not resolve, and opens a port to the network. It reads
-    the variable in C++, so it has to be set for that moment.
+    gloo otherwise uses the host name's address, which may not resolve and opens a port to the network. gloo reads the
+    variable in C++, so it must be set in the environment.
     """
     names = [name for _, name in socket.if_nameindex() if name.startswith("lo")] if single_node else []
     if not names or "GLOO_SOCKET_IFNAME" in os.environ:

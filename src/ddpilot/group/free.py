@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Free a rank that is stuck in a collective, from another of its threads."""
+"""Unblock a rank that is stuck in a collective, by freeing its process groups from a different thread."""
 
 from __future__ import annotations
 
@@ -21,40 +21,41 @@ from ddpilot.group.device import is_asynchronous
 from ddpilot.group.sockets import can_find_sockets, find_gloo_sockets, find_store_sockets, shut
 
 ABORT_LIMIT_S = 2.0
-"""How long aborting communicators may take, all of them together."""
+"""Maximum time in seconds for aborting all communicators."""
 
 _ENDS_TOGETHER = "which ends only when every rank has come: end this rank"
 
 
 @dataclass(frozen=True)
 class Freed:
-    """What `free_group` did in this rank."""
+    """Result of `free_group` on this rank."""
 
     group_sockets: int = 0
-    """gloo connections shut."""
+    """Number of gloo connections shut down."""
     store_sockets: int = 0
-    """Connections to stores shut."""
+    """Number of connections to stores shut down."""
     aborted: tuple[str, ...] = ()
-    """Names of the groups whose communicators on a device (NCCL) were aborted. A collective that was in flight there
-    ends with partial sums and without an error on the host, and the device goes on with what is queued behind it: the
+    """Names of the groups whose device communicators (NCCL) were aborted. A collective that was in progress there ends
+    with partial sums and without an error on the host, and the device continues with the kernels queued after it: the
     model and the optimizer may hold an unfinished update. Load a checkpoint on all ranks."""
     still_stuck: tuple[str, ...] = ()
-    """Why this rank may stay stuck, one sentence each; empty where everything known was freed. Then end the rank."""
+    """Why this rank may remain stuck, one sentence each; then terminate the rank. Empty if everything was freed."""
 
 
 def free_group(endpoints: Iterable[tuple[str, int]] = ()) -> Freed:
     """Make every collective, store wait and `new_group` of this process return now, with an error.
 
-    Not collective; to be called in *every* rank, from a thread that is not the stuck one (a stuck rank cannot see
-    that its peers were freed unless they are its neighbours in the ring). Covers every process group, whoever made it,
-    and the stores at `endpoints` (address, port) besides those that torch and the running functions hold. Sockets of
-    the user stay as they are. The groups are unusable afterwards: `rebuild_group` or `Group.leave` comes next.
+    Not collective, but must be called on *every* rank, from a thread other than the stuck one (a stuck rank notices
+    that a peer was freed only if the peer is its neighbor in the ring). Frees every process group, whichever code
+    created it, and the stores at `endpoints` (address, port) besides those that torch and running functions hold. The
+    user's own sockets are not touched. The groups are unusable afterwards: call `rebuild_group` or `Group.leave` next.
 
-    Communicators of devices (NCCL) are aborted: what waits for one of their collectives, such as `.item()`, returns
-    *without* an error, with partial sums. The next collective raises, and so does the next step of any optimizer.
+    Communicators of devices (NCCL) are aborted: a call that waits for one of their collectives, such as `.item()`,
+    returns *without* an error, with partial sums. The next collective raises, and so does the next optimizer step.
 
-    Cannot free a receive from any source, nor a rank that makes a communicator (both are reported in `still_stuck`),
-    nor anything where sockets cannot be found (no Linux). Harmless without any group. Takes 2 s at most for aborting.
+    Cannot free a receive from any source or a rank that is creating a communicator (both are reported in
+    `still_stuck`), and frees no sockets where they cannot be found (not Linux). Safe to call without any group.
+    Aborting takes at most 2 s.
     """
     own = dict(_device_backends())
     if own:
@@ -64,7 +65,7 @@ def free_group(endpoints: Iterable[tuple[str, int]] = ()) -> Freed:
         why = f"sockets cannot be found on {sys.platform}: end this rank and start it again"
         aborted, failures = abort_all({name: backend.abort for name, backend in own.items()}, ABORT_LIMIT_S)
         return Freed(aborted=aborted, still_stuck=(why, *failures))
-    # The groups first: a rank freed from a store wait may run on into a collective of a group that is still open.
+    # Groups first: a rank freed from a store wait could otherwise enter a collective of a group that is still open.
     group_sockets = shut(find_gloo_sockets())
     store_sockets = shut(find_store_sockets({*endpoints, *_store_endpoints()}))
     aborted, failures = abort_all({name: backend.abort for name, backend in own.items()}, ABORT_LIMIT_S)
@@ -72,15 +73,15 @@ def free_group(endpoints: Iterable[tuple[str, int]] = ()) -> Freed:
 
 
 def uses_device() -> bool:
-    """True if this process has a group whose collectives return before the device has done them."""
+    """True if this process has a group whose collectives return before they complete on the device."""
     return next(_device_backends(), None) is not None
 
 
 def abort_all(aborts: Mapping[str, Callable[[], None]], limit_s: float) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Call all `aborts`, by group name, at the same time; return the groups aborted, and a sentence for each other.
+    """Call all `aborts`, given by group name, in parallel. Returns the aborted groups and one sentence per failure.
 
-    At the same time, since aborting one communicator may wait for a kernel of another one that is aborted later
-    (pytorch#119797). Waits `limit_s` seconds at most.
+    In parallel, because aborting one communicator may wait for a kernel of another one that must be aborted too
+    (pytorch#119797). Waits at most `limit_s` seconds.
     """
     failures: dict[str, str] = {}
 
@@ -95,7 +96,7 @@ def abort_all(aborts: Mapping[str, Callable[[], None]], limit_s: float) -> tuple
         threads[name] = threading.Thread(target=run, args=(name, aborts[name]), daemon=True, name="ddpilot-abort")
         try:
             threads[name].start()
-        except RuntimeError:  # from Python 3.12 on an exit handler can start none
+        except RuntimeError:  # since Python 3.12, exit handlers cannot start threads
             run(name, aborts[name])
     deadline_s = time.monotonic() + limit_s
     for name, thread in threads.items():
@@ -108,19 +109,19 @@ def abort_all(aborts: Mapping[str, Callable[[], None]], limit_s: float) -> tuple
 
 
 def allow_steps() -> None:
-    """Let optimizers step again: no freed group is left."""
+    """Allow optimizer steps again: no freed group is left."""
     _steps.allow()
 
 
 class _Steps:
-    """Steps of optimizers, which raise after the group was freed under the gradients that they would take."""
+    """Makes optimizer steps raise after their group was freed, since the gradients may be incomplete."""
 
     def __init__(self) -> None:
         self._freed: weakref.ref[dist.ProcessGroup] | None = None
         self._handle: Any = None
 
     def refuse(self) -> None:
-        """From now on a step raises, until the default group that there is now is gone."""
+        """Make optimizer steps raise until the current default group has been destroyed."""
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
         world = dist.group.WORLD
@@ -129,7 +130,7 @@ class _Steps:
             self._handle = register_optimizer_step_pre_hook(self._look)
 
     def allow(self) -> None:
-        """Steps are as before."""
+        """Allow optimizer steps again."""
         self._freed = None
         if self._handle is not None:
             self._handle.remove()
@@ -150,7 +151,7 @@ _steps = _Steps()
 
 
 def _device_backends() -> Iterator[tuple[str, Any]]:
-    """The backends of all groups, by the group's name, whose work is done on a device after the call has returned."""
+    """Names and backends of all groups whose work completes on a device after the call has returned."""
     for group, name in list(c10d._world.pg_names.items()):
         backends = str(c10d._world.pg_backend_config.get(group, ""))
         for device in getattr(group, "_device_types", ()):
@@ -159,14 +160,14 @@ def _device_backends() -> Iterator[tuple[str, Any]]:
 
 
 def _has_communicator(backend: Any) -> bool:
-    """False if the backend says that it has made none yet: a rank may be making one now, which nothing ends."""
+    """False if the backend reports no communicator: a rank may be creating one, which cannot be interrupted."""
     while hasattr(backend, "wrapped_pg"):
         backend = backend.wrapped_pg
     return not hasattr(backend, "_is_initialized") or bool(backend._is_initialized())
 
 
 def _store_endpoints() -> set[tuple[str, int]]:
-    """Where the stores are that torch's groups use or that a function which is running now holds in a variable."""
+    """Addresses of the stores that torch's groups use or that a running function holds in a local variable."""
     stores = [store for _, store in list(c10d._world.pg_map.values())]
     stores += [value for _, frame in _running() for value in list(frame.f_locals.values()) if _is_store(value)]
     found = set()
@@ -179,7 +180,7 @@ def _store_endpoints() -> set[tuple[str, int]]:
 
 
 def _is_store(value: Any) -> bool:
-    # By type and not isinstance, which would run __class__ of whatever objects the user has.
+    # By type and not by isinstance, which would evaluate `__class__` of arbitrary user objects.
     return issubclass(type(value), Store)
 
 

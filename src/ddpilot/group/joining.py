@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `init_group` does once torch.distributed is known to be there."""
+"""Implementation of `init_group` for builds of PyTorch that have torch.distributed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _AT_EXIT_S = 2.0
 
 
 def join_group(backend: str | None, timeout_s: float | None, distributed: bool | None) -> Group:
-    """The group of this job as `init_group` describes it: the one that is there, or a new one. Collective."""
+    """The group of this job, existing or new, as documented for `init_group`. Collective."""
     let_works_end()
     environ = dict(os.environ)
     topology = detect_topology(environ, distributed=distributed)
@@ -46,10 +46,10 @@ def join_group(backend: str | None, timeout_s: float | None, distributed: bool |
 def _leave_at_exit() -> None:
     if not dist.is_initialized():
         return
-    failed = getattr(sys, "last_type", None) is not None  # the interpreter's mark of an exception nobody caught
+    failed = getattr(sys, "last_type", None) is not None  # set by the interpreter after an uncaught exception
     try:
         group = existing_group(detect_topology({}, distributed=False))
-    except GroupError:  # its store is gone already, and with it who else was in it
+    except GroupError:  # the store is gone already, and the other ranks with it
         take_down(healthy=False)
     else:
         group.leave(peers_limit_s=0.0 if failed else _AT_EXIT_S)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leave a process group without hanging: wait for healthy peers for a while, then take the group down."""
+"""Leave a process group without hanging: wait a limited time for healthy peers, then destroy the group."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _SLICE_S = 0.1
 
 
 def wait_for_peers(rank: int, world_size: int, limit_s: float) -> bool:
-    """Tell the peers that this rank leaves and wait until they do too; True once all of them have.
+    """Announce to the peers that this rank leaves and wait until they leave too. Returns True if all of them have.
 
-    Collective in spirit, but never waits longer than `limit_s` seconds, and not for a peer whose process of this host
-    is known to have ended, nor where the store is gone.
+    All ranks should call it, but it never waits longer than `limit_s` seconds, nor for a peer whose process on this
+    host is known to have exited, nor if the store is gone.
     """
     store = c10d._get_default_store()
     keys = [f"ddpilot/leaving/{peer}" for peer in range(world_size)]
@@ -35,7 +35,7 @@ def wait_for_peers(rank: int, world_size: int, limit_s: float) -> bool:
             if time.monotonic() > deadline or _any_gone(store, awaited):
                 return False
     except RuntimeError:
-        return False  # the store went with the rank that hosted it, or was freed: there is no one to wait for
+        return False  # the store was freed or ended with the rank that hosted it: no peer can answer
 
 
 def _any_gone(store: Store, ranks: list[int]) -> bool:
@@ -44,17 +44,17 @@ def _any_gone(store: Store, ranks: list[int]) -> bool:
 
 
 def take_down(healthy: bool) -> Freed:
-    """Destroy the default group and all others of this process; `healthy`: did every rank come to this point?
+    """Destroy all process groups of this process. `healthy`: True if every rank has reached this point.
 
-    With unhealthy peers the groups are freed first, since operations in flight would be waited for otherwise. Returns
-    what was freed.
+    If not, the groups are freed first, because destroying them would wait for operations in progress. Returns what was
+    freed.
     """
     freed = Freed() if healthy else free_group()
     if dist.is_initialized():
         dist.destroy_process_group()
     allow_steps()
-    # An attempt that failed has counted too, and torch names a group's keys by that count: ranks would miss each other.
+    # torch names a group's keys by this count; failed attempts count too, so ranks could otherwise disagree on it.
     c10d._world.group_count = 0
-    # A DDP model keeps the old group alive and would go on using it, silently: its next step fails instead.
+    # A DDP model keeps the old group alive and would silently continue to use it: make its next step fail instead.
     shut(find_gloo_sockets())
     return freed

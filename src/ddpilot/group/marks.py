@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ddpilot writes into a group's own store: who is in it. torch keeps that store, so nothing else has to."""
+"""Entries of a group's members in the group's own store. torch keeps that store alive, so ddpilot keeps no state."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ddpilot.group.roster import Member
 
 
 def mark_entered(me: Member) -> None:
-    """Write `me` into the store of the default group, which ddpilot has just made."""
+    """Write `me` to the store of the default group, which ddpilot has just created."""
     c10d._get_default_store().set(_key(me.rank), json.dumps(asdict(me)))
 
 
 def read_member(store: Store, rank: int) -> Member | None:
-    """What `rank` wrote into `store`, the store of its group; None where it wrote nothing."""
+    """The entry that `rank` wrote to `store`, the store of its group; None if it wrote none."""
     if not store.check([_key(rank)]):
         return None
     return Member(**json.loads(store.get(_key(rank))))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Live DDP models: find them, bind them to a new process group in place, compare their parameters over ranks."""
+"""Find live DDP models, bind them to a new process group in place, and compare their parameters across ranks."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ _CHUNK_WORDS = 1 << 22
 
 
 def find_models() -> list[DistributedDataParallel]:
-    """Every DDP model that is alive in this process, in no particular order."""
+    """All DDP models that are alive in this process, in no particular order."""
     if not _look_for_models():
         return []
-    gc.collect()  # a model that nothing refers to any more may still be there; collecting is slow, so only then
+    gc.collect()  # drop models that are only kept by reference cycles; collecting is slow, so only if there are models
     return _look_for_models()
 
 
 def _look_for_models() -> list[DistributedDataParallel]:
-    # `isinstance` would ask the class of a lazy object for what it stands for, and an abstract base class is slow.
+    # `isinstance` would make a lazy object load what it stands for, and is slow for abstract base classes.
     return [found for found in gc.get_objects() if DistributedDataParallel in type(found).__mro__]
 
 
 def bind_model(model: DistributedDataParallel, group: dist.ProcessGroup) -> bool:
-    """Make `model` use `group`, torch's default group, in place; its parameters and optimizer stay.
+    """Bind `model` to `group`, torch's default group, in place; its parameters and optimizer are kept.
 
-    False, and nothing done, where the model was on a smaller group: only the code that made that group can say which
-    ranks the new one has. Not collective.
+    Returns False, and changes nothing, if the model's group had a different size: only the code that created that group
+    knows which ranks the new one needs. Not collective.
     """
     old = model.process_group
     if old.size() != group.size():
@@ -46,7 +46,7 @@ def bind_model(model: DistributedDataParallel, group: dist.ProcessGroup) -> bool
     for module in model.modules():
         if getattr(module, "process_group", None) is old:
             module.__dict__["process_group"] = group
-    # A model pickles without its group and takes the default one back; that also makes a new gradient reducer.
+    # Pickling drops a model's group and unpickling assigns the default one, which also creates a new reducer.
     model.__setstate__(model.__getstate__())  # type: ignore[no-untyped-call]
     for hook, state in model._comm_hooks:
         _register_comm_hook(model.reducer, state, hook)
@@ -54,9 +54,9 @@ def bind_model(model: DistributedDataParallel, group: dist.ProcessGroup) -> bool
 
 
 def fingerprint(model: torch.nn.Module) -> dict[str, str]:
-    """Parameter name -> digest of its exact bytes and dtype. Buffers are left out: they may differ by design.
+    """Parameter name -> digest of its exact bytes and dtype. Buffers are excluded: they may differ by design.
 
-    Parameters on a device are reduced there, and waited for once: only a number of each comes to the host.
+    Parameters on a device are reduced there with a single synchronization; only one number per parameter is copied.
     """
     parameters = dict(model.named_parameters())
     on_device = [name for name, parameter in parameters.items() if parameter.device.type != "cpu"]
@@ -69,9 +69,9 @@ def fingerprint(model: torch.nn.Module) -> dict[str, str]:
 
 
 def compare_models(models: Sequence[DistributedDataParallel], group: Group) -> tuple[str, ...]:
-    """One sentence for every parameter (and for every model) that is not the same on all ranks. Collective.
+    """One sentence for every parameter (and for every model) that differs across ranks. Collective.
 
-    Ranks find their models in any order, so models are matched by their class, parameter names and shapes.
+    Ranks find their models in any order, so models are matched by class, parameter names and shapes.
     """
     mine = sorted(((_outline(model.module), fingerprint(model.module)) for model in models), key=repr)
     all_ranks: list[list[tuple[str, dict[str, str]]]] = group.all_gather_object(mine)
@@ -126,10 +126,10 @@ def _fetch(numbers: Sequence[torch.Tensor]) -> list[int]:
 
 
 def _mix(tensor: torch.Tensor) -> torch.Tensor:
-    """A 64-bit number (int64 scalar on the tensor's device) of the tensor's exact bytes and their order.
+    """A 64-bit number (int64 scalar on the tensor's device) computed from the tensor's exact bytes and their order.
 
-    The sum, over elements, of a mixed word and position (as splitmix64 mixes): the sum alone would not see elements
-    that are swapped, nor scaled weights.
+    It is the sum over elements of a mix (splitmix64) of the word and its position: a plain sum would miss swapped
+    elements.
     """
     words = tensor.detach().contiguous().reshape(-1).view(_INTEGERS[min(tensor.element_size(), 8)])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Group`: the process group of this rank, with the device that goes with it."""
+"""`Group`: torch's default process group as seen from this rank, with the rank's device."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _OPS = {
 
 @dataclass(frozen=True)
 class Group:
-    """The default process group seen from this rank; `init_group` makes it.
+    """The default process group as seen from this rank; created by `init_group`.
 
-    A context manager: leaves at the end, without waiting for the peers where the body raised.
+    As a context manager it leaves the group on exit, without waiting for the peers if the body raised.
     """
 
     rank: int
@@ -38,23 +38,23 @@ class Group:
     world_size: int
     """Number of ranks of the job."""
     local_rank: int
-    """0 to `local_world_size` - 1: the position on this node."""
+    """Rank within this node, 0 to `local_world_size` - 1."""
     local_world_size: int
     """Number of ranks on this node."""
     topology: Topology
-    """What the environment says about this process. For an adopted group its rank and sizes may be others."""
+    """Topology detected from the environment. For an adopted group its rank and sizes may differ from the group's."""
     device: torch.device
-    """The device of this rank, already current."""
+    """The device of this rank, set as the current device."""
     backend: str
     """As torch reports it: "gloo", "nccl", "cpu:gloo,cuda:nccl"."""
     process_group_ref: weakref.ref[dist.ProcessGroup]
-    """Weak, so that a `Group` still in a variable does not keep sockets and threads of a group that was left."""
+    """Weak, so that a `Group` kept in a variable does not keep the sockets and threads of a group that was left."""
     adopted: bool = False
-    """Was the group made by other code than ddpilot's? `leave` then leaves it alone."""
+    """True if the group was created by other code than ddpilot; `leave` then does not destroy it."""
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """torch's own object. GroupError once the group was left or replaced."""
+        """torch's process group. Raises GroupError after the group was left or replaced."""
         group = self.process_group_ref()
         if group is None or not self.is_live:
             raise GroupError(
@@ -67,12 +67,12 @@ class Group:
 
     @property
     def is_rank_zero(self) -> bool:
-        """Is this rank 0 of the job?"""
+        """True if this is rank 0 of the job."""
         return self.rank == 0
 
     @property
     def is_live(self) -> bool:
-        """Is this still the process group that torch uses? False once it was left or replaced."""
+        """True if this is still torch's default group; False after it was left or replaced."""
         return dist.is_initialized() and dist.group.WORLD is self.process_group_ref()
 
     def barrier(self) -> None:
@@ -81,7 +81,7 @@ class Group:
         dist.barrier(self.process_group, device_ids=[self.device.index] if on_device else None)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
-        """Combine `tensor` (any shape, the same on all ranks) over ranks, in place, and return it. Collective.
+        """Reduce `tensor` (any shape, the same on all ranks) across ranks in place and return it. Collective.
 
         `op`: "sum", "avg" (floating point), "min", "max" or "product".
         """
@@ -89,7 +89,7 @@ class Group:
         return tensor.div_(self.world_size) if op == "avg" else tensor
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
-        """Overwrite `tensor` (any shape, the same on all ranks) with rank `src`'s, and return it. Collective."""
+        """Overwrite `tensor` (any shape, the same on all ranks) with rank `src`'s and return it. Collective."""
         dist.broadcast(tensor, src, self.process_group)
         return tensor
 
@@ -100,7 +100,7 @@ class Group:
         return values
 
     def broadcast_object(self, value: Any, src: int = 0) -> Any:
-        """The `value` (picklable) of rank `src`; what the others pass is ignored. Collective."""
+        """The `value` (picklable) of rank `src`; the values of other ranks are ignored. Collective."""
         values = [value if self.rank == src else None]
         dist.broadcast_object_list(values, src, self.process_group)
         return values[0]
@@ -108,8 +108,8 @@ class Group:
     def leave(self, *, destroy_adopted: bool = False, peers_limit_s: float = 5.0) -> None:
         """Leave the group: wait up to `peers_limit_s` seconds for the other ranks to leave too, then destroy it.
 
-        Not a collective: a peer that died or is stuck costs the limit at most. A second call does nothing. A group
-        that other code made stays, unless `destroy_adopted`; it is then destroyed without waiting.
+        Not collective: if a peer has exited or is stuck, the call still returns after the limit. A second call does
+        nothing. A group that other code created is kept unless `destroy_adopted`; it is then destroyed without waiting.
         """
         if not self.is_live or (self.adopted and not destroy_adopted):
             return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a real group and the fake one have in common: write code against this to test it without processes."""
+"""Protocol shared by `Group` and `FakeGroup`; code written against it can be tested without processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ReduceOp = Literal["sum", "avg", "min", "max", "product"]
 
 
 class GroupLike(Protocol):
-    """The ranks of a job seen from one of them. Every method but `leave` is collective: all ranks call it."""
+    """The process group as seen from one rank. Every method except `leave` is collective: all ranks must call it."""
 
     @property
     def rank(self) -> int: ...
@@ -39,16 +39,16 @@ class GroupLike(Protocol):
         """Wait for every rank."""
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
-        """Combine `tensor` (any shape, equal on all ranks) over ranks, in place; returns it."""
+        """Reduce `tensor` (any shape, the same on all ranks) across ranks in place and return it."""
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
-        """Overwrite `tensor` (any shape, equal on all ranks) with that of rank `src`, in place; returns it."""
+        """Overwrite `tensor` (any shape, the same on all ranks) with that of rank `src` and return it."""
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's `value` (picklable), in rank order: a list of length `world_size`."""
 
     def broadcast_object(self, value: Any, src: int = 0) -> Any:
-        """The `value` (picklable) of rank `src`; what the other ranks pass is ignored."""
+        """The `value` (picklable) of rank `src`; the values of other ranks are ignored."""
 
     def leave(self) -> None:
         """Leave the group; a second call does nothing."""

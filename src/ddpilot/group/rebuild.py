@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make a new process group after the old one was freed, with every variable of the ranks kept."""
+"""Create a new process group after the old one was freed; all variables of the ranks are kept."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from ddpilot.group.store import Endpoint, connect_store
 
 @dataclass(frozen=True)
 class Rebuilt:
-    """The new group, and what became of the models that were on the old one."""
+    """Result of `rebuild_group`: the new group, and how the models of the old one were handled."""
 
     group: Group
     rebound: int
-    """DDP models that now use the new group."""
+    """Number of DDP models that now use the new group."""
     unbound: tuple[str, ...] = ()
-    """One sentence for every DDP model of this rank that could not be bound to it."""
+    """One sentence for every DDP model of this rank that could not be bound to the new group."""
     disagreements: tuple[str, ...] = ()
-    """One sentence for every parameter that is not the same on all ranks; equal on every rank."""
+    """One sentence for every parameter that differs across ranks; the same on every rank."""
     aborted: tuple[str, ...] = ()
-    """Names of this rank's old groups whose communicators on a device were aborted, as in `Freed`: if there are any,
-    models and optimizers may hold an unfinished update, equal or not on all ranks. Load a checkpoint."""
+    """Names of this rank's old groups whose device communicators were aborted, as in `Freed`. If there are any, models
+    and optimizers may hold an unfinished update, even if they are equal on all ranks. Load a checkpoint."""
 
 
 def rebuild_group(
@@ -45,17 +45,17 @@ def rebuild_group(
     rendezvous_s: float | None = None,
     models: Iterable[DistributedDataParallel] | None = None,
 ) -> Rebuilt:
-    """Shut the old group of this rank down and enter a new one on the store at `endpoint`. Collective.
+    """Destroy the old group of this rank and enter a new one on the store at `endpoint`. Collective.
 
-    Every rank calls it, in the thread that runs user code, after `free_group` has returned on all of them; ranks that
-    were started anew call it too. `generation` is the same on all ranks and was never used on that store before, also
-    not by an attempt that failed. `timeout_s` limits the new group's collectives (default: torch's), `rendezvous_s`
-    the wait for the other ranks (default: `timeout_s`). `models`: the DDP models to bind to the new group, in place;
-    default: all that are alive. Gradients of an interrupted step are whatever they were: zero them. With NCCL the step
-    itself may have run on such gradients on the device: see `Rebuilt.aborted`.
+    Every rank calls it, including restarted ranks, in the thread that runs user code, after `free_group` has returned
+    on all of them. `generation` must be the same on all ranks and must not have been used on that store before, even by
+    a failed attempt. `timeout_s`: timeout of the new group's collectives (default: torch's); `rendezvous_s`: timeout of
+    the wait for the other ranks (default: `timeout_s`). `models`: the DDP models to bind to the new group in place;
+    default: all that are alive. Gradients of an interrupted step keep their values, so set them to zero. With NCCL, the
+    optimizer step may have been applied with such gradients on the device: see `Rebuilt.aborted`.
 
-    Raises RendezvousError and GroupError as `init_group` does. Parameters that differ over ranks (one rank had stepped
-    before the failure, or is new) raise nothing and are named in `Rebuilt.disagreements`.
+    Raises RendezvousError and GroupError like `init_group`. Parameters that differ across ranks (because a rank had
+    stepped before the failure, or was restarted) do not raise; they are listed in `Rebuilt.disagreements`.
     """
     kept = find_models() if models is None else list(models)
     aborted = take_down(healthy=False).aborted

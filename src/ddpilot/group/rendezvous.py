@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Give every `torch.distributed.init_process_group()` of user code its own keys in a launch's store.
+"""Give every `torch.distributed.init_process_group()` call of user code its own keys in a launch's store.
 
-The store outlives the groups made on it, and torch names the keys of each default group alike: a second group would
-find the addresses of the first and wait for ranks that are gone.
+The store outlives the groups created on it, and torch uses the same keys for each default group: a second group would
+read the addresses of the first and wait for ranks that have exited.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ Handler = Callable[..., Iterator[tuple[Store, int, int]]]
 def number_env_rendezvous(addr: str, port: int) -> None:
     """Wrap torch's `env://` and `tcp://` rendezvous in this process, for a launch whose store is at `addr`:`port`.
 
-    To be called once in a rank, before user code. Where the environment says that an agent hosts the store
-    (TORCHELASTIC_USE_AGENT_STORE=True), the n-th group of a rank gets the n-th part of that store, and an address on
-    loopback (the `MASTER_ADDR="localhost"; MASTER_PORT="12355"` of tutorials) means the launch's store too, since
-    nobody would listen anywhere else. Any other address is left to torch, after a look whether its name resolves: torch
-    tries one that does not for half a minute, and then says that it timed out.
+    Call this once in a rank, before user code. If an agent hosts the store (TORCHELASTIC_USE_AGENT_STORE=True), the
+    n-th group of a rank gets the n-th part of that store. A loopback address (such as tutorials'
+    `MASTER_ADDR="localhost"; MASTER_PORT="12355"`) then means the launch's store too, since no server would listen
+    elsewhere. Any other address is passed to torch after checking that its name resolves: torch retries a name that
+    does not for half a minute and then only reports a timeout.
     """
-    # The module is hidden behind the function of the same name in torch.distributed.
+    # `torch.distributed` has a function of the same name, which hides the module.
     module = importlib.import_module("torch.distributed.rendezvous")
     handlers: dict[str, Handler] = module._rendezvous_handlers
     for scheme in ("env", "tcp"):
@@ -50,11 +50,11 @@ def _numbered(original: Handler, addr: str, port: int) -> Handler:
         is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         if host and not ours:
             check_resolves(host)
-        if not (is_agents and ours) or rank is None or world_size is None:  # torch says what is missing
+        if not (is_agents and ours) or rank is None or world_size is None:  # torch reports what is missing
             yield from original(url, timeout=timeout, **kwargs)
             return
         store = TCPStore(addr, port, is_master=False, timeout=timeout, wait_for_workers=False)
-        # Ranks of which some failed on the way in have counted differently: a new count begins with every restart.
+        # If some ranks failed while joining, counts differ between ranks: start a new count at every restart.
         mine = f"ddpilot/{asked.scheme}/restart{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         turn = store.add(f"{mine}/turns/{int(rank)}", 1)
         yield PrefixStore(f"{mine}/turn{turn}", store), int(rank), int(world_size)

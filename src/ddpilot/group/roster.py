@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The roster: every rank writes who it is into the store, so that a rank that never came can be named."""
+"""The roster: every rank writes an entry to the store, so that missing ranks can be named."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ _REFUSED = "refused"
 
 @dataclass(frozen=True)
 class Member:
-    """One rank as it presents itself."""
+    """Entry of one rank."""
 
     rank: int
     world_size: int
     device: str
     backend: str
     identity: str = ""
-    """Names the device; equal on two ranks of one host exactly where they share it; "" where unknown."""
+    """Identity of the device: equal on two ranks of one host if and only if they share it; "" if unknown."""
     host: str = ""
     pid: int = 0
     started_s: float = 0.0
-    """Start time of the process, which tells it from a later one with the same pid."""
+    """Start time of the process (seconds since the epoch), to distinguish it from a later one with the same pid."""
 
     @classmethod
     def here(cls, rank: int, world_size: int, device: str, backend: str, identity: str = "") -> Member:
-        """The member that this process is."""
+        """The entry of this process."""
         pid = os.getpid()
         started_s = psutil.Process(pid).create_time()
         return cls(rank, world_size, device, backend, identity, socket.gethostname(), pid, started_s)
@@ -49,7 +49,7 @@ class Member:
         return f"host {self.host}, pid {self.pid}, {self.device}"
 
     def is_gone(self) -> bool:
-        """Is that process known to have ended? Only a process of this host can be."""
+        """True if the process is known to have exited, which can be determined only on its own host."""
         if self.host != socket.gethostname():
             return False
         try:
@@ -62,10 +62,10 @@ class Member:
 
 
 def take_turn(base: Store, me: Member) -> Store:
-    """Write this rank into `base` and return the part of it for this turn: no key of an earlier group is in it.
+    """Add this rank to `base` and return the part of the store for this turn, without keys of earlier groups.
 
-    The store counts how often each rank has entered, so ranks that enter, leave and enter again meet in turn. Raises
-    RendezvousError where another living process has taken this rank number; the others learn of it in `wait_for_all`.
+    The store counts how often each rank has entered, so that ranks that leave and enter again meet in the same turn.
+    Raises RendezvousError if a different living process has this rank; the other ranks raise it in `wait_for_all`.
     """
     turn = base.add(f"turns/{me.rank}", 1)
     if turn > 1:
@@ -76,10 +76,10 @@ def take_turn(base: Store, me: Member) -> Store:
 
 
 def wait_for_all(store: Store, me: Member, timeout_s: float) -> tuple[Member, ...]:
-    """Every rank's entry in rank order, once all are there. Collective: every rank calls it once per turn.
+    """Wait for all ranks and return their entries in rank order. Collective: every rank calls it once per turn.
 
-    Raises RendezvousError: after `timeout_s` seconds with `missing` naming the ranks that never came; at once where a
-    rank number was taken twice, or where ranks disagree on world size or backend.
+    Raises RendezvousError after `timeout_s` seconds, with the absent ranks in `missing`; immediately if two processes
+    have the same rank, or if ranks disagree on world size or backend.
     """
     keys = [_key(rank) for rank in range(me.world_size)]
     deadline = time.monotonic() + timeout_s
@@ -97,7 +97,7 @@ def wait_for_all(store: Store, me: Member, timeout_s: float) -> tuple[Member, ..
 
 
 def find_sharing(members: Sequence[Member]) -> dict[str, tuple[int, ...]]:
-    """Device and host -> the ranks on it, for every device that several ranks share; empty where none do."""
+    """Device and host -> ranks, for every device that several ranks share; empty if there is none."""
     ranks: dict[str, tuple[int, ...]] = {}
     for member in members:
         if member.identity:
@@ -107,7 +107,7 @@ def find_sharing(members: Sequence[Member]) -> dict[str, tuple[int, ...]]:
 
 
 def _refuse(store: Store, me: Member, did: str, found: str, fix: str) -> NoReturn:
-    """Raise, and let every rank that still waits raise the same."""
+    """Raise RendezvousError here and in every rank that is still waiting."""
     store.set(_REFUSED, json.dumps([found, fix]))
     raise RendezvousError(did, found=found, fix=fix, rank=me.rank)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the sockets that belong to gloo and to torch's store in this process, and nothing else, and shut them.
+"""Find and shut down the sockets of gloo and of torch's store in this process, and no others.
 
-gloo's connections all hang on event loops of its own threads, so they are found from the kernel's side: whoever made
-the group, also while it is being made, and never a socket of the user's.
+All connections of gloo are registered with the epoll instances of its own threads, so they are found through ``/proc``:
+for every group, whichever code created it, also while it is being created, and never one of the user's sockets.
 """
 
 from __future__ import annotations
@@ -18,38 +18,39 @@ from pathlib import Path
 
 import psutil
 
-# epoll_wait, epoll_pwait and epoll_pwait2 as /proc/self/task/*/syscall numbers them.
+# Numbers of epoll_wait, epoll_pwait and epoll_pwait2 in /proc/self/task/*/syscall.
 _EPOLL_CALLS = {"x86_64": {232, 281, 441}, "aarch64": {22, 441}}
 _GLOO_THREAD = "gloo_tcp_loop"
 _STORE_THREAD = "pt_tcpstore_uv"
 _GLOO_WAIT = (64, 10)
-"""Events and milliseconds of gloo's wait: how its loop is told where it has no name yet (before torch 2.8 or so)."""
+"""Arguments of gloo's epoll_wait (maximum events, timeout in ms): identify its thread where it has no name (before
+about torch 2.8)."""
 _LOOKS = 8
 _PAUSE_S = 0.002
 
 
 @dataclass(frozen=True)
 class OpenSocket:
-    """A connected socket of this process; `inode` tells it from a later one with the same number."""
+    """A connected socket of this process; `inode` distinguishes it from a later one with the same descriptor."""
 
     fd: int
     inode: int
 
 
 def can_find_sockets() -> bool:
-    """Can sockets be found on this platform (Linux with /proc)? Elsewhere a stuck rank has to be killed."""
+    """True if sockets can be found on this platform (Linux with /proc). Elsewhere a stuck rank must be killed."""
     return Path("/proc/self/task").is_dir() and platform.machine() in _EPOLL_CALLS
 
 
 def find_gloo_sockets() -> list[OpenSocket]:
-    """Every socket on the event loop of a gloo device of this process; none where gloo is not in use."""
+    """All sockets registered with the event loop of a gloo device of this process; empty if gloo is not in use."""
     loops = _epolls(_is_named_gloo) or _epolls(_is_like_gloo)
     watched = {fd for epoll in loops for fd in _watched_by(epoll)}
     return [found for fd in sorted(watched) if (found := _as_socket(fd)) is not None]
 
 
 def find_store_sockets(endpoints: Iterable[tuple[str, int]]) -> list[OpenSocket]:
-    """Every client connection of this process to a store at one of `endpoints` (address, port) or hosted here."""
+    """All client connections of this process to a store at one of `endpoints` (address, port) or hosted here."""
     wanted = {(ip, port) for host, port in endpoints for ip in _addresses(host)}
     hosted = _hosted_store_ports()
     found = []
@@ -64,26 +65,26 @@ def find_store_sockets(endpoints: Iterable[tuple[str, int]]) -> list[OpenSocket]
 
 
 def shut(sockets: Iterable[OpenSocket]) -> int:
-    """Shut every connected one of `sockets` in both directions; returns how many. Whoever waits on one is woken."""
+    """Shut down the connected `sockets` in both directions, waking threads that wait on them; return their number."""
     count = 0
     for found in sockets:
         try:
             duplicate = os.dup(found.fd)
         except OSError:
-            continue  # closed since it was found
+            continue  # closed in the meantime
         with closing(socket.socket(fileno=duplicate)) as sock:
             if os.fstat(duplicate).st_ino == found.inode:
                 try:
-                    sock.getpeername()  # a socket that only listens has none, and must go on listening
+                    sock.getpeername()  # fails for a listening socket, which must keep listening
                     sock.shutdown(socket.SHUT_RDWR)
                     count += 1
                 except OSError:
-                    continue  # not connected, or the other side was faster
+                    continue  # not connected, or the peer has closed it
     return count
 
 
 def _hosted_store_ports() -> set[int]:
-    """The ports on which a store hosted by this process listens."""
+    """Ports on which stores hosted by this process listen."""
     watched = {fd for epoll in _epolls(_is_store) for fd in _watched_by(epoll)}
     return {
         connection.laddr.port
@@ -105,7 +106,7 @@ def _plain(ip: str) -> str:
 
 @dataclass(frozen=True)
 class _Wait:
-    """One thread's wait for events: `epoll_wait(epoll, ..., events, timeout_ms)`."""
+    """One thread's blocking call `epoll_wait(epoll, ..., events, timeout_ms)`."""
 
     thread: str
     epoll: int
@@ -118,7 +119,7 @@ def _is_named_gloo(wait: _Wait) -> bool:
 
 
 def _is_like_gloo(wait: _Wait) -> bool:
-    # Python's own epoll objects register numbers, gloo registers addresses.
+    # Python's epoll objects register file descriptors as data, gloo registers addresses.
     return (wait.events, wait.timeout_ms) == _GLOO_WAIT and not _watches_by_number(wait.epoll)
 
 
@@ -127,7 +128,7 @@ def _is_store(wait: _Wait) -> bool:
 
 
 def _epolls(wanted: Callable[[_Wait], bool]) -> set[int]:
-    """The epoll descriptors of all `wanted` waits. Looks several times: a thread may be busy at any one moment."""
+    """The epoll descriptors of all `wanted` waits. Samples several times, because a thread may be busy at times."""
     found: set[int] = set()
     for look in range(_LOOKS):
         if look:
@@ -150,7 +151,7 @@ def _watched_by(epoll: int) -> list[int]:
 
 
 def _watches_by_number(epoll: int) -> bool:
-    # Python sets the lower half of the 64 bits only.
+    # Python sets only the lower half of the 64 bits.
     return all(int(words[1]) == int(words[5], 16) & 0xFFFFFFFF for words in _watches(epoll))
 
 
@@ -172,4 +173,4 @@ def _read(path: Path) -> str:
     try:
         return path.read_text()
     except OSError:
-        return ""  # the thread or descriptor ended since it was listed
+        return ""  # the thread or descriptor is gone

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The key-value store through which ranks meet: who hosts it, and how this rank connects to it."""
+"""The key-value store in which ranks meet: determine its host, host it or connect to it."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from ddpilot.group.address import check_resolves, listen, wait_for_port
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where the store is, and under which prefix this job keeps its keys."""
+    """Address of the store, and the prefix of this job's keys."""
 
     addr: str
     port: int
     hosted_here: bool
-    """Does this rank host the store? False on every rank where a launcher's agent does."""
+    """True if this rank hosts the store; False on every rank if a launcher's agent hosts it."""
     prefix: str = "ddpilot"
 
 
 def resolve_endpoint(topology: Topology, environ: Mapping[str, str]) -> Endpoint:
-    """The endpoint that `topology` and `environ` (a launcher's agent store, its restart count) name."""
+    """The endpoint given by `topology` and by `environ` (agent's store, run id and restart count)."""
     if topology.master_addr is None or topology.master_port is None:
         raise RendezvousError(
             "looking for the store of this job",
@@ -44,11 +44,11 @@ def resolve_endpoint(topology: Topology, environ: Mapping[str, str]) -> Endpoint
 
 
 def connect_store(endpoint: Endpoint, timeout_s: float) -> Store:
-    """Connect to the store, hosting it where this rank is to; its keys carry the endpoint's prefix.
+    """Connect to the store, hosting it if `endpoint.hosted_here`; keys get the endpoint's prefix.
 
-    Raises RendezvousError: in under 3 s for a host name that does not resolve, at once for a port that another process
-    holds (named), after `timeout_s` seconds where nobody answers. A store hosted here lives as long as this process:
-    ranks that enter, leave and enter again could otherwise meet its end instead of its successor.
+    Raises RendezvousError: in less than 3 s if the host name does not resolve, immediately if a different process
+    (named in the error) uses the port, and after `timeout_s` seconds if no server answers. A store hosted here lives as
+    long as this process: ranks that leave and enter again could otherwise connect to it while it shuts down.
     """
     check_resolves(endpoint.addr)
     timeout = timedelta(seconds=timeout_s)
@@ -78,12 +78,12 @@ def connect_store(endpoint: Endpoint, timeout_s: float) -> Store:
 
 
 def host_on(descriptor: int, make: Callable[..., TCPStore]) -> TCPStore:
-    """What `make` returns for a store whose server takes the listening socket `descriptor`."""
+    """Call `make` so that the store's server uses the listening socket `descriptor`, and return the store."""
     try:
         return make(master_listen_fd=descriptor)
     except NotImplementedError:
-        return make(master_listen_fd=descriptor, use_libuv=False)  # torch 2.6: its libuv server takes no socket
+        return make(master_listen_fd=descriptor, use_libuv=False)  # the libuv server of torch 2.6 accepts no socket
 
 
 def _hold(store: Store) -> None:
-    """Registered to run at exit for the sake of its argument: the reference keeps the store's server alive."""
+    """Do nothing; registered at exit so that the reference in its argument keeps the store's server alive."""

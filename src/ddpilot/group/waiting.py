@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wait for keys in a store, quietly."""
+"""Wait for keys in a store without torch's log output."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _LONGEST_PAUSE_S = 0.1
 
 
 def came(store: Store, keys: Sequence[str], limit_s: float) -> bool:
-    """Whether all `keys` were in `store` within `limit_s` seconds; asks at least once.
+    """True if all `keys` were in `store` within `limit_s` seconds; checks at least once.
 
-    Not `Store.wait`, whose end of time prints lines of C++ into the rank's stderr. The pauses grow, so that thousands
-    of ranks do not keep the store busy.
+    `Store.wait` is not used because its timeout prints C++ messages to stderr. The polling interval grows, so that
+    thousands of ranks do not keep the store busy.
     """
     deadline = time.monotonic() + limit_s
     pause_s = _FIRST_PAUSE_S

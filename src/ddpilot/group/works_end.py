@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leave gloo's threads time before a process group, or the process, ends: else it can hang or abort (torch 2.13).
+"""Give gloo's threads time before a process group or the process ends; it can otherwise hang or abort (torch 2.13).
 
-The thread that finished a collective drops its tensors afterwards, with Python's lock for one that Python has seen.
+The thread that completed a collective releases its tensors afterwards, and needs the GIL for tensors that Python has
+seen.
 
-- A group's destructor waits for those threads with that lock held. A DDP model that outlives its destroyed group, as
-  at the end of a training function, runs into that: 18 of 40 scripts on a busy machine, none of 40 with the pause.
-- A process that ends with its group in use has Python end such a thread, which C++ answers with abort ("terminate
+- A group's destructor waits for those threads while it holds the GIL. This happens if a DDP model outlives its
+  destroyed group, as at the end of a training function: 18 of 40 scripts on a busy machine, none of 40 with the pause.
+- A process that exits with its group in use makes Python terminate such a thread, and C++ then aborts ("terminate
   called without an active exception", SIGABRT): 9 of 22 scripts of two ranks.
 """
 
@@ -17,13 +18,13 @@ from functools import wraps
 from typing import Any
 
 _NUM_PAUSES, _PAUSE_S = 10, 0.001
-"""In each of them whoever waits for Python's lock gets it."""
+"""Each pause releases the GIL to waiting threads."""
 
 _MARK = "_ddpilot_lets_works_end"
 
 
 def let_works_end() -> None:
-    """From now on `destroy_process_group` and this process's exit leave gloo's threads time. Twice is once."""
+    """Make `destroy_process_group` and this process's exit wait for gloo's threads. A second call does nothing."""
     import torch.distributed as dist
     import torch.distributed.distributed_c10d as c10d
 
@@ -33,7 +34,7 @@ def let_works_end() -> None:
 
     @wraps(destroy)
     def destroy_process_group(group: Any = None) -> None:
-        kept = tuple(c10d._world.pg_map)  # else the destructor may run in the next line
+        kept = tuple(c10d._world.pg_map)  # otherwise the destructor may run in the next line
         destroy(group)
         _pause()
         del kept
