@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`%ddp status`: the board of what every rank does, once or kept up to date."""
+"""`%ddp status`: show the status board once, or keep it up to date."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ENDED = "the ranks were stopped"
 
 
 def show_status(desk: Desk, given: dict[str, Any]) -> None:
-    """Show the board; with `live` keep it up to date, with `stop` do so no longer."""
+    """Show the board; with `live`, start updating it; with `stop`, stop updating it."""
     if given.get("stop"):
         was_live = desk.keep(None)
         desk.say("the board is not kept up to date any more" if was_live else "no board is kept up to date")
@@ -39,14 +39,14 @@ def show_status(desk: Desk, given: dict[str, Any]) -> None:
 
 
 def add_status(parser: MagicParser) -> None:
-    """The options of `%ddp status`."""
+    """Add the options of `%ddp status`."""
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--live", action="store_true", help="keep the board up to date until the ranks are stopped")
     how.add_argument("--stop", action="store_true", help="keep it up to date no longer")
 
 
 class LiveBoard:
-    """A display that changes in place every second, from a thread of its own, also while a cell runs."""
+    """A display that is updated in place every second by its own thread, also while a cell runs."""
 
     def __init__(self, session: Session, publisher: Publisher) -> None:
         self._session = session
@@ -58,7 +58,7 @@ class LiveBoard:
         self._thread.start()
 
     def close(self) -> None:
-        """Leave the display as it is now; where the ranks were stopped, it says that."""
+        """Stop updating and leave the display as it is, except that it reports if the ranks were stopped."""
         self._end.set()
         self._thread.join()
         if not self._session.is_running:
@@ -80,7 +80,7 @@ def _render(session: Session) -> dict[str, Any]:
 
 
 def _follow(session: Session) -> None:
-    """Draw the board over itself until Ctrl-C: a terminal has no place beside what is typed."""
+    """Redraw the board in place until Ctrl-C: a terminal cannot show it next to the prompt."""
     num_lines = 0
     try:
         while session.is_running:

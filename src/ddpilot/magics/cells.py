@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `%%ddp` does with the cell below it."""
+"""`%%ddp`: run the cell below on the ranks, in the notebook, or on both."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ddpilot.magics.usage import MagicParser, MagicUsageError, parse_ranks
 
 
 def make_cell_parser() -> MagicParser:
-    """The options of `%%ddp`."""
+    """Return the parser of the options of `%%ddp`."""
     parser = MagicParser("%%ddp", description="Run the cell below on the ranks.")
     parser.add_argument("--ranks", metavar="0,2-3", type=parse_ranks, help="on these ranks; default: all that live")
     place = parser.add_mutually_exclusive_group()
@@ -26,9 +26,9 @@ def make_cell_parser() -> MagicParser:
 
 
 def run_cell(desk: Desk, line: str, cell: str, verbs: Collection[str]) -> Any:
-    """Run `cell` as `line` says and return what a cell magic in it returns in the notebook, else None.
+    """Run `cell` with the options in `line`. Return what a cell magic in it returns in the notebook, else None.
 
-    `verbs`: those of `%ddp`. Raises RankError, LaunchInterrupted, MagicUsageError.
+    `verbs`: the verbs of `%ddp`. Raises RankError, LaunchInterrupted, MagicUsageError.
     """
     words = line.split()
     if words and not words[0].startswith("-"):
@@ -51,7 +51,7 @@ def run_cell(desk: Desk, line: str, cell: str, verbs: Collection[str]) -> Any:
 
 
 def run_on_ranks(desk: Desk, code: str, chosen: dict[str, Any]) -> None:
-    """Run `code`, whose lines are numbered as in the notebook's cell."""
+    """Run `code`, whose lines are numbered as in the notebook's cell, on the ranks."""
     session = desk.need("running a cell on the ranks")
     with briefly():
         session.execute(
@@ -64,7 +64,7 @@ def run_on_ranks(desk: Desk, code: str, chosen: dict[str, Any]) -> None:
 
 
 def _cell_number(shell: Any) -> int:
-    """The number of the notebook's cell that runs: newer IPythons have counted on by now, older ones have not."""
+    """Return the number of the running cell. Newer versions of IPython have already incremented `execution_count`."""
     number: int = shell.execution_count
     frame: FrameType | None = sys._getframe()
     while frame is not None:
@@ -76,7 +76,7 @@ def _cell_number(shell: Any) -> int:
 
 
 def run_here(desk: Desk, cell: str) -> Any:
-    """Run `cell` in the notebook, with nothing of it going to the ranks; what its cell magic returns, else None."""
+    """Run `cell` in the notebook only, also while auto is on. Return what a cell magic in it returns, else None."""
     with desk.local():
         first, _, body = cell.lstrip().partition("\n")
         if first.startswith("%%"):
@@ -87,9 +87,9 @@ def run_here(desk: Desk, cell: str) -> Any:
 
 
 def number_lines(line: str, cell: str) -> str:
-    """`cell` with a first line in place of the notebook's `%%ddp`, so that errors name the notebook's lines.
+    """Return `cell` with a first line in place of the notebook's `%%ddp`, so that errors name the notebook's lines.
 
-    IPython drops empty lines in front, so it is a comment. A cell magic has to stay the first line.
+    The line is a comment, as IPython drops leading blank lines. A cell magic has to remain the first line.
     """
     if cell.lstrip().startswith("%%"):
         return cell

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Widgets of ranks in the notebook: each comm of a rank has a twin in the notebook's own kernel, with the same id."""
+"""`CommBridge`: connects widgets of ranks to the front end, by comms of the notebook's kernel with the same ids."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ddpilot.session.view import RankMessage, SendToRank
 
 
 class CommBridge:
-    """Forwards between ranks' comms and the front end. `send` goes to a rank."""
+    """Forwards messages between the ranks' comms and the front end. `send` sends a message to a rank."""
 
     def __init__(self, send: SendToRank) -> None:
         self._send = send
@@ -41,7 +41,7 @@ class CommBridge:
             self._alike.pop(comm_id, None)
 
     def pair(self, shown: str, rank: int, alike: str) -> None:
-        """What the person does with the widget `shown` happens to `alike`, of `rank`, as well."""
+        """Also send the user's actions on the widget `shown` to the widget `alike` of `rank`."""
         pairs = self._alike.setdefault(shown, [])
         if (rank, alike) not in pairs:
             pairs.append((rank, alike))

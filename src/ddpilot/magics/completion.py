@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tab completion and Shift-Tab: the ranks' variables in their cells, verbs and their words behind `%ddp`."""
+"""Tab completion and Shift-Tab: variables of the ranks in their cells, and verbs and arguments after `%ddp`."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from ddpilot.session.session import Session
 
 _LINE = re.compile(r"\s*(?:[\w.,\[\] ]+=\s*)?%ddp (?P<words>.*)")
-"""A line of `%ddp`, also behind an assignment."""
+"""A line of `%ddp`, also as the right side of an assignment."""
 
 _NAME = re.compile(r"[^\W\d]\w*$")
 
 
 def make_matcher(desk: Desk) -> Callable[[CompletionContext], dict[str, Any]]:
-    """A matcher for IPython's completer. It asks one rank that has nothing to do, and waits 0.3 s at most."""
+    """Create a matcher for IPython's completer. It asks one idle rank and waits at most 0.3 s."""
 
     def match(context: CompletionContext) -> dict[str, Any]:
         line = context.text_until_cursor
@@ -53,7 +53,7 @@ def _complete_code(desk: Desk, context: CompletionContext) -> dict[str, Any]:
 
 
 def _find_code(desk: Desk, text: str, cursor: int) -> tuple[Session, str, int] | None:
-    """The session, the code and the place in it, if the cell `text` runs on the ranks; else None."""
+    """Return the session, the code and the cursor's position in it if the cell `text` runs on the ranks; else None."""
     first, newline, body = text.partition("\n")
     session = desk.session
     if session is None:
@@ -74,7 +74,7 @@ def _from_rank(session: Session, code: str, cursor: int) -> dict[str, Any]:
 
 
 def _complete_line(desk: Desk, words: str) -> dict[str, Any]:
-    """Verbs; behind one its options, ranks, names of the notebook or names of the ranks, whichever it takes."""
+    """Complete a verb, or its options, ranks, or names of variables in the notebook or on the ranks."""
     name, space, rest = words.partition(" ")
     verb, begun, session = VERBS.get(name), rest.rpartition(" ")[2], desk.session
     if not space:
@@ -95,7 +95,7 @@ def _complete_line(desk: Desk, words: str) -> dict[str, Any]:
 
 
 def _names_here(desk: Desk, begun: str) -> dict[str, Any]:
-    """Variables of the notebook, for a name that has begun; what is behind a dot is for others to complete."""
+    """Complete names of variables of the notebook. Attributes are left to other matchers."""
     name = _NAME.search(begun)
     begun_name = name[0] if name else ""
     if begun[: len(begun) - len(begun_name)].endswith("."):
@@ -117,7 +117,10 @@ def _options(parser: object) -> list[str]:
 
 
 def inspect_on_ranks(desk: Desk) -> Callable[[], None]:
-    """Let Shift-Tab in a cell for the ranks show a rank's object, else the notebook's; returns what undoes it."""
+    """Make Shift-Tab show objects of the ranks in their cells, else of the notebook.
+
+    Return a function that undoes this.
+    """
     kernel = getattr(desk.shell, "kernel", None)
     if kernel is None:
         return lambda: None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one session of an IPython shell, and whether plain cells go to it."""
+"""`Desk`: the session of an IPython shell, and whether plain cells run on its ranks."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from ddpilot.session.view import View
 
 
 class Board(Protocol):
-    """Something that is kept up to date."""
+    """A display that is kept up to date."""
 
     def close(self) -> None:
-        """Leave it as it is now."""
+        """Stop updating it."""
 
 
 class Desk:
-    """What the magics of one shell share."""
+    """State shared by the magics of one shell."""
 
     def __init__(self, shell: Any) -> None:
         self.shell = shell
@@ -40,24 +40,27 @@ class Desk:
         self._num_local = 0
         self._board: Board | None = None
         self.advise: Callable[[RankError | LaunchError], None] = lambda error: None
-        """Given to the views of sessions: called with every error of ranks before it is shown."""
+        """Passed to the views of sessions: called with every error of ranks before it is shown."""
 
     @property
     def session(self) -> Session | None:
-        """The session, where one runs."""
+        """The session, or None if none is running."""
         if self._session is not None and not self._session.is_running:
             self._session = None
         return self._session
 
     def need(self, did: str) -> Session:
-        """The session. Raises MagicUsageError where none runs."""
+        """Return the session. Raises MagicUsageError if none is running."""
         session = self.session
         if session is None:
             raise MagicUsageError(did, found="no ranks run", fix="Type `%ddp start -n 2` first, for two of them")
         return session
 
     def start(self, arguments: dict[str, Any]) -> Session:
-        """Start a session; one with the same options is kept. Raises MagicUsageError where one with others runs."""
+        """Start a session, or keep one with the same options.
+
+        Raises MagicUsageError if one with other options is running.
+        """
         options, running = SessionOptions(**arguments), self.session
         if running is not None:
             was, line = describe_options(running.options), describe_options(options)
@@ -79,13 +82,13 @@ class Desk:
             self._session = Session(**arguments, view=self._make_view(options))
         except LaunchInterrupted:
             raise
-        except KeyboardInterrupt:  # while modules were being imported: their frames say nothing
+        except KeyboardInterrupt:  # while modules were being imported: the traceback is of no use
             raise LaunchInterrupted("starting the ranks was stopped: none of them runs") from None
         self.say(f"{count_ranks(self._session)} ready in {time.monotonic() - began_s:.1f} s")
         return self._session
 
     def stop(self) -> None:
-        """Stop the ranks, if any run; cells are the notebook's again."""
+        """Stop the ranks, if any are running, and switch auto off."""
         session, self._session = self.session, None
         was_auto, self.is_auto = self.is_auto, False
         if session is None:
@@ -98,14 +101,14 @@ class Desk:
         self.say(f"stopped {count_ranks(session)}" + ("; auto is off" if was_auto else ""))
 
     def keep(self, board: Board | None) -> bool:
-        """Keep `board` up to date in place of the one before, which stays as it is; whether there was one."""
+        """Keep `board` up to date instead of the previous one, which is closed. Return True if there was one."""
         before, self._board = self._board, board
         if before is not None:
             before.close()
         return before is not None
 
     def say(self, text: str) -> None:
-        """Say something of ddpilot's own."""
+        """Print a message of ddpilot."""
         self.write(f"ddpilot: {text}\n")
 
     def write(self, text: str) -> None:
@@ -114,7 +117,7 @@ class Desk:
 
     @contextlib.contextmanager
     def local(self) -> Iterator[None]:
-        """Inside, nothing goes to the ranks by itself."""
+        """Context manager in which plain cells are not sent to the ranks."""
         self._num_local += 1
         try:
             yield
@@ -123,16 +126,16 @@ class Desk:
 
     @property
     def takes_cells(self) -> bool:
-        """Whether a plain cell that is run now goes to the ranks."""
+        """True if a plain cell that is run now goes to the ranks."""
         return self.is_auto and not self._num_local and not self._is_silent()
 
     @property
     def is_terminal(self) -> bool:
-        """Whether there is no kernel, and so no notebook, around the shell."""
+        """True if the shell does not belong to a kernel, and so not to a notebook."""
         return getattr(self.shell, "kernel", None) is None
 
     def _is_silent(self) -> bool:
-        """Whether the front end runs something for itself, such as a list of variables, and no person a cell."""
+        """True if the front end is running code of its own, such as for a list of variables, and not a user's cell."""
         parent: dict[str, Any] = getattr(self.shell, "get_parent", dict)()
         return bool(parent.get("content", {}).get("silent"))
 
@@ -141,7 +144,7 @@ class Desk:
         if self.is_terminal:
             view = TextView(options.output, options.output_limit_bytes)
         else:
-            from ddpilot.magics.notebook_view import NotebookView  # it needs what comes with kernels
+            from ddpilot.magics.notebook_view import NotebookView  # needs packages that come with kernels
 
             view = NotebookView(self.shell, options.output, options.output_limit_bytes)
         view.advise = self.advise
@@ -150,7 +153,7 @@ class Desk:
 
 @contextlib.contextmanager
 def briefly() -> Iterator[None]:
-    """A rank's error was shown by the view already: what IPython shows of it is one line."""
+    """Shorten an error of a rank to one line in IPython's traceback, as the view has already shown the whole error."""
     try:
         yield
     except (RankError, WatchError) as error:
@@ -161,5 +164,5 @@ def briefly() -> Iterator[None]:
 
 
 def count_ranks(session: Session) -> str:
-    """ "1 rank", "4 ranks"."""
+    """Return the number of ranks as text: "1 rank", "4 ranks" and so on."""
     return f"{session.world_size} rank{'s' * (session.world_size != 1)}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `%load_ext ddpilot` and `%unload_ext ddpilot` do."""
+"""`%load_ext ddpilot` and `%unload_ext ddpilot`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ATTRIBUTE = "_ddpilot_parts"
 
 
 class _Parts:
-    """What is in a shell; the desk outlives `%reload_ext`, as the ranks do."""
+    """What the extension adds to a shell. The desk survives `%reload_ext`, and so do the ranks."""
 
     def __init__(self, shell: Any) -> None:
         self.desk = Desk(shell)
@@ -35,7 +35,7 @@ class _Parts:
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """Give `shell` (IPython's) `%ddp` and `%%ddp`. A second call changes nothing."""
+    """Add `%ddp` and `%%ddp` to an IPython shell. A second call has no effect."""
     parts = getattr(shell, _ATTRIBUTE, None) or _Parts(shell)
     setattr(shell, _ATTRIBUTE, parts)
     if parts.is_loaded:
@@ -54,14 +54,17 @@ def load_ipython_extension(shell: Any) -> None:
 
 
 def _warm_up() -> None:
-    """Let the rank server import torch while the person goes on to the next cell."""
-    with contextlib.suppress(LaunchError, ImportError):  # `%ddp start` meets the same, and says it
+    """Make the rank server import torch in the background."""
+    with contextlib.suppress(LaunchError, ImportError):  # `%ddp start` raises the same error
         check_installed()
         warm_up()
 
 
 def unload_ipython_extension(shell: Any) -> None:
-    """Take them out again. Ranks go on: `%load_ext ddpilot` finds them, and they end with the notebook's kernel."""
+    """Remove the magics.
+
+    Ranks continue to run until the notebook's kernel ends; `%load_ext ddpilot` finds them again.
+    """
     parts = getattr(shell, _ATTRIBUTE, None)
     if parts is None or not parts.is_loaded:
         return
@@ -71,7 +74,7 @@ def unload_ipython_extension(shell: Any) -> None:
     shell.input_transformers_cleanup.remove(parts.router)
     shell.Completer.custom_matchers.remove(parts.matcher)
     parts.undo_inspect()
-    if parts.marks in shell.ast_transformers:  # IPython takes out one that has raised
+    if parts.marks in shell.ast_transformers:  # IPython removes transformers that have raised
         shell.ast_transformers.remove(parts.marks)
     shell.events.unregister("post_run_cell", parts.hints.after_cell)
     parts.is_loaded = False

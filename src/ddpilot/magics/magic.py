@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`%ddp` and `%%ddp` themselves."""
+"""`DdpMagics`: the `%ddp` line magic and the `%%ddp` cell magic."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ddpilot.magics.values import RETURNED, SCOPE
 from ddpilot.magics.verbs import VERBS
 
 WHOLE = "--whole"
-"""On a line of `%%ddp` that ddpilot itself has written: the lines of the cell are numbered already."""
+"""Marks a line of `%%ddp` that ddpilot itself generates: the cell's lines are already numbered."""
 
 ABOVE = "--above-code"
-"""On a line of `%ddp` that ddpilot itself has written, in place of a cell that began so: code stood below."""
+"""Marks a line of `%ddp` that ddpilot itself generates, in place of a cell that starts with `%ddp` above code."""
 
 
 @magics_class
@@ -46,7 +46,7 @@ class DdpMagics(Magics):
 
     @line_magic("%ddp")  # type: ignore[arg-type]  # partly untyped
     def below(self, line: str) -> None:
-        """Refuse a ``%%ddp`` that is not the first line of its cell; IPython makes a line magic of that name of it."""
+        """Refuse ``%%ddp`` below the first line of a cell, where IPython parses it as a line magic with this name."""
         typed = f"%%ddp {line}".rstrip()
         raise MagicUsageError(
             f"reading `{typed}`",
@@ -76,13 +76,13 @@ class DdpMagics(Magics):
         return VERBS[name].run(self._desk, given)
 
     def _scope(self, local_ns: dict[str, Any] | None) -> dict[str, Any]:
-        """The variables of the notebook that the line sees: within a function also the function's own."""
+        """Return the variables that the line can use: the notebook's, and in a function also its local variables."""
         names: dict[str, Any] = self._desk.shell.user_ns
         return names if local_ns is None or local_ns is names else {**names, **local_ns}
 
 
 def overview() -> str:
-    """All verbs, a line each."""
+    """Return the list of all verbs, one per line."""
     width = max(map(len, VERBS)) + 2
     verbs = "".join(f"  %ddp {name:{width}}{verb.does}\n" for name, verb in VERBS.items())
     return (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names that are on the other side: a NameError on a rank for one of the notebook's, and the other way round."""
+"""`NameHints`: fixes for NameErrors on a rank for a name of the notebook, and the other way round."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _MISSING = re.compile(r"NameError: name '(\w+)' is not defined")
 
 
 class NameHints:
-    """Adds what to do about a name that the other side has to errors of ranks and of the notebook's cells."""
+    """Adds a fix to NameErrors of ranks and of the notebook's cells if the other side has the name."""
 
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
 
     def advise(self, error: RankError | LaunchError) -> None:
-        """Give `error` a fix if a rank missed a name that the notebook has."""
+        """Set the fix of `error` if a rank raised a NameError for a name that the notebook has."""
         missing = _MISSING.search(error.found)
         if missing is None or error.fix:
             return
@@ -47,7 +47,7 @@ class NameHints:
         return f"The notebook has `{name}`: `%ddp push {' '.join(names)}` copies {them} to the ranks{here}"
 
     def after_cell(self, result: Any) -> None:
-        """IPython's "post_run_cell": say so if the notebook's cell missed a name that the ranks have."""
+        """Callback for IPython's "post_run_cell": print a hint if the cell lacked a name that the ranks have."""
         error, session = result.error_in_exec, self._desk.session
         name = getattr(error, "name", None) if isinstance(error, NameError) else None
         if session is not None and name and name not in self._desk.shell.user_ns and is_on_a_rank(name, session):
@@ -55,8 +55,8 @@ class NameHints:
 
 
 def is_on_a_rank(name: str, session: Session) -> bool:
-    """True if the lowest rank that lives has a variable `name`; False also if the ranks are busy."""
+    """True if the lowest live rank has a variable `name`; also False if the ranks are busy."""
     try:
         return any(session.pull(f"{name!r} in globals()", rank=rank) for rank in sorted(session.pids())[:1])
-    except (LaunchError, RankError):  # such as ranks that are busy: then it is only said that it is not here
+    except (LaunchError, RankError):  # for example, the ranks are busy
         return False

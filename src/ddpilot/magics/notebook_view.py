@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks say in a notebook: labelled lines, and objects shown once for all ranks on which they look alike."""
+"""`NotebookView`: shows labelled lines of ranks, and rich displays once for all ranks where they look the same."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ddpilot.session.shown.widgets import WidgetStates
 from ddpilot.session.view import RankMessage, SendToRank
 
 _MAX_REMEMBERED = 10_000
-"""So many lines and objects of a cell can be shown again after `clear_output` on some of its ranks."""
+"""Maximum number of lines and displays of a cell that can be shown again after `clear_output` on some of its ranks."""
 
 
 @dataclass
@@ -31,7 +31,7 @@ class _ShownLine:
 
 
 class NotebookScreen(TextScreen):
-    """Lines go to the notebook's stdout and stderr, objects into `places`."""
+    """Shows lines on the notebook's stdout and stderr, and rich displays in `places`."""
 
     def __init__(self, mode: Output, limit_bytes: int | None, places: Places, publisher: Publisher) -> None:
         super().__init__(mode, limit_bytes)
@@ -44,7 +44,7 @@ class NotebookScreen(TextScreen):
         places.is_labelled = mode == "labelled"
 
     def hides_rich(self, rank: int) -> bool:
-        """Whether the mode leaves this rank out; no limit counts objects."""
+        """True if the output mode excludes this rank. Rich displays do not count for the limit."""
         return self._rank_mode == "silent" or (self._rank_mode == "rank_zero" and rank != 0)
 
     def line(self, ranks: Sequence[int], stream: str, text: str) -> None:
@@ -54,24 +54,24 @@ class NotebookScreen(TextScreen):
         super().line(ranks, stream, text)
 
     def rich(self, items: Mapping[int, Rich]) -> None:
-        """Show an object below the label of its ranks, or add them to the label of the same one."""
+        """Show a display below the label of its ranks, or add the ranks to the label of an equal one."""
         self._clear_now(items)
         place = self._places.show(items)
         if place is not None:
             self._shown.append(place)
 
     def update(self, items: Mapping[int, Rich]) -> None:
-        """Show something else in the object's place."""
+        """Replace the content of the display."""
         self._places.update(items)
 
     def clear(self, ranks: Sequence[int], wait: bool) -> None:
-        """Take away what these ranks have shown in this cell, and leave what others have."""
+        """Remove what these ranks have shown in this cell, and keep the output of the other ranks."""
         self._to_clear.update(ranks)
         if not wait:
             self._clear_now(ranks, wait=False)
 
     def close(self) -> None:
-        """Give ranks whose object has become another one a place of their own."""
+        """Give ranks whose display has changed to something else a display of their own."""
         self._shown.extend(self._places.settle())
         super().close()
 
@@ -90,7 +90,7 @@ class NotebookScreen(TextScreen):
 
 
 def _leave(entry: _ShownLine | Place, gone: set[int]) -> bool:
-    """Take ranks out of something shown; whether any is left."""
+    """Remove ranks from something that is shown. Return True if any rank is left."""
     if isinstance(entry, Place):
         for rank in gone & set(entry.members):
             del entry.members[rank]
@@ -100,7 +100,7 @@ def _leave(entry: _ShownLine | Place, gone: set[int]) -> bool:
 
 
 class NotebookView(ScreenView):
-    """Shows in the notebook of `shell`. `mode`, `limit_bytes`: a session's `output` and `output_limit_bytes`."""
+    """Shows output in the notebook of `shell`. `mode`, `limit_bytes`: a session's `output` and `output_limit_bytes`."""
 
     def __init__(self, shell: Any, mode: Output = "labelled", limit_bytes: int | None = None) -> None:
         super().__init__()
@@ -112,20 +112,20 @@ class NotebookView(ScreenView):
         self._places = Places(self._publisher, self._pair)
 
     def make_screen(self) -> Screen:
-        """A screen on the notebook's streams as they are now."""
+        """Return a screen on the notebook's current streams."""
         return NotebookScreen(self._mode, self._limit_bytes, self._places, self._publisher())
 
     def bind(self, send: SendToRank) -> None:
-        """Take the way back to the ranks' widgets."""
+        """Set the function that sends messages to the ranks' widgets."""
         self._bridge = CommBridge(send)
 
     def read(self, message: RankMessage) -> Rich:
-        """The display in a message; a widget is known by what it shows."""
+        """Return the display in a message. A widget is identified by its state."""
         view = message.content.get("data", {}).get(WIDGET, {})
         return read_rich(message, self._widgets.looks(view.get("model_id", "")) if view else None)
 
     def take_comm(self, message: RankMessage) -> None:
-        """Forward what a widget says."""
+        """Forward a comm message of a rank's widget."""
         self._widgets.take(message)
         if self._bridge is not None:
             self._bridge.take(message)
@@ -136,12 +136,12 @@ class NotebookView(ScreenView):
         sys.stderr.flush()
 
     def ask(self, rank: int, prompt: str, password: bool) -> str:
-        """Ask in the notebook, with the rank in front. Raises EOFError where the front end cannot ask."""
+        """Ask in the notebook, with the rank as a prefix. Raises EOFError if the front end does not support input."""
         self.flush()
         question = f"[rank {rank}] {prompt}"
         try:
             return getpass.getpass(question) if password else input(question)
-        except NotImplementedError as error:  # ipykernel's: nobody sits in front of this notebook
+        except NotImplementedError as error:  # raised by ipykernel if the notebook runs without a front end
             raise EOFError(str(error)) from error
 
     def _publisher(self) -> Publisher:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of `%ddp start`: the fields of `SessionOptions`, which also has their defaults and checks."""
+"""The options of `%ddp start`, one for each field of `SessionOptions`, which has their defaults and checks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _FLAGS: Mapping[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "on_finding": (("--on-finding",), {"choices": get_args(Action)}),
     "stall_warn_s": (("--stall-warn-s",), {"metavar": "S", "type": float}),
 }
-"""How each field is spelt on a line. A test asks for every field of `SessionOptions`."""
+"""Flags and argparse arguments of each field. A test checks that every field of `SessionOptions` is present."""
 
 _HELP: Mapping[str, str] = {
     "nproc_per_node": "number of ranks; auto: one for each visible GPU, else 1; gpu: one for each visible GPU; "
@@ -53,25 +53,25 @@ _HELP: Mapping[str, str] = {
     "Default: report",
     "stall_warn_s": "seconds that ranks wait for one that is alive before a warning; default: 30",
 }
-"""What each option does, in a line's words: the fields' own texts are about Python values."""
+"""Help text of each option, in terms of the command line; the docstrings of the fields describe Python values."""
 
 _SHAPES: Mapping[str, Any] = {"apps": tuple, "env": dict, "preload": tuple}
 
 
 def add_options(parser: MagicParser) -> None:
-    """Give `parser` an option for every field."""
+    """Add an option for every field to `parser`."""
     for name, (flags, how) in _FLAGS.items():
         parser.add_argument(*flags, dest=name, help=_HELP[name].replace("%", "%%"), **how)
 
 
 def to_arguments(parsed: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `Session` and `SessionOptions`: what was typed and nothing else."""
+    """Return the arguments of `Session` and `SessionOptions` that were given on the line."""
     names = {field.name for field in dataclasses.fields(SessionOptions)}
     return {name: _SHAPES.get(name, lambda same: same)(value) for name, value in parsed.items() if name in names}
 
 
 def describe_options(options: SessionOptions) -> str:
-    """The line that starts a session with `options`: those that are not the defaults."""
+    """Return the line that starts a session with `options`, leaving out defaults."""
     words = []
     for field in dataclasses.fields(SessionOptions):
         value, flag = getattr(options, field.name), _FLAGS[field.name][0][0]

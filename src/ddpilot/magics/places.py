@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where in a notebook the rich objects of ranks are shown: one place for all ranks whose object looks the same."""
+"""`Places`: rich displays of ranks in a notebook, one for all ranks whose display looks the same."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from ddpilot.findings.words import render_ranks
 from ddpilot.session.shown.rich import Rich
 
-# Looks like, and stands exactly below, the label of a line.
+# Has the style and horizontal position of the label of a line.
 _LABEL_STYLE = (
     "font-family:var(--jp-code-font-family,monospace);font-size:var(--jp-code-font-size,inherit);"
     "padding-left:calc(2px + var(--jp-code-padding,0px));margin-top:4px;opacity:.75"
@@ -20,7 +20,7 @@ _LABEL_HTML = f'<div style="{_LABEL_STYLE}">{{label}}</div>'
 
 
 class Publisher(Protocol):
-    """IPython's display publisher, which `%%capture` replaces for the time of a cell."""
+    """IPython's display publisher, which `%%capture` replaces during a cell."""
 
     def publish(
         self,
@@ -30,7 +30,7 @@ class Publisher(Protocol):
         transient: dict[str, Any] | None = None,
         update: bool = False,
     ) -> None:
-        """Show something, or with `update` replace what has the same display id."""
+        """Show a display, or with `update` replace the content of those with the same display id."""
 
     def clear_output(self, wait: bool = False) -> None:
         """Clear the cell's output."""
@@ -38,45 +38,49 @@ class Publisher(Protocol):
 
 @dataclass
 class Place:
-    """One display in the notebook, below a label that is a display too, so that it can change."""
+    """One display in the notebook, below a label that is itself a display, so that it can be updated."""
 
     display_id: str
     fingerprint: str
-    """Of what was shown here first: a rank that is late shows the same."""
+    """Fingerprint of what was first shown here, by which displays of slower ranks are matched."""
 
     members: dict[int, Rich] = field(default_factory=dict)
-    """By rank, what it shows here now. The lowest rank's is on the screen."""
+    """By rank: what it shows here now. The lowest rank's display is visible."""
 
     @property
     def lead(self) -> int:
-        """The rank whose object is on the screen."""
+        """The rank whose display is visible."""
         return min(self.members)
 
 
 class Places:
-    """All places of one session. `publisher()`: the notebook's, now; `pair(shown, alike)` is told of widgets in one."""
+    """All displays of one session. `publisher()` returns the notebook's current publisher.
+
+    `pair(shown, alike)` is called for widgets that share a place: the id of the visible one, and those of the others by
+    rank.
+    """
 
     def __init__(self, publisher: Callable[[], Publisher], pair: Callable[[str, dict[int, str]], None]) -> None:
         self._publisher = publisher
         self._pair = pair
         self._prefix = f"ddpilot-{uuid.uuid4().hex[:12]}"
         self._count = 0
-        self._recent: list[Place] = []  # of this cell, in order
-        self._last: dict[int, int] = {}  # by rank: index of its last one in there
-        self._by_id: dict[tuple[int, str], Place] = {}  # by rank and the display id that the rank knows
+        self._recent: list[Place] = []  # places of this cell, in order
+        self._last: dict[int, int] = {}  # by rank: index of its last place in `_recent`
+        self._by_id: dict[tuple[int, str], Place] = {}  # by rank and the rank's own display id
         self._changed: dict[str, Place] = {}
         self.is_labelled = True
 
     def begin(self) -> None:
-        """A cell starts: what it shows joins nothing of the cells before."""
+        """A cell starts: its displays are not merged with those of earlier cells."""
         self._recent.clear()
         self._last.clear()
 
     def show(self, items: Mapping[int, Rich]) -> Place | None:
-        """Show objects that look the same; the new place, or None where they joined one that is there."""
+        """Show displays that look the same. Return the new place, or None if they were added to an existing one."""
         for rank, rich in items.items():
             if (rank, rich.display_id) in self._by_id:
-                self.update({rank: rich})  # shown once more under the id: the earlier ones change too
+                self.update({rank: rich})  # shown again with the same id: earlier displays with it change too
         place = self._find(items)
         is_new = place is None
         if place is None:
@@ -93,7 +97,7 @@ class Places:
         return place if is_new else None
 
     def update(self, items: Mapping[int, Rich]) -> None:
-        """Show something else in the places of the same display ids. Others are passed over, as in Jupyter."""
+        """Replace the content of displays with the same display ids. Unknown ids are ignored, as in Jupyter."""
         for rank, rich in items.items():
             place = self._by_id.get((rank, rich.display_id))
             if place is None or rank not in place.members:
@@ -107,9 +111,9 @@ class Places:
                     self._label(place, update=True)
 
     def settle(self) -> list[Place]:
-        """At a cell's end: ranks whose object has become another than the one on the screen get a place of their own.
+        """At the end of a cell, give ranks whose display differs from the visible one a place of their own.
 
-        While a cell runs they are only ahead or behind.
+        During a cell, ranks may differ because one is ahead of another.
         """
         new = []
         for place in self._changed.values():
@@ -154,14 +158,14 @@ class Places:
         lead = place.lead
         place.members.update(items)
         self._last.update(dict.fromkeys(items, self._recent.index(place)))
-        self._changed[place.display_id] = place  # the one on the screen may have moved on since
+        self._changed[place.display_id] = place  # the visible one may have been updated since
         self._label(place, update=True)
         if place.lead != lead:
             rich = place.members[place.lead]
             self._publish(place.display_id, rich.data, rich.metadata, update=True)
 
     def _label(self, place: Place, *, update: bool = False) -> None:
-        """Show whose object it is; nothing above one that shows nothing, such as a bar that was taken away."""
+        """Show the label with the ranks of the place; "" if its display is blank, such as a removed progress bar."""
         if self.is_labelled:
             is_blank = not place.members or place.members[place.lead].is_blank
             label = "" if is_blank else f"[{render_ranks(sorted(place.members))}]"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a cell runs, decided before IPython reads it: on the ranks while auto is on, in the notebook, or on both."""
+"""Input transformer that decides where a cell runs: on the ranks while auto is on, in the notebook, or on both."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from ddpilot.magics.desk import Desk
 from ddpilot.magics.magic import ABOVE, WHOLE
 
 _MEANT = re.compile(r"%ddp[ \t]*((?!-h\b|--help\b)--?\w.*)?\n?$")
-"""`%ddp` without a verb, which lists the verbs where it stands alone."""
+"""`%ddp` without a verb, which lists the verbs if no code follows."""
 
 _PLACED = re.compile(r"%%ddp[ \t]+--(local|everywhere)[ \t]*\n?$")
 _VERB = re.compile(r"(?:[\w, ]+=\s*)?%ddp(?:\s|$)|%(?:re|un)?load_ext\s+ddpilot\s*$")
 _INDENTED = re.compile(r"[ \t]+%%ddp(?:\s|$)")
-"""The first line of a cell whose code is indented less: IPython has taken away what all lines have."""
+"""An indented first line above code that is indented less: IPython has removed the common indentation."""
 
 _MAGIC = re.compile(r"%(\w+)")
 
@@ -22,16 +22,16 @@ EVERYWHERE = frozenset(
     {"aimport", "autoreload", "cd", "colors", "config", "env", "load_ext", "matplotlib", "precision", "pylab"}
     | {"pdb", "reload_ext", "set_env", "unload_ext", "xmode"}
 )
-"""Line magics that set a shell up: the notebook and the ranks stay alike when all of them hear it."""
+"""Line magics that configure a shell; they run in the notebook and on all ranks, to keep these alike."""
 
 HERE = frozenset({"pip", "conda", "mamba", "micromamba", "uv", "history", "lsmagic", "magic", "quickref", "notebook"})
-"""Line magics that are about the environment or the notebook, of which there is one."""
+"""Line magics about the environment or the notebook; they run in the notebook only."""
 
 
 class Router:
-    """A transformer of cells, before any other that looks for magics."""
+    """A cell transformer that runs before those that look for magics."""
 
-    # IPython then leaves it out where it only asks whether a cell is complete: what was typed is to be judged.
+    # Makes IPython skip it when checking whether a cell is complete, so that the code is checked as typed.
     has_side_effects = True
 
     def __init__(self, desk: Desk) -> None:
@@ -59,10 +59,10 @@ class Router:
         return _split(lines)
 
     def _place(self, where: str, lines: list[str]) -> list[str]:
-        """Make `%%ddp --local` and `--everywhere` plain code of the notebook, which IPython runs as any other."""
+        """Turn `%%ddp --local` and `--everywhere` into plain notebook code, which IPython runs like any other."""
         body = lines[1:]
         if not _has_code(body) or "".join(body).lstrip().startswith("%%"):
-            return lines  # the magic says what is missing, or runs the magic below it
+            return lines  # the magic reports what is missing, or runs the magic below it
         comment = f"# {lines[0]}"
         if where == "local":
             return [comment, *body]
@@ -74,14 +74,14 @@ def _has_code(lines: list[str]) -> bool:
 
 
 def _only_magics(lines: list[str]) -> frozenset[str]:
-    """Names of the line magics that a cell consists of, "pip" for shell commands; none where there is other code."""
+    """Return the names of the line magics in a cell, "pip" for shell commands; empty if the cell has other code."""
     names = set()
     for line in lines:
         if not line.strip() or line.startswith("#"):
             continue
         magic = _MAGIC.match(line)
         if line.startswith("!"):
-            names.add("pip")  # one machine, one command
+            names.add("pip")  # run once on this machine, not on every rank
         elif magic is None or _VERB.match(line):
             return frozenset()
         else:
@@ -90,7 +90,7 @@ def _only_magics(lines: list[str]) -> frozenset[str]:
 
 
 def _split(lines: list[str]) -> list[str]:
-    """A cell whose `%ddp` lines stay in the notebook and whose other lines go to the ranks, in the same order."""
+    """Keep the `%ddp` lines of a cell in the notebook and send the other lines to the ranks, in the same order."""
     made: list[str] = []
     code: list[str] = []
     for number, line in enumerate(lines):

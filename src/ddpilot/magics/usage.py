@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading what follows `%ddp` and `%%ddp`; wrong use is answered by the right use."""
+"""`MagicParser`: parses the lines of `%ddp` and `%%ddp`; errors show the correct usage."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from ddpilot.errors import DdpilotError
 
 
 class MagicUsageError(DdpilotError, ValueError):
-    """A magic was used in a way that cannot be meant."""
+    """A magic was used incorrectly."""
 
     def _render_traceback_(self) -> list[str]:
-        """For IPython: the sentence, since the frames are ours."""
+        """Return the message only, for IPython: the frames are ddpilot's own."""
         return [f"UsageError: {self.render()}"]
 
 
 class Helped(Exception):  # noqa: N818  # nothing is wrong
-    """`-h` was given: its text is to be shown, and nothing else to be done."""
+    """`-h` was given: carries the help text to show. Not an error."""
 
 
 class MagicParser(argparse.ArgumentParser):
-    """Raises MagicUsageError where argparse would end the process, and `Helped` for -h.
+    """An argument parser that raises MagicUsageError instead of exiting, and `Helped` for -h.
 
-    `hint`: what is right in place of a word that is not known, "" where that is for the usage to say.
+    `hint` returns a suggestion for an unknown word, or "" to show the usage.
     """
 
     def __init__(self, prog: str, *, hint: Callable[[str], str] | None = None, **kwargs: Any) -> None:
@@ -35,7 +35,7 @@ class MagicParser(argparse.ArgumentParser):
         self.add_argument("-h", "--help", action=_Help, help="show this")
 
     def read(self, words: Sequence[str]) -> dict[str, Any]:
-        """The options in `words`, by name. Raises MagicUsageError, or Helped."""
+        """Return the options in `words`, by name. Raises MagicUsageError, or Helped."""
         known, unknown = self.parse_known_args(words)
         if unknown:
             fix = self._hint(unknown[0]) if self._hint is not None else ""
@@ -46,7 +46,7 @@ class MagicParser(argparse.ArgumentParser):
         return vars(known)
 
     def error(self, message: str) -> NoReturn:
-        """Raise, with what is right."""
+        """Raise MagicUsageError with `message` and the usage."""
         usage = " ".join(self.format_usage().removeprefix("usage: ").split())
         raise MagicUsageError(f"reading `{self.prog}`", found=message, fix=f"Right is: {usage}")
 
@@ -60,7 +60,7 @@ class _Help(argparse.Action):
 
 
 def parse_ranks(text: str) -> tuple[int, ...]:
-    """Numbers of ranks from text such as "0,2-3". Raises ArgumentTypeError, which argparse puts into words."""
+    """Parse ranks from text such as "0,2-3". Raises ArgumentTypeError, which argparse reports."""
     ranks: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
@@ -71,14 +71,14 @@ def parse_ranks(text: str) -> tuple[int, ...]:
 
 
 def parse_rank(text: str) -> int:
-    """The number of one rank. Raises ArgumentTypeError."""
+    """Parse the number of one rank. Raises ArgumentTypeError."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is no number of a rank")
     return int(text)
 
 
 def parse_variable(text: str) -> tuple[str, str]:
-    """Name and value from "NAME=value". Raises ArgumentTypeError."""
+    """Parse the name and value in "NAME=value". Raises ArgumentTypeError."""
     name, equals, value = text.partition("=")
     if not name or not equals:
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=value")
@@ -86,6 +86,6 @@ def parse_variable(text: str) -> tuple[str, str]:
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
-    """ "Did you mean ...?" with the nearest of `known`, "" where none is near."""
+    """Return "Did you mean ...?" with the closest match in `known`, or "" if there is no close match."""
     near = difflib.get_close_matches(word, list(known), 1)
     return f"Did you mean `{near[0]}`?" if near else ""

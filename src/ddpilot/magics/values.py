@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values between the notebook and the ranks: `%ddp push`, `%ddp pull`, `%ddp run`."""
+"""`%ddp push`, `%ddp pull` and `%ddp run`: send values between the notebook and the ranks."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from ddpilot.session.own_names import own_names
 from ddpilot.session.session import Session
 
 SCOPE = "scope"
-"""Among the arguments of a verb: the variables that its line sees."""
+"""Key of a verb's arguments: the variables that its line can use."""
 
 RETURNED = "--returned"
-"""On a line of `%ddp` that ddpilot itself has written: its value is used in an expression, such as an assignment."""
+"""Marks a line of `%ddp` that ddpilot itself generates: its value is used in an expression, such as an assignment."""
 
 
 def push_values(desk: Desk, given: Mapping[str, Any]) -> None:
@@ -40,14 +40,14 @@ def push_values(desk: Desk, given: Mapping[str, Any]) -> None:
 
 
 def pull_values(desk: Desk, given: Mapping[str, Any]) -> Any:
-    """Copy values of ranks into variables of the notebook and say what they overwrite.
+    """Copy values of ranks into variables of the notebook, and report which variables were overwritten.
 
-    In an expression, such as `x = %ddp pull y`, return them and set nothing: one value, or a tuple.
+    In an expression, such as `x = %ddp pull y`, return the values (one value, or a tuple) and set no variables.
     """
     session, names = desk.need("pulling"), given["names"]
     other, is_returned = given.get("other"), given.get("is_returned", False)
     if (other is not None or is_returned) and len(names) > 1 and _is_expression(" ".join(names)):
-        names = [" ".join(names)]  # one with spaces in it
+        names = [" ".join(names)]  # one expression that contains spaces
     if other is not None:
         _check_other(other, names, is_returned)
     elif not is_returned:
@@ -86,14 +86,17 @@ def _check_names_to_set(names: list[str]) -> None:
 
 
 class MarkReturned(ast.NodeTransformer):
-    """Marks `%ddp pull` and `%ddp run` in an expression: alone, one sets variables and the other shows no Nones."""
+    """Marks `%ddp pull` and `%ddp run` in expressions.
+
+    On lines of their own, one sets variables, the other hides Nones.
+    """
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST:  # ast's name
-        """Leave a line that is nothing but the magic."""
+        """Leave a line that consists of the magic alone unchanged."""
         return node if _is_marked(node.value) else self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:  # ast's name
-        """Mark the magic in any other place."""
+        """Mark the magic anywhere else."""
         if _is_marked(node):
             verb, _, rest = node.args[1].value.lstrip().partition(" ")  # type: ignore[attr-defined]  # a constant
             node.args[1] = ast.copy_location(ast.Constant(f"{verb} {RETURNED} {rest}"), node.args[1])
@@ -133,9 +136,9 @@ def _describe(value: object) -> str:
 
 
 def call_on_ranks(desk: Desk, given: Mapping[str, Any]) -> Any:
-    """What the call returns on each rank; function and arguments are the notebook's.
+    """Call a function of the notebook on every rank, with arguments of the notebook; return the results by rank.
 
-    None in place of nothing but Nones, unless that is used in an expression: IPython shows what a line returns.
+    Returns None if all results are None and the value is not used in an expression, as IPython would display it.
     """
     text = " ".join(given["call"])
     session = desk.need(f"running `{text}`")
@@ -149,9 +152,9 @@ def call_on_ranks(desk: Desk, given: Mapping[str, Any]) -> Any:
 
 
 def _check_names(call: ast.Call, names: Mapping[str, Any], session: Session) -> None:
-    """Raise where a name in `call` is not one of the notebook's."""
+    """Raise MagicUsageError if a name in `call` is not defined in the notebook."""
     inside = list(ast.walk(call))
-    given = {node.arg for node in inside if isinstance(node, ast.arg)}  # of a lambda
+    given = {node.arg for node in inside if isinstance(node, ast.arg)}  # parameters of lambdas
     given |= {node.id for node in inside if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     for node in inside:
         if not isinstance(node, ast.Name) or node.id in names or node.id in given or hasattr(builtins, node.id):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `%ddp` can do, one verb each; every one calls a function of `Session`, which a script can call as well."""
+"""The verbs of `%ddp`. Each calls a method of `Session`, which scripts can call as well."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ Arguments = dict[str, Any]
 
 @dataclass(frozen=True)
 class Verb:
-    """A verb: what it does in a line, its options, and the function that does it."""
+    """A verb: its description, its options and the function that runs it."""
 
     name: str
     does: str
     run: Callable[[Desk, Arguments], Any]
     add: Callable[[MagicParser], None] = lambda parser: None
     split: Callable[[str], list[str]] = shlex.split
-    """Makes words of what follows the verb."""
+    """Splits the text after the verb into words."""
     hint: Callable[[str], str] | None = None
-    """What is right in place of a word that the verb does not know, or ""."""
+    """Returns a suggestion for a word that the verb does not know, or ""."""
 
     def parser(self) -> MagicParser:
-        """Reads what follows the verb."""
+        """Return the parser of the verb's arguments."""
         parser = MagicParser(f"%ddp {self.name}", hint=self.hint, description=f"{self.does[0].upper()}{self.does[1:]}.")
         self.add(parser)
         return parser

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The board: what every rank is doing now, as text and as HTML."""
+"""The status board: what every rank is doing now, rendered as text and as HTML."""

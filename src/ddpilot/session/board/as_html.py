@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The board as an HTML fragment for a notebook."""
+"""Render the status board as an HTML fragment for a notebook."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ddpilot.session.board.phrases import (
 )
 from ddpilot.session.status import RankStatus
 
-# JupyterLab's colours follow its theme; the others are for front ends without them and read well on white and black.
+# JupyterLab's variables follow its theme; the fallbacks are readable on both light and dark backgrounds.
 _COLORS: dict[Mood, str] = {
     "starting": "var(--jp-info-color1, #2b8a9e)",
     "idle": "var(--jp-ui-font-color3, #888)",
@@ -30,20 +30,20 @@ _COLORS: dict[Mood, str] = {
 }
 _FAINT = "color:var(--jp-ui-font-color2, inherit)"
 _LINE = "var(--jp-border-color2, #8886)"
-# JupyterLab stripes the rows of a table, aligns everything to the right and keeps it to the width of its text.
+# Override JupyterLab's table style: striped rows, text aligned to the right, width limited to the content.
 _TABLE = "border-collapse:collapse;margin:4px 0;color:inherit;font-size:13px;line-height:1.5;table-layout:auto"
 _ROW = f"background:transparent;border:none;border-top:1px solid {_LINE}"
 _CELL = "padding:3px 12px 3px 0;border:none;vertical-align:top;white-space:nowrap;max-width:none;"
 _NUMBER = f"{_CELL}text-align:right;font-variant-numeric:tabular-nums"
-_WORDS = f"{_CELL}text-align:left;white-space:normal;overflow-wrap:anywhere;min-width:22em"  # steady while it changes
-# What does not fit on a line goes on below its beginning, not below the dot.
+_WORDS = f"{_CELL}text-align:left;white-space:normal;overflow-wrap:anywhere;min-width:22em"  # stable between updates
+# Wrapped lines are aligned with the text, not with the dot.
 _STATE = "padding-left:15px;text-indent:-15px"
 _DETAIL = f"{_FAINT};padding-left:15px;font-size:12px"
 _DOT = "display:inline-block;width:8px;height:8px;border-radius:4px;margin-right:7px;background:{color}"
 
 
 def render_board_html(statuses: Sequence[RankStatus], now_s: float) -> str:
-    """One ``<div>`` without scripts, style sheets or anything to load; every text is escaped.
+    """Return one ``<div>`` without scripts, style sheets or external resources. All text is escaped.
 
     `now_s` is a time of the monotonic clock.
     """

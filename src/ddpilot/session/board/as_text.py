@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The board as plain text."""
+"""Render the status board as plain text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from ddpilot.session.status import RankStatus
 
 
 def render_board_text(statuses: Sequence[RankStatus], now_s: float) -> str:
-    """One line per rank under a summary, no line end after the last; `now_s` is a time of the monotonic clock."""
+    """Return a summary line and one line per rank, without a final newline.
+
+    `now_s` is a time of the monotonic clock.
+    """
     with_gpu = has_gpu(statuses)
     header = ("rank", "pid", "CPU", "memory", *(("GPU", "GPU memory") if with_gpu else ()))
     rows = [header, *(_numbers(status, with_gpu) for status in statuses)]

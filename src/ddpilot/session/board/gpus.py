@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What NVIDIA's management library (NVML) says about the use of devices: no torch, no CUDA context."""
+"""Read GPU utilization and memory from NVIDIA's management library (NVML), without torch or a CUDA context."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ _NOT_AVAILABLE = 2**64 - 1
 
 @dataclass(frozen=True, kw_only=True)
 class GpuUse:
-    """One device. `percent`: of the time that anything ran on it; None where the driver does not tell (MIG)."""
+    """Usage of one GPU.
+
+    `percent`: share of the time in which a kernel ran; None if the driver does not report it (MIG).
+    """
 
     percent: float | None
     memory_bytes: Mapping[int, int | None]
-    """By pid of the processes that compute on it; in a container the driver may give none, or those of the host."""
+    """By pid of the compute processes. In a container the driver may report no processes, or pids of the host."""
 
 
 class _Process(ctypes.Structure):
@@ -37,8 +40,8 @@ class _Rates(ctypes.Structure):
 
 
 def read_gpus(nvml: Any = None) -> tuple[GpuUse, ...]:
-    """The devices of this machine; empty where there is no driver. `nvml`: the library, None: the system's."""
-    with contextlib.suppress(OSError, AttributeError):  # no driver, or one from before these functions
+    """Return the usage of this machine's GPUs; empty without a driver. `nvml`: the library; None loads the system's."""
+    with contextlib.suppress(OSError, AttributeError):  # no driver, or one that is too old to have these functions
         library = nvml or ctypes.CDLL("nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1")
         if library.nvmlInit_v2() == 0:
             try:

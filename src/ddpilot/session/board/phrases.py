@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank's status in words, the same in a terminal and in a notebook."""
+"""Describe the status of a rank in words, identically in a terminal and a notebook."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Literal, NamedTuple
 from ddpilot.session.status import CollectiveStatus, RankStatus
 
 Mood = Literal["starting", "idle", "busy", "waiting", "dead"]
-"""The state, with those apart that wait for other ranks."""
+"""The state of a rank, with busy ranks that wait for other ranks as a separate value."""
 
 NO_VALUE = "-"
 GPU_NOTE = (
     "A GPU at 100 % is no sign of progress: NCCL keeps it spinning while a rank waits for others in a collective."
 )
-_WAITS_AFTER_S = 1.0  # in a shorter one every training loop is, most of the time
+_WAITS_AFTER_S = 1.0  # training loops spend much of their time in shorter ones
 _MOODS: tuple[Mood, ...] = ("dead", "waiting", "busy", "starting", "idle")
 
 
 class Phrase(NamedTuple):
-    """`text` is what the rank does now; `detail` stands behind it and may be empty."""
+    """Description of a rank. `text` is what it is doing now; `detail` is additional information, or ""."""
 
     mood: Mood
     text: str
@@ -29,7 +29,7 @@ class Phrase(NamedTuple):
 
 
 def describe(status: RankStatus, now_s: float) -> Phrase:
-    """What the rank does, such as ``waiting in all_reduce for 4 s at Cell In[7]:3``."""
+    """Describe what the rank is doing, such as ``waiting in all_reduce for 4 s at Cell In[7]:3``."""
     age = format_duration(now_s - status.since_s)
     pending = status.collective
     if status.state == "dead":
@@ -50,19 +50,19 @@ def describe(status: RankStatus, now_s: float) -> Phrase:
 
 
 def summarize(statuses: Sequence[RankStatus], now_s: float) -> str:
-    """How many ranks there are of each kind, such as ``4 ranks: 1 dead, 3 waiting``."""
+    """Count the ranks by mood, such as ``4 ranks: 1 dead, 3 waiting``."""
     moods = Counter(describe(status, now_s).mood for status in statuses)
     parts = ", ".join(f"{moods[mood]} {mood}" for mood in _MOODS if moods[mood])
     return f"{len(statuses)} rank{'' if len(statuses) == 1 else 's'}{': ' if parts else ''}{parts}"
 
 
 def has_gpu(statuses: Sequence[RankStatus]) -> bool:
-    """Whether anything is known of a GPU."""
+    """True if the GPU usage of any rank is known."""
     return any(status.gpu_percent is not None or status.gpu_memory_bytes is not None for status in statuses)
 
 
 def format_duration(duration_s: float) -> str:
-    """``0 s``, ``59 s``, ``2 min 5 s``, ``3 h 10 min``, ``2 d 4 h``."""
+    """Format seconds as ``0 s``, ``59 s``, ``2 min 5 s``, ``3 h 10 min`` or ``2 d 4 h``."""
     whole = max(0, int(duration_s))
     for unit, seconds, smaller, smaller_seconds in (
         ("d", 86400, "h", 3600),
@@ -76,14 +76,14 @@ def format_duration(duration_s: float) -> str:
 
 
 def format_bytes(num_bytes: int | None) -> str:
-    """``45 MB``, ``1.4 GB``: powers of 1000; ``-`` for None."""
+    """Format bytes as ``45 MB`` or ``1.4 GB`` (powers of 1000); ``-`` for None."""
     if num_bytes is None:
         return NO_VALUE
     return f"{num_bytes / 1e6:.0f} MB" if num_bytes < 999.5e6 else f"{num_bytes / 1e9:.1f} GB"
 
 
 def format_percent(percent: float | None) -> str:
-    """``7 %``; ``-`` for None."""
+    """Format a percentage as ``7 %``; ``-`` for None."""
     return NO_VALUE if percent is None else f"{percent:.0f} %"
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What processes use at this moment: cores and memory, and where there is an NVIDIA driver its devices."""
+"""Measure CPU and memory usage of processes, and their GPU usage if there is an NVIDIA driver."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from ddpilot.session.board.gpus import GpuUse, read_gpus
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """Of one process and all that descend from it, such as the workers of a `DataLoader`."""
+    """Usage of one process and all its descendants, such as the workers of a `DataLoader`."""
 
     cpu_percent: float
-    """Of one core: 200 is two cores."""
+    """In percent of one core: 200 is two cores."""
     memory_bytes: int
-    """Its own share, where the platform tells (PSS): what several processes have in common counts once between them."""
+    """Memory; where the platform reports PSS, pages shared by several processes are divided between them."""
     gpu_percent: float | None
-    """Of its busiest device, whoever else uses that; None where it uses none, or the driver does not tell."""
+    """Utilization, by all processes, of the busiest GPU that it uses; None if it uses none or the driver does not
+    report it."""
     gpu_memory_bytes: int | None
-    """Of its own on all devices."""
+    """Its own memory on all GPUs; None if not known."""
 
 
 def collect_usage(pids: Iterable[int], *, interval_s: float = 0.1) -> dict[int, Usage]:
-    """What each of these processes uses; those that are gone are left out.
+    """Return the usage of each process in `pids`; processes that have ended are left out.
 
-    Takes `interval_s` seconds, over which the use of the cores is measured, and some 5 ms per process.
+    Takes `interval_s` seconds, in which CPU usage is measured, and about 5 ms per process.
     """
     asked = tuple(pids)
     if not asked:
@@ -55,7 +56,7 @@ Family = list[psutil.Process]
 
 
 def _families(pids: Iterable[int]) -> dict[int, Family]:
-    """By pid, the process and all that descend from it; from one look at the machine's processes."""
+    """Return each process with all its descendants, by pid, from one listing of the machine's processes."""
     children: dict[int, Family] = {}
     processes: dict[int, psutil.Process] = {}
     for process in psutil.process_iter(["ppid"]):
@@ -65,19 +66,19 @@ def _families(pids: Iterable[int]) -> dict[int, Family]:
     for pid in pids:
         if pid in processes:
             family = families[pid] = [processes[pid]]
-            for member in family:  # which grows meanwhile
+            for member in family:  # grows during iteration
                 family += children.get(member.pid, [])
     return families
 
 
 def _read_cpu(families: Mapping[int, Family]) -> dict[int, float]:
-    """By pid, the seconds of a core that the family has used, those that have ended included."""
+    """Return the CPU seconds used by each family, by pid, including children that have ended."""
     used: dict[int, float] = {}
     for pid, family in families.items():
         for process in family:
             try:
                 times = process.cpu_times()
-            except psutil.Error:  # it has just ended
+            except psutil.Error:  # the process has just ended
                 continue
             ended_s = getattr(times, "children_user", 0.0) + getattr(times, "children_system", 0.0)
             used[pid] = used.get(pid, 0.0) + times.user + times.system + ended_s

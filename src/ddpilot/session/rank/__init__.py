@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs inside a rank that stays: a Jupyter kernel with a few requests of ddpilot's own."""
+"""The rank's side of a session: a Jupyter kernel with additional request types."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many collectives this rank has begun, as its flight ring says."""
+"""`CollectiveCounter`: number of collectives that this rank has begun, read from its flight ring."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WORD_BYTES = 8
 
 
 class CollectiveCounter:
-    """Counts what was begun since `begin`. Knows nothing where nothing is recorded."""
+    """Counts operations begun since `begin`. All counts are None if collectives are not recorded."""
 
     def __init__(self) -> None:
         folder = os.environ.get(RING_DIR_VARIABLE)
@@ -22,16 +22,16 @@ class CollectiveCounter:
         self._before = 0
 
     def begin(self) -> None:
-        """Count from now."""
+        """Start counting."""
         self._before = self._total()
 
     @property
     def before(self) -> int | None:
-        """Collectives and point-to-point operations begun before; None where they are not recorded."""
+        """Collectives and point-to-point operations begun before `begin`; None if not recorded."""
         return None if self._fd is None else self._before
 
     def count(self) -> int | None:
-        """Collectives and point-to-point operations begun since; None where they are not recorded."""
+        """Return the collectives and point-to-point operations begun since `begin`; None if not recorded."""
         return None if self._fd is None else self._total() - self._before
 
     def _total(self) -> int:

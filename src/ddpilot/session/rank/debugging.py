@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""pdb in a rank's cells: `breakpoint()` opens its prompt, and it finds the source lines of a cell."""
+"""Make pdb usable in a rank's cells: `breakpoint()` opens its prompt, and it finds the source lines of cells."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from ddpilot.session.rank.raised import CELL
 
 
 def use_pdb() -> None:
-    """Let `breakpoint()` open pdb unless a debugger is attached, and let pdb show lines of cells.
+    """Make `breakpoint()` open pdb unless a debugger is attached, and make pdb show the lines of cells.
 
-    Importing ipykernel has made `breakpoint()` debugpy's, which does nothing without a debugger, and none attaches to a
-    rank by itself.
+    Importing ipykernel has set `breakpoint()` to debugpy's function, which does nothing without a debugger; no debugger
+    attaches to a rank on its own.
     """
     original_hook, original_canonic = sys.breakpointhook, bdb.Bdb.canonic
 
     def break_here(*args: Any, **kwargs: Any) -> Any:
         if _is_debugger_attached():
             return original_hook(*args, **kwargs)
-        if os.environ.get("PYTHONBREAKPOINT"):  # "0", or a debugger of the user's choice
+        if os.environ.get("PYTHONBREAKPOINT"):  # "0", or a debugger that the user has chosen
             return sys.__breakpointhook__(*args, **kwargs)
         return set_trace(sys._getframe().f_back)
 
     @functools.wraps(original_canonic)
     def canonic(debugger: bdb.Bdb, filename: str) -> str:
-        # A path made of "Cell In[7]" is none under which `linecache` has the cell's lines.
+        # `linecache` has the cell's lines under "Cell In[7]", not under an absolute path made from it.
         return filename if filename.startswith(CELL) else original_canonic(debugger, filename)
 
     sys.breakpointhook = break_here

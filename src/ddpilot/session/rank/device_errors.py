@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of a device that stay: after an assertion in a kernel, or an illegal address, nothing runs there any more."""
+"""Detect persistent device errors: after a device-side assertion or an illegal address, every further call fails."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import torch
 
 
 def find_device_error(device: torch.device) -> str:
-    """What `device` answers to every call in this process; "" if it works, or was not used. Does not wait for it.
+    """Return the error with which `device` answers every call in this process; "" if it works, or was not used.
 
-    A kernel that is still queued may fail later.
+    Does not wait for the device: a kernel that is still queued may fail later.
     """
     if device.type == "cpu":
         return ""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DDP models whose parameters are not the same on all ranks: by the variable that holds them, and how far."""
+"""Find DDP models whose parameters differ between ranks: the variable that holds them, and the largest difference."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ NOWHERE = " in no variable"
 _MAX_PARTS = 100
 
 Outline = dict[str, tuple[tuple[int, ...], str]]
-"""By parameter: its shape, and a digest of its values."""
+"""By parameter: its shape and a digest of its values."""
 
 
 def describe_divergence(namespace: Mapping[str, Any], group: Group) -> dict[str, str]:
-    """By expression that is a DDP model which differs over ranks: a sentence. Equal on all ranks. Collective.
+    """Describe the DDP models that differ between ranks, by expression for the model. Same result on all ranks.
 
-    One that is in no variable, nor in what a variable holds, is there as "a model of class Net in no variable".
-    Left out is what is not there on all ranks, or is of another shape on some.
+    Collective. A model that no variable holds, directly or inside another value, is named "a model of class Net in no
+    variable". Models that are missing on some ranks, or have other shapes there, are left out.
     """
     models = _find_models(namespace)
     mine = {name: _outline(module) for name, module in models.items()}
@@ -50,7 +50,10 @@ def describe_divergence(namespace: Mapping[str, Any], group: Group) -> dict[str,
 
 
 def _find_models(namespace: Mapping[str, Any]) -> dict[str, torch.nn.Module]:
-    """What DDP models wrap, each once, by an expression for the model; of several of a class in no variable none."""
+    """Return the modules wrapped by DDP, each once, by an expression for the model.
+
+    Models that no variable holds are included only if no two of them have the same class.
+    """
     found: dict[str, torch.nn.Module] = {}
     seen: set[int] = set()
     variables = {name: value for name, value in namespace.items() if name[0] != "_"}
@@ -66,8 +69,8 @@ def _find_models(namespace: Mapping[str, Any]) -> dict[str, torch.nn.Module]:
 
 
 def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """What a variable holds: entries of a dictionary or a sequence, attributes of an object."""
-    kinds = type(value).__mro__  # `isinstance` would ask a lazy object for what it stands for
+    """Yield what a variable holds: entries of a dictionary or sequence, attributes of an object."""
+    kinds = type(value).__mro__  # `isinstance` would load what a lazy object stands for
     if dict in kinds:
         keys = [key for key in itertools.islice(value, _MAX_PARTS) if isinstance(key, (str, int))]
         yield from ((f"{name}[{key!r}]", value[key]) for key in keys)
@@ -98,7 +101,10 @@ def _sides(digests: Sequence[str]) -> str:
 
 
 def _distance(parameter: torch.Tensor, group: Group) -> float:
-    """The largest difference of any value to rank 0's, over all ranks; NaN where there is one. Collective."""
+    """Return the largest absolute difference of any value from rank 0's, over all ranks; NaN if a value is.
+
+    Collective.
+    """
     own = parameter.cpu()
     of_rank_zero = group.broadcast_object(own)
     exact = torch.complex128 if own.is_complex() else torch.float64

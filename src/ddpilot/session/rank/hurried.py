@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is worth some time and no more of it: colours for a traceback, while the session waits to hear of the error."""
+"""Time limit for code in the main thread, so that formatting a traceback cannot delay the error report."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from types import FrameType
 
 
 class TooSlow(BaseException):
-    """It took too long, or a person or the session wants the rank back. No `Exception`: nobody else handles it."""
+    """The time limit expired, or SIGINT was received. Not an `Exception`, so that other code does not catch it."""
 
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Inside, SIGINT does nothing: what it would end has failed already."""
+    """Ignore SIGINT in the body: the code that it would stop has already failed."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -29,7 +29,7 @@ def uninterrupted() -> Iterator[None]:
 
 @contextlib.contextmanager
 def hurried(limit_s: float) -> Iterator[None]:
-    """Raise TooSlow inside, once, after `limit_s` seconds or at a SIGINT. Without effect outside the main thread."""
+    """Raise TooSlow in the body, once, after `limit_s` seconds or on SIGINT. No effect outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -54,5 +54,5 @@ def hurried(limit_s: float) -> Iterator[None]:
     finally:
         timer.cancel()
         if timer.ident is not None:
-            timer.join()  # it sends nothing any more
+            timer.join()  # after this it sends no signal
         signal.signal(signal.SIGINT, before)

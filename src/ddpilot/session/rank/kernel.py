@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel and the shell of a rank: ipykernel's, which also say when and how a cell failed."""
+"""`RankKernel` and `RankShell`: ipykernel's kernel and shell, extended to report when and how a cell failed."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from ddpilot.session.rank.stopping import StopHandler
 
 _CONNECT_S = 0.01
-"""How long a question waits before it is asked again of a session that is not connected yet."""
+"""Seconds between two attempts to send an input request while the session is not connected to the stdin channel yet."""
 
 _COLOURS_S = 0.7
-"""How long IPython may take for a traceback: seconds of CPU time for one through large files or a deep recursion, and
-ranks that fail alike do it all at once."""
+"""Time limit in seconds for IPython to format a traceback: with large files or deep recursion this takes seconds of CPU
+time, on all failing ranks at once."""
 
 _NO_EXIT = "a rank does not end by `exit` or `quit`; `%ddp stop`, or `session.stop()`, ends all"
 
@@ -49,49 +49,49 @@ _NO_DEBUG = (
 
 
 class RankCompiler(XCachingCompiler):
-    """Names a cell's code as people do, so that every traceback, stack and ring entry says ``Cell In[7]``."""
+    """Names code objects after their cell, so that tracebacks, stacks and flight rings show ``Cell In[7]``."""
 
     def get_code_name(self, _raw_code: str, _code: str, number: int) -> str:
-        """The file name of a cell's code object."""
+        """Return the file name of a cell's code object."""
         return f"{CELL}{number}]"
 
 
 class RankExit(ZMQExitAutocall):
-    """`exit` and `quit`, which as a cell's last line show how ranks are ended."""
+    """`exit` and `quit`; as the last line of a cell they show how to stop the ranks."""
 
     def __repr__(self) -> str:
         return _NO_EXIT
 
 
 class RankShell(ZMQInteractiveShell):
-    """Remembers the cell's error and when it came."""
+    """Records the exception of a cell and the time at which it was raised."""
 
     exiter = Instance(RankExit, ())
 
     failure: tuple[BaseException, float] | None = None
     unstored: int | None = None
-    """The number of the cell that is about to run; None once its text is in `In`."""
+    """Number of the cell that is about to run; None once its text is in `In`."""
 
     _debugs: bool | None = None
-    """While a traceback is formatted: whether pdb is to open on it (`%pdb on`) as soon as that is done; else None."""
+    """While a traceback is formatted: True if pdb will open afterwards (`%pdb on`). Else None."""
 
     is_freed = False
-    """Whether the rank was freed while this cell ran: what it raises then follows from another rank's failure."""
+    """True if the rank was freed while this cell ran, so that its error follows from another rank's failure."""
 
     def showtraceback(self, exc_tuple: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Format the traceback; the session shows that of the rank that failed first."""
+        """Format the traceback; the session shows the one of the rank that failed first."""
         error = (exc_tuple or sys.exc_info())[1]
         if error is not None and self.failure is None:
             self.failure = (error, time.monotonic())
         with uninterrupted():
             prune_guard(error)
-            if isinstance(error, SystemExit):  # IPython shows no line, and then warns how a person leaves it
+            if isinstance(error, SystemExit):  # IPython shows no line, and warns how to exit
                 warnings.filterwarnings("ignore", message="To exit: use")
                 self._last_traceback = cell_traceback(error).splitlines()
             elif error is not None and (self.is_freed or isinstance(error, KeyboardInterrupt) or is_victim(error)):
-                # Nearly never shown, and on all ranks at once: IPython takes seconds then, and a stop does not wait.
+                # Rarely shown, and raised on all ranks at once: IPython would take seconds, and delay an interrupt.
                 self._last_traceback = cell_traceback(error).splitlines()
-            elif error is not None and holds_group(error):  # IPython prints these at once, on every rank
+            elif error is not None and holds_group(error):  # IPython prints these immediately, on every rank
                 self._last_traceback = cell_traceback(error).splitlines()
             else:
                 self._debugs = False
@@ -105,7 +105,7 @@ class RankShell(ZMQInteractiveShell):
             super().debugger(force=True)
 
     def debugger(self, force: bool = False) -> None:
-        """Open pdb on the last error: at once, except while a traceback is formatted, which has little time."""
+        """Open pdb on the last error: now, or after the traceback if one is being formatted under a time limit."""
         if self._debugs is not None:
             self._debugs = True
         elif getattr(self.InteractiveTB, "tb", None) is None:
@@ -114,20 +114,20 @@ class RankShell(ZMQInteractiveShell):
             super().debugger(force=force)
 
     def show_usage_error(self, exc: BaseException) -> None:
-        """Keep the sentence for the session's error; IPython would print it as well, on every rank."""
+        """Keep the message for the session's error; IPython would also print it, on every rank."""
         self._last_traceback = [f"UsageError: {exc}"]
 
     def _showtraceback(self, _etype: Any, _evalue: Any, stb: list[str]) -> None:
         self._last_traceback = stb
 
     def ask_exit(self) -> None:
-        """Stay: `exit` in a cell does not end one rank of a session."""
+        """Print that `exit` does not end a rank, and do nothing else."""
         sys.stderr.write(f"{_NO_EXIT}\n")
 
     async def run_cell_async(self, raw_cell: str, *args: Any, transformed_cell: Any = None, **kwargs: Any) -> Any:
-        """Run a cell whose text `In`, `%history` and IPython's rule for a last ";" find.
+        """Run a cell and make its text available to `In`, `%history` and IPython's rule for a trailing ";".
 
-        Not through `store_history`: IPython then formats every error a second time, for seconds.
+        `store_history` is not used, because IPython would then format every error a second time, which takes seconds.
         """
         if self.unstored is not None:
             self._store_input(self.unstored, raw_cell, transformed_cell or raw_cell)
@@ -135,7 +135,7 @@ class RankShell(ZMQInteractiveShell):
         return await super().run_cell_async(raw_cell, *args, transformed_cell=transformed_cell, **kwargs)
 
     def _store_input(self, number: int, raw: str, parsed: str) -> None:
-        """Make `parsed` the last entry of `In`, at `number`; entries of cells that ran elsewhere are ""."""
+        """Make `parsed` the last entry of `In`, at index `number`; entries of cells that ran elsewhere are ""."""
         history = self.history_manager
         assert history is not None
         for entries, text in ((history.input_hist_raw, raw), (history.input_hist_parsed, parsed)):
@@ -143,21 +143,21 @@ class RankShell(ZMQInteractiveShell):
             entries.append(text.rstrip("\n"))
 
     def atexit_operations(self) -> None:
-        """Do without what IPython asks of the working directory if that was removed."""
+        """Run IPython's exit operations, unless they fail because the working directory was removed."""
         with contextlib.suppress(FileNotFoundError):
             super().atexit_operations()
 
     def init_prompts(self) -> None:
-        """Set no `sys.ps1`: libraries see by it a person at a prompt, and refuse or fork there (Lightning does)."""
+        """Do not set `sys.ps1`, by which libraries detect an interactive prompt: Lightning then refuses or forks."""
 
     def enable_gui(self, gui: Any = None) -> None:
         """Do nothing: a rank has no windows."""
 
 
 class RankKernel(IPythonKernel):
-    """A kernel whose replies carry a `Report`, and that knows two requests more.
+    """A kernel whose replies contain a `Report`, and that handles the `REQUEST` and `FREE` messages.
 
-    `requests` does their work, `stop_handler` takes SIGINT.
+    `requests` serves the requests; `stop_handler` handles SIGINT.
     """
 
     shell_class = RankShell
@@ -169,7 +169,7 @@ class RankKernel(IPythonKernel):
         super().__init__(**kwargs)
         self.freeing = threading.Lock()
         self._has_failed = False
-        """Whether the last cell or request did."""
+        """True if the last cell or request failed."""
 
         self.shell_handlers[REQUEST] = self.on_request
         self.control_handlers[FREE] = self.on_free
@@ -184,7 +184,7 @@ class RankKernel(IPythonKernel):
         self.session.send(stream, kind, {REPORT_KEY: report.to_content()}, parent, ident=ident)
 
     def _input_request(self, *args: Any, **kwargs: Any) -> str:
-        # A router drops what it has no connection for, and the session's to this channel may be the last to come.
+        # A ROUTER socket drops messages to unconnected peers, and the session may not be connected to this channel yet.
         self.stdin_socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         while True:
             try:
@@ -195,18 +195,18 @@ class RankKernel(IPythonKernel):
             time.sleep(_CONNECT_S)
 
     def pre_handler_hook(self) -> None:
-        """Before a cell or a request: SIGINT is to stop it."""
+        """Install the SIGINT handler before a cell or request."""
         super().pre_handler_hook()
         self.stop_handler.take_over()
 
     def _say_begun(self) -> None:
-        # From here on a stop is not lost; the session holds it back until it hears this.
+        # From here on an interrupt is not lost; the session delays interrupts until it receives this message.
         assert self.session is not None
         content = {"num_before": self.requests.space.counter.before}
         self.session.send(self.iopub_socket, BEGUN, content, self.get_parent("shell"))
 
     async def do_execute(self, code: str, silent: bool, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Run a cell; the reply says how it ended."""
+        """Run a cell. The reply contains a report on how it ended."""
         shell = self._rank_shell
         about = self.get_parent("shell").get("metadata", {}).get(REPORT_KEY, {})
         shell.execution_count = about.get("cell", shell.execution_count)
@@ -223,14 +223,14 @@ class RankKernel(IPythonKernel):
                 self.stop_handler.disarm()
         except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  # without a reply the session would wait on
             self.stop_handler.disarm()
-            shell.failure = self._rank_shell.failure or (error, time.monotonic())  # or it came while that one was told
+            shell.failure = self._rank_shell.failure or (error, time.monotonic())  # or raised while reporting it
             text = cell_traceback(shell.failure[0]).splitlines()
             reply = {"status": "error", "ename": type(error).__name__, "evalue": message_of(error), "traceback": text}
         finally:
             self.requests.space.end()
         if changed := self.requests.space.describe_changed():
             sys.stderr.write(f"ddpilot: {changed}\n")
-        if reply["status"] == "ok" and shell.failure is not None:  # such as a `__repr__` that raises
+        if reply["status"] == "ok" and shell.failure is not None:  # for example a `__repr__` that raises
             sys.stderr.write("\n".join(shell._last_traceback or ()) + "\n")
         for name in ("ename", "evalue"):
             if name in reply:
@@ -250,7 +250,7 @@ class RankKernel(IPythonKernel):
         if self._rank_shell.failure is not None:
             error, time_s = self._rank_shell.failure
             return report_error(error, text, time_s, num_collectives, self.requests.space.device)
-        return Report(  # a cell that is no Python: nothing of it ran
+        return Report(  # a syntax error: the cell did not run
             status="error",
             time_s=now,
             **group_state(),
@@ -261,13 +261,13 @@ class RankKernel(IPythonKernel):
         )
 
     async def execute_request(self, stream: Any, ident: Any, parent: Any) -> None:
-        """Run a cell; let go of its error and collect garbage once the session knows how it ended."""
+        """Run a cell. Once the session has the reply, drop the cell's error and collect garbage."""
         await super().execute_request(stream, ident, parent)
         self._let_apps_tidy()
         asyncio.get_running_loop().call_soon(self._tidy, self._keeps_cache(parent))
 
     def _tidy(self, keeps_cache: bool) -> None:
-        # Once the session has its answer: the workers of a loader that an error has kept alive end in a second.
+        # After the reply, as it takes up to a second: `DataLoader` workers that the error kept alive end here.
         forget_error(self._rank_shell)
         tidy(self.requests.space.device, keep_cache=keeps_cache, has_failed=self._has_failed)
 
@@ -297,9 +297,9 @@ class RankKernel(IPythonKernel):
             self.io_loop.add_callback(self.io_loop.stop)
 
     async def on_free(self, stream: Any, ident: Any, parent: Any) -> None:
-        """Free the main thread from a collective; runs in the control channel's thread.
+        """Free the main thread from a collective. Runs in the control channel's thread.
 
-        On a busy machine it may come late: the group that it was about has been replaced, and the new one stays.
+        A late request, for a group that has been replaced, is ignored: the new group stays.
         """
         with self.freeing:
             content = parent["content"]
@@ -314,8 +314,8 @@ class RankKernel(IPythonKernel):
         was_in = dist.is_initialized()
         backend = _backend() if was_in else None
         if interrupt and uses_device():
-            # What waits for the device returns without an error once the group is freed: this is raised before the
-            # cell can go on with what came of that.
+            # After the group is freed, code that waits for the device returns without an error: interrupt it before the
+            # cell can continue with invalid results.
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         freed = free_group()
         value = {
@@ -327,7 +327,7 @@ class RankKernel(IPythonKernel):
 
 
 def _backend() -> str:
-    """The default group's backend as it would be asked for."""
+    """Return the default group's backend in the form in which it would be requested."""
     config = str(c10d.get_backend_config())
     names = {part.rpartition(":")[2] for part in config.split(",")}
     return names.pop() if len(names) == 1 else config

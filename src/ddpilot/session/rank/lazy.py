@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process group of a rank that stays: entered when something needs it, or adopted from the user's code."""
+"""The process group of a session's rank: entered when it is first needed, or adopted from the user's code."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ddpilot.group.protocol import ReduceOp
 
 
 def enter_when_needed(enter: Callable[[], Any]) -> None:
-    """Let torch call `enter` where it would say "Default process group has not been initialized".
+    """Make torch call `enter` where it would raise "Default process group has not been initialized".
 
-    That is asked for by every collective, by `DDP(model)`, by `get_rank()` and `get_world_size()`; not by
-    `is_initialized()` and `init_process_group()`, so code that makes its own group goes on to do so.
+    This includes all collectives, `DDP(model)`, `get_rank()` and `get_world_size()`, but not `is_initialized()` and
+    `init_process_group()`: code that creates its own group still does.
     """
     original = c10d._get_default_group
 
@@ -36,14 +36,14 @@ def enter_when_needed(enter: Callable[[], Any]) -> None:
 
 
 class SessionGroup:
-    """`group` in the namespace of a rank: stands for whatever process group the rank is in, now and after a rebuild.
+    """`group` in a rank's namespace: refers to the current process group of the rank, also after a rebuild.
 
-    Who it is can be asked for at any time; a collective, or `process_group`, enters the group first where needed.
+    Ranks, sizes and device are always available; a collective, or `process_group`, first enters the group if needed.
     """
 
     def __init__(self, topology: Topology, device: torch.device, enter: Callable[[], Group]) -> None:
         self.topology = topology
-        """What the environment says about this rank."""
+        """Ranks and sizes of this rank, as read from the environment."""
         self.device = device
         """The device of this rank."""
         self._enter = enter
@@ -55,7 +55,7 @@ class SessionGroup:
 
     @property
     def local_rank(self) -> int:
-        """The position on this node."""
+        """The rank's number on this node."""
         return self.topology.local_rank
 
     @property
@@ -70,27 +70,27 @@ class SessionGroup:
 
     @property
     def is_rank_zero(self) -> bool:
-        """Is this rank 0?"""
+        """True if this is rank 0."""
         return self.rank == 0
 
     @property
     def is_entered(self) -> bool:
-        """Is this rank in a process group now?"""
+        """True if this rank is in a process group."""
         return c10d.is_initialized()
 
     @property
     def backend(self) -> str:
-        """As torch reports it. Enters the group where this rank is in none: then every rank has to."""
+        """The backend, as reported by torch. Enters the group if this rank is not in one, which is collective."""
         return self._enter().backend
 
     @property
     def adopted(self) -> bool:
-        """Was the group made by code other than ddpilot's? Enters it where this rank is in none."""
+        """True if code other than ddpilot created the group. Enters the group if needed, which is collective."""
         return self._enter().adopted
 
     @property
     def process_group(self) -> Any:
-        """torch's own object. Enters the group where this rank is in none: then every rank has to."""
+        """The `torch.distributed` process group. Enters the group if this rank is not in one, which is collective."""
         return self._enter().process_group
 
     def barrier(self) -> None:
@@ -106,15 +106,15 @@ class SessionGroup:
         return self._enter().broadcast(tensor, src)
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Every rank's `value` (picklable), in rank order: a list of length `world_size`. Collective."""
+        """Return every rank's `value` (picklable), in rank order: a list of length `world_size`. Collective."""
         return self._enter().all_gather_object(value)
 
     def broadcast_object(self, value: Any, src: int = 0) -> Any:
-        """The `value` (picklable) of rank `src`; what the others pass is ignored. Collective."""
+        """Return the `value` (picklable) of rank `src`; the argument is ignored on the other ranks. Collective."""
         return self._enter().broadcast_object(value, src)
 
     def leave(self) -> None:
-        """Leave the group, where this rank is in one; the next collective enters a new one. All ranks call it."""
+        """Leave the group if this rank is in one; the next collective enters a new one. All ranks must call it."""
         if self.is_entered:
             self._enter().leave(destroy_adopted=True)
 
@@ -123,7 +123,7 @@ class SessionGroup:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        """The session's group outlives a `with` block."""
+        """Do nothing: the session's group outlives the `with` block."""
 
     def __repr__(self) -> str:
         state = "entered" if self.is_entered else "entered at its first use"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a new process group cannot be given to: it holds the old one, and only the user's code can make it again."""
+"""Find objects bound to the old process group (FSDP, ZeRO, DeviceMesh) that user code must create again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HOLDERS = (
 
 
 def find_lost(namespace: Mapping[str, Any]) -> list[str]:
-    """Kinds of objects of this process that go with its groups, with the variables of `namespace` that are one."""
+    """Return the kinds of objects in this process that are lost with its groups, and the variables that hold one."""
     found = ["groups of `new_group`"] if len(c10d._world.pg_map) > 1 else []
     kinds = {name: getattr(sys.modules[module], name, None) for module, name in _HOLDERS if module in sys.modules}
     kinds = {name: kind for name, kind in kinds.items() if isinstance(kind, type)}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The function that a rank which stays runs: a kernel, until the session ends."""
+"""Main function of a session's rank: runs a kernel until the session ends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ddpilot.session.rank.workers import end_workers_soon
 
 
 def serve_kernel(start: KernelStart) -> None:
-    """Be a Jupyter kernel on the session's sockets. Returns when the session asks for its end."""
+    """Run a Jupyter kernel on the session's sockets until the session asks it to end."""
     rank = int(os.environ["RANK"])
     app = make_app(start.connection_file(rank), start.folder / f"{start.stem(rank)}.ipython")
     kernel = app.kernel
@@ -34,13 +34,13 @@ def serve_kernel(start: KernelStart) -> None:
     use_pdb()
     register_misplaced(kernel.shell)
     gc.collect()
-    gc.freeze()  # what is here now is here for good: collecting after a cell looks at what the user made only
+    gc.freeze()  # existing objects are permanent: collections after cells then skip them
     app.start()
     space.finish()
 
 
 def _wake_on_signals() -> None:
-    """Have a signal wake the kernel's loop: an interrupt of a cell that awaits would else wait for the next message."""
+    """Make signals wake the kernel's event loop: an interrupt of an awaiting cell would wait for the next message."""
     loop = ioloop.IOLoop.current()
     woken, waker = socket.socketpair()
     for end in (woken, waker):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`%ddp` and `%%ddp` typed in a cell that runs on the ranks: they belong in the notebook."""
+"""Errors for `%ddp` and `%%ddp` in cells that run on the ranks: they belong in the notebook."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from IPython.core.error import UsageError
 
 
 def register_misplaced(shell: Any) -> None:
-    """Let both magics say in `shell`, a rank's, where they belong, instead of IPython's "not found"."""
+    """Register both magics in a rank's `shell`, to raise an error that explains them instead of "not found"."""
     shell.register_magic_function(_refuse, "line_cell", "ddp")
-    shell.register_magic_function(_refuse_second, "line", "%ddp")  # what IPython makes of it below a cell's first line
+    shell.register_magic_function(_refuse_second, "line", "%ddp")  # `%%ddp` below a cell's first line
 
 
 def _refuse(line: str, cell: str | None = None) -> NoReturn:
-    """`%ddp` is the notebook's: this code runs on the ranks."""
+    """`%ddp` belongs in the notebook: this code runs on the ranks."""
     if cell is not None:
         _refuse_second(line)
     typed = f"%ddp {line}".rstrip()
@@ -26,7 +26,7 @@ def _refuse(line: str, cell: str | None = None) -> NoReturn:
 
 
 def _refuse_second(line: str) -> NoReturn:
-    """`%%ddp` is the notebook's: this code runs on the ranks."""
+    """`%%ddp` belongs in the notebook: this code runs on the ranks."""
     typed = f"%%ddp {line}".rstrip()
     raise UsageError(
         f"`{typed}` stands in a cell that runs on the ranks already. Leave it out; with options, make it the first line"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a session knows and keeps in a rank: its namespace, its group, its apps."""
+"""`Space`: state of a rank in a session: its namespace, its process group and its apps."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Space:
             "device": self.device,
             "group": SessionGroup(self.topology, self.device, self.enter_group),
         }
-        """What the session calls `rank`, `world_size`, `device` and `group` in the namespace."""
+        """Values of the session's names in the namespace: `rank`, `world_size`, `device` and `group`."""
         self._told: set[str] = set()
         self._blocked = ""
         self._running: tuple[int, ...] = ()
@@ -49,9 +49,9 @@ class Space:
         self._cleanup = ExitStack()
 
     def begin(self, ranks: tuple[int, ...], blocked: str) -> None:
-        """A cell or request starts that runs on `ranks`; () where all ranks run it. `blocked`: why no group can be.
+        """A cell or request starts on `ranks`; () for all ranks.
 
-        What was deleted of the session's names comes back.
+        `blocked`: the reason why no group can be entered, or "". Names of the session that were deleted are set again.
         """
         for name, value in self.names.items():
             self.namespace.setdefault(name, value)
@@ -60,11 +60,11 @@ class Space:
         self.counter.begin()
 
     def end(self) -> None:
-        """It is over."""
+        """The cell or request is over."""
         self._running = ()
 
     def describe_changed(self) -> str:
-        """A line if a cell has set `rank` or `world_size` to another value, such as by a loop; once for each name."""
+        """Return a message if a cell has changed `rank` or `world_size`, such as in a loop; once per name, else ""."""
         for name in ("rank", "world_size"):
             value, own = self.namespace.get(name, self.names[name]), self.names[name]
             if name in self._told or (isinstance(value, int) and value == own):
@@ -75,7 +75,7 @@ class Space:
         return ""
 
     def enter_group(self) -> Group:
-        """The group that this rank is in; where it is in none, enter one. Collective then."""
+        """Return the group of this rank. Enters one if the rank is in none, which is collective."""
         if self._group is not None and self._group.is_live:
             return self._group
         if not c10d.is_initialized():
@@ -84,7 +84,7 @@ class Space:
         return self._group
 
     def _enter_for_torch(self) -> None:
-        if self._entering:  # torch's own code, on its way into the group
+        if self._entering:  # called by torch while the group is being entered
             return
         self._entering = True
         try:
@@ -107,7 +107,7 @@ class Space:
             )
 
     def context(self) -> AppContext:
-        """What an app is given."""
+        """Return the argument for the apps' functions."""
         all_ranks = range(self.topology.world_size)
         return AppContext(
             rank=self.topology.rank,
@@ -123,7 +123,7 @@ class Space:
         )
 
     def prepare(self) -> None:
-        """Put the session's names into the namespace, seed, and let the apps prepare this rank."""
+        """Set the session's names in the namespace, seed random number generators and run the apps' initializers."""
         self.namespace.update(self.names)
         enter_when_needed(self._enter_for_torch)
         if self.start.seed is not None:
@@ -135,13 +135,13 @@ class Space:
                 app.initializer(self.context())
 
     def after_cell(self) -> None:
-        """Let the apps tidy up after a cell."""
+        """Run the apps' `after_cell` functions."""
         for app in self._apps:
             if app.after_cell is not None:
                 app.after_cell(self.context())
 
     def finish(self) -> None:
-        """The session ends: let the apps undo what they did, the last one first."""
+        """Run the apps' finalizers and clean-up callbacks, in reverse order, at the end of the session."""
         for app in reversed(self._apps):
             if app.finalizer is not None:
                 app.finalizer(self.context())
@@ -149,7 +149,7 @@ class Space:
 
 
 def fill_namespace(namespace: dict[str, Any], start: KernelStart) -> Space:
-    """A rank's state, with `rank`, `world_size`, `device` and `group` in its `namespace`."""
+    """Create a rank's state and set `rank`, `world_size`, `device` and `group` in its `namespace`."""
     space = Space(namespace, start)
     space.prepare()
     return space

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A value of a rank on its way to the parent, or why it cannot go there."""
+"""Evaluate expressions on a rank and send their values to the parent, or the reason why this is not possible."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from ddpilot.session.refusals import MISSING, refuse
 
 
 def pack_pulled(expressions: Sequence[str], names: dict[str, Any]) -> tuple[list[int], dict[str, str] | None]:
-    """The descriptors of a parcel with a list of the values of `expressions`, and None; or none, and a refusal.
+    """Return a parcel (file descriptors) with the values of `expressions`, and None; or an empty list and a refusal.
 
-    What the values share, such as a model's parameters in its optimizer, they share in the parent too. Raises what an
-    expression itself raises.
+    Objects shared by several values, such as parameters of a model and its optimizer, are also shared in the parent.
+    Exceptions raised by an expression propagate.
     """
     values: dict[str, Any] = {}
     for expression in expressions:
@@ -40,7 +40,7 @@ def pack_pulled(expressions: Sequence[str], names: dict[str, Any]) -> tuple[list
 
 
 def _evaluate(expression: str, names: dict[str, Any]) -> tuple[Any, dict[str, str] | None]:
-    """Its value, or why that cannot be pulled."""
+    """Return the value of the expression and None, or None and a refusal."""
     if expression.isidentifier() and expression not in names:
         near = difflib.get_close_matches(expression, own_names(names), 3)
         return None, refuse(MISSING, f"Did you mean {' or '.join(f'`{name}`' for name in near)}?" if near else "")

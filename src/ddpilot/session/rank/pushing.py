@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values from the notebook on their way into a rank's namespace: those that were named are set, and no others."""
+"""`Pushed`: sets variables that were pushed from the notebook, without overwriting other variables of the rank."""
 
 from __future__ import annotations
 
@@ -15,28 +15,30 @@ _MAX_DEPTH = 10
 
 
 class Pushed:
-    """Sets variables of `namespace`. `own`: the session's names, which no push replaces.
+    """Sets variables in `namespace`. `own`: the session's names, which a push does not replace.
 
-    A function from the notebook has the rank's variables for globals. What it refers to comes with it: that is set
-    where the rank has no such variable, or has it from an earlier push and as it was then; the rank's own are kept.
+    A function from the notebook uses the rank's variables as globals. Objects that it refers to are sent with it; they
+    are set if the rank has no such variable, or has it unchanged from an earlier push. Other variables of the rank are
+    kept.
     """
 
     def __init__(self, namespace: dict[str, Any], own: Mapping[str, Any]) -> None:
         self._namespace = namespace
         self._own = own
         self._brought: dict[str, Any] = {}
-        """By name: what came with an earlier push without being named, and definitions that were named."""
+        """By name: values set by earlier pushes without being named, and functions, classes and modules that were
+        named."""
 
         self._told: set[str] = set()
-        """Names of which it was said that the rank's own is kept."""
+        """Names for which it was already reported that the rank's own value is kept."""
 
     def put(
         self, values: Mapping[str, Any], definitions: Mapping[str, Any], uses: Mapping[str, Any]
     ) -> dict[str, Any] | None:
-        """Set `values`; what they use: `definitions` and `uses`, by name. Returns what there is to say, or None.
+        """Set `values`, and what they use: `definitions` and `uses`, by name. Return what to report, or None.
 
-        "kept": names of variables that the rank keeps, though the notebook has other values for what is pushed;
-        "stale": by name of a variable that was replaced: names of variables that still work on what it was.
+        "kept": names that keep the rank's value although the notebook's differs; "stale": for each replaced variable,
+        the names of variables that still use its previous value.
         """
         replaced = {name: self._namespace[name] for name in values if name in self._namespace}
         self._namespace.update(values)
@@ -49,7 +51,10 @@ class Pushed:
         return {"kept": sorted(kept), "stale": stale} if kept or stale else None
 
     def bind(self, values: Mapping[str, Any]) -> list[str]:
-        """Set what the rank lacks, or has as an earlier push left it; the names of others that differ from `values`."""
+        """Set names that the rank lacks, or has unchanged from an earlier push.
+
+        Return the others whose values differ.
+        """
         kept = []
         for name, value in values.items():
             if name in self._own:
@@ -61,14 +66,17 @@ class Pushed:
         return kept
 
     def _is_as_brought(self, name: str) -> bool:
-        """True if the rank cannot have changed it since. A model, a list or an object may have been worked on."""
+        """True if the rank cannot have changed the value.
+
+        A model, list or other object may have been modified in place.
+        """
         value = self._namespace[name]
         is_same = name in self._brought and self._brought[name] is value
         return is_same and isinstance(value, (*_DEFINITIONS, *_PLAIN))
 
 
 def find_stale(namespace: Mapping[str, Any], replaced: Mapping[str, Any]) -> dict[str, list[str]]:
-    """By name of a model in `replaced`: variables whose parameters are those that it had."""
+    """Return, for each model in `replaced`, the variables that still use its parameters."""
     parameters = {name: ids for name, was in replaced.items() if (ids := _parameter_ids(was))}
     if not parameters:
         return {}
@@ -78,7 +86,7 @@ def find_stale(namespace: Mapping[str, Any], replaced: Mapping[str, Any]) -> dic
 
 
 def _parameter_ids(value: object) -> set[int]:
-    kinds = type(value).__mro__  # `isinstance` would ask a lazy object for what it stands for
+    kinds = type(value).__mro__  # `isinstance` would load what a lazy object stands for
     if torch.nn.Module in kinds:
         return {id(parameter) for parameter in value.parameters()}  # type: ignore[attr-defined]
     if torch.optim.Optimizer in kinds:
@@ -87,7 +95,7 @@ def _parameter_ids(value: object) -> set[int]:
 
 
 def prefer_own(own: Mapping[str, Any], uses: Mapping[str, Any]) -> dict[str, Any]:
-    """The session's names that stand for the same in the notebook, such as a `rank = 0` of a one-process version."""
+    """Return the session's names that mean the same in the notebook, such as a `rank = 0` for a single process."""
     alike: dict[str, type | tuple[type, ...]] = {"rank": int, "world_size": int, "device": (str, torch.device)}
     return {name: own[name] for name, kinds in alike.items() if isinstance(uses.get(name), kinds)}
 
@@ -103,7 +111,7 @@ def _are_alike(own: object, other: object) -> bool:
 
 
 def _is_plain(value: Any, depth: int = 0) -> bool:
-    """True if `==` compares all of it and runs no code of the user's."""
+    """True if `==` compares the value completely and runs no user code."""
     if depth > _MAX_DEPTH:
         return False
     if type(value) in (list, tuple, set, frozenset):

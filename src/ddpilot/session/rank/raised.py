@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank says of an error that a cell or a call ended with."""
+"""Build the report on an exception with which a cell or call ended."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TWICE = "trying to initialize the default process group twice"
 
 
 def cell_traceback(error: BaseException) -> str:
-    """The traceback as Python writes it, from the cell on."""
+    """Return the traceback in Python's format, starting at the cell's own frame."""
     frames = error.__traceback__
     while frames is not None and not frames.tb_frame.f_code.co_filename.startswith(CELL):
         frames = frames.tb_next
@@ -34,7 +34,7 @@ def cell_traceback(error: BaseException) -> str:
 def report_error(
     error: BaseException, text: str, time_s: float, num_collectives: int | None, device: torch.device
 ) -> Report:
-    """The report of a cell or call that ended with `error` on a rank that uses `device`."""
+    """Return the report of a cell or call that ended with `error` on a rank that uses `device`."""
     return Report(
         status="error",
         time_s=time_s,
@@ -52,7 +52,7 @@ def report_error(
 
 
 def prune_guard(error: BaseException | None) -> None:
-    """Take the frames of guard's wrappers out of the traceback of `error`, and of those that it was raised for."""
+    """Remove the frames of guard's wrappers from the tracebacks of `error` and of its causes and contexts."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -76,7 +76,7 @@ def _explain(message: str) -> str:
 
 
 def group_state() -> dict[str, Any]:
-    """Of this rank, for a report: whether it is in a group, how many it has and has begun to make."""
+    """Return a report's fields about process groups: whether the rank is in one, and how many it has and created."""
     world = c10d._world
     return {
         "has_group": dist.is_initialized(),
@@ -86,7 +86,7 @@ def group_state() -> dict[str, Any]:
 
 
 def came_from_backward(error: BaseException | None) -> bool:
-    """Whether `error`, or one that it was raised for, went through autograd's engine."""
+    """True if `error`, or an exception that it was raised from, went through autograd's engine."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -97,7 +97,7 @@ def came_from_backward(error: BaseException | None) -> bool:
 
 
 def holds_group(error: BaseException | None) -> bool:
-    """Whether `error`, or one that it was raised for, is a group of exceptions. By name: Python 3.10 has none."""
+    """True if `error` or its context is an exception group. Checked by name, as Python 3.10 has no exception groups."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

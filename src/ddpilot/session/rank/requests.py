@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The session's own requests to a rank, served in its main thread like cells."""
+"""`Requests`: serves the session's own requests to a rank, in its main thread like cells."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _RENDEZVOUS_S = 30.0
 
 
 class Requests:
-    """Serves requests by their verb. `space`: the rank's state; `path`: of the socket on which parcels come."""
+    """Serves requests by verb. `space`: the rank's state; `path`: the path of the socket for parcels."""
 
     def __init__(self, kernel: RankKernel, space: Space, path: Path) -> None:
         self.space = space
         self.generation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        """Of the group that this rank is in, or enters next."""
+        """Generation of the group that this rank is in, or enters next."""
 
         self._kernel = kernel
         self._port = ParcelPort(path)
@@ -54,7 +54,7 @@ class Requests:
         }
 
     def serve(self, content: dict[str, Any]) -> Report:
-        """Do what `content` asks; whatever is raised is in the report."""
+        """Execute the request in `content`. Exceptions are returned in the report."""
         stop_handler = self._kernel.stop_handler
         try:
             try:
@@ -107,8 +107,8 @@ class Requests:
         return refusal
 
     def _rebuild(self, generation: int, enter: bool, backend: str | None) -> dict[str, Any]:
-        """Leave whatever group there was; with `enter`, enter a new one with all ranks. Collective then."""
-        with self._kernel.freeing:  # from the group before, to its end
+        """Leave the current group, if any. With `enter`, enter a new one with all ranks, which is collective."""
+        with self._kernel.freeing:  # wait until freeing the previous group has finished
             self.generation = generation
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(generation)
         lost = find_lost(self.space.namespace)
@@ -132,7 +132,7 @@ class Requests:
         }
 
     def _compare(self) -> dict[str, Any]:
-        """Which DDP models differ over ranks. Collective."""
+        """Describe the DDP models that differ between ranks. Collective."""
         group = self.space.enter_group()
         models = [model for model in find_models() if model.process_group.size() == group.world_size]
         disagreements = list(compare_models(models, group))
@@ -149,9 +149,9 @@ def _open(fds: list[int], uses: dict[str, Any] | None = None) -> tuple[Any, list
 
 
 def _open_apart(fds: list[int], own: dict[str, Any]) -> tuple[Any, list[Any]]:
-    """Open a parcel whose functions get globals of their own: the notebook's values, not this rank's variables.
+    """Open a parcel whose functions use globals of their own: the notebook's values, not this rank's variables.
 
-    `own`: the session's names, which are this rank's there too: a `rank` of the notebook would be the same on all.
+    `own`: the session's names, which keep this rank's values: a `rank` from the notebook would be equal on all ranks.
     """
     main = sys.modules["__main__"]
     apart = sys.modules["__main__"] = types.ModuleType("__main__")

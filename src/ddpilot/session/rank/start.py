@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank that stays is told before it becomes a kernel. Free of torch and IPython: the parent makes it."""
+"""`KernelStart`: arguments of a rank's kernel. Imports neither torch nor IPython, as the parent creates it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class KernelStart:
-    """The same for all ranks of a session; a rank finds its own files by its number."""
+    """Arguments of the kernels, the same for all ranks of a session; file names are derived from the rank."""
 
     folder: Path
     """The session's private folder."""
 
     incarnations: tuple[int, ...]
-    """By rank: how often it was started before."""
+    """By rank: number of times that it was started before."""
 
     apps: tuple[str, ...] = ()
     seed: int | None = None
@@ -23,13 +23,13 @@ class KernelStart:
     verbose: bool = False
 
     def connection_file(self, rank: int) -> Path:
-        """The kernel's connection file, which the parent has written."""
+        """Return the path of the kernel's connection file, which the parent has written."""
         return self.folder / f"{self.stem(rank)}.json"
 
     def parcel_socket(self, rank: int) -> Path:
-        """Where the rank takes parcels."""
+        """Return the path of the socket on which the rank accepts parcels."""
         return self.folder / f"{self.stem(rank)}.parcels"
 
     def stem(self, rank: int) -> str:
-        """The beginning of the names of the rank's files; a rank that is started again has new ones."""
+        """Return the common prefix of the rank's file names, which differs after each restart."""
         return f"r{rank}.{self.incarnations[rank]}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stop button in a rank, also at the moment at which it forks a worker of a `DataLoader`, or takes a lock."""
+"""Handle SIGINT in a rank, also while it forks a `DataLoader` worker or acquires a lock."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tornado.ioloop import IOLoop
 
 _AGAIN_AFTER_S = 0.005
 _MAX_HELD_BACK = 30
-"""How often a stop is held back for code that takes locks; it may as well be waiting there, for ever."""
+"""Maximum number of times that an interrupt is delayed for code that acquires locks, which may itself be blocked."""
 
 _LOCKING_FILES = frozenset(
     module.__file__ for module in (multiprocessing.queues, multiprocessing.synchronize, queue, threading)
@@ -24,10 +24,10 @@ _NUM_FRAMES = 3
 
 
 def is_taking_lock(frame: FrameType | None) -> bool:
-    """Whether a KeyboardInterrupt in `frame` could leave a lock of the standard library taken for good.
+    """True if a KeyboardInterrupt in `frame` could leave a lock of the standard library acquired forever.
 
-    A `Condition` is entered by Python code, and what is raised between its lock being taken and the `with` block being
-    entered releases nothing: the next `put` into that queue, such as the one that ends a worker, waits for ever.
+    `Condition.__enter__` is Python code, and an exception between acquiring its lock and entering the `with` block
+    releases nothing: the next `put` into that queue, such as the one that ends a worker, blocks forever.
     """
     for _ in range(_NUM_FRAMES):
         if frame is None:
@@ -41,11 +41,13 @@ def is_taking_lock(frame: FrameType | None) -> bool:
 class StopHandler:
     """A SIGINT handler that raises KeyboardInterrupt while it is armed.
 
-    During a fork, or while a lock is being taken, it does so as soon as that is done. Before it is armed a stop waits:
-    raised outside the part that answers for it, it would end the cell without a reply. Afterwards it is dropped.
+    During a fork, or while a lock is being acquired, it raises as soon as that is done. Before it is armed, interrupts
+    are held back: raised outside the code that handles them, they would end the cell without a reply. After it is
+    disarmed, they are dropped.
 
-    Python runs functions of libraries before and after a fork, prints what they raise and goes on: a stop that comes
-    then would be lost. `loop`, of another thread, sends it again. Made once in a process: hooks of forks are for good.
+    Python calls functions that libraries have registered before and after a fork, and prints and ignores their
+    exceptions, so that an interrupt would be lost there. `loop`, which runs in another thread, sends it again. Create
+    one handler per process: fork hooks cannot be removed.
     """
 
     def __init__(self, loop: IOLoop) -> None:
@@ -56,7 +58,7 @@ class StopHandler:
         self._num_held_back = 0
         self._woken, self._waker = os.pipe()
         loop.add_callback(loop.add_handler, self._woken, self._send_again, IOLoop.READ)
-        # The hooks that were registered before run between these two.
+        # Hooks that were registered earlier run between these two.
         os.register_at_fork(before=self._begin, after_in_parent=self._end, after_in_child=self._end)
 
     def __call__(self, _number: int, frame: FrameType | None) -> None:
@@ -73,20 +75,20 @@ class StopHandler:
         os.write(self._waker, b"x")
 
     def take_over(self) -> None:
-        """Take SIGINT from now on, not armed. What came before is forgotten: it was for something that is over."""
+        """Install the handler, disarmed. Earlier interrupts are discarded, as they were meant for a previous cell."""
         self._is_armed = self._is_waiting = False
         self._num_held_back = 0
         signal.signal(signal.SIGINT, self)
 
     def arm(self) -> None:
-        """Raise KeyboardInterrupt from now on; now, if a stop has come since `take_over`."""
+        """Raise KeyboardInterrupt on SIGINT from now on; raise it now if one arrived since `take_over`."""
         self._is_armed = True
         if self._is_waiting:
             self._is_waiting = False
             raise KeyboardInterrupt
 
     def disarm(self) -> None:
-        """Raise no longer."""
+        """Stop raising."""
         self._is_armed = False
 
     def _begin(self) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank's stdout and stderr: ipykernel's, which also take what UTF-8 cannot write."""
+"""`RankStream`: ipykernel's stdout and stderr stream, which also accepts text that UTF-8 cannot encode."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ddpilot.session.report import writable
 
 
 class RankStream(OutStream):
-    """Half a surrogate pair in a text would keep ipykernel's thread from sending anything more."""
+    """A lone surrogate in the output would keep ipykernel's thread from sending any more messages."""
 
     def write(self, string: Any) -> int:
-        """Write `string`; raises TypeError for anything else, as every text stream does."""
+        """Write `string`. Raises TypeError if it is not a string, like every text stream."""
         return super().write(writable(string) if isinstance(string, str) else string) or 0

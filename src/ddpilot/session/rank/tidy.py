@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Give memory back between cells: nothing that a failed cell left may keep tensors alive."""
+"""Release memory between cells, and drop references through which a failed cell would keep tensors alive."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LAST = ("last_type", "last_value", "last_traceback", "last_exc")
 
 
 def tidy(device: torch.device, *, keep_cache: bool, has_failed: bool) -> None:
-    """Collect garbage and, unless `keep_cache`, return what the allocator of `device` keeps for later if that pays."""
+    """Collect garbage and, unless `keep_cache`, return unused cached memory of `device` if that pays off."""
     gc.collect()
     if keep_cache or device.type == "cpu" or find_device_error(device):
         return
@@ -31,10 +31,10 @@ def tidy(device: torch.device, *, keep_cache: bool, has_failed: bool) -> None:
 
 
 def pays_to_empty(has_failed: bool, unused_bytes: int | None, total_bytes: int) -> bool:
-    """True after a cell that failed, or if more than an eighth of the device's memory is in the cache unused.
+    """True after a cell that failed, or if more than an eighth of the device's memory is cached and unused.
 
-    Emptying it waits for the device, and the next cell allocates again: tens of milliseconds. `unused_bytes`: None if
-    that is not known.
+    Emptying the cache synchronizes the device and makes the next cell allocate again, which takes tens of milliseconds.
+    `unused_bytes`: None if not known.
     """
     return has_failed or unused_bytes is None or unused_bytes > total_bytes / _MAX_UNUSED_PART
 
@@ -47,12 +47,12 @@ def _read_memory(module: Any, device: torch.device) -> tuple[int | None, int]:
 
 
 def forget_error(shell: Any) -> None:
-    """Drop what Python and IPython remember of the last exception; its frames hold the cell's tensors.
+    """Drop the last exception stored by Python and IPython, whose frames hold the cell's tensors.
 
-    An exception that the user's code has kept stays, without the variables of the frames that it went through.
+    An exception that the user's code has stored is kept, but the variables of its frames are cleared.
     """
     with warnings.catch_warnings():
-        # A coroutine that the failed cell never awaited ends here, and Python would name a line of this module.
+        # A coroutine that the failed cell did not await is deleted here; the warning would name a line of this module.
         warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
         _clear_chain(getattr(sys, "last_value", None), set())
     for name in _LAST:
@@ -71,6 +71,6 @@ def _clear_chain(error: BaseException | None, seen: set[int]) -> None:
     seen.add(id(error))
     traceback.clear_frames(error.__traceback__)
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        _ = frame.f_locals  # what formatted the error has made a copy here, which this makes anew: empty
+        _ = frame.f_locals  # formatting the error has cached the variables here; this refreshes the cache
     _clear_chain(error.__cause__, seen)
     _clear_chain(error.__context__, seen)

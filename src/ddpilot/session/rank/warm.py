@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imported by the rank server before it forks: what every rank would else do at its first error (0.3 s each)."""
+"""Preloaded by the rank server: does once what every rank would otherwise do at its first error (0.3 s each)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers of a `DataLoader` whose iteration was given up: they end within a second, and not one after the other."""
+"""End the workers of an abandoned `DataLoader` iteration within one second, all at once."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from ddpilot.session.rank.hurried import uninterrupted
 
 _GRACE_S = 1.0
-"""How long all workers of an iteration together have for the samples that they are at; then they are terminated."""
+"""Seconds that all workers of an iteration together have to finish their current samples before they are terminated."""
 
 
 def end_workers_soon() -> None:
-    """Give the workers of an iterator that is dropped `_GRACE_S` together, where torch gives each of them 5 s.
+    """Give the workers of an iterator that is deleted `_GRACE_S` together, where torch gives each of them 5 s.
 
-    Whoever drops one waits for them: an error in the loop would be shown, and a stop would end, after ten seconds with
-    two workers that are busy. An iteration that comes to its end is as before.
+    Deleting an iterator waits for its workers: with two busy workers, an error in the loop would be shown, and an
+    interrupt would take effect, only after ten seconds. An iteration that is completed is not affected.
     """
     original = _MultiProcessingDataLoaderIter.__del__
 
@@ -27,7 +27,7 @@ def end_workers_soon() -> None:
         before = _utils.MP_STATUS_CHECK_INTERVAL
         _utils.MP_STATUS_CHECK_INTERVAL = _GRACE_S / max(1, len(getattr(iterator, "_workers", ())))
         try:
-            with uninterrupted():  # what a finalizer raises is printed and lost
+            with uninterrupted():  # exceptions in a finalizer are printed and ignored
                 original(iterator)
         finally:
             _utils.MP_STATUS_CHECK_INTERVAL = before

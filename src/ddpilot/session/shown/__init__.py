@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks publish, made fit to show: lines labelled and collapsed, rich objects compared across ranks."""
+"""Display of the ranks' output: lines are labelled and merged, rich displays are compared between ranks."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One cell's output on its way to a screen: cut into lines, what several ranks show alike collapsed, in order."""
+"""`CellOutput`: splits one cell's output into lines, merges equal output of several ranks and shows it in order."""
 
 from __future__ import annotations
 
@@ -14,40 +14,41 @@ from ddpilot.session.shown.screen import Screen
 from ddpilot.session.shown.unfinished import OpenLineSplitter, UnfinishedLines
 
 _BAR_S = 0.05
-"""A bar is redrawn so often at most: some loops redraw theirs thousands of times in a second."""
+"""Minimum seconds between two redraws of a progress bar; some loops redraw theirs thousands of times per second."""
 
 
 _LOWER_BAR_S = 0.5
-"""A rank that is not the lowest draws its first bar so late: the lowest one's may be about to come."""
+"""Seconds by which the first bar of a rank other than the lowest is delayed, as the lowest rank may be about to draw
+one."""
 
 _FLOOD_BYTES = 1 << 18
-"""A flood is shown, and so counted for the limit, in such pieces, also where nobody finds the time to call `show`."""
+"""Show pending output, and count it for the limit, at least every so many bytes, even if `show` is not called."""
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]{6,16}\b")
-"""Where a rank has an object in its memory: of no use here, and never the same on two ranks."""
+"""Address of an object in a rank's memory, which differs between ranks and is replaced."""
 
 
 class CellOutput:
-    """Takes what `ranks` say while one cell runs. Times are seconds of the monotonic clock."""
+    """Takes the output of `ranks` during one cell. Times are seconds of the monotonic clock."""
 
     def __init__(self, ranks: Sequence[int], screen: Screen) -> None:
         self.screen = screen
-        self._lead = min(ranks, default=0)  # whose bars are shown, if it draws any
-        self._first_bar_s: dict[int, float] = {}  # by rank: when it drew its first bar
-        self._unshown_bars: dict[int, tuple[str, str]] = {}  # by rank: stream and text of the last one
+        self._lead = min(ranks, default=0)  # the rank whose bars are shown, if it draws any
+        self._first_bar_s: dict[int, float] = {}  # by rank: time of its first bar
+        self._unshown_bars: dict[int, tuple[str, str]] = {}  # by rank: stream and text of its last bar
         self._collapser = Collapser(max(1, len(ranks)))
         self._splitters: dict[tuple[int, str, bool], OpenLineSplitter] = defaultdict(OpenLineSplitter)
         self._unfinished = UnfinishedLines(screen)
-        self._rich: dict[int, deque[Rich]] = defaultdict(deque)  # by rank, in the order in which they wait
+        self._rich: dict[int, deque[Rich]] = defaultdict(deque)  # by rank, in order of arrival
         self._bar: tuple[str, str, int] | None = None  # stream, text, rank; not drawn yet
-        self._has_bar = False  # one that is not through yet
+        self._has_bar = False  # True while a bar is unfinished
         self._drawn_s = 0.0
         self._is_new = False
         self._num_unshown_bytes = 0
         self._taken_bytes: Counter[int] = Counter()
 
     def text(self, rank: int, stream: str, data: bytes, now_s: float, *, past_python: bool = False) -> None:
-        """Bytes that a rank printed. Python's own and those of other code are cut into lines apart."""
+        """Add bytes that a rank printed. Output that bypassed Python is split into lines separately."""
         if self.screen.hides(rank):
             self.screen.count_hidden(rank, len(data))
             return
@@ -61,9 +62,9 @@ class CellOutput:
             self._emit_ready(now_s)
 
     def _cut(self, rank: int, data: bytes) -> bytes:
-        """What of `data` is within the limit, counted as it comes: a flood waits for its like, all of it at once.
+        """Return the part of `data` within the limit. It is counted on arrival, as output may wait to be merged.
 
-        A bar that redraws itself does not count, since little of it is shown.
+        Redraws of a progress bar do not count, as most of them are not shown.
         """
         limit = self.screen.limit_bytes
         if limit is None or b"\r" in data:
@@ -77,25 +78,25 @@ class CellOutput:
         return data[:end] if data[:end].endswith(b"\n") or not end else data[:end] + b"\n"
 
     def result(self, rank: int, text: str, now_s: float) -> None:
-        """Text that stays together: collapsed as a whole or not at all."""
+        """Add text that is merged with equal text of other ranks as a whole or not at all."""
         if self.screen.hides(rank):
             self.screen.count_hidden(rank, len(text))
         else:
             self._collapser.add(rank, "result", _ADDRESS.sub(" at 0x…", text), now_s)
 
     def rich(self, rank: int, rich: Rich, now_s: float, *, is_update: bool = False) -> None:
-        """An object, or what takes the place of an earlier one."""
+        """Add a rich display, or with `is_update` the new content of an earlier one."""
         if not self.screen.hides_rich(rank):
             self._rich[rank].append(rich)
             self._collapser.add(rank, "update" if is_update else "rich", rich.fingerprint, now_s)
 
     def clear(self, rank: int, wait: bool, now_s: float) -> None:
-        """`clear_output` on a rank."""
+        """Handle `clear_output` of a rank."""
         if not self.screen.hides_rich(rank):
             self._collapser.add(rank, "clear", "wait" if wait else "", now_s)
 
     def show(self, now_s: float) -> None:
-        """Show what has waited long enough."""
+        """Show output that has waited long enough."""
         self._emit_ready(now_s)
         if self._bar is not None and now_s >= self._drawn_s + _BAR_S:
             self._draw(now_s)
@@ -106,7 +107,7 @@ class CellOutput:
             self._is_new = False
 
     def show_all(self) -> None:
-        """Show everything that waits, in order."""
+        """Show all pending output, in order."""
         for entry in self._collapser.flush():
             self._emit(entry)
         if self._bar is not None:
@@ -114,14 +115,14 @@ class CellOutput:
         self.screen.flush()
 
     def next_due_s(self) -> float | None:
-        """When `show` has something to do."""
+        """Return when to call `show` next; None if nothing is pending."""
         dues = [self._collapser.next_due_s(), None if self._has_bar else self._unfinished.next_due_s()]
         if self._bar is not None:
             dues.append(self._drawn_s + _BAR_S)
         return min((due for due in dues if due is not None), default=None)
 
     def finish_lines(self, now_s: float) -> None:
-        """Show everything, unfinished lines too."""
+        """Show all pending output, including unfinished lines."""
         for source, splitter in sorted(self._splitters.items()):
             for piece in splitter.close():
                 self._take(*source[:2], piece, now_s)
@@ -129,10 +130,10 @@ class CellOutput:
         self.show_all()
 
     def close(self, now_s: float) -> None:
-        """The cell is over."""
+        """The cell is over: show everything and close the screen."""
         self.finish_lines(now_s)
         rank = min(self._first_bar_s, default=self._lead)
-        if rank in self._unshown_bars:  # it was over before it was clear that no lower rank draws one
+        if rank in self._unshown_bars:  # the bar ended while a lower rank might still have drawn one
             self.screen.end_progress(*self._unshown_bars[rank], rank)
         self.screen.close()
 
@@ -149,13 +150,13 @@ class CellOutput:
             else:
                 self._bar = None
                 self.show(now_s)
-                self._unfinished.erase()  # there is one where the bar was never drawn over itself
+                self._unfinished.erase()  # left over if the bar was never redrawn
                 self.screen.end_progress(stream, piece.text, rank)
                 self._has_bar = False
                 self.screen.flush()
 
     def _draws_bars(self, rank: int, now_s: float) -> bool:
-        """True if bars of `rank` are shown: the lowest rank that draws any, a higher one if the lowest draws none."""
+        """True if bars of `rank` are shown: it is the lowest rank that draws any."""
         first_s = self._first_bar_s.setdefault(rank, now_s)
         is_lowest = rank == min(self._first_bar_s)
         return is_lowest and (rank == self._lead or now_s >= first_s + _LOWER_BAR_S)

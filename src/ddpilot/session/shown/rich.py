@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures, tables and other rich objects of ranks, and whether two of them look the same."""
+"""`Rich`: a figure, table or other rich display of a rank, with a fingerprint to find equal ones."""
 
 from __future__ import annotations
 
@@ -20,45 +20,45 @@ _ELEMENT_ID = re.compile(r"""\bid=(?:"([^"]+)"|'([^']+)')""")
 _UNSEEN = re.compile(r"<style\b.*?</style>|<!--.*?-->", re.DOTALL | re.IGNORECASE)
 
 _SOURCE = re.compile(r"application/vnd\.[^;]*\+json")
-"""Data from which the front end draws, such as plotly's; the HTML beside it is for those that cannot."""
+"""MIME types of data that the front end renders, such as plotly's; their HTML is a fallback for other front ends."""
 
 
 @dataclass(frozen=True)
 class Rich:
-    """A display of one rank. `display_id`: as the rank knows it, "" where it gave none."""
+    """A rich display of one rank. `display_id` is the rank's own id for it, or ""."""
 
     data: dict[str, Any]
     metadata: dict[str, Any] = field(default_factory=dict)
     display_id: str = ""
     fingerprint: str = ""
-    """The same for displays that look the same."""
+    """Equal for displays that look the same."""
 
     @property
     def text(self) -> str:
-        """The object as text, for where nothing richer can be shown."""
+        """The plain-text representation, for front ends that show nothing richer."""
         return str(self.data.get(_TEXT, ""))
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is text that nothing will ever change: a line is enough for it."""
+        """True if it is plain text that cannot be updated, so that it can be shown as a line."""
         return not self.display_id and not set(self.data) - {_TEXT}
 
     @property
     def is_blank(self) -> bool:
-        """True if nothing of it can be seen: HTML without a word or an element but style sheets."""
+        """True if nothing of it is visible: HTML without text or elements other than style sheets."""
         html = self.data.get(_HTML)
         return isinstance(html, str) and not set(self.data) - {_HTML, _TEXT} and not _UNSEEN.sub("", html).strip()
 
     @property
     def widget_id(self) -> str:
-        """The model's id where this is a widget, else ""."""
+        """The model id if this is a widget, else ""."""
         return str(self.data[WIDGET].get("model_id", "")) if WIDGET in self.data else ""
 
 
 def read_rich(message: RankMessage, widget: object = None) -> Rich:
-    """The display in a "display_data", "execute_result" or "update_display_data" message.
+    """Return the display in a "display_data", "execute_result" or "update_display_data" message.
 
-    `widget`: what the widget shows, where it is one; its own data has nothing but an id.
+    `widget`: the state of the widget if the display is one; its own data is just an id.
     """
     content = message.content
     data, metadata = content.get("data", {}), content.get("metadata", {})
@@ -85,9 +85,9 @@ def _fingerprint(data: dict[str, Any], metadata: dict[str, Any], widget: object)
 
 
 def _without_ids(html: str) -> str:
-    """`html` with its elements' ids numbered: libraries draw them at random, and nobody sees them."""
+    """Replace element ids in `html` by numbers: libraries generate them at random, and they are not visible."""
     ids = dict.fromkeys(double or single for double, single in _ELEMENT_ID.findall(html))
     for number, name in enumerate(sorted(ids, key=len, reverse=True)):
-        if len(name) >= 4:  # a short one may stand in the text by chance
+        if len(name) >= 4:  # a shorter id may also occur in the text
             html = html.replace(name, f"id{number}")
     return html

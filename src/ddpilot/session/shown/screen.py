@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a cell's output ends up once it is cut, collapsed and compared: the part that differs between front ends."""
+"""`Screen`: interface for displaying a cell's merged output; `TextScreen` displays it as text."""
 
 from __future__ import annotations
 
@@ -11,61 +11,61 @@ from ddpilot.session.shown.rich import Rich
 
 
 class Screen(Protocol):
-    """Shows the output of one cell. `items` are displays that look the same, by rank."""
+    """Displays the output of one cell. `items` are displays that look the same, by rank."""
 
     @property
     def limit_bytes(self) -> int | None:
-        """How much of what each rank prints is shown; None for all of it."""
+        """Maximum bytes of each rank's output to show; None for no limit."""
 
     def hides(self, rank: int) -> bool:
-        """Whether nothing more that `rank` prints will be shown."""
+        """True if no more output of `rank` will be shown."""
 
     def hides_rich(self, rank: int) -> bool:
-        """Whether no rich object of `rank` is shown."""
+        """True if no rich displays of `rank` are shown."""
 
     def count_hidden(self, rank: int, num_bytes: int) -> None:
-        """Remember that so much of `rank` was not shown."""
+        """Record that `num_bytes` of output of `rank` were not shown."""
 
     def line(self, ranks: Sequence[int], stream: str, text: str) -> None:
         """Show a line."""
 
     def progress(self, stream: str, text: str, rank: int = 0) -> None:
-        """Redraw the one progress bar."""
+        """Redraw the progress bar."""
 
     def end_progress(self, stream: str, text: str, rank: int = 0) -> None:
-        """Leave the bar standing."""
+        """Show the final state of the progress bar and keep it."""
 
     def unfinished(self, stream: str, text: str, rank: int = 0) -> None:
-        """Show a line that has no end yet, below all others, until `rank` goes on with it; "" to take it away."""
+        """Show a line without a newline below all others, until `rank` continues it; "" removes it."""
 
     def rich(self, items: Mapping[int, Rich]) -> None:
-        """Show an object."""
+        """Show a rich display."""
 
     def update(self, items: Mapping[int, Rich]) -> None:
-        """Show something else in place of what has the same display id."""
+        """Replace the content of the displays with the same display id."""
 
     def clear(self, ranks: Sequence[int], wait: bool) -> None:
-        """Take away what `ranks` have shown; with `wait`, when they show something next."""
+        """Remove the output of `ranks`; with `wait`, when they show something new."""
 
     def note(self, text: str) -> None:
-        """Say something of ddpilot's own."""
+        """Show a message of ddpilot itself."""
 
     def flush(self) -> None:
-        """Hand everything shown so far on to the front end."""
+        """Flush everything shown so far to the front end."""
 
     def close(self) -> None:
         """The cell is over."""
 
 
 class TextScreen(Display):
-    """Text alone, on the parent's stdout and stderr: an object is shown as what `print` would make of it."""
+    """Text only, on the parent's stdout and stderr: a rich display is shown as its plain text."""
 
     def hides_rich(self, rank: int) -> bool:
-        """Whether the mode leaves this rank out."""
+        """True if the output mode excludes this rank."""
         return self.hides(rank)
 
     def unfinished(self, stream: str, text: str, rank: int = 0) -> None:
-        """Draw the line where a bar would be, unless that is a file; "" takes it away."""
+        """Draw the line in place of a progress bar, unless the stream is a file; "" removes it."""
         out = self._streams[stream]
         if text and (out.isatty() or type(out).__module__.startswith("ipykernel")):
             self.progress(stream, text, rank)
@@ -73,15 +73,15 @@ class TextScreen(Display):
             self._erase_bar()
 
     def rich(self, items: Mapping[int, Rich]) -> None:
-        """Show the object's text."""
+        """Show the plain text of the display."""
         text = next(iter(items.values())).text
         for line in text.split("\n") if text else ():
             self.line(list(items), "stdout", line)
 
     def update(self, items: Mapping[int, Rich]) -> None:
-        """Show the new text, unless it only says that there is an object."""
+        """Show the new text, unless it is only a placeholder such as "<Figure ...>"."""
         if not next(iter(items.values())).text.startswith("<"):
             self.rich(items)
 
     def clear(self, ranks: Sequence[int], wait: bool) -> None:
-        """Leave everything: what a terminal has shown stays."""
+        """Do nothing: terminal output cannot be removed."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the views for a terminal and for a notebook have in common: reading messages, one output per cell."""
+"""`ScreenView`: base class of the views for terminals and notebooks; dispatches messages to one output per cell."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ from ddpilot.session.view import RankMessage, SendToRank
 
 
 class ScreenView(ABC):
-    """A view that shows each cell on a `Screen` of its own. What comes between cells has one too, made when needed."""
+    """A view that shows each cell on a new `Screen`. Output between cells gets a screen of its own when needed."""
 
     def __init__(self) -> None:
         self._output: CellOutput | None = None
         self._ranks: tuple[int, ...] = ()
         self.advise: Callable[[RankError | LaunchError], None] = lambda error: None
-        """Called with every error before it is shown; may give it a `fix`."""
+        """Called with every error before it is shown; may set its `fix`."""
 
     @abstractmethod
     def make_screen(self) -> Screen:
-        """The screen for a cell that starts now."""
+        """Return the screen for a new cell."""
 
     @abstractmethod
     def ask(self, rank: int, prompt: str, password: bool) -> str:
-        """What the person answers."""
+        """Return the user's answer."""
 
     def bind(self, send: SendToRank) -> None:  # noqa: B027  # a view without widgets has nothing to send
-        """Take the way back to the ranks' widgets."""
+        """Set the function that sends messages to the ranks' widgets."""
 
     def read(self, message: RankMessage) -> Rich:
-        """The display in a message."""
+        """Return the display in a message."""
         return read_rich(message)
 
     def take_comm(self, message: RankMessage) -> None:  # noqa: B027
-        """A rank's widget said something."""
+        """Handle a comm message of a rank's widget."""
 
     def begin(self, ranks: Sequence[int]) -> None:
-        """A cell starts on these ranks."""
+        """A cell starts on `ranks`."""
         self.end()
         self._ranks = tuple(ranks)
         self._output = CellOutput(self._ranks, self.make_screen())
 
     def message(self, message: RankMessage, now_s: float) -> None:
-        """Take what a rank published."""
+        """Handle an iopub message of a rank."""
         output, rank, content = self._current(), message.rank, message.content
         if message.kind == "stream":
             output.text(rank, content["name"], content["text"].encode("utf-8", "replace"), now_s)
@@ -64,41 +64,41 @@ class ScreenView(ABC):
                 output.rich(rank, rich, now_s)
         elif message.kind.startswith("comm_"):
             if message.kind == "comm_close":
-                output.show_all()  # a front end cannot show what is closed already
+                output.show_all()  # a front end cannot show a widget that is already closed
             self.take_comm(message)
 
     def raw(self, rank: int, stream: str, data: bytes, now_s: float) -> None:
-        """Take what a rank's process wrote past Python."""
+        """Handle bytes that a rank's process wrote bypassing Python."""
         self._current().text(rank, stream, data, now_s, past_python=True)
 
     def show(self, now_s: float) -> None:
-        """Show what has waited long enough."""
+        """Show output that has waited long enough."""
         if self._output is not None:
             self._output.show(now_s)
 
     def next_due_s(self) -> float | None:
-        """When `show` has something to do next."""
+        """Return when to call `show` next; None if nothing is pending."""
         return None if self._output is None else self._output.next_due_s()
 
     def error(self, error: RankError | LaunchError) -> None:
-        """Show the first failure, behind what was printed before it."""
+        """Show the first failure, after all output printed before it."""
         self.flush()
         self.advise(error)
-        self.write_error("\n".join(error._render_traceback_()) + "\n")  # IPython's name for the text with colours
+        self.write_error("\n".join(error._render_traceback_()) + "\n")  # IPython's protocol for a coloured traceback
 
     @abstractmethod
     def write_error(self, text: str) -> None:
-        """Write the text of an error; it may have ANSI colours."""
+        """Write the text of an error, which may contain ANSI colours."""
 
     def note(self, text: str) -> None:
-        """Say something of ddpilot's own."""
+        """Show a message of ddpilot itself."""
         output = self._current()
         output.show_all()
         output.screen.note(text)
         output.screen.flush()
 
     def flush(self) -> None:
-        """Show everything that waits, unfinished lines too: an error or a question comes behind them."""
+        """Show all pending output, including unfinished lines, so that an error or question appears below it."""
         self._current().finish_lines(time.monotonic())
 
     def end(self) -> None:

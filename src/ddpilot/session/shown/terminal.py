@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks say in a terminal or a script: text with labels."""
+"""`TextView`: shows the output of ranks in a terminal or script, as text with labels."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class TextView(ScreenView):
-    """Writes to `sys.stdout` and `sys.stderr`. `mode` and `limit_bytes` are a session's `output`, `output_limit_bytes`.
+    """Writes to `sys.stdout` and `sys.stderr`. `mode` and `limit_bytes`: a session's `output` and `output_limit_bytes`.
 
-    The limit is one per rank and cell; None: 1 MB in a notebook, else none.
+    The limit applies per rank and cell; None: 1 MB in a notebook, else no limit.
     """
 
     def __init__(self, mode: Output = "labelled", limit_bytes: int | None = None) -> None:
@@ -27,11 +27,11 @@ class TextView(ScreenView):
         self._limit_bytes = limit_bytes
 
     def make_screen(self) -> Screen:
-        """A screen on the streams as they are now."""
+        """Return a screen on the current streams."""
         return TextScreen(self._mode, self._limit_bytes)
 
     def write_error(self, text: str) -> None:
-        """Write to stderr, in colours where that is a terminal."""
+        """Write to stderr, with colours if it is a terminal."""
         stream = sys.stderr
         if stream is not None:
             has_colors = stream.isatty() and not os.environ.get("NO_COLOR")
@@ -39,7 +39,7 @@ class TextView(ScreenView):
             stream.flush()
 
     def ask(self, rank: int, prompt: str, password: bool) -> str:
-        """Ask on the terminal, with the rank in front."""
+        """Ask in the terminal, with the rank as a prefix."""
         self.flush()
         question = f"[rank {rank}] {prompt}"
         return getpass.getpass(question) if password else input(question)

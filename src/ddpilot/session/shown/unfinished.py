@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lines that have no end yet, such as `print(".", end="", flush=True)` in a loop: shown while they grow."""
+"""Show lines that have no newline yet, such as those of `print(".", end="", flush=True)` in a loop, while they grow."""
 
 from __future__ import annotations
 
@@ -7,36 +7,36 @@ from ddpilot.launching.output.lines import LineSplitter
 from ddpilot.session.shown.screen import Screen
 
 _AFTER_S = 0.12
-"""So long a line waits for its end: one that `print` was about to end comes in pieces too, on a busy machine."""
+"""Seconds to wait for a newline: on a busy machine, complete lines of `print` also arrive in pieces."""
 
 _MAX_CHARS = 100
-"""A line that is drawn over itself has to fit into the window."""
+"""Maximum length: a line that is redrawn in place has to fit into the window."""
 
 Source = tuple[int, str, bool]
-"""Rank, stream, and whether it came past Python."""
+"""Rank, stream, and True if the output bypassed Python."""
 
 
 class OpenLineSplitter(LineSplitter):
-    """Also says what it holds back."""
+    """A `LineSplitter` that also gives access to the unfinished line."""
 
     @property
     def unfinished(self) -> str:
-        """The line that has no end yet; "" where there is none, or a bar."""
+        """The current line if it has no newline yet; "" if there is none, or if it is a progress bar."""
         if b"\r" in self._pending:
             return ""
         return self._pending[-4 * _MAX_CHARS :].decode(errors="replace")[-_MAX_CHARS:]
 
 
 class UnfinishedLines:
-    """Of all lines that have no end yet, that of the lowest rank is drawn. Times: seconds of the monotonic clock."""
+    """Draws the unfinished line of the lowest rank that has one. Times are seconds of the monotonic clock."""
 
     def __init__(self, screen: Screen) -> None:
         self._screen = screen
-        self._waiting: dict[Source, tuple[str, float]] = {}  # the text, and when it is to be drawn
+        self._waiting: dict[Source, tuple[str, float]] = {}  # text, and the time at which to draw it
         self._drawn: tuple[Source, str] | None = None
 
     def update(self, source: Source, text: str, now_s: float) -> None:
-        """The unfinished line of a source is now `text`, "" where it has ended."""
+        """Set the unfinished line of a source to `text`; "" if the line has ended."""
         if text:
             _, due_s = self._waiting.get(source, ("", now_s + _AFTER_S))
             self._waiting[source] = text, due_s
@@ -46,13 +46,13 @@ class UnfinishedLines:
             self.erase()
 
     def erase(self) -> None:
-        """Take away what is drawn: a bar, or the whole line, comes in its place."""
+        """Remove the line that is drawn: a progress bar or the complete line replaces it."""
         if self._drawn is not None:
             self._screen.unfinished(self._drawn[0][1], "")
             self._drawn = None
 
     def draw(self, now_s: float) -> bool:
-        """Draw what is due; whether anything has changed."""
+        """Draw the line if it is due. Return True if anything changed."""
         wanted = self._wanted()
         if wanted is None or wanted == self._drawn or self._waiting[wanted[0]][1] > now_s:
             return False
@@ -62,7 +62,7 @@ class UnfinishedLines:
         return True
 
     def next_due_s(self) -> float | None:
-        """When `draw` has something to do."""
+        """Return when to call `draw` next; None if nothing is pending."""
         wanted = self._wanted()
         return None if wanted is None or wanted == self._drawn else self._waiting[wanted[0]][1]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the widgets of ranks show, read from their messages, to tell whether two ranks' widgets look the same."""
+"""`WidgetStates`: state of the ranks' widgets, read from their messages, to find widgets that look the same."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _REFERENCE = "IPY_MODEL_"
 
 
 class WidgetStates:
-    """The state of every widget model of every rank, by the id of its comm."""
+    """The state of every widget model of every rank, by comm id."""
 
     def __init__(self) -> None:
         self._states: dict[str, dict[str, Any]] = {}
 
     def take(self, message: RankMessage) -> None:
-        """Follow a "comm_open", "comm_msg" or "comm_close"; what is no widget's is passed over."""
+        """Update the states from a "comm_open", "comm_msg" or "comm_close" message; ignore comms of other objects."""
         comm_id, data = message.content.get("comm_id", ""), message.content.get("data", {})
         if message.kind == "comm_close":
             self._states.pop(comm_id, None)
@@ -33,7 +33,7 @@ class WidgetStates:
                 self._states[comm_id].update(_digests(data.get("buffer_paths", ()), message.buffers))
 
     def looks(self, comm_id: str) -> object:
-        """What the widget shows, the widgets inside it included, without any id; None where it is unknown."""
+        """Return the state of the widget, including nested widgets but without ids; None if the widget is unknown."""
         return self._looks(comm_id, ()) if comm_id in self._states else None
 
     def _looks(self, comm_id: str, above: tuple[str, ...]) -> object:
@@ -51,7 +51,7 @@ class WidgetStates:
         return value
 
     def twins(self, one: str, other: str) -> Iterator[tuple[str, str]]:
-        """Ids of models that stand in the same places of two widgets that look the same."""
+        """Yield pairs of model ids at the same position in two widgets that look the same."""
         pending, seen = [(one, other)], set[str]()
         while pending:
             left, right = pending.pop()
@@ -73,7 +73,7 @@ def _references(value: Any) -> list[str]:
 
 
 def _digests(paths: Any, buffers: list[bytes]) -> dict[str, str]:
-    """Binary values of a state, such as an image's, by their path."""
+    """Return digests of the binary values of a state, such as an image's data, by their path."""
     return {
         "/".join(map(str, path)): hashlib.blake2b(buffer, digest_size=16).hexdigest()
         for path, buffer in zip(paths, buffers, strict=False)
