@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start guard in a rank: a hook for before the user's code, beside the one that records. Free of torch."""
+"""Launch hook that starts guard in a rank, next to the one that starts recording. Does not import torch."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from ddpilot.guard.probes import PROBES
 from ddpilot.record.hook import RING_DIR_VARIABLE, RankStart, journal_path
 
 GUARD_VARIABLE = "DDPILOT_GUARD"
-"""``0`` keeps guard out of a rank whose collectives are recorded."""
+"""``0`` disables guard in a rank whose collectives are recorded."""
 
 HOOK = "ddpilot.guard.hook:start"
-"""What launchers are given to call `start` in every rank."""
+"""Name of `start` for launchers, which call it in every rank."""
 
 
 def start(rank_start: RankStart) -> None:
-    """Note from now on until exit what training does on this rank, in the folder of `RING_DIR_VARIABLE`.
+    """Note what training does on this rank until it exits, in the folder of `RING_DIR_VARIABLE`.
 
-    Without that variable, and where `GUARD_VARIABLE` is ``0``, nothing happens. Whatever fails is said in one line on
-    stderr, and the rank runs on.
+    Does nothing without that variable, or if `GUARD_VARIABLE` is ``0``. Errors are reported in one line on stderr, and
+    the rank continues.
     """
     folder = rank_start.environ.get(RING_DIR_VARIABLE)
     if not folder or rank_start.environ.get(GUARD_VARIABLE) == "0":
@@ -33,7 +33,7 @@ def start(rank_start: RankStart) -> None:
     try:
         stop = install(journal_path(folder, rank_start.rank), rank=rank_start.rank, probes=PROBES)
         atexit.register(stop)
-    except Exception as error:  # noqa: BLE001 - said, and never in the way of training
+    except Exception as error:  # noqa: BLE001 - reported, and must never stop training
         _print_line(rank_start.rank, f"training is not guarded: {error}")
 
 
@@ -44,10 +44,11 @@ def install(
     probes: Sequence[str],
     tell: Callable[[str], None] | None = None,
 ) -> Callable[[], None]:
-    """Install `probes`, named "module:class", which write into the journal `path`; returns what takes them out again.
+    """Install `probes`, named "module:class", which write into the journal `path`. Returns a function that removes
+    them.
 
-    A probe that cannot be installed is off, which `tell` (default: a line on stderr) says; the others are not touched.
-    Not collective. Raises `OSError` where there is no room for the journal.
+    A probe that cannot be installed is off, which `tell` reports (default: a line on stderr); other probes are not
+    affected. Not collective. Raises `OSError` if there is no space for the journal.
     """
     import torch
 
@@ -70,7 +71,7 @@ def install(
             probe = _load(name)()
             notes.name = probe.name
             undo.append((notes, probe.install(notes)))
-        except Exception as error:  # noqa: BLE001 - said once, and the rank runs on
+        except Exception as error:  # noqa: BLE001 - reported once, and the rank continues
             notes.switch_off(error)
 
     def stop() -> None:

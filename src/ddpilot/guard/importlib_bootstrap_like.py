@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands around a function of torch's that probes look at.
+"""Wrappers around the torch functions that probes observe.
 
-Python passes over frames of its own import system when it looks for the line that a warning with a `stacklevel` above
-1 is about; `logging` does so since 3.11. It knows them by "importlib" and "_bootstrap" in the name of their file. Hence
-the name of this one: what torch warns about names the user's line, as without guard. It has nothing else of imports.
+Python skips the frames of its own import system when it looks for the line that a warning with a `stacklevel` above 1
+refers to; `logging` does so since 3.11. It recognizes them by "importlib" and "_bootstrap" in their file name. Hence
+this module's name: torch's warnings name the user's line, as without guard. It has nothing else to do with imports.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ Hook = Callable[..., Any]
 
 
 class Switch(Protocol):
-    """Of the probe whose hooks are called."""
+    """The part of a probe that turns it off."""
 
     is_off: bool
 
     def switch_off(self, error: Exception) -> None:
-        """Call it no more, since `error` came up."""
+        """Stop calling the probe's hooks because of `error`."""
 
 
 class Hooks(NamedTuple):
-    """What one probe does around a function."""
+    """The hooks of one probe around a function."""
 
     notes: Switch
     before: Hook | None
@@ -34,9 +34,9 @@ class Hooks(NamedTuple):
 
 
 class Wrapping:
-    """The one wrapper of `owner.name`, whatever number of probes looks at it: each more would cost every call.
+    """The only wrapper of `owner.name`, shared by all probes, as each further wrapper would cost time in every call.
 
-    Probes look as if each had wrapped the function once more: the newest comes first before it, and last after it.
+    Hooks run as if each probe had wrapped the function in turn: the newest first before the call, and last after it.
     """
 
     def __init__(self, owner: Any, name: str) -> None:
@@ -48,7 +48,7 @@ class Wrapping:
         self.wrapper = self._make()
 
     def add(self, hooks: Hooks, aliases: Sequence[Any]) -> Callable[[], None]:
-        """Call `hooks` too; returns what ends that."""
+        """Call `hooks` too. Returns a function that removes them."""
         self._hooks = (hooks, *self._hooks)
         for one in (self.owner, *aliases):
             if getattr(one, self._name, None) is self._original:
@@ -59,7 +59,7 @@ class Wrapping:
             self._hooks = tuple(each for each in self._hooks if each is not hooks)
             while not self._hooks and self._places:
                 one = self._places.pop()
-                if getattr(one, self._name, None) is self.wrapper:  # somebody may have wrapped it once more
+                if getattr(one, self._name, None) is self.wrapper:  # other code may have wrapped it since
                     setattr(one, self._name, self._original)
 
         return undo
@@ -73,7 +73,7 @@ class Wrapping:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             hooks = self._hooks
             tickets: list[Any] = []
-            # Within a compiled function torch's compiler would look into whatever is called from here.
+            # Inside a compiled function, torch.compile would trace what is called from here.
             compiler = set_compiler(None)
             try:
                 for notes, before, _, _ in hooks:
@@ -81,7 +81,7 @@ class Wrapping:
                     if before is not None and not notes.is_off:
                         try:
                             ticket = before(*args, **kwargs)
-                        except Exception as error:  # noqa: BLE001 - said once, and never in the way of training
+                        except Exception as error:  # noqa: BLE001 - reported once, and must never stop training
                             notes.switch_off(error)
                     tickets.append(ticket)
             finally:
@@ -112,7 +112,7 @@ class Wrapping:
 
 
 def keep_dynamo_out(function: Any) -> None:
-    """Let torch's compiler neither compile `function` nor look into it."""
+    """Let torch.compile neither compile nor trace `function`."""
     import torch
 
     function._torchdynamo_disable = True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a probe is, and what it is given: a place to note things, and protection of training from its own errors."""
+"""Interface of probes, and their access to the journal, which keeps errors in a probe away from training."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from ddpilot.record.sites import SiteFinder, describe_site
 
 
 class Probe(Protocol):
-    """Sees one kind of thing; made without arguments. It never issues a collective, nor changes a number."""
+    """Observes one aspect of training; created without arguments. Never issues a collective nor changes a value."""
 
     name: str
-    """What it looks at, in words, for the line that says that it is off."""
+    """What it observes, for the message that reports that it is off."""
 
     def install(self, notes: Notes) -> Callable[[], None]:
-        """Begin to look, and return what ends that. Torch is there; a process group may not be yet."""
+        """Start observing, and return a function that stops it. torch is imported; process groups may not exist yet."""
 
 
 class Notes:
-    """What one probe of `rank` notes into `journal`. An error in its functions turns it off, says so once, and no more.
+    """Writes what one probe of `rank` notes into `journal`. An error in a hook turns the probe off and is reported
+    once.
 
-    `finder` finds the user's line, `tell` shows a line, `compiled` is the compiled part of recording, if there is one.
+    `finder` finds the user's line, `tell` prints a line, `compiled` is the compiled recorder or None.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class Notes:
         self.compiled = compiled
         self.is_off = False
         self.write_step = journal.write_step
-        """Add an entry about an ordinary step, of which there are far more than of others."""
+        """Add an entry for an ordinary step, far more frequent than other entries."""
         self._journal = journal
         self._finder = finder
         self._tell = tell
@@ -56,17 +57,18 @@ class Notes:
         self._journal.write(kind, values)
 
     def user_frame(self) -> FrameType | None:
-        """The innermost frame of the caller's stack that is the user's, else a library's; None where there is none."""
+        """Return the innermost frame of the user on the caller's stack, else a library's; None if there is neither."""
         return self._finder.walk(sys._getframe(1))[0]
 
     def user_call(self) -> tuple[FrameType | None, CodeType | None]:
-        """As `user_frame`, and the function that its line called."""
+        """Return `user_frame`, and the function that its line called."""
         return self._finder.walk(sys._getframe(1))[:2]
 
     def site(self, frame: FrameType | None = None, line: int | None = None) -> dict[str, Any]:
-        """The user's line from `frame` (default: the caller's) outwards, as `Place` takes it; empty where none is.
+        """Return the user's line from `frame` (default: the caller's) outwards, as arguments of `Place`; empty if there
+        is none.
 
-        `line`: another line of the same file.
+        `line`: a different line of the same file.
         """
         fact = describe_site(self._finder.walk(frame or sys._getframe(1)))
         if line is not None and frame is not None:
@@ -74,7 +76,7 @@ class Notes:
         return {key: fact[key] for key in ("file", "line", "function", "text") if key in fact}
 
     def safely(self, function: Hook) -> Hook:
-        """`function`, of which an error turns this probe off; it does nothing any more then and returns None."""
+        """Wrap `function` so that an error turns this probe off. Once it is off, the wrapper returns None."""
 
         from torch._C._dynamo.eval_frame import set_eval_frame as set_compiler
 
@@ -82,11 +84,11 @@ class Notes:
         def guarded(*args: Any, **kwargs: Any) -> Any:
             if self.is_off:
                 return None
-            # Within a compiled function torch's compiler would look into whatever is called from here.
+            # Inside a compiled function, torch.compile would trace what is called from here.
             compiler = set_compiler(None)
             try:
                 return function(*args, **kwargs)
-            except Exception as error:  # noqa: BLE001 - said once, and never in the way of training
+            except Exception as error:  # noqa: BLE001 - reported once, and must never stop training
                 self.switch_off(error)
                 return None
             finally:
@@ -96,13 +98,13 @@ class Notes:
         return guarded
 
     def switch_off(self, error: Exception) -> None:
-        """Look no more, since `error` came up: said in one line and noted."""
+        """Stop observing because of `error`, which is reported in one line and noted in the journal."""
         self.is_off = True
         text = f"{type(error).__name__}: {error}"
         try:
             self._tell(f"guard no longer looks at {self.name}: {text}")
             self._journal.write("fault", {"probe": self.name, "text": text[:500]})
-        except Exception:  # noqa: BLE001, S110 - nobody is left to tell
+        except Exception:  # noqa: BLE001, S110 - no way left to report it
             pass
 
     def around(
@@ -115,10 +117,12 @@ class Notes:
         raised: Hook | None = None,
         aliases: Sequence[Any] = (),
     ) -> Callable[[], None]:
-        """Call `before` with the arguments of each `owner.name(...)`, and `after` with what `before` returned, then
-        whether it returned, what it returned, and the arguments; `raised` in its place where only an error matters.
-        Returns what undoes it. `aliases`: what else has it under this name, such as the module that a pickle of the
-        function looks in.
+        """Wrap `owner.name` in hooks. Returns a function that removes them.
+
+        `before(*args, **kwargs)` runs first. `after(ticket, returned, result, *args, **kwargs)` runs last: `ticket` is
+        what `before` returned, `returned` is False if the call raised. With `raised` instead of `after`, the hook runs
+        only if the call raised. `aliases`: other objects with the same function under this name, such as the module
+        that a pickle of the function refers to.
         """
         present = getattr(owner, name)
         wrapping: Wrapping | None = getattr(present, "_ddpilot_wrapping", None)

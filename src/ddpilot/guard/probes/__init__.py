@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is seen of training, and how: one module for each thing that is looked at."""
+"""The probes, one module per aspect of training."""
 
 PROBES: tuple[str, ...] = (
     "ddpilot.guard.probes.data.probe:DataProbe",
@@ -13,4 +13,4 @@ PROBES: tuple[str, ...] = (
     "ddpilot.guard.probes.data_parallel:DataParallelProbe",
     "ddpilot.guard.probes.frozen:FrozenProbe",
 )
-"""Every probe, as "module:class"; `guard.hook` installs them in this order."""
+"""Every probe, as "module:class", in the order in which `guard.hook` installs them."""

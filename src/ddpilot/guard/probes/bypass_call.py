@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find where a model is called past its DDP wrapper, once it is known to be: in the source, or by waiting for it."""
+"""Find the line that calls a model past its DDP wrapper, in the source or by hooks on the next such call."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _MAX_LOOKS = 256
 
 
 class BypassCalls:
-    """Gives the line of such calls of one model; costs nothing before the first backward that is one's.
+    """Finds the line of such calls of one model; costs nothing before the first backward that bypasses DDP.
 
-    Where the function that calls backward has no such call, it was in another, which has returned: the next one is
-    waited for with hooks on the model's parts, which are taken off again when it has come.
+    If the function that calls backward contains no such call, the call was in another function, which has returned.
+    Hooks on the model's modules then find the next call, and are removed after it.
     """
 
     def __init__(self, notes: Notes) -> None:
@@ -33,7 +33,7 @@ class BypassCalls:
         self._num_looks = 0
 
     def find(self, ddp: Any) -> dict[str, Any]:
-        """The user's line for the backward that runs just now: of the call, else of the backward itself."""
+        """Return the user's line for the backward that is running: the line of the call, or else of the backward."""
         frame = self._notes.user_frame()
         line = self._find_line(frame, ddp) if frame is not None else None
         if line is not None:
@@ -45,7 +45,7 @@ class BypassCalls:
 
     def _find_line(self, frame: FrameType, ddp: Any) -> int | None:
         key = frame.f_code, frame.f_lineno
-        if key not in self._lines:  # to read the source takes milliseconds, and it may be asked in every step
+        if key not in self._lines:  # reading the source takes milliseconds, and this may run in every step
             if len(self._lines) >= _MAX_LINES:
                 return None
             self._lines[key] = find_bypass_line(frame, ddp)
@@ -54,7 +54,7 @@ class BypassCalls:
     def _wait(self, inner: nn.Module) -> None:
         parts = list(inner.modules())
         if any(_is_compiled(part) for part in parts):
-            return  # it would be compiled again
+            return  # the hook would cause a recompilation
         called = self._notes.safely(self._called)
         self._handles = [part.register_forward_pre_hook(called) for part in (inner, *inner.children())]
         self._inside = frozenset(map(id, parts))
@@ -68,7 +68,7 @@ class BypassCalls:
                 handle.remove()
 
     def _find_caller(self, frame: FrameType | None) -> FrameType | None:
-        """Whose call `frame` came from into the model; None where that is DDP."""
+        """Return the frame that called into the model from `frame`'s stack; None if DDP called it."""
         caller = None
         while frame is not None:
             owner = frame.f_locals.get("self")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find in the user's source where a model was called past its DDP wrapper."""
+"""Find in the user's source the line that calls a model past its DDP wrapper."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ddpilot.guard.probes.source import parse_function
 
 
 def find_bypass_line(frame: FrameType, ddp: Any) -> int | None:
-    """The line in the function of `frame` that calls a module inside `ddp`, or a method of one's own class.
+    """Return the line in the function of `frame` that calls a module inside `ddp`, or a method that its class defines.
 
-    The last one before the line where `frame` is, else the first after it; None where there is none.
+    The last one up to the current line of `frame`, else the first one after it; None if there is none.
     """
     lines = sorted(_calls(frame, ddp))
     before = [line for line in lines if line <= frame.f_lineno]
@@ -44,14 +44,16 @@ def _is_call_of(function: ast.expr, names: dict[str, Any], ddp: Any, inside: set
 
 
 def _owner(node: ast.expr, names: dict[str, Any], ddp: Any) -> Any:
-    """As `_value`; a function that is given the wrapper alone, as `unwrap(model)`, is taken to give what is inside."""
+    """Evaluate like `_value`; a call with the wrapper as its only argument, such as `unwrap(model)`, yields the module
+    inside.
+    """
     if isinstance(node, ast.Call) and len(node.args) == 1 and _value(node.args[0], names) is ddp:
         return ddp.module
     return _value(node, names)
 
 
 def _value(node: ast.expr, names: dict[str, Any]) -> Any:
-    """What a name or a chain of attributes stands for, as far as no code has to run to tell."""
+    """Evaluate a name or a chain of attributes without running code; None if that is not possible."""
     if isinstance(node, ast.Name):
         return names.get(node.id)
     if isinstance(node, ast.Attribute):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notes collectives that do nothing, or whose result is used before it is there."""
+"""Note collectives that have no effect, or whose result is used before it is available."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _C10D = "distributed_c10d.py"
 
 
 class CollectiveProbe:
-    """Looks at calls of torch.distributed by the program itself, not by libraries, which may mean it."""
+    """Observes calls of torch.distributed in the user's code, not in libraries, which may do this on purpose."""
 
     name = "collectives"
 
@@ -36,7 +36,7 @@ class CollectiveProbe:
         self._pre_hook: Any = None
 
     def install(self, notes: Notes) -> Callable[[], None]:
-        """As `Probe.install`."""
+        """Install the probe, see `Probe.install`."""
         self._notes = notes
         around = notes.around
         undo = [around(distributed_c10d, "_warn_not_in_group", before=self._left_out)]
@@ -53,7 +53,9 @@ class CollectiveProbe:
         return uninstall
 
     def _left_out(self, op: str, *_: Any) -> None:
-        """Torch is about to warn that this rank is not in the group of `op`, which then does nothing."""
+        """Note that this rank is not in the group of `op`, which therefore does nothing; torch is about to warn about
+        it.
+        """
         frame, called = self._notes.user_call()
         if frame is not None and called is not None and called.co_filename.endswith(_C10D):
             self._note_once("not_member", frame, {"op": op})
@@ -72,12 +74,12 @@ class CollectiveProbe:
         return started
 
     def _started(self, name: str, tensor: Any) -> None:
-        # On a device, waiting for a later collective, or for the device, makes up for it.
+        # On a device, waiting for a later collective or for the device covers this one too.
         if not isinstance(tensor, torch.Tensor) or not tensor.is_cpu or len(self._dropped) >= _MAX_DROPPED:
             return
         frame, called = self._notes.user_call()
         if frame is None or called is None or called.co_filename != __file__:
-            return  # torch's own, or a library's
+            return  # called by torch or by a library
         key = frame.f_code, frame.f_lasti
         if key not in self._is_dropped:
             if len(self._is_dropped) >= _MAX_LINES:
@@ -90,7 +92,7 @@ class CollectiveProbe:
                 self._pre_hook = register_optimizer_step_pre_hook(self._notes.safely(self._before_step))
 
     def _met(self, *_: Any, **__: Any) -> None:
-        """All that was started before a barrier is over after it."""
+        """Forget what was started before a barrier: it is complete after it."""
         self._dropped.clear()
 
     def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -112,7 +114,7 @@ class CollectiveProbe:
 
 
 def drops_result(code: CodeType, at: int) -> bool:
-    """Whether what the call at byte `at` of `code` returns is thrown away, or given a name that nothing reads."""
+    """True if the result of the call at byte `at` of `code` is discarded, or assigned to a name that is never read."""
     following = [each for each in dis.get_instructions(code) if each.offset > at and each.opname != "CACHE"]
     if not following:
         return False
@@ -122,7 +124,7 @@ def drops_result(code: CodeType, at: int) -> bool:
     if first.opname not in ("STORE_FAST", "STORE_NAME"):
         return False
     if first.opname == "STORE_NAME" and not is_file(code.co_filename):
-        return False  # a cell's name is read in later cells
+        return False  # a name in a cell can be read in later cells
     name = first.argval
     return not any(_reads(each, name) for each in _codes_of(code))
 
@@ -137,6 +139,6 @@ def _reads(code: CodeType, name: str) -> bool:
         names = each.argval if isinstance(each.argval, tuple) else (each.argval,)
         if each.opname.startswith("LOAD_") and name in names and each.opname != "LOAD_CONST":
             return True
-        if "LOAD_FAST" in each.opname and name in names:  # such as STORE_FAST_LOAD_FAST
+        if "LOAD_FAST" in each.opname and name in names:  # for example STORE_FAST_LOAD_FAST
             return True
     return False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notes `nn.DataParallel` where it trains."""
+"""Note training with `nn.DataParallel`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ddpilot.guard.probe import Notes
 
 
 class DataParallelProbe:
-    """Looks at `nn.DataParallel`: each line that trains through it is noted once."""
+    """Observes `nn.DataParallel`; notes each model that trains through it once."""
 
     name = "nn.DataParallel"
 
@@ -21,7 +21,7 @@ class DataParallelProbe:
         self._seen: set[int] = set()
 
     def install(self, notes: Notes) -> Callable[[], None]:
-        """As `Probe.install`."""
+        """Install the probe, see `Probe.install`."""
 
         def before(model: Any, *_args: Any, **_kwargs: Any) -> None:
             if torch.is_grad_enabled() and model.training and id(model) not in self._seen and len(self._seen) < 64:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The probe of errors about tensors on several devices: which was where, by name, while the stack still holds them."""
+"""Note for errors about tensors on several devices which tensor was where, by name, while the stack holds them."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _NAME = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*")
 
 
 class DeviceErrorProbe:
-    """Looks at exceptions when they are written out, at the end of a program; does nothing to them."""
+    """Observes exceptions when they are formatted at the end of a program; does not change them."""
 
     name = "errors about devices"
 
     def install(self, notes: Notes) -> Callable[[], None]:
-        """As every probe."""
+        """Install the probe, see `Probe.install`."""
         seen: list[int] = []
 
         def formats(_: Any, kind: Any, error: Any, frames: TracebackType | None, *args: Any, **kwargs: Any) -> None:  # noqa: ARG001
@@ -64,7 +64,7 @@ def _note(notes: Notes, error: RuntimeError, frames: TracebackType) -> None:
     place: dict[str, Any] = {}
     for frame, line in _walk(frames):
         site = notes.site(frame)
-        # The innermost frame that is the user's own: of a frame of a library the site is that of its caller.
+        # The innermost frame of the user's own code: the site of a library's frame is its caller's.
         if site and site["file"] and site["function"] == frame.f_code.co_name and _is_file(site["file"], frame):
             found = (frame, line)
             text = linecache.getline(frame.f_code.co_filename, line).strip()[:200]
@@ -88,7 +88,7 @@ def _is_file(file: str, frame: FrameType) -> bool:
 
 
 def _names_by_device(frame: FrameType, text: str) -> dict[str, list[str]]:
-    """Tensors and modules that the line names, by device; of modules their parameters and buffers."""
+    """Tensors and modules named on the line, by device; modules are represented by their parameters and buffers."""
     found: dict[str, list[str]] = {}
     for name, value in dict(_find(frame, path) for path in _NAME.findall(text)).items():
         is_module = isinstance(value, torch.nn.Module)
@@ -106,7 +106,9 @@ def _names_by_device(frame: FrameType, text: str) -> dict[str, list[str]]:
 
 
 def _find(frame: FrameType, path: str) -> tuple[str, Any]:
-    """What `path` is, with its name; of ``output.softmax``, which is a method of a tensor's, the tensor."""
+    """Resolve `path`, and return it with its value; for a method of a tensor, such as ``output.softmax``, return the
+    tensor.
+    """
     value = _resolve(frame, path)
     owner = path.rpartition(".")[0]
     if value is None and isinstance(tensor := _resolve(frame, owner), torch.Tensor):
@@ -115,7 +117,7 @@ def _find(frame: FrameType, path: str) -> tuple[str, Any]:
 
 
 def _resolve(frame: FrameType, path: str) -> Any:
-    """What `path`, such as ``self.mask``, is in `frame`, without a call of anything; None where it is nothing."""
+    """Resolve `path`, such as ``self.mask``, in `frame` without calling anything; None if it does not exist."""
     first, *rest = path.split(".")
     value = frame.f_locals.get(first, frame.f_globals.get(first))
     for name in rest:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two numbers for each parameter and one for its gradient, by which ranks can be told apart without a collective."""
+"""Two numbers per parameter and one per gradient by which ranks are compared without a collective."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from ddpilot.record.capturing import is_capturing
 from ddpilot.record.host_copies import HostCopies, HostCopy, can_copy_from
 
 WINDOW = 256
-"""Elements from the middle row on of each parameter and gradient that its second number is made of. Of a parameter, a
-weighted sum: what has the same norm, an orthogonal matrix or one with other signs, differs there. Of a gradient, the
-norm: one that was not reduced differs everywhere, and where it is 0 (rows of an embedding) all of it is taken."""
+"""Number of elements, from the middle row on, from which the second number of a parameter and the number of a gradient
+are computed. For a parameter it is a weighted sum, which differs between tensors with equal norms, such as orthogonal
+matrices or tensors with other signs. For a gradient it is the norm: one that was not reduced differs everywhere. If it
+is 0 (rows of an embedding), the norm of the whole gradient is used."""
 
 _HASH = np.arange(1, WINDOW + 1, dtype=np.uint64) * np.uint64(2654435761) % np.uint64(1 << 32)
 _WEIGHTS = (_HASH / float(1 << 31) - 1.0).astype(np.float32)
 NO_GRADIENT = -1.0
 MAX_GRADIENTS = 64
 LAST_WINDOW = 128
-"""Elements of each of two parameters that are kept of the last step."""
+"""Number of elements, from each of two parameters, that are kept before each step."""
 
 
 def is_plain(tensor: Any) -> bool:
-    """Whether `tensor` holds its numbers here and densely: of a `DTensor`, asking for a norm is a collective."""
+    """True if `tensor` is a dense local tensor: the norm of a `DTensor` would be a collective."""
     return (
         type(tensor) in (Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided
@@ -40,9 +41,9 @@ def is_plain(tensor: Any) -> bool:
 
 
 class Fingerprinter:
-    """Takes fingerprints of `parameters`, again and again, into memory that it keeps: fresh memory costs time.
+    """Computes fingerprints of `parameters` repeatedly, into buffers that it keeps, as allocating memory costs time.
 
-    `always`: places of parameters whose gradients are looked at each time, besides up to 64 spread over all.
+    `always`: indices of parameters whose gradients are always included, besides up to 64 spread over all.
     """
 
     def __init__(self, parameters: Sequence[Tensor], always: Iterable[int] = ()) -> None:
@@ -54,10 +55,11 @@ class Fingerprinter:
 
     @torch.no_grad()
     def take(self) -> dict[str, str]:
-        """Norms (``p``) and weighted sums (``w``) of parameters, norms of gradients (``g``, -1: none, or not seen).
+        """Return norms (``p``) and weighted sums (``w``) of parameters, and norms of gradients (``g``; -1: none or not
+        sampled).
 
-        Each is float32 in base64. All parameters must be `is_plain`. Reads each of them once and waits once per device,
-        twice where the middle of a gradient is 0.
+        Each is float32 in base64. All parameters must be `is_plain`. Reads each parameter once and synchronizes once
+        per device, twice if the middle of a gradient is 0.
         """
         found = _Found(len(self.parameters))
         gradients_of = self._gradients()
@@ -73,10 +75,10 @@ class Fingerprinter:
 
     @torch.no_grad()
     def begin(self, copies: HostCopies, *, only_gradients: bool = False) -> Arriving | None:
-        """As `take`, without waiting; None where parameters are on the CPU, or `copies` cannot be made.
+        """Start what `take` does, without waiting; returns None if a parameter is on the CPU or `copies` cannot copy.
 
-        It reads up to 64 gradients in whole, since it cannot be known yet of which the middle is 0. With
-        `only_gradients` the parameters are not read, and what it gives under ``p`` and ``w`` is 0.
+        Reads up to 64 gradients in full, as it is not known yet whether the middle of one is 0. With `only_gradients`,
+        the parameters are not read, and ``p`` and ``w`` of the result are 0.
         """
         places_of = self._places()
         if not places_of or any(device.type == "cpu" for device in places_of):
@@ -101,7 +103,7 @@ class Fingerprinter:
         return Arriving(parts, len(self.parameters))
 
     def _places(self) -> dict[torch.device, list[int]]:
-        """The places of the parameters, by their device."""
+        """Return the indices of the parameters, by device."""
         places_of: dict[torch.device, list[int]] = {}
         for place, parameter in enumerate(self.parameters):
             places_of.setdefault(parameter.device, []).append(place)
@@ -109,7 +111,7 @@ class Fingerprinter:
 
     @torch.no_grad()
     def take_gradients(self) -> str:
-        """The norms of gradients alone, as `take` gives them under ``g``."""
+        """Return the norms of gradients only, as `take` returns them under ``g``."""
         found = np.full(len(self.parameters), NO_GRADIENT, dtype=np.float32)
         for device, given in self._gradients().items():
             gradients = list(given.values())
@@ -118,7 +120,7 @@ class Fingerprinter:
         return _pack(found)
 
     def _gradients(self) -> dict[torch.device, dict[int, Tensor]]:
-        """The gradients that are looked at, by device and the place of their parameter."""
+        """Return the sampled gradients by device and index of the parameter."""
         found: dict[torch.device, dict[int, Tensor]] = {}
         for place in self._sampled:
             parameter = self.parameters[place]
@@ -128,7 +130,7 @@ class Fingerprinter:
         return found
 
     def _views_of(self, device: torch.device, parameters: list[Tensor]) -> _Views:
-        # Making views takes as long as reading what they show: kept while the parameters lie where they did.
+        # Creating views takes as long as reading them, so they are kept while the parameters' addresses do not change.
         addresses = [parameter.data_ptr() for parameter in parameters]
         views = self._views.get(device)
         if views is None or views.addresses != addresses:
@@ -138,7 +140,7 @@ class Fingerprinter:
         return views
 
     def _join(self, device: torch.device, pieces: list[Tensor]) -> Any:
-        """All numbers of `pieces` on the CPU, one after the other, in float32 that may be written to."""
+        """Copy all elements of `pieces` to the CPU, concatenated, as writable float32."""
         num = sum(piece.numel() for piece in pieces)
         buffer = self._buffers.get(device)
         if buffer is None or buffer.numel() < num:
@@ -148,14 +150,14 @@ class Fingerprinter:
 
 
 class _Found:
-    """The three numbers of each of `num` parameters, as they come in."""
+    """Collects the three numbers of each of `num` parameters."""
 
     def __init__(self, num: int) -> None:
         self.rows = np.zeros((3, num), dtype=np.float32)
         self.rows[2] = NO_GRADIENT
 
     def add(self, views: _Views, places: list[int], numbers: Any) -> Any:
-        """Take what begins `numbers`, norms and windows of the parameters at `places`; returns the rest."""
+        """Take norms and windows of the parameters at `places` from the front of `numbers`; return the rest."""
         begin, middle = len(places), len(places) + len(views.weights)
         values = numbers[begin:middle]
         values *= views.weights
@@ -163,34 +165,34 @@ class _Found:
         return numbers[middle:]
 
     def packed(self) -> dict[str, str]:
-        """As the journal has it."""
+        """Return the numbers as the journal holds them."""
         return {key: _pack(row) for key, row in zip("pwg", self.rows, strict=True)}
 
 
 class _Part(NamedTuple):
-    """What is on its way from one device: of the parameters at `places`, and of the gradients at `given`."""
+    """Values in flight from one device: of the parameters at `places` and of the gradients at `given`."""
 
     copy: HostCopy
     views: _Views | None
-    """None where only gradients were looked at."""
+    """None if only gradients are read."""
     places: list[int]
     given: list[int]
     sizes: list[int]
 
 
 class Arriving:
-    """A fingerprint of `num` parameters that is on its way from their devices."""
+    """A fingerprint of `num` parameters in flight from their devices."""
 
     def __init__(self, parts: list[_Part], num: int) -> None:
         self._parts = parts
         self._num = num
 
     def has_arrived(self) -> bool:
-        """Whether all of it is there."""
+        """True if all of its values have arrived."""
         return all(part.copy.has_arrived() for part in self._parts)
 
     def fingerprint(self) -> dict[str, str]:
-        """What `Fingerprinter.take` would have returned when this began. To be asked once, when it `has_arrived`."""
+        """Return what `Fingerprinter.take` would have returned at the start. Call once, when `has_arrived`."""
         found = _Found(self._num)
         for copy, views, places, given, sizes in self._parts:
             numbers = copy.numbers.numpy()
@@ -205,10 +207,10 @@ class Arriving:
 
 
 class LastWindows:
-    """Copies a few elements of two of `parameters` before every step: what ranks are compared by at the end of a job.
+    """Copies a few elements of two of `parameters` before every step, by which ranks are compared at the end of a job.
 
-    After its last step a program may do with weights what it likes, on one rank as well: load the best, or an average.
-    `places`: of these two.
+    After its last step a program may change weights, also on one rank only: load the best ones, or an average.
+    `places`: indices of the two parameters.
     """
 
     def __init__(self, parameters: Sequence[Tensor], places: list[int]) -> None:
@@ -221,12 +223,12 @@ class LastWindows:
 
     @classmethod
     def of(cls, parameters: Sequence[Tensor]) -> LastWindows | None:
-        """From the middle one and the last; None where none can be read in part."""
+        """Use the middle and the last of the parameters that can be copied in part; returns None if there are none."""
         places = [place for place, one in enumerate(parameters) if _is_readable(one, parameters[-1].device)]
         return cls(parameters, sorted({places[(len(places) - 1) // 2], places[-1]})) if places else None
 
     def copy(self) -> None:
-        """Copy the elements as they are now. It waits for nothing."""
+        """Copy the elements without waiting."""
         addresses = [parameter.data_ptr() for parameter in self._parameters]
         if addresses != self._addresses:
             self._addresses = addresses
@@ -246,14 +248,14 @@ class LastWindows:
             self._copied = torch.Event(device) if device.type != "cpu" else None
 
     def taken(self) -> LastCopy | None:
-        """What was copied last, which needs the parameters no more; None where nothing was."""
+        """Return the last copy, which no longer depends on the parameters; None if there is none."""
         if self._buffer is None:
             return None
         return LastCopy(self.places, [window.numel() for window in self._windows], self._buffer, self._copied)
 
 
 class LastCopy(NamedTuple):
-    """The newest copy of a `LastWindows`: elements of the parameters at `places`, as many of each as `sizes` says."""
+    """The newest copy of a `LastWindows`: `sizes[i]` elements of the parameter at `places[i]`."""
 
     places: list[int]
     sizes: list[int]
@@ -261,8 +263,9 @@ class LastCopy(NamedTuple):
     copied: Any
 
     def fingerprint(self, until_s: float) -> dict[str, str] | None:
-        """Norms, weighted sums and no gradients, as `Fingerprinter.take`; None where their device is busy until
-        `until_s`, has failed, or captures a graph.
+        """Return norms, weighted sums and no gradients, as `Fingerprinter.take` does.
+
+        Returns None if the device is busy until `until_s` (on `time.monotonic`), has failed, or captures a graph.
         """
         numbers = self.buffer.numpy().copy() if self.copied is None else self._read_from_device(until_s)
         if numbers is None:
@@ -281,15 +284,15 @@ class LastCopy(NamedTuple):
                 if time.monotonic() > until_s:
                     return None
                 time.sleep(0.001)
-            # The current stream may be stuck behind a collective that will never end.
+            # The current stream may be stuck behind a collective that never ends.
             with module.stream(module.Stream(self.buffer.device)):
                 return self.buffer.cpu().numpy()
-        except RuntimeError:  # an error of a kernel before, which the program has seen
+        except RuntimeError:  # an earlier kernel's error, which the program has seen
             return None
 
 
 class _Views:
-    """The windows of `parameters`, which lie at `addresses`, and what they are weighted with, one after the other."""
+    """The windows of `parameters`, whose addresses are `addresses`, and their weights, concatenated."""
 
     def __init__(self, addresses: list[int], parameters: list[Tensor]) -> None:
         self.addresses = addresses
@@ -300,7 +303,7 @@ class _Views:
 
 
 def _is_readable(parameter: Tensor, device: torch.device) -> bool:
-    """Whether a view of its elements, which lie in a row on `device`, is all that it takes to copy some."""
+    """True if elements can be copied through a view: `parameter` is plain, contiguous and on `device`."""
     is_known = parameter.device == device and (device.type == "cpu" or can_copy_from(device.type))
     return is_known and is_plain(parameter) and parameter.is_contiguous()
 
@@ -311,7 +314,7 @@ def _plain_gradient(parameter: Tensor) -> Tensor | None:
 
 
 def _slopes(numbers: Any, steep: list[Tensor], gradients: list[Tensor]) -> Any:
-    """The norms of `gradients`, of whose windows, `steep`, these are the elements."""
+    """Return the norms of `gradients`; `numbers` are the elements of their windows `steep`."""
     numbers *= numbers
     roots = np.sqrt(_sums(numbers, [window.numel() for window in steep]))
     flat = [at for at, root in enumerate(roots) if root == 0 and gradients[at].numel() > WINDOW]
@@ -326,7 +329,7 @@ def _pack(numbers: Any) -> str:
 
 def _norms(tensors: list[Tensor]) -> Tensor:
     dtypes = {tensor.dtype for tensor in tensors}
-    # The squares of half precision overflow.
+    # Squares of half precision overflow.
     if not dtypes.isdisjoint((torch.float16, torch.bfloat16)):
         return torch.stack(torch._foreach_norm(tensors, 2, torch.float32)).float()
     norms = torch._foreach_norm(tensors, 2)
@@ -334,9 +337,9 @@ def _norms(tensors: list[Tensor]) -> Tensor:
 
 
 def _window(tensor: Tensor) -> Tensor:
-    """Up to `WINDOW` elements of `tensor` from its middle row on, whatever its layout; all of a small one.
+    """Return up to `WINDOW` elements of `tensor` from its middle row on; all elements of a small one.
 
-    A view where they lie in a row, else a copy.
+    A view if they are contiguous, otherwise a copy.
     """
     num = tensor.numel()
     if num <= WINDOW:
@@ -351,12 +354,12 @@ def _window(tensor: Tensor) -> Tensor:
 
 
 def _sums(numbers: Any, sizes: list[int]) -> Any:
-    """The sum of each run of `sizes` elements of `numbers`."""
+    """Return the sum of each run of `sizes` elements of `numbers`."""
     if len(set(sizes)) == 1:  # most tensors have more elements than a window: much faster
         return numbers.reshape(len(sizes), sizes[0]).sum(axis=1, dtype=np.float64)
     sums = np.zeros(len(sizes))
     starts: Any = np.cumsum(sizes) - sizes
-    # Of an empty run `reduceat` would return the next one's first element.
+    # For an empty run, `reduceat` would return the first element of the next one.
     filled = [at for at, size in enumerate(sizes) if size]
     if filled:
         sums[filled] = np.add.reduceat(numbers, starts[filled], dtype=np.float64)

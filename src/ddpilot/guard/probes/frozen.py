@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notes which parameters DDP has waited for in vain, when it fails for want of their gradients: their names, which
-torch gives as numbers, and those that were frozen after their model was wrapped."""
+"""Note which parameters got no gradient when DDP fails because of it.
+
+torch's error gives their indices; the note has their names, and those that were frozen after the model was wrapped.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ _NUMBERS = re.compile(r"indices which did not receive grad for rank \d+:((?: \d+
 
 
 class FrozenProbe:
-    """Looks when a forward of DDP raises; until then it remembers what could be trained when a model was wrapped."""
+    """Acts when a forward of DDP raises; until then it remembers the trainable parameters of wrapped models."""
 
     name = "parameters without gradients"
 
@@ -29,7 +31,7 @@ class FrozenProbe:
         self._site: dict[str, Any] = {}
 
     def install(self, notes: Notes) -> Callable[[], None]:
-        """As `Probe.install`."""
+        """Install the probe, see `Probe.install`."""
 
         def wrapped(_: object, returned: bool, __: object, ddp: Any, *_args: Any, **_kwargs: Any) -> None:
             if returned:
@@ -63,7 +65,7 @@ class FrozenProbe:
 
 
 def _named_by(error: BaseException | None, known: list[str]) -> list[str]:
-    """The names of the parameters whose numbers DDP's error gives; it counts them in the order of `known`."""
+    """Return the names of the parameters whose indices in `known` DDP's error lists."""
     found = _NUMBERS.search(str(error)) if error is not None else None
     numbers = map(int, found[1].split()) if found else ()
     return [known[number] for number in numbers if number < len(known)]

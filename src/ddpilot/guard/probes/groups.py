@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Process groups as all ranks name them alike."""
+"""Names of process groups that are equal on all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _C10D: Any = dist.distributed_c10d if dist.is_available() else None
 
 
 def describe_group(group: Any) -> str:
-    """The ranks of `group` in words that are the same on each of them."""
+    """Return a text with the ranks of `group` that is equal on each of them."""
     ranks = dist.get_process_group_ranks(group)
     if ranks == list(range(dist.get_world_size())):
         return "world"
@@ -24,10 +24,10 @@ def describe_group(group: Any) -> str:
 
 
 class Eras:
-    """Names each default process group of this process so that all of its ranks name it alike, one made anew too.
+    """Names each default process group of this process with a name equal on all of its ranks, also after a rebuild.
 
-    A rank that was started again counts from the beginning, and so do the groups' collectives: what was noted in
-    another era is never compared.
+    A restarted rank counts from 0 again, and so do its groups' collectives: notes from different eras are never
+    compared.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Eras:
         self.name = ""
 
     def has_changed(self) -> bool:
-        """Whether the default group is another one than at the last call; `name` is its era from then on."""
+        """True if the default group has changed since the last call; `name` is its era from then on."""
         if self.group is not None and dist.group.WORLD is self.group:
             return False
         self.group = dist.group.WORLD
@@ -59,7 +59,7 @@ def _describe_store() -> str:
 
 
 def sequence_number(group: Any) -> int:
-    """How many collectives `group` has started; -1 where its backend does not count, or the group is gone."""
+    """Return the number of collectives that `group` has started; -1 if its backend does not count or it is gone."""
     if group is None:
         return -1
     try:
@@ -69,7 +69,7 @@ def sequence_number(group: Any) -> int:
 
 
 def _number_of_backend(group: Any) -> int:
-    """As `sequence_number`, of the accelerator's backend: of a group, torch asks only the backends that it knows."""
+    """Return the accelerator backend's sequence number: torch asks only the backends that it knows."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
         return -1
@@ -80,6 +80,6 @@ def _number_of_backend(group: Any) -> int:
 
 
 def find_world() -> Any:
-    """The default process group that this process is in; None where there is none."""
-    # `dist.group.WORLD` goes through three functions of torch's more, which would cost every step.
+    """Return the default process group of this process; None if there is none."""
+    # `dist.group.WORLD` calls three more torch functions, which would cost time in every step.
     return None if _C10D is None else _C10D._world.default_pg

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the graph says of how a loss was made: whether it is a mean, and what it was multiplied with."""
+"""Read from the autograd graph whether a loss is a mean, and what it was multiplied by."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _ELEMENTWISE = ("PowBackward0", "AbsBackward0")
 
 
 def find_unscaled(node: Any) -> tuple[Any, Tensor | None]:
-    """Where the loss was made that `node` multiplies with one number, and that number; `node` itself where it does not.
+    """If `node` multiplies a loss by one number, return the loss's node and the number; otherwise `node` and None.
 
-    It may be a scaler's or the program's own: gradients at the step tell whether they are divided by it again.
+    The number may be a GradScaler's or the program's: gradients at the step show whether they are divided by it again.
     """
     if node is None or node.name() != "MulBackward0":
         return node, None
@@ -26,7 +26,7 @@ def find_unscaled(node: Any) -> tuple[Any, Tensor | None]:
 
 
 def is_mean(node: Any) -> bool:
-    """Whether a loss function, or a mean of squares or of absolute values, has made the loss at `node`."""
+    """True if a loss function, or a mean of squares or absolute values, computed the loss at `node`."""
     if node is None:
         return False
     if hasattr(node, "_saved_reduction"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the user's program calls the parameters of an optimizer, which knows only their order."""
+"""Find the names that the user's program has for the parameters of an optimizer, which knows only their order."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ _MAX_VARIABLES = 500
 
 
 def find_parameter_names(optimizer: Optimizer, frame: FrameType | None) -> dict[int, str]:
-    """Names such as ``head.weight``, by the parameter's id: those that `optimizer` was given, else those of the modules
-    that variables, and attributes of variables, from `frame` outwards hold. What has no name is left out.
+    """Return names such as ``head.weight`` by the parameter's id.
+
+    Uses the names that `optimizer` was given, or else those of modules held by variables, and attributes of variables,
+    from `frame` outwards. Parameters without a name are left out.
     """
     found: dict[int, str] = {}
     wanted: set[int] = set()
@@ -47,7 +49,7 @@ def _modules_around(frame: FrameType | None) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _modules_in(variables: Any, prefix: str = "", *, deeper: bool = True) -> Iterator[tuple[str, nn.Module]]:
-    # Of types, not of instances: what stands for something else may do anything when it is asked for its class.
+    # By type, not by isinstance: a proxy object may run code when it is asked for its class.
     found = [(name, value, type(value)) for name, value in islice(list(variables.items()), _MAX_VARIABLES)]
     yield from ((f"{prefix}{name}", value) for name, value, kind in found if issubclass(kind, nn.Module))
     for name, value, kind in found if deeper else ():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notes in which order a program that averages gradients by itself does so, at the first step of each optimizer."""
+"""Note in which order a program all-reduces gradients itself, at the first steps after an all_reduce."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ from ddpilot.record.host_copies import HostCopies
 _WeakRef: Any = StorageWeakRef
 _MAX_CALLS = 2000
 _MAX_STEPS = 8
-"""Steps with an all_reduce before them that are looked at; then all hooks are taken off."""
+"""Number of steps after an all_reduce that are observed; then all hooks are removed."""
 
 
 class _Call(NamedTuple):
-    """One all_reduce. The storage is known by a weak reference: as long as that lives, no other has its address."""
+    """One all_reduce. The storage is identified by a weak reference: while that lives, no other storage has its
+    address.
+    """
 
     group: str
     storage: Any
@@ -35,7 +37,7 @@ class _Call(NamedTuple):
 
 
 class ReducedOrderProbe:
-    """Looks at all_reduce until a few steps have followed one."""
+    """Observes all_reduce until a few steps have followed one."""
 
     name = "the order of all_reduce"
 
@@ -50,13 +52,13 @@ class ReducedOrderProbe:
         self._looking: list[Callable[[], None]] = []
 
     def install(self, notes: Notes) -> Callable[[], None]:
-        """As `Probe.install`."""
+        """Install the probe, see `Probe.install`."""
         self._notes = notes
         self._looking = [notes.around(dist, "all_reduce", before=self._begins, aliases=(distributed_c10d,))]
         return self._take_out
 
     def _take_out(self) -> None:
-        # Not in a hook of the optimizer: torch goes over these just then.
+        # Not called in an optimizer hook, while torch iterates over the hooks.
         while self._looking:
             self._looking.pop()()
 
@@ -128,7 +130,7 @@ class ReducedOrderProbe:
             self._arriving.append((values, arriving))
 
     def _write_arrived(self) -> None:
-        """Note what waited for its fingerprint from a device."""
+        """Write the notes whose fingerprints have arrived from a device."""
         while self._arriving and self._arriving[0][1].has_arrived():
             values, arriving = self._arriving.pop(0)
             self._notes.write("reduced", **values, f=arriving.fingerprint()["w"])

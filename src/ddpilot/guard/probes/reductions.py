@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which backward passes of a DDP model are reduced, worked out from the order of its forwards and backwards."""
+"""Determine from the order of forwards and backwards which backward passes of a DDP model are reduced."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ RETAINED = "R"
 
 
 class Reductions:
-    """Follows one model. DDP arms itself in a forward outside `no_sync`, and reduces the next backward, only that one.
+    """Follows one model. A forward outside `no_sync` prepares DDP to reduce the next backward, and only that one.
 
-    `events` since `mark`: ``F`` forward, ``f`` forward in `no_sync`, ``B`` backward, ``b`` in `no_sync`, ``R`` backward
-    that retained its graph.
+    Events: ``F`` forward, ``f`` forward in `no_sync`, ``B`` backward, ``b`` backward in `no_sync`, ``R`` backward that
+    retained its graph.
     """
 
     def __init__(self) -> None:
         self.num_forwards = 0
-        """Those outside `no_sync`: as many on all ranks, since DDP's collectives belong to them."""
+        """Forwards outside `no_sync`: equal on all ranks, since DDP's collectives belong to them."""
         self.position = 0
-        """How many events there were."""
-        self._events = ""  # the newest of them
+        """Number of events so far."""
+        self._events = ""  # the newest events
         self._is_armed = False
         self._num_spare = 0  # forwards whose backward is still to come, besides the one that is reduced
         self._num_local = 0
         self._last_was_retained = False
 
     def forward(self, *, syncs: bool) -> None:
-        """A forward began, with gradients on."""
+        """Count a forward that starts with gradients enabled."""
         self._events = (self._events + ("F" if syncs else "f"))[-_MAX_EVENTS:]
         self.position += 1
         if syncs:
@@ -37,7 +37,7 @@ class Reductions:
             self._num_local += 1
 
     def backward(self, *, syncs: bool, retains: bool) -> str:
-        """A backward ended that changed the model's gradients; why they were not reduced, empty where they were."""
+        """Count a backward that changed the model's gradients. Returns why they were not reduced, or ""."""
         self._events = (self._events + (RETAINED if retains else "B" if syncs else "b"))[-_MAX_EVENTS:]
         self.position += 1
         was_retained, self._last_was_retained = self._last_was_retained, retains
@@ -54,10 +54,10 @@ class Reductions:
         return "twice" if was_retained else "bypass"
 
     def step(self) -> None:
-        """An optimizer took what there was: forwards before that got no backward are not waited for."""
+        """Count an optimizer step: earlier forwards without a backward are no longer expected to have one."""
         self._num_spare = self._num_local = 0
         self._last_was_retained = False
 
     def since(self, position: int) -> str:
-        """The events from `position` on; the newest 32 where there were more."""
+        """Return the events from `position` on, at most the newest 32."""
         return self._events[position - self.position :] if position < self.position else ""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The probe of what is saved, and where."""
+"""Note which files are saved, and where."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MAX_NOTED = 10_000
 
 
 class SavingProbe:
-    """Notes files that torch.save and safetensors write: when, and by which line."""
+    """Notes files that torch.save and safetensors write: time and line."""
 
     name = "saving"
 
@@ -26,7 +26,7 @@ class SavingProbe:
         self._num_noted = 0
 
     def install(self, notes: Notes) -> Callable[[], None]:
-        """As every probe."""
+        """Install the probe, see `Probe.install`."""
         host = socket.gethostname()
 
         def begins(*_: Any, **__: Any) -> int:
@@ -54,7 +54,7 @@ class SavingProbe:
 
 
 def _path_of(targets: tuple[Any, ...]) -> str:
-    """The regular file that the first of `targets` is; empty for anything else."""
+    """Return the regular file that the first of `targets` refers to; empty for anything else."""
     target = next((one for one in targets[:1] + targets[1:2] if one is not None), None)
     if not isinstance(target, str | os.PathLike):
         target = getattr(target, "name", None)

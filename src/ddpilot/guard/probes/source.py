@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the user's source says around a line that runs."""
+"""Static checks of the user's source around a line that is running."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SCALING = ("mul", "mul_", "div", "div_")
 
 
 def parse_function(frame: FrameType) -> tuple[ast.AST, int]:
-    """The function, or the file, that `frame` is in, and its first line; nothing where there is no source."""
+    """Parse the function, or the file, of `frame`. Returns tree and first line; an empty module without source."""
     try:
         lines, first = inspect.getsourcelines(frame)
         text = textwrap.dedent("".join(lines))
@@ -33,8 +33,10 @@ def parse_function(frame: FrameType) -> tuple[ast.AST, int]:
 
 
 def is_accumulating(frame: FrameType) -> bool:
-    """Whether the innermost loop around `frame` counts micro-batches: a ``range`` with the optimizer's step after it,
-    or a step on a condition in a loop that has a remainder (``%``). One over tasks, or terms of a loss, does neither.
+    """True if the innermost loop around `frame` iterates over micro-batches.
+
+    That is a ``range`` with the optimizer's step after it, or a loop with a conditional step and a remainder (``%``).
+    Loops over tasks or over terms of a loss have neither.
     """
     outer: FrameType | None = frame
     for _ in range(_MAX_FRAMES):
@@ -50,14 +52,14 @@ def is_accumulating(frame: FrameType) -> bool:
 
 
 def reads_gradients(frame: FrameType) -> bool:
-    """Whether the innermost loop around `frame`, or a function in it that leads to `frame`, reads a ``.grad``."""
+    """True if the innermost loop around `frame`, or a function on the way from it to `frame`, reads a ``.grad``."""
     outer: FrameType | None = frame
     for _ in range(_MAX_FRAMES):
         if outer is None:
             return False
         loop = _loop_around(outer)
         tree = loop if loop is not None else parse_function(outer)[0]
-        called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}  # autograd.grad(...)
+        called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}  # such as autograd.grad(...)
         found = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == "grad")
         if any(isinstance(node.ctx, ast.Load) and id(node) not in called for node in found):
             return True
@@ -68,20 +70,20 @@ def reads_gradients(frame: FrameType) -> bool:
 
 
 def divides_learning_rate(frame: FrameType) -> bool:
-    """Whether a learning rate is divided somewhere in the file of `frame`."""
+    """True if the file of `frame` divides a learning rate."""
     text = "".join(linecache.getlines(frame.f_code.co_filename))
     try:
         tree = ast.parse(text) if len(text) <= _MAX_SOURCE else ast.Module([], [])
-    except SyntaxError:  # a cell with magics in it
+    except SyntaxError:  # a cell with magics
         tree = ast.Module([], [])
     return any(_has_division(value) for value in _learning_rates(tree))
 
 
 def is_averaged(frame: FrameType, function: str, position: int, keyword: str) -> bool:
-    """Whether the list that `function` is given on the line of `frame` is summed, or its mean is taken, as it is.
+    """True if the list passed to `function` on the line of `frame` is summed or averaged without weights.
 
-    Without weights, that is: ``sum(them)``, ``mean(them)``, ``tensor(them).mean()``, or with ``one["name"] for one in
-    them`` instead. The list is the argument at `position`, or called `keyword`.
+    That is ``sum(them)``, ``mean(them)``, ``tensor(them).mean()``, or the same with ``one["name"] for one in them``.
+    The list is the argument at `position`, or the keyword argument `keyword`.
     """
     tree, first = parse_function(frame)
     line = frame.f_lineno - first + 1
@@ -100,10 +102,10 @@ def is_averaged(frame: FrameType, function: str, position: int, keyword: str) ->
 
 
 def is_scaled_later(frame: FrameType, function: str, keyword: str) -> bool:
-    """Whether what `function` is given on the line of `frame` is multiplied or divided afterwards, by no constant.
+    """True if the tensor passed to `function` on the line of `frame` is later multiplied or divided by a non-constant.
 
-    An average of sums becomes the mean over all samples so. The tensor is the first argument, or called `keyword`; one
-    that is a parameter is followed to the callers.
+    This turns an average of sums into the mean over all samples. The tensor is the first argument, or the keyword
+    argument `keyword`; a tensor that is a parameter of its function is followed to the callers.
     """
     outer: FrameType | None = frame
     for _ in range(_MAX_FRAMES):
@@ -127,7 +129,7 @@ def is_scaled_later(frame: FrameType, function: str, keyword: str) -> bool:
 
 
 def _assigned(tree: ast.AST, calls: list[ast.Call]) -> set[str]:
-    """What the results of `calls`, or something made of them, are assigned to."""
+    """Names and targets to which results of `calls`, or expressions that contain them, are assigned."""
     assigned = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
     made = [node for node in assigned if any(each in calls for each in ast.walk(node.value))]
     return {ast.unparse(target) for node in made for target in node.targets}
@@ -154,7 +156,7 @@ def _holds(node: ast.AST, them: set[str]) -> bool:
 
 
 def _given(call: ast.Call, position: int, keyword: str) -> list[ast.expr]:
-    """The argument of `call` at `position`, or called `keyword`."""
+    """The argument of `call` at `position`, or the keyword argument `keyword`."""
     return [*call.args[position : position + 1], *(each.value for each in call.keywords if each.arg == keyword)]
 
 
@@ -163,7 +165,7 @@ def _name_of(call: ast.Call) -> str:
 
 
 def _first_name(call: ast.Call) -> str:
-    """What ``f(name)``, ``name.f()`` or ``g(name).f()`` is asked of; empty for anything else."""
+    """The name in ``f(name)``, ``name.f()`` or ``g(name).f()``; empty for other calls."""
     if not call.args and isinstance(call.func, ast.Attribute):
         if not isinstance(call.func.value, ast.Call):
             return str(getattr(call.func.value, "id", ""))
@@ -177,7 +179,7 @@ def _first_name(call: ast.Call) -> str:
 
 
 def _is_part_of_each(them: ast.GeneratorExp | ast.ListComp) -> bool:
-    """Whether `them` are ``one["name"] for one in ...``, all and with nothing else done to them."""
+    """True if `them` is ``one["name"] for one in ...``, without a condition or further operations."""
     each, part = them.generators[0], them.elt
     is_plain = len(them.generators) == 1 and not each.ifs and isinstance(each.target, ast.Name)
     is_part = isinstance(part, ast.Subscript | ast.Attribute) and isinstance(part.value, ast.Name)

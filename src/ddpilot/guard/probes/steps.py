@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notes every optimizer step: what led to it, and from time to time fingerprints of gradients and parameters."""
+"""Note every optimizer step and what led to it, and at intervals fingerprints of gradients and parameters."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _MAX_APPLIED = 64
 
 
 class StepProbe:
-    """Looks at DDP models, at backward passes and at optimizers."""
+    """Observes DDP models, backward passes and optimizers."""
 
     name = "optimizer steps"
 
@@ -45,14 +45,14 @@ class StepProbe:
         self._eras = Eras()
         self._world: Any = None
         self._is_alone = True
-        self._num_open = 0  # steps that have begun and not ended
+        self._num_open = 0  # steps that have started and not ended
         self._opened: OpenStep | None = None
         self._is_applying = False
         self._num_applied = 0
         self._sees_cells = False
 
     def install(self, notes: Notes) -> Callable[[], None]:
-        """As `Probe.install`."""
+        """Install the probe, see `Probe.install`."""
         self._notes = notes
         self._units = UnitBook(notes, self._live_models)
         pre_hook = notes.safely(self._before_step)
@@ -117,14 +117,16 @@ class StepProbe:
         return self._models
 
     def _find_models(self, module: Any) -> Iterator[tuple[DdpModel, Any]]:
-        """The DDP models that `module` is, or is a part of, each with its wrapper."""
+        """Yield the DDP models that are `module` or contain it, each with its wrapper."""
         for model in self._live_models():
-            ddp = model.find()  # held from here on: looking through its parts may free what nobody holds
+            ddp = model.find()  # keep the wrapper alive from here on: iterating over its modules may free it otherwise
             if ddp is not None and (module is ddp or any(module is part for part in ddp.module.modules())):
                 yield model, ddp
 
     def _follow_group(self) -> None:
-        """Begin anew where the ranks are in another group: models that were kept are what other ranks have kept."""
+        """Start over if the default group has changed. Models that survive the change are matched with those of other
+        ranks.
+        """
         if self._eras.has_changed():
             self._look_at_cells()
             self._num_in_group.clear()
@@ -133,14 +135,14 @@ class StepProbe:
                 model.ordinal = f"{self._eras.name}/kept {model.ordinal.rpartition('/')[2].removeprefix('kept ')}"
 
     def _look_at_cells(self) -> None:
-        """In a session, let each cell end with a note on the newest step: it may be the last."""
+        """In a notebook session, note the newest step at the end of each cell, as it may be the last."""
         shell = getattr(sys.modules.get("IPython"), "get_ipython", _no_shell)()
         if shell is not None and not self._sees_cells:
             self._sees_cells = True
             shell.events.register("post_run_cell", self._note_last)
 
-    # What follows runs in every step, with caches that hold nothing of it: each function, line of Python and look into
-    # torch takes a microsecond or more, and so there are few.
+    # The following functions run in every step with cold caches: each call, line of Python and access to torch costs a
+    # microsecond or more, so they are kept short.
 
     def _before_forward(self, ddp: Any, *_args: Any, **_kwargs: Any) -> None:
         if not torch.is_grad_enabled():
@@ -171,7 +173,8 @@ class StepProbe:
                 if why or not syncs:
                     self._explain(model, ddp, why)
                 if model.synced is not None and model.synced.is_nearly_known and self._reads_gradients():
-                    model.synced = None  # of each micro-batch, as all ranks have them
+                    # The program reads the gradients of each micro-batch, which therefore have to be reduced.
+                    model.synced = None
                 if model.synced is not None:
                     model.synced_site = site = self._notes.site()
                     line = site.get("file", ""), site.get("line", 0)
@@ -188,7 +191,7 @@ class StepProbe:
                 model.no_sync_site = self._notes.site()
 
     def _explain(self, model: DdpModel, ddp: Any, why: str) -> None:
-        """Find the line of a backward that was not reduced, or was although it is in `no_sync`."""
+        """Find the line of a backward that was not reduced, or that was reduced although it is in `no_sync`."""
         if not why:
             model.without_effect = self._notes.site()
             return
@@ -207,7 +210,7 @@ class StepProbe:
 
     def _before_apply(self, module: Any, *_args: Any, **_kwargs: Any) -> tuple[DdpModel | None, Any, list[int]] | None:
         if self._is_applying or self._num_applied == _MAX_APPLIED:
-            return None  # to a part, by the one around it; or in each step, as where weights are clipped
+            return None  # called for a submodule by an outer `apply`; or in each step, as to clip weights
         self._is_applying = True
         found = next(self._find_models(module), None)
         return (None, None, []) if found is None else (*found, _versions_of(found[1]))
@@ -222,7 +225,7 @@ class StepProbe:
             self._notes.write("load", group=model.group, ordinal=model.ordinal, site=self._notes.site(), by="apply")
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        # To look through the stack takes a while, and one that is open may have ended by an error.
+        # Walking the stack takes a while, and an open step may have ended with an error.
         is_nested = self._num_open > 0 and _is_nested()
         self._num_open = self._num_open + 1 if is_nested else 1
         world = find_world()
@@ -253,7 +256,7 @@ class StepProbe:
             count.step()
 
     def _look_after(self, closure: Callable[..., Any], opened: OpenStep) -> Callable[..., Any]:
-        """`closure`, whose gradients are looked at each time that it has returned."""
+        """Wrap `closure` so that gradients are read each time it has returned."""
         look = self._notes.safely(opened.look_at_gradients)
 
         @functools.wraps(closure, updated=())
@@ -275,7 +278,7 @@ class StepProbe:
 
 
 def _no_shell() -> None:
-    """As IPython's `get_ipython` outside of a session."""
+    """Stands in for IPython's `get_ipython` if IPython is not imported."""
 
 
 def _versions_of(ddp: Any) -> list[int]:
@@ -283,8 +286,8 @@ def _versions_of(ddp: Any) -> list[int]:
 
 
 def _is_nested() -> bool:
-    """Whether this step is part of another optimizer's, which wraps this one."""
-    # All optimizers run their steps through the same wrapper of torch's, which calls this hook.
+    """True if this step runs inside the step of another optimizer, which wraps this one."""
+    # All optimizers run their steps through the same torch wrapper, which calls this hook.
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "wrapper":
         frame = frame.f_back

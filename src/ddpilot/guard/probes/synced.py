@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the backwards whose gradients add up to one step are all reduced, where one reduction would do."""
+"""Detect gradient accumulation in which every backward is reduced, although one reduction per step would do."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 from torch import Tensor
 
 NUM_STEPS = 8
-"""So many steps in a row have to be accumulated so, before it is noted."""
+"""Number of consecutive steps that have to accumulate this way before it is noted."""
 
 _MAX_OTHERS = 3
 _MAX_BACKWARDS = 1024
 
 
 class SyncedBackwards:
-    """Follows the first steps of one DDP model; over after 3 that do not accumulate, which most programs have.
+    """Follows the first steps of one DDP model, until 3 steps have not accumulated, as in most programs.
 
-    Only what a loop runs at one line counts: two lines are two losses, each with a reason of its own. Gradients that
-    are cleared, read and put together in between do not add up.
+    Only backwards at one line count: two lines are two losses. Gradients that are cleared, read or added in between do
+    not accumulate.
     """
 
     def __init__(self, parameters: list[Tensor]) -> None:
@@ -28,11 +28,11 @@ class SyncedBackwards:
         self._clear()
         self._nums: list[int] = []
         self.facts: dict[str, Any] = {}
-        """What is to be noted, once it is known."""
+        """What to note; empty until it is known."""
 
     @property
     def is_nearly_known(self) -> bool:
-        """Whether the step to which the next backward leads may be the last one that has to be seen."""
+        """True if the step after the next backward may be the last one that has to be observed."""
         return len(self._nums) == NUM_STEPS - 1 and not self._lines
 
     def _clear(self) -> None:
@@ -41,7 +41,7 @@ class SyncedBackwards:
         self._left: Any = None
 
     def backward(self, line: tuple[str, int], before: Any, after: Any, *, is_reduced: bool) -> None:
-        """A backward at `line` found these gradients, as `DdpModel.gradient_state` gives them, and left those."""
+        """Count a backward at `line` with the gradient states before and after it, from `DdpModel.gradient_state`."""
         if self._lines:
             self._adds_up &= before == self._left
         self._adds_up &= is_reduced and len(self._lines) < _MAX_BACKWARDS
@@ -49,10 +49,10 @@ class SyncedBackwards:
         self._left = after
 
     def step(self) -> None:
-        """An optimizer took what there was."""
+        """Count an optimizer step."""
         num = len(self._lines)
         if not num:
-            return  # of another optimizer, which has the same backwards
+            return  # a second optimizer's step after the same backwards
         if num > 1 and self._adds_up and len(set(self._lines)) == 1:
             self._nums.append(num)
         else:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looks for accumulated gradients of mean losses that nothing divides by their number: from the first `no_sync` on."""
+"""Detect accumulated gradients of mean losses that are not divided by the number of micro-batches.
+
+Observation starts with the first `no_sync`.
+"""
 
 from __future__ import annotations
 
@@ -23,28 +26,28 @@ from ddpilot.guard.probes.source import divides_learning_rate, is_accumulating
 from ddpilot.record.capturing import is_capturing
 
 FIRST_GROUPS = 2
-"""Steps of which everything is looked at before it is noted."""
+"""Number of steps that are observed completely before the first note."""
 
 NUM_GROUPS = 16
-"""Steps after which it is noted for good; what contradicts it until then takes it back."""
+"""Number of steps after which the note is final; until then, contrary evidence revokes it."""
 
 _NUM_VALUES = 64
-# Others take a step of the same length whatever the gradient is multiplied with.
+# Other optimizers take the same step whatever the gradient is multiplied by.
 _OPTIMIZERS = (torch.optim.SGD, torch.optim.ASGD)
 _ROUNDING = 1e-3
 
 
 @dataclass(frozen=True)
 class _Backward:
-    """One backward pass. `state` and `values`: of the model's gradients before it."""
+    """One backward pass. `state` and `values` describe the model's gradients before it."""
 
     line: tuple[str, int]
     is_mean: bool
     is_local: bool
     is_mixed: bool
-    """Whether `no_sync` was around the forward or the backward alone."""
+    """True if `no_sync` was around only the forward or only the backward."""
     scale: Tensor | None
-    """What the loss was multiplied with, as a `GradScaler` does."""
+    """What the loss was multiplied by, for example by a `GradScaler`."""
     state: list[Any]
     values: list[Tensor] | None
     loss: str
@@ -53,16 +56,16 @@ class _Backward:
 
 @dataclass
 class _Group:
-    """What led to one step."""
+    """The forwards and backwards before one step."""
 
     backwards: list[_Backward] = field(default_factory=list)
     inputs: list[weakref.ref[Tensor]] = field(default_factory=list)
     num_forwards: int = 0
     is_refuted: bool = False
-    """Gradients were changed between two backwards, or one batch went through the model twice."""
+    """True if gradients changed between two backwards, or if one batch went through the model twice."""
 
     def is_accumulation(self) -> bool:
-        """Whether one line's mean losses were added up, all but the last in `no_sync`, and nothing else happened."""
+        """True if mean losses of one line were accumulated, all but the last in `no_sync`, without anything else."""
         lines = {each.line for each in self.backwards}
         are_local = [each.is_local for each in self.backwards]
         return (
@@ -75,14 +78,14 @@ class _Group:
         )
 
     def find_scale(self) -> float | None:
-        """What all its losses were multiplied with; None where they were multiplied with different numbers."""
-        # On a GPU this waits for it, and is asked of the first groups only.
+        """The factor that all losses were multiplied by; None if factors differ."""
+        # Waits for a GPU; called only for the first groups.
         scales = {1.0 if each.scale is None else float(each.scale) for each in self.backwards}
         return scales.pop() if len(scales) == 1 else None
 
 
 class UndividedProbe:
-    """Looks at the first steps of a model that uses `no_sync`; has no hooks elsewhere before and after."""
+    """Observes the first steps of a model that uses `no_sync`; other hooks are installed only during that time."""
 
     name = "accumulated losses"
 
@@ -103,7 +106,7 @@ class UndividedProbe:
         self._noted: dict[str, Any] = {}
 
     def install(self, notes: Notes) -> Callable[[], None]:
-        """As `Probe.install`."""
+        """Install the probe, see `Probe.install`."""
         self._notes = notes
         undo = notes.around(DistributedDataParallel, "no_sync", before=self._no_sync_begins)
 
@@ -116,7 +119,7 @@ class UndividedProbe:
     def _no_sync_begins(self, ddp: Any) -> None:
         looked_at = self._ddp() if self._ddp is not None and not self._is_over else None
         if looked_at is not None and looked_at is not ddp:
-            self._refute()  # two models, of which one's losses go through the other
+            self._refute()  # two models, possibly with losses of one going through the other
         elif looked_at is None and ddp not in self._seen:
             self._begin(ddp)
         self._seen.add(ddp)
@@ -138,7 +141,7 @@ class UndividedProbe:
         ]
 
     def _take_out(self) -> None:
-        # Not in a hook of the optimizer: torch goes over these just then.
+        # Not called in an optimizer hook, while torch iterates over the hooks.
         self._is_over = True
         while self._looking:
             self._looking.pop()()
@@ -191,7 +194,7 @@ class UndividedProbe:
             return
         state, values = self._look()
         if state == backward.state:
-            return  # of another model
+            return  # of a different model
         group = self._group
         if group.backwards:
             group.is_refuted |= not _are_same(self._after, backward.values)
@@ -200,7 +203,7 @@ class UndividedProbe:
         self._after = values
 
     def _before_update(self, *_: Any, **__: Any) -> None:
-        """A scaler is about to go on: where a group is left, it skipped the step, for gradients that are not finite."""
+        """Handle a scaler's update: a group without a step was skipped because of non-finite gradients."""
         if self._is_over or not self._group.backwards:
             return
         if self._group.is_accumulation():
@@ -213,7 +216,7 @@ class UndividedProbe:
             return
         group, self._group = self._group, _Group()
         if len(group.backwards) == 1 and not group.backwards[0].is_local:
-            return  # a step that accumulates nothing
+            return  # a step without accumulation
         is_bare = type(optimizer) in _OPTIMIZERS and not optimizer._optimizer_step_pre_hooks
         if not (is_bare and group.is_accumulation() and self._is_unchanged(group)):
             self._refute()
@@ -229,7 +232,7 @@ class UndividedProbe:
             self._is_over = self._num_groups == NUM_GROUPS
 
     def _is_unchanged(self, group: _Group) -> bool:
-        """Whether the step takes what the last backward left, divided by what losses were multiplied with."""
+        """True if the step's gradients are those after the last backward, divided by the factor of the losses."""
         values = self._look()[1]
         if values is None or self._after is None:
             return True
@@ -242,7 +245,7 @@ class UndividedProbe:
         return any(each is parameter for group in optimizer.param_groups for each in group["params"])
 
     def _has_no_hooks(self) -> bool:
-        """Whether nothing can change gradients on their way."""
+        """True if no hook can change gradients during the backward."""
         ddp = self._ddp() if self._ddp is not None else None
         return ddp is not None and not (
             getattr(ddp, "_comm_hooks", ())
@@ -251,7 +254,9 @@ class UndividedProbe:
         )
 
     def _look(self) -> tuple[list[Any], list[Tensor] | None]:
-        """What a backward changes; and some values of gradients, None once they are not looked at any more."""
+        """Return a state that a backward changes, and some values of gradients; None instead of values after the first
+        steps.
+        """
         given = [parameter.grad for reference in self._samples if (parameter := reference()) is not None]
         found = [gradient for gradient in given if gradient is not None and is_plain(gradient)]
         state = [(gradient.data_ptr(), gradient._version) for gradient in found]
@@ -261,8 +266,10 @@ class UndividedProbe:
 
 
 def _are_same(one: list[Tensor] | None, other: list[Tensor] | None, scale: float = 1.0) -> bool:
-    """Whether gradients were only divided by `scale`, as far as they were looked at. By their values: `p.grad.data` is
-    changed without a trace, and clipping leaves one where it changes nothing.
+    """True if the observed gradients differ only by the factor `scale`.
+
+    Compares values: changes through `p.grad.data` leave no trace in the version, and clipping changes the version also
+    if it changes no value.
     """
     if one is None or other is None:
         return True

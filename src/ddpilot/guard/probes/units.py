@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which parameters are compared with which of the other ranks: those of one optimizer in one DDP model, or in none."""
+"""Decide which parameters are compared between ranks, and note the steps of each such unit.
+
+A unit is the parameters of one optimizer in one DDP model, or in no DDP model.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +29,10 @@ from ddpilot.record.host_copies import HostCopies
 
 FIRST_STEPS = 5
 LOCAL_STEPS = 16
-"""So many may be local on purpose: what goes on like that is known by then."""
+"""Number of local steps that may be intended (local SGD, warm-up); one that stays local is noticed by then."""
 STRIDES = (25, 5, 1)
-"""Every so manieth step is checked, by how long steps take: each of these a part of the one before, so that ranks which
-measure a little differently still meet."""
+"""Check every 25th, every 5th or every step, depending on step time. Each stride divides the one before, so ranks whose
+timings differ slightly still check the same steps."""
 INTERVAL_S = 0.75
 _MAX_COST = 0.02
 _MAX_PATTERNS = 16
@@ -38,11 +41,11 @@ _MAX_TENSORS = 8192
 _MAX_RATES = 8
 _NO_STEP = (0, 0)
 _BUSY_S = 0.5
-"""How long a GPU may be busy at the end, before the last step is not noted."""
+"""How long the last steps' notes wait for a busy GPU, in seconds."""
 
 
 class Unit:
-    """Parameters of one optimizer that belong to `model`, or to no DDP model; `key` is the same on all ranks."""
+    """Parameters of one optimizer that belong to `model`, or to no DDP model. `key` is equal on all ranks."""
 
     def __init__(self, *, number: int, key: list[Any], model: DdpModel | None) -> None:
         self.number = number
@@ -50,27 +53,29 @@ class Unit:
         self.model = model
         self.fingerprinter = Fingerprinter([])
         self.windows: LastWindows | None = None
-        """Of a DDP model's parameters."""
+        """Windows of the parameters of a DDP model; None for other parameters."""
         self.newest = _NO_STEP
-        """The number of the step that `windows` were copied before, and how many collectives had started."""
+        """Number of the step before which `windows` were copied, and number of collectives started by then."""
         self.digest = 0
         self._num_steps = 0
         self._num_local_steps = 0
         self._position = 0
         self._seen: set[str] = set()
-        self._due_at = 0  # a number of steps
+        self._due_at = 0  # a step number
         self._checked_at = 0
         self._checked_s = 0.0
 
     def is_next_due(self) -> bool:
-        """Whether the step that begins now is to be checked, while what leads to it is not all known. As `advance`."""
+        """True if the step that starts now should be checked, while its events are not all known. Consistent with
+        `advance`.
+        """
         count = self._num_local_steps + 1 + (self.model.reductions.num_forwards if self.model is not None else 0)
         return self._num_steps < FIRST_STEPS or self._num_steps + 1 == LOCAL_STEPS or count >= self._due_at
 
     def advance(self, is_due: bool | None = None) -> tuple[int, str, bool]:
-        """Count a step: its number, what led to it, and whether it is to be checked. Alike on all ranks.
+        """Count a step. Returns its number, its events, and True if it should be checked; equal on all ranks.
 
-        `is_due`: what `is_next_due` returned when it began.
+        `is_due`: the result of `is_next_due` at the start of the step.
         """
         events = ""
         if self.model is None:
@@ -80,7 +85,7 @@ class Unit:
             reductions = self.model.reductions
             events = reductions.since(self._position)
             self._position = reductions.position
-            # Forwards of DDP are as many on all ranks; steps are not where one was forgotten.
+            # All ranks have the same number of DDP forwards, but not of steps if one rank skips one.
             self._num_local_steps += "F" not in events
             count = reductions.num_forwards + self._num_local_steps
         self._num_steps += 1
@@ -94,7 +99,7 @@ class Unit:
         return count, events, is_due
 
     def checked(self, count: int, cost_s: float) -> None:
-        """A check at step `count` ended just now, and took `cost_s`: find when the next one is due."""
+        """Schedule the next check after one at step `count` that ended now and took `cost_s` seconds."""
         now_s = time.monotonic()
         step_s = (now_s - self._checked_s) / max(count - self._checked_at, 1)
         least_s = cost_s / _MAX_COST
@@ -113,15 +118,15 @@ class _Known:
         self.optimizer = optimizer
         self.units: list[Unit] = []
         self.num_idle = 0
-        """Steps in which it had no unit."""
+        """Number of steps without a unit."""
         self.newest_model = 0
-        """When its parameters were last looked at in vain."""
+        """Number of the newest DDP model when its parameters were last sorted into units."""
 
     def may_have_units(self, newest_model: int) -> bool:
-        """Whether its parameters are to be looked at again, as none of them could be compared so far.
+        """True if its parameters should be sorted again, as none of them could be compared so far.
 
-        To do so takes as long as a step of a small model: done where there is a DDP model more, and more and more
-        seldom, at the same steps on all ranks.
+        Sorting takes as long as a step of a small model, so it is repeated only when there is a new DDP model, and
+        otherwise at exponentially growing intervals, at the same steps on all ranks.
         """
         self.num_idle += 1
         is_asked = newest_model != self.newest_model or not self.num_idle & (self.num_idle - 1)
@@ -131,15 +136,15 @@ class _Known:
 
 @dataclass
 class _Part:
-    """One unit of a step that is under way."""
+    """One unit in a step that is in progress."""
 
     unit: Unit
     is_due: bool
     number: int
-    """How many collectives its group had started when the step began."""
+    """Number of collectives that its group had started when the step started."""
     fingerprint: dict[str, str] | None
     arriving: list[Arriving]
-    """In its place, on a device: of the parameters, and of the gradients that the closure left."""
+    """Instead of `fingerprint` on a device: parameters, and the gradients after the closure."""
     cost_s: float
 
 
@@ -148,7 +153,7 @@ class _LastStep:
     """The newest step of a unit whose optimizer or model may be gone."""
 
     number: int
-    """Of the unit."""
+    """Number of the unit."""
     count: int
     sequence_number: int
     copy: LastCopy
@@ -156,7 +161,7 @@ class _LastStep:
 
 @dataclass
 class OpenStep:
-    """A step that was given a closure and is under way: the backward that it takes its gradients from is yet to run."""
+    """A step with a closure that is in progress: the backward that computes its gradients is still to come."""
 
     optimizer: Optimizer
     parts: list[_Part]
@@ -164,11 +169,11 @@ class OpenStep:
 
     @property
     def is_due(self) -> bool:
-        """Whether gradients are looked at."""
+        """True if gradients are read."""
         return any(part.is_due for part in self.parts)
 
     def look_at_gradients(self) -> None:
-        """The closure has returned: what it left is what the step goes by, as far as it is not called again."""
+        """Read the gradients after the closure has returned: the step uses them, unless it calls the closure again."""
         for part in self.parts:
             begun = time.monotonic()
             if part.fingerprint is not None:
@@ -180,32 +185,32 @@ class OpenStep:
 
 
 class UnitBook:
-    """The units of each optimizer, and the notes on its steps. `models`: the DDP models that there are now."""
+    """The units of each optimizer, and notes on its steps. `models` returns the current DDP models."""
 
     def __init__(self, notes: Notes, models: Callable[[], list[DdpModel]]) -> None:
         self._notes = notes
         self._models = models
-        # By id. A WeakKeyDictionary looks things up in Python, which costs every step.
+        # By id: a WeakKeyDictionary does lookups in Python, which would cost time in every step.
         self._known: dict[int, _Known] = {}
-        self._dropped: list[DdpModel] = []  # whose wrapper is gone, without one forward through it
+        self._dropped: list[DdpModel] = []  # models whose wrapper was freed without a forward
         self._num_units = 0
         self._era = ""
         self._num_of_key: dict[str, int] = {}
-        self._last_steps: deque[_LastStep] = deque(maxlen=_MAX_OPTIMIZERS)  # that are not noted yet
+        self._last_steps: deque[_LastStep] = deque(maxlen=_MAX_OPTIMIZERS)  # not noted yet
         self._copies = HostCopies()
         self._arriving: deque[tuple[int, int, list[Arriving]]] = deque()  # units, their steps, and fingerprints
         self._pid = os.getpid()
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Discard all units."""
         self.note_last_steps()
         self._known.clear()
         self._num_of_key.clear()
 
     def note_last_steps(self) -> None:
-        """Note what the parameters of each DDP model were before the newest step, where that is not noted yet.
+        """Note, for each DDP model, its parameters before the newest step, unless already noted.
 
-        Called where no step may follow: at the end of a cell, of the group, of the program.
+        Called when no step may follow: at the end of a cell, of the group, of the program.
         """
         if os.getpid() != self._pid:
             return
@@ -230,12 +235,12 @@ class UnitBook:
             unit.newest = _NO_STEP
 
     def drop(self, models: Iterable[DdpModel]) -> None:
-        """The wrappers of `models` are gone."""
+        """Handle `models` whose wrappers have been freed."""
         unused = [model for model in models if not {*"Ff"} & {*model.reductions.since(0)}]
         self._dropped = [model for model in (*self._dropped, *unused) if model.first() is not None][-_MAX_OPTIMIZERS:]
 
     def step(self, optimizer: Optimizer, era: str) -> None:
-        """Note that `optimizer` is about to take a step, in the default group that `era` names."""
+        """Note that `optimizer` is about to take a step, in the default group named `era`."""
         if self._arriving:
             self._write_arrived()
         units, is_planned = self._units_of(optimizer, era)
@@ -253,8 +258,10 @@ class UnitBook:
                 self._stepped(unit.model)
 
     def begin_step(self, optimizer: Optimizer, era: str) -> OpenStep:
-        """As `step` for one with a closure. Parameters are looked at now, before the optimizer may move them for what
-        the closure computes; gradients when that has run; `end_step` notes it.
+        """Same as `step` for a step with a closure.
+
+        Parameters are read now, before the optimizer may move them to evaluate the closure; gradients are read after
+        the closure; `end_step` writes the note.
         """
         if self._arriving:
             self._write_arrived()
@@ -276,7 +283,7 @@ class UnitBook:
         return opened
 
     def end_step(self, opened: OpenStep) -> None:
-        """The step has been taken."""
+        """Note the step, which has ended."""
         for part in opened.parts:
             count, events, is_due = part.unit.advance(part.is_due)
             if part.unit.fingerprinter.parameters:
@@ -296,7 +303,7 @@ class UnitBook:
                 model.synced = None
 
     def _units_of(self, optimizer: Optimizer, era: str) -> tuple[list[Unit], bool]:
-        """The units of `optimizer`, and whether its parameters have just been looked at for that."""
+        """Return the units of `optimizer`, and True if its parameters have just been sorted into them."""
         self._era = era
         known = self._known.get(id(optimizer))
         if known is None or known.optimizer() is not optimizer:
@@ -361,12 +368,12 @@ class UnitBook:
         self._notes.write("step", **values)
 
     def _look(self, unit: Unit) -> tuple[dict[str, str] | None, list[Arriving]]:
-        """The fingerprint of `unit`; of one on a device, which nothing waits for, what it will arrive in."""
+        """Start or take the fingerprint of `unit`: (fingerprint, []) on the CPU, (None, [in flight]) on a device."""
         arriving = unit.fingerprinter.begin(self._copies)
         return (unit.fingerprinter.take(), []) if arriving is None else (None, [arriving])
 
     def _write_arrived(self) -> None:
-        """Note the fingerprints that have come from their devices meanwhile, each by the number of its step."""
+        """Note the fingerprints that have arrived from their devices, each with the number of its step."""
         while self._arriving and all(each.has_arrived() for each in self._arriving[0][2]):
             number, count, arriving = self._arriving.popleft()
             fingerprint = arriving[0].fingerprint()
@@ -375,7 +382,7 @@ class UnitBook:
             self._notes.write("print", u=number, n=count, f=fingerprint)
 
     def _plan(self, optimizer: Optimizer, units: list[Unit]) -> None:
-        """Sort the optimizer's parameters into units, and note those that are new or have changed."""
+        """Sort the optimizer's parameters into units, and note units that are new or have changed."""
         live = [(model, ddp) for model in self._models() if (ddp := model.find()) is not None]
         models = [model for model, _ in live]
         sorted_in: dict[int, list[tuple[str, Tensor, bool]]] = {}
@@ -400,7 +407,8 @@ class UnitBook:
             if number and by_number[number].is_alone:
                 continue
             if not number and not any(isinstance(parameter, Parameter) for _, parameter, _ in members):
-                continue  # tensors of no module, which DDP could not wrap: inputs or latents of this rank's samples
+                # Not parameters of a module, so DDP could not wrap them: inputs or latents of this rank's samples.
+                continue
             found = [unit for unit in units if (unit.model.number if unit.model else 0) == number]
             unit = found[0] if found else self._new_unit(by_number.get(number), members)
             if not found:
@@ -427,7 +435,7 @@ class UnitBook:
         if len(parameters) != len(unit.fingerprinter.parameters) or any(
             new is not old for new, old in zip(parameters, unit.fingerprinter.parameters, strict=True)
         ):
-            # What a program that averages by itself forgets is mostly what comes last, or first.
+            # A program that averages gradients itself forgets mostly the last parameters, or the first.
             ends = () if unit.model else {*range(len(members))[:2], *range(len(members))[-2:]}
             unit.fingerprinter = Fingerprinter(parameters, always=late or ends)
             unit.windows = LastWindows.of(parameters) if unit.model else None
@@ -452,7 +460,9 @@ class UnitBook:
         )
 
     def _find_dropped(self, parameters: list[Tensor]) -> dict[str, Any]:
-        """Where a model with some of `parameters` was wrapped, of which the wrapper is gone."""
+        """Return the line that wrapped a model with some of `parameters` if its wrapper has been freed; else an empty
+        dict.
+        """
         found = (model.site for model in self._dropped if any(model.first() is one for one in parameters))
         return next(found, {})
 
@@ -466,26 +476,26 @@ def _next_multiple(count: int, stride: int) -> int:
 
 
 def _rates_of(optimizer: Optimizer) -> list[float]:
-    """The learning rates of its first groups; none of a capturable optimizer, which would have to be waited for."""
+    """Learning rates of the first groups, without those that are tensors: reading one would wait for the device."""
     rates = [group.get("lr") for group in optimizer.param_groups[:_MAX_RATES]]
     return [float(rate) for rate in rates if isinstance(rate, int | float)]
 
 
 def _find_number(model: DdpModel | None) -> int:
-    """How many collectives the group of `model`, or the default one, has started; -1 where that is not known."""
+    """Number of collectives started by the group of `model`, or by the default group; -1 if not known."""
     if model is None:
         return sequence_number(dist.group.WORLD)
     return sequence_number(getattr(model.find(), "process_group", None))
 
 
 def _late(model: DdpModel, ddp: Any) -> list[tuple[Tensor, str]]:
-    """Parameters that the module in `ddp` has got since it was wrapped, or that became trainable."""
+    """Parameters that were added to the module in `ddp`, or became trainable, after it was wrapped."""
     known = model.names.keys() | model.ignored
     return [(parameter, name) for name, parameter in ddp.module.named_parameters() if id(parameter) not in known]
 
 
 def _moved(model: DdpModel | None, members: list[tuple[str, Tensor, bool]]) -> list[str]:
-    """Parameters that have another device or dtype than when the model was wrapped."""
+    """Describe up to 5 parameters whose device or dtype has changed since the model was wrapped."""
     if model is None:
         return []
     return [

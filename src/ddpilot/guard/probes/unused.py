@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a DDP model that looks for unused parameters has any."""
+"""Detect that a DDP model with `find_unused_parameters` has no unused parameters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ddpilot.guard.probe import Notes
 from ddpilot.guard.probes.ddp_model import DdpModel
 
 NUM_BACKWARDS = 9
-"""DDP says of its first 10 backwards how much was unused, of each in the next one."""
+"""DDP reports unused parameters for its first 10 backwards, for each of them during the next one."""
 
 _MAX_NAMES = 100
 
@@ -25,7 +25,7 @@ class UnusedCount:
         self._names: set[str] = set()
 
     def step(self) -> None:
-        """Add what DDP knows; after the last of the first backwards, note it."""
+        """Add what DDP reports; after the last of the first backwards, note it."""
         num = self._model.reductions.num_forwards
         ddp: Any = self._model.find()
         self.is_over = self.is_over or ddp is None
@@ -33,7 +33,7 @@ class UnusedCount:
             return
         data = ddp._get_ddp_logging_data()
         if "unused_parameter_size" not in data and num > NUM_BACKWARDS:
-            self.is_over = True  # another torch
+            self.is_over = True  # a torch that does not report it
             return
         self._num_bytes = max(self._num_bytes, int(data.get("unused_parameter_size", 0)))
         for name, parameter in ddp.module.named_parameters():

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is trained on: loaders, what goes into DDP models, randomness, losses, and what the program reduces."""
+"""Probe of the data in training: loaders, inputs of DDP models, randomness, losses, and reductions by the program."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looks at what is drawn at random while samples are read, in this process and in forked DataLoader workers."""
+"""Observe random draws while samples are read, in this process and in forked DataLoader workers."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _WORDS = _MAX_WORKERS * _NUM_FETCHES * len(LIBRARIES)
 
 
 class DrawEyes:
-    """The part of the data probe that looks at fetching. `loaders` knows whose fetch it is.
+    """The part of the data probe that observes fetching. `loaders` knows which pass a fetch belongs to.
 
-    Forked workers leave what they saw in memory that they share with their rank, and write nothing else.
+    Forked workers write what they observe into memory that they share with their rank, and nothing else.
     """
 
     def __init__(self, notes: Notes, loaders: LoaderEyes) -> None:
@@ -38,13 +38,13 @@ class DrawEyes:
         self._read: WeakKeyDictionary[Pass, tuple[int, set[int]]] = WeakKeyDictionary()
 
     def install(self) -> list[Callable[[], None]]:
-        """Begin to look; what ends it."""
+        """Start observing. Returns functions that stop it."""
         around = self._notes.around
         kinds = (torch_fetch._MapDatasetFetcher, torch_fetch._IterableDatasetFetcher)
         return [around(kind, "fetch", before=self._fetches, after=self._fetched) for kind in kinds]
 
     def share(self, found: Pass) -> None:
-        """Workers of `found` are about to be started, or go on in another pass."""
+        """Share memory with the workers of `found`, which are about to be started, or are reused for a further pass."""
         if found.number > 1:
             self._page = None
             return
@@ -52,7 +52,7 @@ class DrawEyes:
         self._pages[found] = self._page = memoryview(page).cast("Q")
 
     def collect(self, found: Pass) -> None:
-        """Write down what the workers of `found` have seen since."""
+        """Note what the workers of `found` have written since the last call."""
         page = self._pages.get(found)
         num_reads, known = self._read.get(found, (0, set()))
         if page is None or num_reads > _NUM_READS:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether numbers in the CPU's memory are finite, at a part of what an operator of torch's takes with cold caches."""
+"""A finiteness check for small CPU tensors that is cheaper than torch.isfinite."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 import torch
 
 MAX_ELEMENTS = 8192
-"""Of more of them an operator takes less."""
+"""Above this number of elements, torch.isfinite is faster."""
 
 _NUM_BYTES = {torch.float64: 8, torch.float32: 4, torch.bfloat16: 2}
 _IS_LITTLE = sys.byteorder == "little"
-_LARGEST = (0x7F, 0xFF)  # with sign: the first byte of what is not finite, and of numbers from 1e38 on
+_LARGEST = (0x7F, 0xFF)  # with sign: first byte of non-finite numbers, and of numbers from 1e38 on
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether all elements of `tensor`, which is in the CPU's memory and dense, are finite."""
+    """True if all elements of `tensor`, a dense CPU tensor, are finite."""
     size = _NUM_BYTES.get(tensor.dtype)
     num = tensor.numel()
     if size is not None and 0 < num <= MAX_ELEMENTS and type(tensor) is torch.Tensor and tensor.is_contiguous():

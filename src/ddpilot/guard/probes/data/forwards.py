@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looks at DDP models: when they are made, what goes into them while they train, what they draw at random."""
+"""Observe DDP models: construction, inputs during training, and random draws."""
 
 from __future__ import annotations
 
@@ -32,33 +32,33 @@ MAX_NORM_ROWS = 16
 
 
 class _Counts:
-    """Of `model`, the `number`-th of this process, of which it keeps no reference."""
+    """Counts for `model`, the `number`-th of this process, to which it keeps no reference."""
 
     def __init__(self, model: nn.Module, *, number: int, is_prepared: bool) -> None:
         self.find: Callable[[], Any] = ref(model)
         self.number = number
         self.is_prepared = is_prepared
-        """By a `Loop`, which says by itself that a batch is small for BatchNorm."""
+        """True if wrapped by a `Loop`, which warns about small batches for BatchNorm itself."""
         self.forwards = 0
         self.ended: tuple[int, torch.Tensor] = (0, torch.empty(0))
-        """The last forward that was looked at, and the state of the generator on the CPU after it."""
+        """The last forward that was observed, and the state of the CPU generator after it."""
         self.used: Given | None = None
         """The batch of that forward."""
         self.rows: list[int] = []
 
 
 class ForwardEyes:
-    """The part of the data probe that looks at DDP models."""
+    """The part of the data probe that observes DDP models."""
 
     def __init__(self, notes: Notes, position: Position) -> None:
         self._notes = notes
         self._position = position
-        # By id. A WeakKeyDictionary looks things up in Python, which costs every step.
+        # By id: a WeakKeyDictionary does lookups in Python, which would cost time in every step.
         self._counts: dict[int, _Counts] = {}
         self._num_models = 0
 
     def install(self) -> list[Callable[[], None]]:
-        """Begin to look; what ends it."""
+        """Start observing. Returns functions that stop it."""
         around = self._notes.around
         return [
             around(DistributedDataParallel, "__init__", after=self._made),
@@ -70,7 +70,7 @@ class ForwardEyes:
             return
         self._num_models += 1
         self._position.models[model] = self._num_models
-        self._position.fetched.clear()  # what was read before there was this model did not train it
+        self._position.fetched.clear()  # batches read before this model existed did not train it
         self._counts = {key: one for key, one in self._counts.items() if one.find() is not None}
         is_prepared = _is_prepared(sys._getframe())
         self._counts[id(model)] = _Counts(model, number=self._num_models, is_prepared=is_prepared)
@@ -80,7 +80,7 @@ class ForwardEyes:
         counts = self._counts.get(id(model))
         if counts is None or counts.find() is not model or not torch.is_grad_enabled():
             return None
-        # As `model.module`, at a fraction of what nn.Module's attributes cost.
+        # Same as `model.module`, at a fraction of the cost of nn.Module's attribute access.
         if not (model.training and model._modules["module"].training):
             return None
         counts.forwards += 1
@@ -111,7 +111,7 @@ class ForwardEyes:
         self._notes.write("random", model=number, forward=forward, drawn=drawn, **states, site=self._notes.site())
 
     def _count_drawn(self, counts: _Counts, forward: int) -> int:
-        """Words that were drawn on the CPU for a new batch since the forward before, at least."""
+        """Lower bound on the words drawn on the CPU for a new batch since the previous forward."""
         used, (last, state) = self._position.used, counts.ended
         if used is None or used is counts.used or last != forward - 1 or not last:
             return 0
@@ -147,7 +147,7 @@ class ForwardEyes:
 
 
 def _is_prepared(frame: FrameType | None) -> bool:
-    """Whether this is called from `Loop.prepare`."""
+    """True if called from `Loop.prepare`."""
     while frame is not None:
         if _PREPARING in frame.f_code.co_filename:
             return True
@@ -160,7 +160,7 @@ def _is_small_scale(layer: nn.Module) -> bool:
 
 
 def _device_of(module: nn.Module) -> torch.device:
-    """Of its first parameter; one that lends its parameters elsewhere for a moment counts as one on the CPU."""
+    """Device of the first parameter; CPU if it has none, such as a module that lends them out temporarily."""
     first = next(module.parameters(), None)
     return torch.device("cpu") if first is None else first.device
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""States of random number generators, read without changing them, and made small enough to note."""
+"""Read states of random number generators without changing them, as digests that are small enough to note."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LIBRARIES = ("python", "numpy", "torch")
 
 
 def digest_of(library: str) -> int:
-    """Of the global generator of `library`; 0 where it was never used in this process. Never 0 else."""
+    """Digest of the global generator of `library`; 0 only if it was never used in this process."""
     if library == "torch":
         return zlib.crc32(torch.get_rng_state().numpy().tobytes()) + 1
     if library == "python":
@@ -30,21 +30,21 @@ def digest_of(library: str) -> int:
 
 
 def words_between(before: torch.Tensor, after: torch.Tensor) -> int:
-    """How many words torch's generator on the CPU gave between two of its states, at least."""
+    """Lower bound on the number of words that torch's CPU generator produced between two of its states."""
     (first, block), (last, other) = _take_apart(before), _take_apart(after)
     return max(0, last - first) if block == other else max(0, _BLOCK_WORDS - first) + last
 
 
 def _take_apart(state: torch.Tensor) -> tuple[int, bytes]:
-    """Where in its block of words a Mersenne Twister is, and the block. The state is torch's, since its first days."""
+    """Return the position of a Mersenne Twister in its block of words, and the block. torch's state has this layout."""
     data = state.numpy().tobytes()
     return int.from_bytes(data[16:24], sys.byteorder), data[24 : 24 + 8 * _BLOCK_WORDS]
 
 
 def device_digest(device: torch.device) -> tuple[str, int]:
-    """Whose generator dropout on `device` draws from, and its digest. An accelerator's state is kept by the host.
+    """Return the name of the generator that dropout on `device` draws from, and its digest. The host keeps its state.
 
-    Not to be called while a device graph is captured: its generator is not to be read then.
+    Must not be called while a device graph is captured, as the generator must not be read then.
     """
     module: Any = torch.get_device_module(device) if can_copy_from(device.type) else None
     if not hasattr(module, "get_rng_state"):

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looks at what DataLoaders give: passes, fingerprints of batches, which samples, in whose order. Consumes nothing."""
+"""Observe what DataLoaders yield, without consuming it: passes, fingerprints of batches, sample indices and their
+order.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ _MAX_SIZES = 3
 
 
 class LoaderEyes:
-    """The part of the data probe that follows DataLoaders' iterators."""
+    """The part of the data probe that follows the iterators of DataLoaders."""
 
     def __init__(self, notes: Notes, position: Position) -> None:
         self._notes = notes
@@ -40,14 +42,14 @@ class LoaderEyes:
         self._num_passes: dict[int, int] = {}
         self._passes: WeakKeyDictionary[Any, Pass] = WeakKeyDictionary()
         self.current: Pass | None = None
-        """Of the batch that is being fetched, where that happens in this process."""
+        """Pass of the batch that is being fetched in this process; None otherwise."""
         self.starts_workers: Callable[[Pass], None] = _ignore
         """Called before a pass starts workers."""
         self.has_worker_notes: Callable[[Pass], None] = _ignore
-        """Called for the batches of a pass with workers."""
+        """Called for each batch of a pass with workers."""
 
     def install(self) -> list[Callable[[], None]]:
-        """Begin to look; what ends it."""
+        """Start observing. Returns functions that stop it."""
         kind, notes = torch_loader._BaseDataLoaderIter, self._notes
         return [
             notes.around(kind, "__init__", after=self._made),
@@ -85,7 +87,8 @@ class LoaderEyes:
         self._notes.write("loader_pass", **found.key, **facts, site=found.site)
 
     def _add_loader(self, loader: Any, site: dict[str, Any]) -> int:
-        # Counted line by line: one that only some ranks read, as to probe or to evaluate, shifts no other's number.
+        # Counted per line: a loader that only some ranks read, for example to evaluate, does not shift the numbers of
+        # others.
         line = f"{os.path.basename(site.get('file', ''))}:{site.get('line')}"
         count = self._num_at[line] = self._num_at.get(line, 0) + 1
         number = self._loaders[loader] = zlib.crc32(f"{line} {count}".encode()) + 1
@@ -119,7 +122,7 @@ class LoaderEyes:
         number = found.num_batches
         is_evaluation = not torch.is_grad_enabled() or self._position.is_evaluating()
         found.num_evaluating += is_evaluation
-        # Of a stream the numbers are None, as many as a full batch has.
+        # Indices of a stream are None, as many as in a full batch.
         numbers: Any = index if isinstance(index, list | tuple) and index and index[0] is not None else None
         num_rows = len(numbers) if numbers else num_rows_of(data) or 0
         found.num_samples += num_rows
@@ -144,7 +147,7 @@ class LoaderEyes:
             self._notes.write("near_end", **found.key, batch=number)
 
     def _ended(self, found: Pass) -> None:
-        self._position.fetched.pop(found.loader, None)  # what a forward trains on later is another pass's
+        self._position.fetched.pop(found.loader, None)  # a later forward trains on a batch of another pass
         is_evaluation = found.num_batches > 0 and found.num_evaluating == found.num_batches
         if is_evaluation:
             self._position.evaluated = found
@@ -177,7 +180,7 @@ def _describe_batch(found: Pass, number: int, index: Any, data: Any) -> Given:
 
 
 def pointers_of(data: Any) -> frozenset[int]:
-    """Addresses of the first tensors in `data`, by which a batch is known again."""
+    """Addresses of the first tensors in `data`, by which a batch is recognized."""
     pointers = []
     for _, tensor in tensors_in(data):
         if type(tensor) is torch.Tensor and tensor.layout is torch.strided:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looks at losses and gradients before the ranks' are averaged, and at weights after a step that spoilt them."""
+"""Observe losses and gradients before they are reduced, and weights after a step with non-finite gradients."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ _MAX_NAMED = 20
 _MAX_PENDING = 64
 _MAX_GRADIENTS = 64
 _MAX_KEPT = 1 << 16
-"""Elements of a gradient that is kept until it is looked at: torch copies what somebody else holds."""
+"""Maximum number of elements of a gradient that is kept until it is checked: holding a reference makes torch copy
+it."""
 
 
 class _Backward:
@@ -42,37 +43,37 @@ class _Backward:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """For the journal."""
+        """Fields for the journal."""
         used = self.used
         batch = {} if used is None else {**used.of.key, "batch": used.batch, "indices": used.indices}
         return {"backward": self.number, **batch, "site": self.site}
 
 
 class LossEyes:
-    """The part of the data probe that looks for what is not finite.
+    """The part of the data probe that looks for non-finite values.
 
-    On a device the values are looked at once they have arrived, up to a step later: nothing waits for them.
+    Values on a device are checked once they have been copied, up to a step later, without waiting.
     """
 
     def __init__(self, notes: Notes, position: Position) -> None:
         self._notes = notes
         self._position = position
-        self._number = 0  # of this backward
+        self._number = 0  # number of this backward
         self._used: Given | None = None
-        self._backward: _Backward | None = None  # made when it is asked for, which is rare on the CPU
+        self._backward: _Backward | None = None  # created on demand, which is rare on the CPU
         self._gradients: deque[Any] = deque(maxlen=_MAX_GRADIENTS)
         self._copies = HostCopies()
         self._pending: deque[tuple[HostCopy, _Backward, str]] = deque(maxlen=_MAX_PENDING)
         self._num_noted = 0
         self._has_device_model = False
-        self._suspected = 0  # number of the backward since whose step the weights were not looked at
+        self._suspected = 0  # number of the backward whose step's weights have not been checked
         self._is_spoiled = False
         self._num_spoiled = 0
         self._handles: list[Any] = []
         self._is_surely_finite: Callable[[Any], bool] = getattr(notes.compiled, "is_surely_finite", lambda _: False)
 
     def install(self) -> list[Callable[[], None]]:
-        """Begin to look; what ends it."""
+        """Start observing. Returns functions that stop it."""
         stepped = self._notes.safely(self._stepped)
         handle = register_optimizer_step_post_hook(stepped)
         around = self._notes.around
@@ -88,7 +89,9 @@ class LossEyes:
             self._handles.pop().remove()
 
     def _made(self, _: Any, returned: bool, __: Any, model: Any, *___: Any, **____: Any) -> None:
-        """Look at one gradient of `model` before it is reduced: of an early layer, which what is not finite reaches."""
+        """Check one gradient of `model` before it is reduced: that of an early layer, which non-finite values propagate
+        to.
+        """
         if not returned:
             return
         ignored = model.parameters_to_ignore
@@ -100,10 +103,10 @@ class LossEyes:
             node: Any = smallest.expand_as(smallest).grad_fn
         node = node.next_functions[0][0]
         self._has_device_model |= not smallest.is_cpu
-        # On the CPU it is kept and looked at when the backward is over: no line of Python runs between two layers.
+        # On the CPU it is kept and checked after the backward, so that no Python code runs between two layers.
         keeps = smallest.device.type == "cpu" and smallest.numel() <= _MAX_KEPT
         hook = self._gradients.append if keeps else self._notes.safely(self._see_gradient)
-        # DDP holds the node, which holds the parameter; a handle of one that is gone holds nothing.
+        # DDP holds the node, which holds the parameter. Handles of freed nodes are dropped.
         self._handles = [one for one in self._handles if one.hooks_dict_ref() is not None]
         self._handles.append(node.register_prehook(hook))
 
@@ -112,11 +115,11 @@ class LossEyes:
             self._poll()
         self._number += 1
         self._used, self._backward = self._position.used, None
-        if self._has_device_model:  # whose gradients come in the engine's own thread, which has no line of the user's
+        if self._has_device_model:  # the engine's thread computes the gradients, with no line of the user on its stack
             self._present()
         for loss in (tensors,) if isinstance(tensors, torch.Tensor) else [one for _, one in tensors_in(tensors)]:
             if not self._is_surely_finite(loss) and loss.numel() == 1 and loss.is_floating_point():
-                # To ask for the type of its device takes as long as all the rest.
+                # Reading the device type takes as long as everything else here.
                 if not loss.is_cpu:
                     self._look(loss, "loss")
                 elif not math.isfinite(value := loss.item()):
@@ -126,7 +129,7 @@ class LossEyes:
         for gradient in gradients:
             if gradient is not None and gradient.layout is torch.strided:
                 if not gradient.is_cpu:
-                    if not is_capturing():  # the sum would become a part of the user's graph
+                    if not is_capturing():  # the sum would become part of the user's graph
                         self._look(gradient.sum(), "gradient")
                 elif not is_finite(gradient):
                     self._note(math.nan, self._present(), "gradient")
@@ -137,7 +140,7 @@ class LossEyes:
             self._pending.append((copy, self._present(), what))
 
     def _poll(self, *_: Any, **__: Any) -> None:
-        """Look at what has come meanwhile."""
+        """Check gradients that were kept and values that have arrived."""
         while self._gradients:
             given = self._gradients.popleft()
             if len(given) != 1 or not self._is_surely_finite(given[0]):
@@ -181,7 +184,7 @@ class LossEyes:
 
 
 def _find_not_finite(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Those of `parameters` that were trained and are not finite; waits once for each device that they are on."""
+    """Return those of `parameters` with gradients that are not finite; synchronizes once per device."""
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for one in parameters:
         if one.is_floating_point() and one.grad is not None:

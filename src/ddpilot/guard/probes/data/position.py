@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where training is on this rank: which pass over which loader, which batch; shared by the parts of the data probe."""
+"""The rank's position in training (loader, pass, batch), shared by the parts of the data probe."""
 
 from __future__ import annotations
 
@@ -18,69 +18,69 @@ class Pass:
     """One iteration over a loader."""
 
     loader: int
-    """Number of the loader, made of the line that began to read it, and how many were read there before."""
+    """Number of the loader: a hash of the line that first read it and a count of loaders read there."""
     number: int
     """Counts the loader's passes from 1."""
     length: int | None
     num_workers: int
     site: dict[str, Any]
     sketch: Sketch | None
-    """None where nothing is to be compared."""
+    """None if contents are not compared."""
     num_batches: int = 0
     num_samples: int = 0
     sizes: list[int] = field(default_factory=list)
-    """Rows of its batches, a run of equal ones once; the first three runs."""
+    """Rows per batch, with runs of equal numbers shortened to one; the first three runs."""
     num_evaluating: int = 0
-    """Batches that were fetched for an evaluation."""
+    """Number of batches fetched for evaluation."""
     trained: set[int] = field(default_factory=set)
-    """Numbers of the models that it trained."""
+    """Numbers of the models trained with its batches."""
     asked: deque[Any] = field(default_factory=deque)
-    """Sample numbers of batches that were asked for and not given yet."""
+    """Sample indices of batches that were requested and not returned yet."""
     order: list[int] | None = field(default_factory=list)
-    """The first sample numbers that were asked for, until they are noted."""
+    """The first sample indices requested; None once they are noted."""
 
     @property
     def key(self) -> dict[str, int]:
-        """What the entries about it have in common."""
+        """Fields that all its journal entries have."""
         return {"loader": self.loader, "pass": self.number}
 
 
 @dataclass
 class Given:
-    """A batch that a loader gave."""
+    """A batch returned by a loader."""
 
     of: Pass
     batch: int
     """Counts from 1."""
     indices: tuple[int, ...]
-    """The first sample numbers; empty where there are none."""
+    """The first sample indices; empty if there are none."""
     pointers: frozenset[int]
-    """Addresses of its tensors."""
+    """Addresses of its first tensors."""
 
 
 @dataclass(eq=False)
 class Position:
-    """Where training is."""
+    """The current position in training."""
 
     models: WeakKeyDictionary[nn.Module, int] = field(default_factory=WeakKeyDictionary)
-    """DDP models of this process by number, in the order in which they were made."""
+    """Numbers of this process's DDP models, in order of construction."""
     fetched: dict[int, Pass] = field(default_factory=dict)
-    """Passes that gave a batch to train on since the last forward, by loader."""
+    """Passes, by loader, that returned a training batch since the last forward."""
     given: deque[Given] = field(default_factory=lambda: deque(maxlen=4))
     """The newest batches."""
     used: Given | None = None
     """The batch of the last forward in training."""
     evaluated: Pass | None = None
-    """The last pass, where it was an evaluation that has ended and no training came since."""
+    """The last pass if it was an evaluation that has ended and no training followed; otherwise None."""
 
     def is_evaluating(self) -> bool:
-        """Whether every DDP model of this process is in eval mode; False where there is none."""
+        """True if this process has DDP models and all are in eval mode."""
         models = list(self.models)
-        # As `model.module`, at a fraction of what nn.Module's attributes cost.
+        # Same as `model.module`, at a fraction of the cost of nn.Module's attribute access.
         return bool(models) and not any(one.training and one._modules["module"].training for one in models)  # type: ignore[union-attr]
 
     def find_given(self, pointers: frozenset[int]) -> Given | None:
-        """The newest batch that has one of these tensors, else the newest one."""
+        """Return the newest batch that has one of these tensors, or else the newest one."""
         for given in reversed(self.given):
             if given.pointers & pointers:
                 return given

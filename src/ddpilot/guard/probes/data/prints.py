@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fingerprints of batches: what is cheap to compare between ranks. Nothing is waited for on a device."""
+"""Fingerprints of batches, which are cheap to compare between ranks. Never waits for a device."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ import torch
 
 MAX_LEAVES = 8
 MAX_ELEMENTS = 1024
-"""Of a larger tensor as many elements, evenly spread, stand for all."""
+"""Larger tensors are sampled at about this many evenly spaced elements."""
 MAX_ROW_ELEMENTS = 64
 
 
 def tensors_in(data: Any, depth: int = 3) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors in nested containers, dataclasses and objects, with their keys as in ``images`` or ``0.boxes``."""
+    """Yield the tensors in nested containers, dataclasses and objects with their keys, such as ``images`` or
+    ``0.boxes``.
+    """
     if isinstance(data, torch.Tensor):
         yield "", data
         return
@@ -41,18 +43,18 @@ def tensors_in(data: Any, depth: int = 3) -> Iterator[tuple[str, torch.Tensor]]:
 
 @dataclasses.dataclass(frozen=True)
 class Print:
-    """What stands for a batch."""
+    """Fingerprint of a batch."""
 
     value: int
-    """The same for the same shapes, types and values; 32 bits."""
+    """Equal for equal shapes, types and values; 32 bits."""
     num_rows: int | None
-    """Size of the first dimension, where all tensors that have one agree."""
+    """Size of the first dimension if all tensors that have one agree."""
     num_elements: int
-    """Of all tensors that were looked at."""
+    """Number of elements of all tensors included."""
 
 
 def fingerprint(data: Any) -> Print | None:
-    """Of the first 8 tensors in `data` that the host can read; None where there is none, or one on a device."""
+    """Fingerprint of the first 8 tensors in `data`; None if there are none, or if one is on a device or not dense."""
     value = num_elements = 0
     rows: set[int] = set()
     for number, (_, tensor) in enumerate(tensors_in(data)):
@@ -71,13 +73,13 @@ def fingerprint(data: Any) -> Print | None:
 
 
 def num_rows_of(data: Any) -> int | None:
-    """As `Print.num_rows`, also for tensors on a device."""
+    """Same as `Print.num_rows`, also for tensors on a device."""
     rows = {tensor.shape[0] for _, tensor in tensors_in(data) if tensor.dim()}
     return rows.pop() if len(rows) == 1 else None
 
 
 def print_rows(data: Any, num_rows: int, rows: list[int]) -> dict[int, int]:
-    """A 32-bit fingerprint of each of `rows` of a batch of `num_rows`; empty where it is not made of rows."""
+    """A 32-bit fingerprint of each of `rows` of a batch of `num_rows`; empty if the batch does not consist of rows."""
     leaves = [tensor for _, tensor in tensors_in(data)][:MAX_LEAVES]
     if not leaves or any(not tensor.dim() or tensor.shape[0] != num_rows for tensor in leaves):
         return {}
@@ -95,7 +97,7 @@ def print_rows(data: Any, num_rows: int, rows: list[int]) -> dict[int, int]:
 
 
 def is_readable(tensor: torch.Tensor) -> bool:
-    """Whether its values are in the host's memory, in the usual order."""
+    """True if the values are in host memory, dense and not lazily conjugated, negated or quantized."""
     is_plain = type(tensor) in _PLAIN and tensor.layout is torch.strided and tensor.device.type == "cpu"
     return is_plain and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
 
@@ -107,7 +109,8 @@ def _bytes_of(tensor: torch.Tensor, max_elements: int) -> bytes:
     tensor = tensor.detach()
     num = tensor.numel()
     if num > 64 * max_elements and not tensor.is_contiguous():
-        tensor = tensor[tuple(slice(0, 8) for _ in range(tensor.dim()))]  # to bring all of it in order would cost
+        # Making all of it contiguous would be expensive.
+        tensor = tensor[tuple(slice(0, 8) for _ in range(tensor.dim()))]
         num = tensor.numel()
     flat = tensor.reshape(-1)
     if num > max_elements:
@@ -116,7 +119,7 @@ def _bytes_of(tensor: torch.Tensor, max_elements: int) -> bytes:
 
 
 def _as_array(tensor: torch.Tensor) -> Any:
-    """Its values, as integers where numpy lacks the type."""
+    """Its values; as integers for dtypes that NumPy lacks."""
     tensor = tensor.detach()
     if tensor.dtype.itemsize == 1 or tensor.dtype is torch.bfloat16:
         tensor = tensor.view(torch.uint8 if tensor.dtype.itemsize == 1 else torch.int16)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The probe of what is trained on: loaders, DDP models' inputs, randomness, losses, and what the program reduces."""
+"""The data probe: loaders, inputs of DDP models, randomness, losses, and reductions by the program."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ddpilot.guard.probes.data.reductions import ReductionEyes
 
 
 class DataProbe:
-    """Notes passes over loaders, fingerprints of batches, states of generators, and what is not finite."""
+    """Notes passes over loaders, fingerprints of batches, states of generators, and non-finite values."""
 
     name = "data, randomness and losses"
 
     def install(self, notes: Notes) -> Callable[[], None]:
-        """As every probe."""
+        """Install the probe, see `Probe.install`."""
         position = Position()
         loaders = LoaderEyes(notes, position)
         draws = DrawEyes(notes, loaders)

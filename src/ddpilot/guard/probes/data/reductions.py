@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looks at what the program itself reduces over the ranks: numbers after an evaluation, and tensors on the graph."""
+"""Observe what the program itself reduces over the ranks: numbers after an evaluation, and tensors with a graph."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ from ddpilot.record.host_copies import HostCopies, HostCopy
 
 _REDUCING = ("all_reduce", "reduce", "all_gather", "gather", "all_gather_into_tensor", "reduce_scatter_tensor")
 _OF_OBJECTS = {"all_gather_object": (1, 0, "object_list"), "gather_object": (0, 1, "object_gather_list")}
-"""Where each has its object and its list, and what the list is called."""
+"""Position of the object and of the list in each function, and name of the list's parameter."""
 _GATHERING = {
     "all_gather": (0, "tensor_list"),
     "gather": (1, "gather_list"),
     "all_gather_into_tensor": (0, "output_tensor"),
 }
-"""Where each has what it fills, and what that is called."""
+"""Position of the output in each function, and name of its parameter."""
 _MAX_COLLECTED = 16
 _MAX_NAMED = 8
 _MAX_NODES = 64
 _MAX_DEPTH = 3
 _MAX_NOTED = 8
 _BUSY_S = 0.5
-"""How long a number of a device is waited for at the end."""
+"""Seconds to wait at the end for a number from a device."""
 _MARK = "ddpilot_backward"
 _NUM_ALL_MARKED, _MARK_EVERY = 16, 8
-"""Backwards of which each is marked, and one of so many that is marked later while no tensor on a graph was reduced: a
-mark costs every step, and who adds up losses with their graphs has mostly begun by then."""
+"""The first 16 backwards are marked, later ones every 8th, until a tensor with a graph is reduced: a mark costs time in
+every step, and programs that accumulate losses with their graphs mostly start early."""
 
 
 class ReductionEyes:
-    """The part of the data probe that looks at collectives which the program asks for by torch.distributed."""
+    """The part of the data probe that observes collectives which the program calls through torch.distributed."""
 
     def __init__(self, notes: Notes, position: Position) -> None:
         self._notes = notes
@@ -56,10 +56,10 @@ class ReductionEyes:
         self._num_noted = 0
         self._copies = HostCopies()
         self._arriving: deque[tuple[HostCopy | None, dict[str, Any]]] = deque()
-        self._is_within = False  # a collective of objects, which is made of others
+        self._is_within = False  # an object collective, which consists of other collectives
 
     def install(self) -> list[Callable[[], None]]:
-        """Begin to look; what ends it."""
+        """Start observing. Returns functions that stop it."""
         around = self._notes.around
         names = [name for name in _REDUCING if hasattr(dist, name)]
         undo = [around(dist, name, before=self._watcher(name), aliases=(distributed_c10d,)) for name in names]
@@ -123,7 +123,7 @@ class ReductionEyes:
         self._note(facts, self._copies.begin(tensor) if is_number and not tensor.is_cpu else None)
 
     def _note(self, facts: dict[str, Any], copy: HostCopy | None = None) -> None:
-        """Note `facts` once the number that is in `copy` has arrived: in order, since ranks are compared by it."""
+        """Note `facts` once the number in `copy` has arrived. Notes stay in order, since ranks are compared by it."""
         if copy is not None or self._arriving:
             self._arriving.append((copy, facts))
         else:
@@ -138,7 +138,7 @@ class ReductionEyes:
             self._notes.write("collected", **facts)
 
     def _write_all(self) -> None:
-        """At the end: wait a moment for numbers that are on their way."""
+        """At the end, wait briefly for numbers that are in flight."""
         until_s = time.monotonic() + _BUSY_S
         while self._arriving and time.monotonic() < until_s:
             self._write_arrived()
@@ -146,7 +146,7 @@ class ReductionEyes:
         self._arriving.clear()
 
     def _averages(self, name: str, reduce_op: str) -> bool:
-        """Whether the program takes the mean of what `name` brings together as it is, as far as its source says."""
+        """True if, judging by its source, the program takes the unweighted mean of what `name` collects."""
         if name not in _GATHERING and reduce_op != "avg":
             return True
         frame = self._notes.user_frame()
@@ -157,7 +157,7 @@ class ReductionEyes:
         return not is_scaled_later(frame, name, "tensor")
 
     def _counts(self, found: Pass) -> bool:
-        """Whether one more number that is collected after `found` is noted."""
+        """True if one more number that is collected after `found` should be noted."""
         seen, count = self._num_collected
         self._num_collected = (found, count + 1 if seen is found else 1)
         return self._num_collected[1] <= _MAX_COLLECTED
@@ -198,7 +198,7 @@ class ReductionEyes:
 
 
 def _numbers_of(value: Any) -> list[float | None]:
-    """The one number that `value` is, or those in it by name; one None where it is, or holds, something else."""
+    """The number that `value` is, or the numbers in a dict; [None] if it is or contains anything else."""
     if not isinstance(value, dict):
         return [_number_of(value)]
     numbers = [_number_of(one) for one in value.values()]
@@ -206,24 +206,25 @@ def _numbers_of(value: Any) -> list[float | None]:
 
 
 def _number_of(value: Any) -> float | None:
-    """The one number that `value` is; None where it is something else, or would have to be waited for."""
+    """`value` as a float; None if it is not a single number, or one on a device."""
     if isinstance(value, torch.Tensor):
         return float(value) if value.numel() == 1 and value.device.type == "cpu" and not value.is_complex() else None
-    return float(value) if type(value) is not bool and isinstance(value, Real) else None  # numpy's are Real, too
+    # NumPy's numbers are Real, too.
+    return float(value) if type(value) is not bool and isinstance(value, Real) else None
 
 
 def _name_of(reduce_op: Any) -> str:
-    """``sum`` where none was given, as torch has it."""
+    """Name of the reduce-op; ``sum``, torch's default, for None."""
     text = "sum" if reduce_op is None else str(reduce_op)
     return text.rpartition(".")[2].lower()
 
 
 def _mark(node: Any, number: int) -> None:
-    """Write into the graph which backward it belonged to, also where a loss was divided before."""
+    """Record in the graph which backward it belonged to, also if the loss was divided afterwards."""
     for depth in range(_MAX_DEPTH):
         node.metadata[_MARK] = number
         if depth == _MAX_DEPTH - 1 or _makes_loss(type(node).__name__):
-            return  # what it was made of is no loss, and each look at the graph costs every step
+            return  # its inputs are not losses, and each access to the graph costs time in every step
         for before, _ in node.next_functions:
             if before is not None:
                 node = before
@@ -234,7 +235,7 @@ def _mark(node: Any, number: int) -> None:
 
 @lru_cache(maxsize=512)
 def _makes_loss(name: str) -> bool:
-    """Whether a node of the graph called `name` is one of torch's loss functions, such as ``NllLossBackward0``."""
+    """True if `name` is a graph node of one of torch's loss functions, such as ``NllLossBackward0``."""
     return "Loss" in name or "CrossEntropy" in name
 
 
@@ -248,7 +249,7 @@ def _reaches(node: Any, tensor: torch.Tensor) -> bool:
 
 
 def _walk(node: Any) -> list[Any]:
-    """The nearest nodes of the graph behind `node`, itself among them."""
+    """The nearest nodes of the graph behind `node`, including `node`."""
     found: list[Any] = []
     todo = deque([node])
     while todo and len(found) < _MAX_NODES:

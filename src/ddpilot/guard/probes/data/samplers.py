@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a DataLoader says of itself: how many batches, of which dataset, in whose order."""
+"""Describe a DataLoader: number of batches, dataset, sampler and order."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ _RANKS = ("rank", "process_index")
 
 
 def is_looked_at(loader: Any) -> bool:
-    """Whether its batches are: not of ddpilot's own loaders, which divide samples by themselves.
+    """True for a DataLoader that is not one of ddpilot's own, which divide samples themselves.
 
-    Nor of what only stands for a DataLoader in torch's iterators, as fastai's loaders do: it says nothing of its data.
+    False also for objects that stand in for a DataLoader in torch's iterators, such as fastai's, which do not describe
+    their data.
     """
     return DataLoader in type(loader).__mro__ and not type(loader.dataset).__module__.startswith("ddpilot.")
 
 
 def describe_loader(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Facts for the journal; what cannot be known without changing anything is None."""
+    """Return facts for the journal; None for what cannot be determined without side effects."""
     is_stream = isinstance(loader.dataset, IterableDataset)
     sampler = None if is_stream else _describe_sampler(loader)
     part, whole = (None, None) if is_stream else _find_part(loader)
     sizes = (loader.batch_size, getattr(loader.batch_sampler, "batch_size", None))
     return {
-        # To ask a stream for its length makes torch warn when it is longer.
+        # A stream's length, once read, makes torch warn if the stream is longer.
         "length": None if is_stream else length_of(loader),
         "samples": None if is_stream else length_of(loader.dataset),
         "dataset": type(loader.dataset).__name__,
@@ -42,7 +43,7 @@ def describe_loader(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 def may_repeat(loader: DataLoader[Any]) -> bool:
-    """Whether its order is meant to be drawn anew by each rank: with replacement, or a part of the dataset."""
+    """True if ranks are meant to draw their own order: with replacement, or a part of the dataset."""
     for sampler in _samplers_of(loader):
         num_asked = getattr(sampler, "_num_samples", None)
         if getattr(sampler, "replacement", False) or num_asked is not None or hasattr(sampler, "weights"):
@@ -51,35 +52,35 @@ def may_repeat(loader: DataLoader[Any]) -> bool:
 
 
 def _find_part(loader: Any) -> tuple[Any, int | None]:
-    """The numbers that a `Subset` or a sampler of one takes, and how many there are to take from; None without such."""
+    """Return the indices of a `Subset` or `SubsetRandomSampler` and the size of the whole dataset, or (None, None)."""
     indices: Any
     if type(loader.dataset) is Subset:
         indices, whole = loader.dataset.indices, loader.dataset.dataset
     else:
         sampler = next((one for one in _samplers_of(loader) if type(one) is SubsetRandomSampler), None)
         indices, whole = getattr(sampler, "indices", None), loader.dataset
-    # Arrays are what most splits of other libraries give. Those on a GPU would have to be waited for.
+    # Splits of other libraries are mostly arrays. Arrays on a GPU are excluded, as reading them would require a wait.
     is_array = getattr(indices, "ndim", None) == 1 and not getattr(indices, "is_cuda", False)
     is_known = (is_array or isinstance(indices, list | tuple | range)) and len(indices) > 0
     return (indices, length_of(whole)) if is_known else (None, None)
 
 
 def _digest(indices: Any) -> int:
-    """A checksum of a few of them."""
+    """A checksum of some of the indices."""
     stride = max(1, len(indices) // _MAX_DIGESTED)
     return zlib.crc32(str([int(one) for one in indices[::stride]]).encode())
 
 
 def length_of(thing: Any) -> int | None:
-    """`len(thing)`; None where it has none."""
+    """`len(thing)`; None if that fails."""
     try:
         return len(thing)
-    except Exception:  # noqa: BLE001 - the user's code, which nobody else may ever call
+    except Exception:  # noqa: BLE001 - the user's code, which may never have been called
         return None
 
 
 def _samplers_of(loader: Any) -> Iterator[Any]:
-    """The samplers of a loader from the outside in: batch samplers, and what they are made of."""
+    """Yield the samplers of a loader from the outside in: batch samplers and the samplers that they wrap."""
     todo, seen = [loader.batch_sampler, loader.sampler], 0
     while todo and seen < 8:
         sampler = todo.pop(0)

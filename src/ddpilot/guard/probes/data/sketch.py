@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which samples a rank reads: a few, chosen by their numbers alone, so that those of all ranks can be compared."""
+"""Sketch of the samples that a rank reads: a few, chosen by index alone, so that all ranks can be compared."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _STEP = 0x9E3779B1
 
 
 class Sketch:
-    """Fingerprints of the content of 64 samples of `dataset`, of `num_samples`, as far as this rank reads them.
+    """Fingerprints of the content of up to 64 samples of `dataset`, of `num_samples`, as far as this rank reads them.
 
-    Of a `Subset` those of the dataset that it is a part of.
+    For a `Subset`, samples of the underlying dataset.
     """
 
     def __init__(self, dataset: Any, num_samples: int) -> None:
-        # Parts that ranks cut out by themselves have numbers of their own; what they are parts of has those of all.
+        # Subsets that ranks create themselves have their own indices; the underlying dataset's are common to all ranks.
         self._parts: list[Any] = []
         while type(dataset) is Subset and len(self._parts) < _MAX_PARTS:
             self._parts.append(dataset.indices)
@@ -33,7 +33,7 @@ class Sketch:
         self._has_repeats = False
 
     def add(self, indices: Any, batch: Any) -> None:
-        """The samples `indices` were read as the rows of `batch`."""
+        """Add the samples `indices`, read as the rows of `batch`."""
         if not isinstance(indices, list | tuple) or not indices or type(indices[0]) is not int:
             return
         for part in self._parts:
@@ -49,5 +49,5 @@ class Sketch:
             self._contents[rows[row]] = content
 
     def pairs(self) -> list[tuple[int, int]]:
-        """Sample number and content of each that was read; none where one came twice."""
+        """Return index and content of each sample that was read; empty if a sample was read twice."""
         return [] if self._has_repeats else list(self._contents.items())
