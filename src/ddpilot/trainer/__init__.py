@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Trainer`: the loop written for you, made of `Loop`; and the callbacks that look on."""
+"""`Trainer`, a complete training loop built on `Loop`, and its callbacks."""

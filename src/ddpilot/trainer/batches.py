@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a loss function of a `Trainer` returns, and what the model and the loss are called by."""
+"""Check and unpack what the loss function of a `Trainer` returns."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from torch import nn
 from ddpilot.errors import LoopError
 
 Forward = Callable[[nn.Module, Any], tuple[Any, Any]]
-"""Of a model and a batch to (output, target): what the loss and the metrics are called with."""
+"""Takes a model and a batch, and returns (output, target), the arguments of loss and metrics."""
 
 _IGNORED = -100
-"""The label that torch's cross entropy leaves out, and so transformers' models."""
+"""The label that torch's cross entropy, and therefore transformers' models, ignore."""
 
 
 class Summands(dict[str, Any]):
-    """Losses by name, each a mean or (mean, count), of which the sum was trained on."""
+    """Losses by name, each a mean or (mean, count), whose sum is trained on."""
 
 
 def with_count(loss: Any) -> tuple[Any, float | None]:
-    """What a loss function returned, as the loss and what its mean is over (None: samples)."""
+    """Split what a loss function returned into the loss and what its mean is over (None: samples)."""
     return (loss[0], float(loss[1])) if isinstance(loss, tuple) else (loss, None)
 
 
 def check_attached(loss: Any, rank: int) -> None:
-    """Raise LoopError for a loss that no parameter is behind."""
+    """Raise LoopError for a loss that does not require gradients."""
     if not getattr(loss, "requires_grad", False):
         what = f"a {type(loss).__name__}" if not isinstance(loss, torch.Tensor) else "a tensor without a gradient"
         raise LoopError(
@@ -40,9 +40,9 @@ def check_attached(loss: Any, rank: int) -> None:
 
 
 def check_weighted(loss: Any, output: Any, batch: Any, rank: int) -> None:
-    """Raise LoopError for a loss of a transformers model, given without a count, that is not a mean over samples.
+    """Raise LoopError for a transformers model's own loss without a count if it is not a mean over samples.
 
-    Its own loss is a mean over the labels that are not -100, of which a rank's samples have more or fewer.
+    That loss is a mean over the labels that are not -100, whose number differs between ranks with equally many samples.
     """
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or not _is_own_loss(loss, output):
@@ -63,7 +63,7 @@ def check_weighted(loss: Any, output: Any, batch: Any, rank: int) -> None:
 
 
 def _is_own_loss(loss: Any, output: Any) -> bool:
-    """Is `loss`, or one of several, what a transformers model returned as its `loss`?"""
+    """True if `loss`, or one of several, is the `loss` of a transformers model's output."""
     is_theirs = any(base.__module__.partition(".")[0] == "transformers" for base in type(output).__mro__)
     given = loss.values() if isinstance(loss, Mapping) else [loss]
     return is_theirs and any(each is getattr(output, "loss", None) for each in given)

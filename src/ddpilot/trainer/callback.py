@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Callback`: what looks on while a `Trainer` trains, on rank 0 or on all ranks."""
+"""`Callback`, the base class of objects that `Trainer` calls during training, on rank 0 or on all ranks."""
 
 from __future__ import annotations
 
@@ -13,57 +13,59 @@ from ddpilot.training.checkpoint.snapshot import can_hold
 
 
 class Callback:
-    """Base of callbacks: override what you need. Each method is called with the `Run`, on the ranks of `ranks`.
+    """Base class of callbacks: override the methods you need. Each is called with the `Run`, on the ranks of `ranks`.
 
-    `ranks`: "zero" (the default), for what writes or shows something. Its methods must make no collective call: the
-    other ranks train on meanwhile. Those of `run.loop` and its `group` raise LoopError there. What a method raises ends
-    `fit` with that error on all ranks, at once where it is between updates, and as soon as after `Run.stop` where it is
-    `on_update_end`. "all": every rank calls it, and it may make collective calls; what it raises on one rank ends that
-    rank there and then, as in a loop of one's own.
+    `ranks`: "zero" (default) for callbacks that write or show something. Their methods must not call collectives, as
+    the other ranks continue to train; those of `run.loop` and its `group` raise LoopError. An exception in a method
+    ends `fit` with this exception on all ranks: immediately between updates, and as soon as `Run.stop` would after
+    `on_update_end`. "all": every rank calls the methods, and they may call collectives; an exception on one rank ends
+    that rank immediately, as in a hand-written loop.
 
-    Callbacks are called in the order in which `Trainer` was given them. They travel to the ranks with what they have;
-    open files and threads belong into `on_fit_start`. A method `on_...` that is none of these is refused.
+    Callbacks are called in the order in which they were passed to `Trainer`. They are pickled and sent to the ranks, so
+    open files and start threads in `on_fit_start`. Unknown methods named `on_...` are rejected.
     """
 
     ranks: ClassVar[Literal["zero", "all"]] = "zero"
-    """Where its methods run."""
+    """Ranks on which the methods are called."""
 
     def on_fit_start(self, run: Run) -> None:
-        """Before the first epoch; after a checkpoint was loaded, where there is one."""
+        """Called before the first epoch, after a checkpoint was loaded, if any."""
 
     def on_epoch_start(self, run: Run) -> None:
-        """Before the first batch of `run.epoch`; also where that goes on in the middle."""
+        """Called before the first batch of `run.epoch`, also if the epoch resumes in the middle."""
 
     def on_update_end(self, run: Run) -> None:
-        """After the weights changed. `run.loss` is this rank's; to read its value makes the host wait for a GPU."""
+        """Called after the weights changed. `run.loss` is this rank's loss; reading its value waits for the device."""
 
     def on_evaluate_end(self, run: Run) -> None:
-        """After the validation data were gone through; `run.metrics` has what was found."""
+        """Called after the validation; `run.metrics` has its results."""
 
     def on_epoch_end(self, run: Run) -> None:
-        """After an epoch, its validation too, or after the part of it before a stop. `run.metrics` is its row."""
+        """Called after an epoch and its validation, or after the part of an epoch before a stop. `run.metrics` is its
+        row.
+        """
 
     def on_fit_end(self, run: Run) -> None:
-        """After the last epoch or the joint stop, where nothing was raised."""
+        """Called after the last epoch or after all ranks stopped, if no exception was raised."""
 
     def on_exception(self, run: Run, error: BaseException) -> None:
-        """`fit` ends with `error` on this rank: close what is open. Not together with other ranks."""
+        """Called when `fit` ends with `error` on this rank, to release resources. Other ranks may not call it."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What is kept in checkpoints, and comes back into the notebook's callback after `fit`, from rank 0.
+        """Return the state to save in checkpoints, and to copy to the notebook's callback after `fit`, from rank 0.
 
-        By default every attribute whose name does not begin with an underscore and that is a number, a text, a tensor,
-        or a list, tuple, set or dict of those: what a checkpoint can hold.
+        By default every attribute whose name does not start with an underscore and whose value a checkpoint can hold:
+        numbers, strings, tensors, and lists, tuples, sets and dicts of them.
         """
         return {name: value for name, value in vars(self).items() if not name.startswith("_") and can_hold(value)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take what `state_dict` returned. Called before `on_fit_start`, and in the notebook after `fit`."""
+        """Load what `state_dict` returned. Called before `on_fit_start`, and in the notebook after `fit`."""
         vars(self).update(state)
 
 
 def check_callbacks(given: Sequence[object]) -> None:
-    """Raise LoopError for what is no callback, says other ranks than there are, or has a method that nobody calls."""
+    """Raise LoopError for an object that is not a Callback, an invalid `ranks`, or an unknown `on_...` method."""
     for one in given:
         if not isinstance(one, Callback):
             found = f"a {type(one).__name__} among `callbacks`"

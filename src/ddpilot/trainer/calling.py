@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Call any method of a model outside of training, and leave no trace of it."""
+"""Call any method of a model outside of training, without side effects on the model."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from ddpilot.training.wrapping import unwrap
 
 
 def call_model(model: nn.Module, method: str, *args: Any, device: torch.device, **kwargs: Any) -> Any:
-    """What `model.method(*args, **kwargs)` returns, tensors on the CPU; its arguments' tensors are moved to `device`.
+    """Return `model.method(*args, **kwargs)` with tensors on the CPU; tensors in the arguments are moved to `device`.
 
-    The model runs unwrapped, in eval mode and without gradients. Not collective. LoopError where it has no such method.
+    The model runs unwrapped, in eval mode and without gradients. Not collective. Raises LoopError if it has no such
+    method.
     """
     inner = find_inner(model)
     function = getattr(inner, method, None)
@@ -29,22 +30,22 @@ def call_model(model: nn.Module, method: str, *args: Any, device: torch.device, 
             found=f"{type(inner).__name__} has no such method",
             fix="Give the name of one of its methods, such as 'forward'.",
         )
-    if method == "forward":  # with its hooks
+    if method == "forward":  # includes its hooks
         function = inner
     with eval_mode(inner), torch.no_grad():
         return to_host(function(*to_device(args, device), **to_device(kwargs, device)))
 
 
 def find_inner(model: nn.Module) -> nn.Module:
-    """The user's own module: out of DDP, and out of an average of weights, whose methods are those of its copy."""
+    """Return the user's own module: unwrapped from DDP, and from an AveragedModel the averaged copy."""
     inner = unwrap(model)
     return inner.module if isinstance(inner, AveragedModel) else inner
 
 
 def trained_parts(model: nn.Module) -> dict[str, nn.Module] | None:
-    """The modules of a ModuleDict by name, each of which is trained as a model of its own; None for any other model.
+    """Return the modules of a ModuleDict by name, which are trained as separate models; None for any other model.
 
-    A ModuleDict with a `forward` of its own is one model.
+    A ModuleDict subclass that defines `forward` is one model.
     """
     is_container = isinstance(model, nn.ModuleDict) and type(model).forward is nn.Module.forward
     return dict(model.named_children()) if is_container else None

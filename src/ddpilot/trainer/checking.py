@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a `Trainer` and its verbs are asked for, looked at before a rank starts; what is misspelt is named."""
+"""Validate the arguments of `Trainer` and its methods before a rank starts, with suggestions for misspelt names."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _Result = TypeVar("_Result")
 _MAKING = "making a Trainer"
 _FITTING = "starting a fit"
 _OWN = ("self", "dataset", "loader", "rank", "world_size", "seed", "say", "options")
-"""Arguments that are not the user's to say: they come from the trainer, the group and the data."""
+"""Arguments that the user cannot pass: they are set by the trainer, the group or the data."""
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """ "Did you mean `x`?", or all that there is where nothing is near."""
+    """Return "Did you mean 'x'?" with the most similar known name, or a list of all of them if none is similar."""
     known = list(dict.fromkeys(known))
     near = difflib.get_close_matches(name, known, 1, cutoff=0.55)
     return f"Did you mean {near[0]!r}?" if near else f"There is {', '.join(map(repr, known))}."
@@ -48,9 +48,11 @@ def suggest(name: str, known: Iterable[str]) -> str:
 def naming_arguments(
     did: str, elsewhere: Mapping[str, str] | None = None
 ) -> Callable[[Callable[_Given, _Result]], Callable[_Given, _Result]]:
-    """A method that raises LoopError for an argument that it does not have, with the nearest one, or that is missing.
+    """Decorate a method to raise LoopError for unknown arguments, with the most similar known one, and for missing
+    ones.
 
-    `did`: what the method does, for the message. `elsewhere`: where arguments belong that are asked for here, by name.
+    `did`: what the method does, for the message. `elsewhere`: for arguments that belong to a different method, the text
+    that says which.
     """
 
     def decorate(method: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
@@ -80,7 +82,7 @@ def naming_arguments(
 
 
 def check_names(did: str, what: str, given: Iterable[str], known: Collection[str]) -> None:
-    """Raise LoopError for the first of `given` that is not among `known`; it names a near one."""
+    """Raise LoopError for the first of `given` that is not in `known`, with a similar name."""
     for name in given:
         if name not in known:
             raise LoopError(did, found=f"{what} has no {name!r}", fix=suggest(name, known))
@@ -93,7 +95,7 @@ def check_choice(did: str, what: str, given: object, known: Collection[str]) -> 
 
 
 def check_forward(did: str, model: nn.Module, has_own_forward: bool) -> None:
-    """Raise LoopError for a ModuleDict without a word on how a batch goes through its parts."""
+    """Raise LoopError for a ModuleDict without `forward=`, as its parts do not define a forward pass."""
     parts = trained_parts(model)
     if parts is not None and not has_own_forward:
         found = f"the model is a ModuleDict of {', '.join(map(repr, parts))}, which has no forward pass of its own"
@@ -104,7 +106,7 @@ def check_forward(did: str, model: nn.Module, has_own_forward: bool) -> None:
 
 
 def check_model(model: object) -> None:
-    """Raise LoopError for what is no module, and for one whose parameters have no shape yet."""
+    """Raise LoopError if `model` is not a module, or if it has uninitialized parameters."""
     if not isinstance(model, nn.Module):
         raise LoopError(_MAKING, found=f"`model` is a {type(model).__name__}", fix="Give a torch.nn.Module.")
     lazy = [name for name, parameter in model.named_parameters() if isinstance(parameter, UninitializedParameter)]
@@ -114,13 +116,13 @@ def check_model(model: object) -> None:
 
 
 def check_metrics(metrics: object) -> None:
-    """Raise LoopError for what is not a mapping of metrics by name."""
+    """Raise LoopError if `metrics` is not a mapping of metrics by name."""
     if metrics is not None and not callable(getattr(metrics, "items", None)):
         raise LoopError(_MAKING, found=f"`metrics` is {metrics!r}", fix='Give a dict: {"accuracy": accuracy}.')
 
 
 def check_trainer(trainer: TrainerState) -> None:
-    """Raise LoopError for arguments that would train or measure something else than what they say."""
+    """Raise LoopError for invalid arguments, and for those that would train or measure something else than intended."""
     loss_fn: object = trainer.loss_fn
     if loss_fn is not None and not callable(loss_fn):
         found = f"`loss_fn` is {loss_fn!r}"
@@ -139,7 +141,7 @@ def check_trainer(trainer: TrainerState) -> None:
 
 
 def check_fit(trainer: Trainer, fit: Fit, *, has_own_step: bool) -> None:
-    """Raise LoopError for what cannot be done on any rank, before one is started."""
+    """Raise LoopError for what would fail on every rank, before a rank is started."""
     for name in ("epochs", "until_epoch"):
         number = getattr(fit, name)
         if not (number is None and name == "until_epoch") and (not _is_count(number) or number < 0):
@@ -167,7 +169,7 @@ def check_fit(trainer: Trainer, fit: Fit, *, has_own_step: bool) -> None:
 
 
 def _check_samples(name: str, data: object) -> None:
-    """Raise LoopError for a dataset of no samples, whose mean loss would be NaN."""
+    """Raise LoopError for an empty dataset, whose mean loss would be NaN."""
     dataset = data.dataset if isinstance(data, DataLoader) else data
     if not isinstance(dataset, IterableDataset) and hasattr(dataset, "__len__") and not len(dataset):
         found = f"`{name}` is empty: a {type(dataset).__name__} of 0 samples"
@@ -178,14 +180,14 @@ def _check_samples(name: str, data: object) -> None:
 
 
 def check_goal(epochs: int | None, until_epoch: int | None) -> None:
-    """Raise LoopError where both are given: so many more, and so many in all."""
+    """Raise LoopError if both are given: the number of further epochs and the total."""
     if epochs is not None and until_epoch is not None:
         found = f"`epochs={epochs!r}`, so many more, and `until_epoch={until_epoch!r}`, so many in all"
         raise LoopError(_FITTING, found=found, fix="Give one of the two.")
 
 
 def check_loader_options(did: str, what: str, options: Iterable[str]) -> None:
-    """Raise LoopError for names that no loader takes."""
+    """Raise LoopError for names that are not options of any loader."""
     functions = (make_loader, make_stream_loader, shard_loader, DataLoader.__init__)
     named = (name for function in functions for name in inspect.signature(function).parameters)
     known = [name for name in dict.fromkeys(named) if name not in (*_OWN, "batch_size", "sampler", "batch_sampler")]
@@ -193,7 +195,7 @@ def check_loader_options(did: str, what: str, options: Iterable[str]) -> None:
 
 
 def check_whole(did: str, what: str, data: object) -> None:
-    """Raise LoopError for a DataLoader that leaves samples out where all of them are to be counted."""
+    """Raise LoopError for a DataLoader that drops samples when all of them must be counted."""
     if not isinstance(data, DataLoader) or not data.drop_last or not data.batch_size:
         return
     size = len(data.dataset) if hasattr(data.dataset, "__len__") else None
@@ -242,7 +244,7 @@ def _check_step(trainer: Trainer, has_own_step: bool) -> None:
 
 
 def _check_watched(trainer: Trainer, fit: Fit, has_own_step: bool) -> None:
-    """The names that rows will have are known where nobody else writes into them."""
+    """Check monitored names against the columns of the history, unless user code may add columns."""
     if has_own_step or any(not type(one).__module__.startswith("ddpilot.") for one in trainer.callbacks):
         return
     validation = [] if fit.val_set is None else [f"val_{name}" for name in trainer.all_metrics]

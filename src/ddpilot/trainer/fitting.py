@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank does in `Trainer.fit`: the loop, written once."""
+"""The part of `Trainer.fit` that runs on a rank: the training loop."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _REASONS = {"SIGINT": "interrupted", "time": "the time of `max_time_s` is over",
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """The arguments of one `fit`, on their way to the ranks."""
+    """The arguments of one `fit`, sent to the ranks."""
 
     train_set: Any
     val_set: Any
@@ -56,11 +56,11 @@ class Fit:
 
 
 def fit_here(trainer: Trainer, fit: Fit, signals: StopSignals) -> Exception | None:
-    """Train `trainer`'s model on this rank, together with the others. Collective.
+    """Train `trainer`'s model on this rank, together with the other ranks. Collective.
 
-    `signals`: entered, so that the stop button loses nothing before the first update and after the last one either.
-    Returns what a callback of rank 0 raised once the last update was made (on the other ranks, that it did): to be
-    raised when what was learnt is safe.
+    `signals`: already entered, so that an interrupt before the first update or after the last one loses nothing.
+    Returns the exception that a callback of rank 0 raised after the last update (on other ranks, the error that reports
+    it), which the caller raises once the trained state is safe.
     """
     loop = Loop(
         trainer.seed,
@@ -75,7 +75,7 @@ def fit_here(trainer: Trainer, fit: Fit, signals: StopSignals) -> Exception | No
     loop.stop_by(signals)
     try:
         return _fit_by(loop, trainer, fit)
-    finally:  # a traceback may keep the loop, and with it the directory of its checkpoints
+    finally:  # a traceback may keep the loop alive, and with it the checkpoint directory
         loop.release_directory()
 
 
@@ -107,7 +107,7 @@ def _fit_by(loop: Loop, trainer: Trainer, fit: Fit) -> Exception | None:
 
 def _start(loop: Loop, position: Position, data: Mapping[str, Any]) -> None:
     epoch, next_batch = position.epoch, position.next_batch
-    if next_batch and position.data != data:  # of other data there is no rest: another epoch begins
+    if next_batch and position.data != data:  # with different data there is no rest of the epoch: the next epoch starts
         _say_left_out(loop, position, data)
         epoch, next_batch = epoch + 1, 0
     loop.start_at(epoch, next_batch=next_batch, num_updates=position.num_updates)
@@ -138,7 +138,7 @@ def _prepare(trainer: Trainer, loop: Loop, fit: Fit) -> tuple[Run, Story]:
     parts = trained_parts(model) or {"": model}
     wrapped = [loop.prepare(part, **options) for part in parts.values()]
     for name, optimizer in trainer.optimizers.items():
-        if not isinstance(optimizer, Divided):  # by an earlier fit on these ranks
+        if not isinstance(optimizer, Divided):  # divided by an earlier fit on these ranks
             bring_state(optimizer)
             trainer.optimizers[name] = loop.prepare(optimizer, shard=shard)
         else:
@@ -165,7 +165,7 @@ def _prepare(trainer: Trainer, loop: Loop, fit: Fit) -> tuple[Run, Story]:
 
 
 def bring_state(optimizer: Optimizer) -> None:
-    """Bring what an earlier fit left in the optimizer to where the parameters are now."""
+    """Move optimizer state left by an earlier fit to the device of the parameters."""
     first = optimizer.param_groups[0]["params"][0]
     if optimizer.state and first.device.type != "cpu":
         optimizer.load_state_dict(optimizer.state_dict())
@@ -197,7 +197,7 @@ def _train_epoch(
     watchers.is_over = loop.should_stop or (not loop.next_batch and loop.epoch + 1 >= run.num_epochs)
     is_due = watchers.is_over or (loop.epoch + 1) % fit.validate_every == 0
     run.skips_validation = val is not None and not is_due
-    if val is not None and is_due and not loop.next_batch:  # not after a stop in the middle
+    if val is not None and is_due and not loop.next_batch:  # not after a stop in the middle of the epoch
         found = {f"val_{name}": value for name, value in _validate(trainer, run, val).items()}
         run.metrics |= found
         loop.progress.show(**measured(found))
@@ -216,13 +216,13 @@ def _train_epoch(
 def _numbers_to_save(run: Run, fit: Fit) -> dict[str, float]:
     numbers = {name: value for name, value in run.metrics.items() if isinstance(value, int | float)}
     name = str(fit.checkpoints.get("best") or "").partition(" ")[2].strip()
-    # An epoch that was not validated is not the best one, and lacks nothing either.
+    # An epoch without validation cannot be the best one, and its missing metric is not an error.
     return {name: math.nan, **numbers} if run.skips_validation and name.startswith("val_") else numbers
 
 
 def _say_untrained(run: Run) -> None:
-    """Say it where parameters are trained that no optimizer has: frozen when it was made, and unfrozen since."""
-    if any(isinstance(one, Divided) for one in run.optimizers.values()):  # which has an own way to hold them
+    """Report trainable parameters that no optimizer holds: frozen when it was created, and unfrozen since."""
+    if any(isinstance(one, Divided) for one in run.optimizers.values()):  # it holds parameters in its own way
         return
     held = {id(p) for one in run.optimizers.values() for group in one.param_groups for p in group["params"]}
     left = [name for name, p in run.model.named_parameters() if p.requires_grad and id(p) not in held]
@@ -256,7 +256,7 @@ def _train_batches(
     run.metrics |= {"seconds": seconds, "samples_per_s": ledger.num_samples / seconds}
     written = run.history.epochs
     if not ledger.num_samples and written and written[-1]["epoch"] == loop.epoch:
-        run.metrics |= written.pop()  # a stop came after the last batch: that row gets what is still missing
+        run.metrics |= written.pop()  # resumed after the epoch's last batch: complete the row written before the stop
     return rows
 
 
@@ -282,7 +282,7 @@ def _is_per_update(trainer: Trainer, scheduler: Any) -> bool:
 
 
 def render_row(row: dict[str, Any], num_epochs: int) -> str:
-    """A line for an epoch: "epoch 0 (1 of 3): loss 0.4321, val_accuracy 0.9 (1.2 s)"."""
+    """Format a row of the history: "epoch 0 (1 of 3): loss 0.4321, val_accuracy 0.9 (1.2 s)"."""
     numbers = [f"{name} {value:.4g}" for name, value in measured(row).items()]
     return f"epoch {row['epoch']} ({row['epoch'] + 1} of {num_epochs}): {', '.join(numbers)} ({row['seconds']:.1f} s)"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loop as callbacks of rank 0 see it: it refuses what only all ranks together can do, instead of waiting."""
+"""A proxy of `Loop` for callbacks on rank 0 that raises for collective calls, which would hang."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _OF_GROUP = frozenset({"barrier", "all_reduce", "broadcast", "all_gather_object"
 
 
 class GuardedLoop:
-    """`loop`, without its collectives. LoopError where one is asked for, which names `callback`."""
+    """Proxy of `loop` without its collectives, which raise a LoopError that names `callback`."""
 
     def __init__(self, loop: Any, callback: str) -> None:
         self.group = _Guard(loop.group, _OF_GROUP, "run.loop.group", callback)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imported before the ranks are forked: what every fit would else wait for, on every rank (3 s, most of it Dynamo)."""
+"""Modules imported before ranks are forked, which each rank would else import in every fit (3 s, mostly Dynamo)."""
 
 from __future__ import annotations
 
-import torch._dynamo  # every optimizer of torch's asks for it when it is made
+import torch._dynamo  # imported by every torch optimizer when it is created
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpilot.trainer.trainer import Trainer

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`History`: what a training showed, as plain lists of dicts."""
+"""`History`, the losses and metrics of a training as plain lists of dicts."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class History:
     """The rows of a training, over all of its fits."""
 
     epochs: list[dict[str, Any]] = field(default_factory=list)
-    """A dict for each epoch: "epoch" and "update" (numbers), "loss" (mean over its samples, or tokens), "lr",
-    "seconds", "samples_per_s", and the validation's "val_loss" and "val_" + name of each metric."""
+    """One dict per epoch: "epoch" and "update" (numbers), "loss" (mean over its samples, or tokens), "lr", "samples",
+    "seconds", "samples_per_s", and from the validation "val_loss" and "val_" + name of each metric."""
 
     updates: list[dict[str, Any]] = field(default_factory=list)
-    """{"update", "loss"}: the mean loss of all ranks' samples, at most 1000 rows for an epoch. In a longer one a row is
-    the mean of several updates in a row, by the number of the last."""
+    """{"update", "loss"}: the mean loss over all ranks' samples, at most 1000 rows per epoch. In longer epochs a row is
+    the mean of several consecutive updates, with the number of the last one."""
 
     def to_csv(self, path: str | os.PathLike[str]) -> Path:
-        """Write `epochs` as a table and return its path. Columns that a row lacks are empty. Raises OSError."""
+        """Write `epochs` as a table and return its path. Cells that a row lacks are empty. Raises OSError."""
         rows = [flatten(row) for row in self.epochs]
         names = list(dict.fromkeys(name for row in rows for name in row))
         with Path(path).open("w", newline="") as file:
@@ -43,26 +43,26 @@ class History:
         last = measured(self.epochs[-1]) if self.epochs else {}
         said = ", ".join(f"{name}={value:.4g}" for name, value in last.items())
         num_updates = self.updates[-1]["update"] if self.updates else 0
-        num_epochs = len({row["epoch"] for row in self.epochs})  # of several rows where it went on after a stop
+        num_epochs = len({row["epoch"] for row in self.epochs})  # an epoch has several rows if it resumed after a stop
         counts = f"{num_epochs} epoch{'s' * (num_epochs != 1)}, {num_updates} updates"
         return f"History({counts}{'; last: ' * bool(said)}{said})"
 
     def state_dict(self) -> dict[str, Any]:
-        """Both lists, without what a checkpoint cannot hold; the updates, of which there are many, as a tensor."""
+        """Return both lists without values that a checkpoint cannot hold; `updates`, which is long, as a tensor."""
         rows = [{name: value for name, value in row.items() if can_hold(value)} for row in self.epochs]
         names = list(dict.fromkeys(name for row in self.updates for name in row))
         table = [[row.get(name, math.nan) for name in names] for row in self.updates]
         return {"epochs": rows, "names": names, "updates": torch.tensor(table, dtype=torch.float64)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take what `state_dict` returned, in place."""
+        """Load what `state_dict` returned, in place."""
         self.epochs[:] = state["epochs"]
         named = (dict(zip(state["names"], row, strict=True)) for row in state["updates"].tolist())
         self.updates[:] = ({**row, "update": int(row["update"])} for row in named)
 
 
 def flatten(row: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`row` with the items of dicts in it as "name.key", and tensors as lists."""
+    """Return `row` with nested dicts flattened to "name.key", and tensors as lists."""
     flat: dict[str, Any] = {}
     for name, value in row.items():
         if isinstance(value, dict):
@@ -73,13 +73,13 @@ def flatten(row: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def measured(row: dict[str, Any]) -> dict[str, float]:
-    """The losses and metrics of a row of `History.epochs`, those that are numbers."""
+    """Return the losses and metrics of a row of `History.epochs` that are numbers."""
     flat = flatten({name: value for name, value in row.items() if name not in BOOKKEEPING})
     return {name: value for name, value in flat.items() if isinstance(value, int | float)}
 
 
 def thin(rows: list[list[float]], limit: int) -> list[tuple[int, list[float]]]:
-    """At most `limit` sums of neighbouring `rows`, each with the number, from 1, of the last row in it."""
+    """Return at most `limit` sums of consecutive `rows`, each with the number, from 1, of the last row in it."""
     size = -(-len(rows) // limit) or 1
     parts = [(start, rows[start : start + size]) for start in range(0, len(rows), size)]
     return [(start + len(part), [sum(column) for column in zip(*part, strict=True)]) for start, part in parts]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The losses of an epoch: kept without waiting for the device, added up over the ranks once, at its end."""
+"""Losses of an epoch, accumulated without waiting for the device and reduced over the ranks once, at its end."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _MAX_ROWS = 1000
 
 
 class Ledger:
-    """Sums of losses, weighted by what they are means over, for each update of one epoch.
+    """Sums of losses, weighted by the number of samples or tokens of each mean, for each update of one epoch.
 
-    `before`: what `state_dict` gave, of an epoch that goes on from a checkpoint in its middle.
+    `before`: the `state_dict` of an epoch that resumes from a checkpoint in its middle.
     """
 
     def __init__(self, loop: Loop, before: Mapping[str, Any] | None = None) -> None:
@@ -35,22 +35,22 @@ class Ledger:
         self._adds_up = False
         self._ends: list[bool] = []
         self._updates: list[dict[str, tuple[float, float]]] = []
-        """For each update the sum of this rank's losses of each name, and the weight of that sum."""
+        """For each update and name, the sum of this rank's losses and the weight of that sum."""
         self._is_open = False
         self.num_samples = 0 if before is None else int(before["samples"])
-        """Of all ranks together."""
+        """Number of samples on all ranks."""
 
     @property
     def seconds(self) -> float:
-        """That the epoch took so far."""
+        """Duration of the epoch so far."""
         return time.perf_counter() - self._began_s + (0.0 if self._before is None else self._before["seconds"])
 
     def add(self, said: Any) -> torch.Tensor:
-        """Take what a training step returned for the current batch; its first loss, detached.
+        """Add what a training step returned for the current batch. Returns its first loss, detached.
 
-        `said`: a mean loss, (mean loss, count), or a dict of those with a name each, which may be others in each batch.
-        Of `Summands` the sum of the means is recorded too, as "loss".
-        Raises LoopError for what is not one number.
+        `said`: a mean loss, (mean loss, count), or a dict of them by name; names may differ between batches. For
+        `Summands`, the sum of the means is also recorded, as "loss". Raises LoopError for a value that is not a single
+        number.
         """
         batch = self._loop.batch
         assert batch is not None  # called inside `batches` only
@@ -61,7 +61,7 @@ class Ledger:
         values = {name: _as_number(name, value, self._loop.rank) for name, (value, _) in parts.items()}
         self._names += [name for name in values if name not in self._names]
         self._waiting.append(values)
-        # A rank without samples has the mean of none, which is NaN, and no part in the sum.
+        # A rank without samples has a mean of NaN, and is left out of the sum.
         usual = (batch.count if count is None else count) if batch.count else 0.0
         own = {name: part for name, (_, part) in parts.items() if part is not None and batch.count}
         self._weights.append({name: own.get(name, usual) for name in values})
@@ -88,12 +88,12 @@ class Ledger:
         self._waiting, self._weights, self._ends = [], [], []
 
     def close(self, num_updates: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Means over the epoch, NaN where it had no samples, and the rows of its updates. Collective.
+        """Return the epoch's means, NaN without samples, and the rows of its updates. Collective.
 
-        The last of them is number `num_updates`. A name that a row's batches did not have is NaN there.
+        The last update has number `num_updates`. Names that are missing in all batches of a row are NaN there.
         """
         names, table = self._table()
-        # There is no sample where a fit continues behind the last batch of an epoch.
+        # There are no samples if a fit resumes after the last batch of an epoch.
         means = self._with_sum(_means(names or ["loss"], table.sum(0).tolist()))
         first = num_updates - len(table)
         rows: list[dict[str, Any]] = [
@@ -110,23 +110,25 @@ class Ledger:
         return {"loss": sum(known) if known else math.nan, **means}
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch up to now: a table of all ranks' sums and weights, with a row for each update. Collective."""
+        """Return the epoch so far: a table of all ranks' sums and weights, one row per update. Collective."""
         names, table = self._table()
         return {"names": names, "table": table, "samples": self.num_samples, "seconds": self.seconds}
 
     def _table(self) -> tuple[list[str], torch.Tensor]:
-        """The names of all ranks and of the epoch's earlier part, and two columns for each: a sum and its weight."""
+        """Return the names of all ranks and of the epoch's earlier part, and two columns for each: sum and weight.
+        Collective.
+        """
         self._flush()
         before = self._before or {"names": [], "table": torch.zeros(0, 0, dtype=torch.float64)}
         everyone = [self._names]
-        if self._loop.world_size > 1:  # a rank may have had batches of other kinds
+        if self._loop.world_size > 1:  # ranks may have had different kinds of batches
             everyone = self._loop.group.all_gather_object(self._names)
         names = list(dict.fromkeys([*before["names"], *(name for each in everyone for name in each)]))
         mine = [[part for name in names for part in row.get(name, (0.0, 0.0))] for row in self._updates]
         own = torch.tensor(mine, dtype=torch.float64).reshape(len(mine), 2 * len(names))
         reduced = self._loop.reduce(own, "sum").cpu()
         earlier = torch.zeros(len(before["table"]), 2 * len(names), dtype=torch.float64)
-        earlier[:, : before["table"].shape[1]] = before["table"]  # whose names come first
+        earlier[:, : before["table"].shape[1]] = before["table"]  # its names come first
         return names, torch.cat([earlier, reduced])
 
 
@@ -141,7 +143,7 @@ def _as_number(name: str, value: Any, rank: int) -> torch.Tensor | float:
 
 
 def _fetch(rows: list[dict[str, torch.Tensor | float]]) -> list[dict[str, float]]:
-    """`rows` as numbers, with one wait for each device."""
+    """Return `rows` as numbers, with one synchronization per device."""
     fetched = [{name: value for name, value in row.items() if isinstance(value, float)} for row in rows]
     by_device: dict[torch.device, list[tuple[int, str, torch.Tensor]]] = {}
     for index, row in enumerate(rows):
@@ -156,6 +158,6 @@ def _fetch(rows: list[dict[str, torch.Tensor | float]]) -> list[dict[str, float]
 
 
 def _means(names: list[str], sums: list[float]) -> dict[str, float]:
-    """Of columns of sums and weights; NaN without a weight."""
+    """Return the means from alternating columns of sums and weights; NaN if a weight is 0."""
     pairs = zip(names, sums[::2] or [0.0], sums[1::2] or [0.0], strict=True)
     return {name: total / weight if weight else math.nan for name, total, weight in pairs}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loader of this rank for whatever was given as data: a dataset, a DataLoader, or a loader of ddpilot's own."""
+"""Make this rank's loader from a dataset, a DataLoader, or a ddpilot loader."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ def make_loader_of(
     options: Mapping[str, Any],
     say: Callable[[str], None] | None = None,
 ) -> Loader:
-    """This rank's loader of `data`. Not collective. Raises DataError and LoopError.
+    """Return this rank's loader of `data`. Not collective. Raises DataError and LoopError.
 
-    `sizes`: `global_batch_size` and `batch_size_per_rank`, of which a dataset needs one, and a DataLoader has its own.
-    `options`: of `make_loader` or `make_stream_loader`; a DataLoader takes `shares` alone, and says its size to `say`.
+    `sizes`: `global_batch_size` and `batch_size_per_rank`; a dataset needs one of them, a DataLoader has its own.
+    `options`: those of `make_loader` or `make_stream_loader`, or of `shard_loader` for a DataLoader, without `shuffle`
+    and `num_workers`. `say` prints the batch size that a DataLoader results in.
     """
     if hasattr(data, "iterate"):
         made: Loader = data

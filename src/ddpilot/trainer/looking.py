@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a trainer does with its model besides training it: evaluate, predict, call; in this process or on this rank."""
+"""Evaluate, predict and call a trainer's model, in this process or on this rank."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def evaluate_here(
     trainer: TrainerState, dataset: Any, metrics: Mapping[str, Any], forward: Forward, options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """See `Trainer.evaluate`. Collective on ranks."""
+    """Implement `Trainer.evaluate`. Collective on ranks."""
     group = group_here()
     model, loader = _place(trainer, dataset, options, group)
     with Precision(trainer.precision, group.device).autocast():
@@ -42,7 +42,7 @@ def predict_here(
     forward: Callable[[nn.Module, Any], Any],
     options: Mapping[str, Any],
 ) -> Any:
-    """See `Trainer.predict`. Collective on ranks."""
+    """Implement `Trainer.predict`. Collective on ranks."""
     group = group_here()
     model, loader = _place(trainer, dataset, options, group)
     with Precision(trainer.precision, group.device).autocast():
@@ -50,7 +50,7 @@ def predict_here(
 
 
 def call_here(trainer: TrainerState, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], ranks: str) -> Any:
-    """See `Trainer.call`. Not collective."""
+    """Implement `Trainer.call`. Not collective."""
     group = group_here()
     if ranks == "zero" and not group.is_rank_zero:
         return None
@@ -62,7 +62,7 @@ def call_here(trainer: TrainerState, method: str, args: tuple[Any, ...], kwargs:
 def _place(
     trainer: TrainerState, dataset: Any, options: Mapping[str, Any], group: GroupLike
 ) -> tuple[nn.Module, Loader]:
-    """The model on the device, and the loader of this rank's part."""
+    """Return the model on the device, and this rank's loader."""
     model = ensure_on_device(find_inner(trainer.ema or trainer.model), group.device)
     if not trainer.position.num_updates:
         share_weights(model, group)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What comes back from the ranks, and how the notebook's own objects take it in place."""
+"""The result of a fit, sent from rank 0 and loaded in place into the caller's model, optimizers and callbacks."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The state of a trainer after a fit; tensors on the CPU."""
+    """The state of a trainer after a fit; tensors are on the CPU."""
 
     weights: dict[str, Any]
     frozen: frozenset[str]
-    """Names of the parameters that are not trained."""
+    """Names of the parameters that do not require gradients."""
     attributes: dict[str, dict[str, Any]]
-    """Public plain attributes of the model's modules, by the module's name: what a schedule may have changed."""
+    """Public plain attributes of the model's modules, by module name, which a `Schedule` may have changed."""
     optimizers: dict[str, dict[str, Any]]
     schedulers: dict[str, dict[str, Any]]
     ema: dict[str, Any] | None
@@ -47,24 +47,26 @@ class Outcome:
     findings: tuple[Finding, ...]
     explanation: Explanation | None
     late: tuple[Raised, bytes] | None = None
-    """What a callback raised on rank 0 once training was over, and the exception, pickled; b"" where it cannot be."""
+    """What a callback on rank 0 raised after the last update, and the pickled exception; b"" if it cannot be
+    pickled."""
 
 
 def collect(trainer: Trainer, group: GroupLike, late: Exception | None) -> Outcome | None:
-    """The outcome on rank 0; None on the others. Collective where an optimizer's state is divided among the ranks."""
+    """Return the outcome on rank 0; None on other ranks. Collective if optimizer state is sharded."""
     optimizers = {name: full_state(optimizer) for name, optimizer in trainer.optimizers.items()}
     return _gather(trainer, optimizers, late) if group.is_rank_zero else None
 
 
 def explain_late(late: tuple[Raised, bytes], num_ranks: int) -> RankError:
-    """The error, in the notebook, of what a callback raised on rank 0 once training was over; the original chained.
+    """Return the error to raise in the notebook if a callback on rank 0 raised after the last update; the original
+    chained.
 
-    `num_ranks`: of the fit.
+    `num_ranks`: number of ranks of the fit.
     """
     raised, pickled = late
     try:
         error = pickle.loads(pickled)
-    except Exception:  # noqa: BLE001  (unpickling runs the user's code; the text is there in any case)
+    except Exception:  # noqa: BLE001  (unpickling runs the user's code; the text is available in any case)
         error = None
     failure = Failure(rank=0, raised=raised, exited=None, error=error, since_s=raised.time_s)
     said = build_error(
@@ -78,7 +80,7 @@ def explain_late(late: tuple[Raised, bytes], num_ranks: int) -> RankError:
 def _pack(error: Exception) -> tuple[Raised, bytes]:
     try:
         pickled = cloudpickle.dumps(error)
-    except Exception:  # noqa: BLE001  (pickling runs the user's code; the text travels in any case)
+    except Exception:  # noqa: BLE001  (pickling runs the user's code; the text is sent in any case)
         pickled = b""
     return describe_raised(error), pickled
 
@@ -103,7 +105,7 @@ def _gather(trainer: Trainer, optimizers: dict[str, dict[str, Any]], late: Excep
 
 
 def apply(trainer: Trainer, outcome: Outcome) -> None:
-    """Make `trainer`'s model, optimizers and callbacks what they were on rank 0; they stay the same objects."""
+    """Load `outcome` into `trainer`'s model, optimizers and callbacks in place."""
     model = trainer.model
     model.load_state_dict(outcome.weights)
     for name, parameter in model.named_parameters():
@@ -128,7 +130,7 @@ def apply(trainer: Trainer, outcome: Outcome) -> None:
 
 @contextmanager
 def as_it_was(trainer: Trainer) -> Iterator[None]:
-    """Bring everything back where an exception comes out, as a fit on ranks does, which trains copies."""
+    """Restore the trainer's state if an exception is raised, as after a failed fit on ranks, which train copies."""
     before = copy.deepcopy(_gather(trainer, {name: each.state_dict() for name, each in trainer.optimizers.items()}))
     try:
         yield

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizers, schedulers and the average of weights, from what `Trainer` was given."""
+"""Build optimizers, schedulers and weight averages from the arguments of `Trainer`."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _ONLY = "optimizer"
 
 
 def make_optimizers(given: Any, model: nn.Module) -> dict[str, Optimizer]:
-    """By name: an optimizer, a function of parameters that makes one, or a mapping of those.
+    """Return optimizers by name, from an optimizer, a function of parameters that returns one, or a mapping of these.
 
-    In a mapping, a function is called with the parameters of the part of the model (a module) that has its name.
-    Raises LoopError for anything else, for a name that no part has, for a part without parameters, for an optimizer of
-    parameters that are not the model's, and for parameters that two optimizers would update.
+    In a mapping, a function is called with the parameters of the submodule of its name. Raises LoopError for anything
+    else, for an unknown submodule, for one without parameters, for an optimizer with parameters that are not the
+    model's, and for parameters in two optimizers.
     """
     if isinstance(given, Mapping) and not given:
         raise LoopError(_DID, found="`optimizer` is an empty mapping", fix="Name at least one optimizer.")
@@ -40,7 +40,7 @@ def make_optimizers(given: Any, model: nn.Module) -> dict[str, Optimizer]:
 
 
 def _part(model: nn.Module, name: str, one: object) -> nn.Module:
-    """The part of the model that `one`, a function, makes an optimizer of; an optimizer is of the whole model."""
+    """Return the submodule whose parameters the function `one` takes; the model if `one` is an optimizer."""
     if isinstance(one, Optimizer) or not callable(one):
         return model
     try:
@@ -62,7 +62,7 @@ def _part(model: nn.Module, name: str, one: object) -> nn.Module:
 
 
 def _check_apart(optimizers: Mapping[str, Optimizer], model: nn.Module) -> None:
-    """Raise LoopError for a parameter in two optimizers: each would update it, with moments of its own."""
+    """Raise LoopError for a parameter in two optimizers: each would update it, with its own moments."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     owners: dict[int, str] = {}
     for name, optimizer in optimizers.items():
@@ -95,7 +95,7 @@ def _check_optimizer(name: str, optimizer: object, model: nn.Module) -> None:
 
 
 def make_schedulers(given: Any, optimizers: Mapping[str, Optimizer]) -> dict[str, Any]:
-    """By its optimizer's name: a scheduler, a function of an optimizer that makes one, or a mapping of those."""
+    """Return schedulers by their optimizer's name, from a scheduler, a function of an optimizer or a mapping."""
     if given is None:
         return {}
     if isinstance(given, Mapping):
@@ -121,7 +121,7 @@ def _named(name: str, optimizers: Mapping[str, Optimizer]) -> Optimizer:
 
 
 def make_ema(given: float | AveragedModel | None, model: nn.Module) -> AveragedModel | None:
-    """An exponential average with that decay; an average that was given as it is."""
+    """Return an exponential moving average with decay `given`; an AveragedModel is returned unchanged."""
     if given is None or isinstance(given, AveragedModel):
         return given
     if not 0 < given < 1:
@@ -164,9 +164,9 @@ class _Average(AveragedModel):
 
 
 def relink(scheduler: Any, optimizer: Optimizer) -> None:
-    """Make `scheduler` step `optimizer`, also after both travelled: its mark on `optimizer.step` stayed behind."""
+    """Attach `scheduler` to `optimizer` after both were unpickled, which loses the wrapper of `optimizer.step`."""
     scheduler.optimizer = optimizer
-    for inner in getattr(scheduler, "_schedulers", ()):  # of SequentialLR and ChainedScheduler
+    for inner in getattr(scheduler, "_schedulers", ()):  # in SequentialLR and ChainedScheduler
         relink(inner, optimizer)
     if not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         optimizer.step = _marked(optimizer)  # type: ignore[method-assign]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a trainer's verbs run: on ranks that are started for them, on the rank that this is, or in this process."""
+"""Decide where a Trainer method runs: on newly launched ranks, on the current rank, or in this process."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ HEAVY = "ddpilot.trainer.heavy"
 
 
 def is_on_ranks() -> bool:
-    """Whether this process is a rank already: of a launch, of torchrun, Slurm or MPI, of a session.
+    """True if this process is already a rank: of a launch, of torchrun, Slurm or MPI, or of a session.
 
-    A notebook that is the one task of a Slurm job, or has a group of its own, is none.
+    False for a notebook that is the only task of a Slurm job, or that has a process group of size 1.
     """
     if dist.is_initialized() and dist.get_world_size() > 1:
         return True
@@ -35,14 +35,16 @@ def is_on_ranks() -> bool:
 
 
 def share_weights(model: nn.Module, group: GroupLike) -> None:
-    """Give all ranks rank 0's weights, as a fit does: a script on ranks may have made others on each. Collective."""
+    """Broadcast rank 0's parameters, as a fit does: a script may have initialized them differently on each rank.
+    Collective.
+    """
     if group.world_size > 1:
         for parameter in model.parameters():
             group.broadcast(parameter.data)
 
 
 def say_ignored(nproc_per_node: int | str | None) -> None:
-    """Say on rank 0 that a number of ranks was asked for where this process is a rank already."""
+    """Report on rank 0 that `nproc_per_node` has no effect, as this process is already a rank."""
     if not isinstance(nproc_per_node, int) or nproc_per_node == 0 or not is_on_ranks():
         return
     topology = detect_topology(os.environ)
@@ -57,9 +59,9 @@ def say_ignored(nproc_per_node: int | str | None) -> None:
 
 
 class _Verb:
-    """A method of the trainer's by the name that the user called; errors tell of that one.
+    """A picklable method of the trainer, with the name of the public method that errors show.
 
-    It brings the settings of torch that change numbers along, as they are where it is made.
+    It carries torch settings that affect results, as they are in the process that creates it.
     """
 
     def __init__(self, name: str) -> None:
@@ -83,7 +85,7 @@ def run_on_ranks(
 
 
 def group_here() -> GroupLike:
-    """The group of this rank; of a process that is none, a group of one that needs no network. Collective on ranks."""
+    """Return the group of this rank; outside of ranks a group of size 1 without a network. Collective on ranks."""
     if is_on_ranks():
         return init_group()
     return FakeGroup(device=use_device(resolve_device(detect_device_facts(os.environ, 0))), backend="none")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws a history. matplotlib is loaded here, and not before somebody wants to see something."""
+"""Plot a history. Imports matplotlib only when it is needed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
 
 def plot_history(history: History) -> Figure:
-    """A figure with the losses, and beside them, where there are any, the metrics, over the epochs (from 1)."""
+    """Return a figure of the losses, and of the metrics next to them if there are any, over the epochs (from 1).
+
+    Raises LoopError if there are no epochs, or if matplotlib is not installed.
+    """
     rows = [(row["epoch"] + 1, measured(row)) for row in history.epochs]
     if not rows:
         raise LoopError("plotting", found="no epoch was recorded yet", fix="Call fit() first.")
@@ -33,5 +36,5 @@ def plot_history(history: History) -> Figure:
         axis.set(xlabel="epoch", ylabel=title)
         axis.grid(alpha=0.3)
         axis.legend()
-    pyplot.close(figure)  # else a notebook shows it twice: once as what the cell returns
+    pyplot.close(figure)  # otherwise a notebook shows it twice, as it is also the value of the cell
     return figure

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Run`: what a training looks like from inside, for callbacks and for a step of one's own."""
+"""`Run`, the running fit as seen by callbacks and by an overridden `train_batch`."""
 
 from __future__ import annotations
 
@@ -23,44 +23,45 @@ class Run:
     """One `fit` on this rank."""
 
     loop: Loop
-    """Its primitives: rank, device, collectives, the joint stop."""
+    """The `Loop` of this fit: rank, device, collectives, stop on all ranks."""
     model: nn.Module
-    """The model itself, on the device and not wrapped."""
+    """The model itself, on the device and not wrapped in DDP."""
     wrapped: Any
-    """What a training step calls, or a method of it: the model in DDP where there are several ranks. Of a ModuleDict, a
-    dict of them."""
+    """What a training step calls, directly or through its methods: the model, in DDP if there are several ranks. For a
+    ModuleDict, a dict of these."""
     optimizers: Mapping[str, Optimizer]
-    """By name; "optimizer" where there is one."""
+    """By name; the only one is named "optimizer"."""
     schedulers: Mapping[str, Any] = field(default_factory=dict)
-    """Those that are stepped with each update, by their optimizer's name."""
+    """Schedulers that step after each update, by their optimizer's name."""
     ema: AveragedModel | None = None
-    """The average of the weights, which evaluations use; None where none was asked for."""
+    """The moving average of the weights, which evaluations use; None without `ema=`."""
     history: History = field(default_factory=History)
-    """Rows of the epochs so far, those of earlier fits too. Complete on rank 0 and on all others."""
+    """Rows of the epochs so far, including those of earlier fits. Identical on all ranks."""
     num_epochs: int = 0
-    """The number that `epoch` goes up to."""
+    """Total number of epochs at which this fit ends."""
     until_epoch: int | None = None
-    """The same, where `fit` was asked for a total; None where it was asked for so many more."""
+    """The same number if `fit` was called with `until_epoch`; None if it was called with `epochs`."""
     loss: torch.Tensor | None = None
-    """This rank's mean of the last batch, detached, on the device; NaN where it had no sample."""
+    """This rank's mean loss of the last batch, detached, on the device; NaN if it had no samples."""
     values: dict[str, Any] = field(default_factory=dict)
-    """The newest of what callbacks measure from update to update, by name, such as "grad_norm": numbers or tensors of
-    one element. Logs write them beside the loss."""
+    """Latest measurements of callbacks by name, such as "grad_norm": numbers, or tensors with one element. Logs write
+    them next to the loss."""
     metrics: dict[str, Any] = field(default_factory=dict)
-    """The row of the current epoch: "loss", "lr", and after the validation "val_..."; {} until there is something."""
+    """The row of the current epoch: "loss", "lr", and after the validation "val_..."; {} before the end of training in
+    it."""
     skips_validation: bool = False
-    """Does this epoch go without the validation that others have, as `validate_every` says?"""
+    """True if this epoch has no validation because of `validate_every`."""
     left_out: list[str] = field(default_factory=list)
-    """Names of parameters that are not frozen and that no optimizer has; each new list of them is said once."""
+    """Names of trainable parameters that no optimizer holds; reported once for each new list."""
 
     @property
     def epoch(self) -> int:
-        """Number of the current epoch, from 0; goes on from fit to fit."""
+        """Number of the current epoch, from 0; continues over fits."""
         return self.loop.epoch
 
     @property
     def update(self) -> int:
-        """Number of updates so far, those of earlier fits too."""
+        """Number of updates so far, including those of earlier fits."""
         return self.loop.num_updates
 
     @property
@@ -69,19 +70,20 @@ class Run:
         return next(iter(self.optimizers.values()))
 
     def stop(self, *, everywhere: bool = False) -> None:
-        """Ask all ranks to stop, from any of them: they leave after the same update, soon; see `Loop.stop`.
+        """Ask all ranks to stop after the same update; may be called on any rank. See `Loop.stop`.
 
-        In `on_update_end` of rank 0 that is within about 0.1 s, after 32 more updates at most, since the ranks exchange
-        such flags so often; in `on_epoch_end` before another batch is trained on. `everywhere`: where all ranks call it
-        at the same point, after this very update.
+        Called in `on_update_end` of rank 0, it takes effect within about 0.1 s, at most 32 updates later, as ranks
+        exchange stop flags only at intervals; called in `on_epoch_end`, before the next batch. `everywhere`: True if
+        all ranks call it at the same point; they then stop after this update.
         """
         self.loop.stop(everywhere=everywhere)
 
     def call_model(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """What the model's `method` ("forward", "sample", ...) returns on this rank, on the CPU. Not collective.
+        """Return the result of the model's `method` ("forward", "sample", ...) on this rank, on the CPU. Not
+        collective.
 
-        Unwrapped, in eval mode and the loop's precision, without gradients; tensors among the arguments are moved to
-        the device. The average's method, where there is an EMA. Training goes on with the random state that it had.
+        Calls the unwrapped model, or its average with `ema=`, in eval mode, in the loop's precision and without
+        gradients; tensors in the arguments are moved to the device. The random state of training is not changed.
         """
         device = self.loop.device
         with fork_rng([device]), self.loop.autocast():

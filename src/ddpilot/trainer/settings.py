@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of torch that change numbers, as they are here, for the ranks."""
+"""torch settings that affect results, copied from this process to the ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class TorchSettings:
-    """Of the process in which it is made. Reading and setting them touches no GPU."""
+    """The settings of the process that creates it. Reading and setting them does not initialize a GPU."""
 
     dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
     matmul_precision: str = field(default_factory=torch.get_float32_matmul_precision)
@@ -20,7 +20,7 @@ class TorchSettings:
     cudnn_deterministic: bool = field(default_factory=lambda: torch.backends.cudnn.deterministic)
 
     def apply(self) -> None:
-        """Set them in this process."""
+        """Apply the settings in this process."""
         torch.set_default_dtype(self.dtype)
         torch.set_float32_matmul_precision(self.matmul_precision)
         torch.use_deterministic_algorithms(self.is_deterministic, warn_only=self.only_warns)

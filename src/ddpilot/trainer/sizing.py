@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The largest batch that a trainer's model fits with, on this rank and the others."""
+"""Search for the largest batch size of a trainer's model that fits on all ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """The arguments of one search, on their way to the ranks."""
+    """The arguments of one search, sent to the ranks."""
 
     dataset: Any
     max_per_rank: int | None
@@ -34,7 +34,7 @@ class Search:
 
 
 def find_batch_size_here(trainer: Trainer, search: Search, *, has_own_step: bool) -> BatchSizeSearch:
-    """See `Trainer.find_batch_size`. Collective."""
+    """Implement `Trainer.find_batch_size`. Collective."""
     _check(trainer, has_own_step)
     group = group_here()
     rng = capture_rng(group.device)
@@ -45,7 +45,7 @@ def find_batch_size_here(trainer: Trainer, search: Search, *, has_own_step: bool
     is_loader = isinstance(search.dataset, DataLoader)
 
     def step(model: nn.Module, batch: Any) -> torch.Tensor:
-        assert trainer.loss_fn is not None  # _check() has looked
+        assert trainer.loss_fn is not None  # checked by _check()
         loss: torch.Tensor = add_losses(with_count(trainer.loss_fn(*trainer.forward(model, batch)))[0])
         return loss
 
@@ -65,7 +65,7 @@ def find_batch_size_here(trainer: Trainer, search: Search, *, has_own_step: bool
 
 
 def _check(trainer: Trainer, has_own_step: bool) -> None:
-    """Raise LoopError where a step is not what this can try."""
+    """Raise LoopError for a trainer whose training step cannot be tried here."""
     if has_own_step or trainer.loss_fn is None:
         found = "a `train_batch` of one's own"
     elif len(trainer.optimizers) > 1:

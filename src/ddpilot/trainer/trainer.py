@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Trainer`: the loop written for you."""
+"""`Trainer`: a complete training loop."""
 
 from __future__ import annotations
 
@@ -26,24 +26,25 @@ from ddpilot.training.signals import StopSignals
 _WHICH_SIZE = "Say `global_batch_size`, of all ranks together, or `batch_size_per_rank`."
 
 _NUM_CHECKED = 8
-"""Batches of an epoch whose labels are looked at, which makes the host wait for a GPU."""
+"""Number of batches per epoch whose labels are checked, which waits for the device."""
 
 
 class Trainer(LookingTrainer):
-    """The loop written for you, made of `Loop`: what is trained, and how an update is made.
+    """A complete training loop built on `Loop`, with the model and what defines an update.
 
-    `model`: on the CPU; a ModuleDict where several are trained. `loss_fn(output, target)`: this rank's mean loss, or
-    (mean loss, count of what it is over, such as tokens). `optimizer`: one of the model's parameters, a function that
-    makes it of them, or a mapping of those by the names of parts of the model; all are stepped with each update.
+    `model`: a module on the CPU, or a ModuleDict of several. `loss_fn(output, target)`: returns this rank's mean loss,
+    or (mean loss, count of what the mean is over, such as tokens). `optimizer`: an optimizer of the model's parameters,
+    a function that makes one of them, or a mapping of these by names of submodules; all step with each update.
     `metrics`: as for `Loop.evaluate`. `callbacks`: `Callback`s.
 
-    `forward(model, batch) -> (output, target)` says what loss, metrics and predictions come from; by default a batch is
-    `(x, y)`, or a mapping that the model takes by name. `scheduler`: one, or a function of the optimizer; stepped with
-    each update, or `scheduler_per` "epoch" (a ReduceLROnPlateau always, by the validation loss). `ema`: decay of an
-    average of the weights, which evaluations and predictions use. `clip_norm`: limit of the gradient's norm. `seed`,
-    `accumulate`, `precision`: as for `Loop`. `launcher`: how ranks are started.
+    `forward(model, batch) -> (output, target)` computes the arguments of loss, metrics and predictions; by default a
+    batch is `(x, y)`, or a mapping of the model's keyword arguments. `scheduler`: a scheduler, or a function of the
+    optimizer; steps with each update, or with each epoch if `scheduler_per` is "epoch" (a ReduceLROnPlateau always with
+    each epoch, by the validation loss). `ema`: decay of a moving average of the weights, which evaluations and
+    predictions use. `clip_norm`: maximum norm of the gradients. `seed`, `accumulate`, `precision`: as for `Loop`.
+    `launcher`: how ranks are started.
 
-    For a step of another kind, override `train_batch`. Raises LoopError for an optimizer of other parameters.
+    Override `train_batch` for a different training step. Raises LoopError for an optimizer with other parameters.
     """
 
     @naming_arguments("starting a fit", {"batch_size": _WHICH_SIZE})
@@ -70,29 +71,29 @@ class Trainer(LookingTrainer):
         loader: Mapping[str, Any] | None = None,
         ddp: Mapping[str, Any] | None = None,
     ) -> History:
-        """Train for `epochs` more epochs (1), or until there are `until_epoch` of them, and return `history`.
+        """Train for `epochs` more epochs (default 1), or until `until_epoch` epochs in total, and return `history`.
 
-        Collective on a rank (of torchrun, Slurm, `launch`, a session), where it trains right there. Anywhere else it
-        starts ranks, `nproc_per_node` of them (None: as in the last fit, and otherwise as `launcher` says, one for each
-        accelerator, or one), sends them the trainer and the data, and takes weights, optimizer state, history and what
-        callbacks recorded back into this process's objects, in place; 0: trains in this process. Nothing here touches
-        a GPU.
+        On a rank (of torchrun, Slurm, `launch`, a session) it is collective and trains in place. In any other process
+        it starts `nproc_per_node` ranks (None: as in the last fit; in the first one the number of `launcher`, by
+        default one per accelerator, or one), sends them the trainer and the data, and loads weights, optimizer state,
+        history and the callbacks' states into this process's objects, in place, without using a GPU here. 0 trains in
+        this process.
 
         `train_set`, `val_set`: datasets, with `global_batch_size` or `batch_size_per_rank`; or DataLoaders, with their
-        own batch size. `validate_every`: after every so many epochs, counted over all fits, and after the last one.
-        `loader`: more options of `Loop.loader` for the training data; `ddp`: options of `Loop.prepare`.
-        `checkpoint_dir`, `resume`: as for `Loop`, which goes on from the latest checkpoint there if that is further
-        than this trainer; `other_data`: also where an epoch begins with a dataset of another length. `checkpoints`:
-        `keep`, `best` (of the history's names, "max val_acc") and the other options.
-        `epochs` counts from where the trainer is, so a call that is repeated trains on; `until_epoch` is a total, with
-        which it does not. `check_finite`: as for `Loop`. `progress`: False shows no bar and no line for each epoch.
+        own batch size. `validate_every`: number of epochs between validations, counted over all fits; the last epoch is
+        always validated. `loader`: further options of `Loop.loader` for the training data; `ddp`: options of
+        `Loop.prepare`. `checkpoint_dir`, `resume`: as for `Loop`, which resumes from the latest checkpoint there if it
+        is further than this trainer; `other_data`: also if an epoch starts with a dataset of different length.
+        `checkpoints`: `keep`, `best` (with a name of the history, "max val_acc") and the other options. As `epochs`
+        counts from the trainer's position, a repeated call trains further; with `until_epoch`, a total, it does not.
+        `check_finite`: as for `Loop`. `progress`: False shows neither a bar nor a line per epoch.
 
-        After Ctrl-C, `max_time_s` seconds or a callback's stop all ranks leave after the same update, within about 0.1
-        s (see `Run.stop`), and it returns; the next fit on the same data goes on there. Where a rank raises,
-        RankError, and with `nproc_per_node=0` what was raised: everything here is then as it was before. On a rank
-        that was there already, an exception leaves things as the updates so far made them. What a callback of rank 0
-        raises once the last update was made is raised as well, and what was learnt is here. Raises LoopError, before
-        a rank starts, for what cannot be meant.
+        After Ctrl-C, `max_time_s` seconds or a callback's stop, all ranks stop after the same update, within about 0.1
+        s (see `Run.stop`), and `fit` returns; the next fit on the same data resumes there. Raises RankError if a rank
+        fails, and with `nproc_per_node=0` the original exception: everything in this process is then unchanged. On an
+        existing rank, an exception leaves the updates made so far in place. If a callback on rank 0 fails after the
+        last update, its error is raised after the trained state was loaded. Raises LoopError for invalid arguments,
+        before any rank starts.
         """
         check_goal(epochs, until_epoch)
         sizes = {"global_batch_size": global_batch_size, "batch_size_per_rank": batch_size_per_rank}
@@ -140,10 +141,10 @@ class Trainer(LookingTrainer):
             return collect(self, group_here(), late)
 
     def train_batch(self, run: Run, batch: Any) -> Any:
-        """One batch: forward, backward, and the update where one is due; override it for a step of another kind.
+        """Process one batch: forward, backward, and an update if one is due. Override it for a different training step.
 
-        Returns what is recorded: a mean loss, (mean loss, count), or a dict of those by name. `run.wrapped` is what
-        to call, `run.optimizers` what to step, `run.loop` has the rest: `accumulate`, `backward`, `step`.
+        Returns what to record: a mean loss, (mean loss, count), or a dict of these by name. `run.wrapped` is the model
+        to call, `run.optimizers` are the optimizers to step, and `run.loop` has `accumulate`, `backward` and `step`.
         """
         loop = run.loop
         if self.loss_fn is None:
@@ -174,11 +175,11 @@ class Trainer(LookingTrainer):
         max_per_rank: int | None = None,
         headroom: float = 0.1,
     ) -> BatchSizeSearch:
-        """The largest batch that fits on every rank, by real steps; its `global_batch_size` is for `fit`.
+        """Find the largest batch size that fits on every rank, by real steps; pass its `global_batch_size` to `fit`.
 
-        Where it runs is as for `fit`. Nothing is changed by it. `dataset`, `max_per_rank`, `headroom`: see
-        `ddpilot.find_batch_size`; a DataLoader's `collate_fn` is used. With `accumulate`, an update has as many batches
-        of that size. Raises what that raises, and LoopError for several optimizers or a `train_batch` of one's own.
+        Runs where `fit` would; changes nothing. `dataset`, `max_per_rank`, `headroom`: see `ddpilot.find_batch_size`; a
+        DataLoader's `collate_fn` is used. With `accumulate`, an update has that many batches of this size. Raises what
+        `ddpilot.find_batch_size` raises, and LoopError for several optimizers or an overridden `train_batch`.
         """
         check_search(max_per_rank, headroom)
         search = Search(dataset=dataset, max_per_rank=max_per_rank, headroom=headroom)

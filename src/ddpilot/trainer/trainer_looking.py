@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verbs of a `Trainer` that use its model and train nothing."""
+"""The methods of a `Trainer` that use its model without training it: evaluate, predict, call."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ddpilot.training.forwarding import predict_batch
 
 
 class LookingTrainer(TrainerState):
-    """Metrics, outputs and other methods of the model, here or on ranks."""
+    """Evaluate, predict and call the model, in this process or on ranks."""
 
     def evaluate(
         self,
@@ -29,11 +29,12 @@ class LookingTrainer(TrainerState):
         nproc_per_node: int | str = 0,
         **options: Any,
     ) -> dict[str, Any]:
-        """The loss and the value of each metric over all samples of `dataset`, each counted once.
+        """Return the loss and each metric over all samples of `dataset`, each counted once.
 
-        In this process, where the model then moves to the device; with `nproc_per_node` on ranks that are started for
-        it; on a rank right there, which is collective. `metrics`, `forward`: instead of the trainer's. `options`: those
-        of `Loop.loader`, such as `global_batch_size` (default: that of the last fit, or 64) and `num_workers`.
+        Runs in this process, where it moves the model to the device; with `nproc_per_node` on ranks that are started
+        for it; on an existing rank in place, which is collective. `metrics`, `forward`: replace the trainer's.
+        `options`: those of `Loop.loader`, such as `global_batch_size` (default: that of the last fit, or 64) and
+        `num_workers`.
         """
         wanted = self.all_metrics if metrics is None else dict(metrics)
         check_loader_options("evaluating", "`evaluate`", options)
@@ -59,12 +60,12 @@ class LookingTrainer(TrainerState):
         nproc_per_node: int | str = 0,
         **options: Any,
     ) -> Any:
-        """The model's outputs for all samples of `dataset`, in its order, on the CPU; see `Loop.predict`.
+        """Return the model's outputs for all samples of `dataset`, in its order, on the CPU. See `Loop.predict`.
 
-        Where it runs, and `options`, are as for `evaluate`. `to`: a folder to write them into, batch by batch, which
-        must not exist yet. `forward(model, batch)` returns what is kept of the output, with a row for each sample:
-        `lambda model, batch: model(**batch)["logits"]`. On a rank they are returned on rank 0 alone; None where
-        there are no samples.
+        Runs where `evaluate` would, with the same `options`. `to`: a folder, which must not exist, to write the outputs
+        to batch by batch. `forward(model, batch)` returns the part of the output to keep, with one row per sample:
+        `lambda model, batch: model(**batch)["logits"]`. On an existing rank, only rank 0 gets the outputs. Returns None
+        if there are no samples.
         """
         check_loader_options("predicting", "`predict`", options)
         check_forward("predicting", self.model, forward is not None or self.has_own_forward)
@@ -83,7 +84,7 @@ class LookingTrainer(TrainerState):
         return predict_here(self, dataset, to, forward or self.output_of, options)
 
     def output_of(self, model: nn.Module, batch: Any) -> Any:
-        """What is predicted for a batch; it needs no target, unless `forward` does."""
+        """Return the prediction for a batch; it needs a target in the batch only if `forward` does."""
         return self.forward(model, batch)[0] if self.has_own_forward else predict_batch(model, batch)
 
     def call(
@@ -94,10 +95,12 @@ class LookingTrainer(TrainerState):
         nproc_per_node: int | str = 0,
         **kwargs: Any,
     ) -> Any:
-        """What the model's `method` returns, such as "sample", on the CPU: unwrapped, in eval mode, without gradients.
+        """Return the result of the model's `method`, such as "sample", on the CPU: unwrapped, in eval mode, without
+        gradients.
 
-        In this process; with `nproc_per_node` on ranks that are started for it: what rank 0 returned, or with `ranks`
-        "all" every rank's, in a list; on a rank right there, None where it is not one of `ranks`. Not collective.
+        Runs in this process; with `nproc_per_node` on ranks that are started for it, and returns rank 0's result, or
+        with `ranks="all"` a list of every rank's; on an existing rank in place, where ranks not in `ranks` return None.
+        Not collective.
         """
         check_choice(f"calling `{method}` of the model", "ranks", ranks, ("zero", "all"))
         if is_on_ranks() or nproc_per_node == 0:

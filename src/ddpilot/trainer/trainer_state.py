@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a `Trainer` is made of, and what it says of itself."""
+"""`TrainerState`, the constructor, attributes and reports of a `Trainer`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class TrainerState:
-    """The parts and the records of a `Trainer`, which says what the arguments are."""
+    """The parts and records of a `Trainer`; for the arguments see `Trainer`."""
 
     @naming_arguments(
         "making a Trainer",
@@ -59,7 +59,7 @@ class TrainerState:
     ) -> None:
         check_model(model)
         self.model = model
-        """The model that was given; after a fit with the trained weights."""
+        """The model that was passed; it has the trained weights after a fit."""
         self.loss_fn = loss_fn
         self.optimizers = make_optimizers(optimizer, model)
         self.schedulers = make_schedulers(scheduler, self.optimizers)
@@ -78,22 +78,22 @@ class TrainerState:
         self.history = History()
         """Rows of all fits so far."""
         self.position = Position()
-        """How far it has come, over all fits: `epoch`, `num_updates`."""
+        """Position over all fits: `epoch`, `num_updates`."""
         self.findings: tuple[Finding, ...] = ()
-        """What fits have found to be unwise, each said once."""
+        """Findings of the fits about the training setup, each reported once."""
         self.explanation: Explanation | None = None
-        """What the last fit chose for DDP: see `explain`."""
+        """What the last fit chose for DDP, see `explain`."""
         self.has_own_forward = forward is not None
-        """Was `forward` given?"""
+        """True if `forward` was passed."""
         self.batch_size = 64
-        """Samples of all ranks in a batch of `evaluate` and `predict`, by default: that of the last fit."""
+        """Default number of samples per batch on all ranks in `evaluate` and `predict`: that of the last fit."""
         self.nproc_per_node: int | str | None = None
-        """Ranks of the last fit that said a number of them, which the next one starts too."""
+        """The last `nproc_per_node` passed to a fit, which later fits use too."""
         check_trainer(self)
 
     @property
     def all_metrics(self) -> dict[str, Any]:
-        """The loss, by the name "loss", and the metrics."""
+        """The metrics, and the loss under the name "loss"."""
         return self.metrics if self.loss_fn is None else {"loss": self.loss_fn, **self.metrics}
 
     def __repr__(self) -> str:
@@ -102,7 +102,7 @@ class TrainerState:
         return f"{name}; epoch {self.position.epoch}, {self.position.num_updates} updates)"
 
     def explain(self) -> Explanation:
-        """What the last fit chose for DDP and the optimizers, why, what it cost, and what would be better.
+        """Explain what the last fit chose for DDP and the optimizers, why, at what cost, and what would be better.
 
         The text of `Loop.explain` at the end of that fit; a notebook shows a table. Not collective. Raises LoopError
         before the first fit.
@@ -113,9 +113,10 @@ class TrainerState:
         return self.explanation
 
     def plot(self) -> Figure:
-        """Losses and metrics over the epochs, as a matplotlib figure; a notebook shows it as the value of a cell.
+        """Plot losses and metrics over the epochs as a matplotlib figure, which a notebook shows as the value of a
+        cell.
 
-        Raises LoopError where nothing was recorded yet.
+        Raises LoopError if nothing has been recorded yet.
         """
         from ddpilot.trainer.plotting import plot_history
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notes what a rank is about to wrap in DDP: where ranks differ in it, the constructor fails and says little."""
+"""Note the parameters that a rank is about to wrap in DDP: if ranks differ, its constructor fails without details."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _MAX_PARAMETERS = 1024
 
 
 class WrapProbe:
-    """Looks at models before DDP has compared them: their parameters, and the buffers that it makes equal as well."""
+    """Observes models before DDP compares them: their parameters, and the buffers that DDP broadcasts."""
 
     name = "models to be wrapped"
 
     def install(self, notes: Notes) -> Callable[[], None]:
-        """As `Probe.install`."""
+        """Install the probe, see `Probe.install`."""
 
         def before(_ddp: Any, module: nn.Module, *_args: Any, **named: Any) -> None:
             group = named.get("process_group") or dist.group.WORLD

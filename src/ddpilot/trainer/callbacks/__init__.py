@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Callbacks for `Trainer`: logs, monitors, and what changes the course of a training."""
+"""Callbacks for `Trainer`: logs, monitors, schedules and early stopping."""
 
 from __future__ import annotations
 

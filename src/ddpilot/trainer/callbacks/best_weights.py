@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`BestWeights`: the weights of the best epoch in a file."""
+"""`BestWeights`: saves the weights of the best epoch to a file."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ddpilot.training.checkpoint.safetensors_file import check_dtypes, write_saf
 
 
 class BestWeights(Callback):
-    """Writes the weights of the epoch with the best `monitor` to `path`, a safetensors file, on rank 0.
+    """Write the weights of the epoch with the best `monitor` to `path`, a safetensors file, on rank 0.
 
-    Those of the EMA where there is one, since it is what was evaluated; names without prefixes, so that any model of
-    the same architecture loads them: `load_weights(model, path)` of `ddpilot.training.checkpoint.loading`. The file is
-    replaced as a whole. To go on with training takes a checkpoint, which has more: `checkpoint_dir=`.
+    The EMA's weights if there is one, as it is what was evaluated; names have no prefixes, so any model of the same
+    architecture loads them: `load_weights(model, path)` of `ddpilot.training.checkpoint.loading`. The file is replaced
+    atomically. To resume training, use a checkpoint, which holds more: `checkpoint_dir=`.
 
-    `monitor`, `mode`, `min_delta`: as in `EarlyStopping`. Raises OSError where the file cannot be written, and
-    LoopError as that does, on all ranks.
+    `monitor`, `mode`, `min_delta`: as for `EarlyStopping`. Raises OSError if the file cannot be written, and LoopError
+    as `EarlyStopping` does, on all ranks.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class BestWeights(Callback):
 
     @property
     def monitor(self) -> str:
-        """The metric that is watched."""
+        """The monitored metric."""
         return self._watched.monitor
 
     @property

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`CsvLog`: a table with a row for each epoch."""
+"""`CsvLog`: a CSV table with one row per epoch."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ddpilot.training.checkpoint.files import replace_text
 
 
 class CsvLog(Callback):
-    """Writes `path`, a CSV file with a row for each epoch, after each of them, on rank 0.
+    """Write `path`, a CSV file with one row per epoch, after each epoch, on rank 0.
 
-    The file is replaced as a whole, so it is never half written, and a metric that comes later gets its column. A run
-    that goes on from a checkpoint, or fits again, goes on with the table: rows of epochs that are done again are
-    replaced. A new run moves a file that is there to `path` with "-1" before its suffix. Raises OSError, on all ranks.
+    The file is replaced atomically, so it is always complete, and a metric that first appears later gets a column. A
+    run that resumes from a checkpoint, or fits again, continues the table: rows of repeated epochs are replaced. A new
+    run renames an existing file by adding "-1" before its suffix. Raises OSError, on all ranks.
     """
 
     def __init__(self, path: str | os.PathLike[str] = "epochs.csv") -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`EarlyStopping`: an end of training when a metric gets no better."""
+"""`EarlyStopping`: stops training when a metric stops improving."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from ddpilot.trainer.run import Run
 
 
 class EarlyStopping(Callback):
-    """Stops all ranks together once `monitor` was not better than its best for `patience` epochs in a row.
+    """Stop all ranks once `monitor` has not improved on its best value for `patience` epochs in a row.
 
-    Epochs without a validation, as `validate_every` of `fit` leaves them, do not count for a "val_" metric.
+    Epochs without validation because of `validate_every` do not count for a "val_" metric.
 
-    `monitor`: a name in the epochs' rows, such as "val_loss" (default) or "val_accuracy". `mode`: "min" (default) where
-    less is better, "max" where more is. `min_delta`: what is better by no more than this does not count. Rank 0
-    decides, by values that are the same everywhere. A fit with `until_epoch` that it has stopped stays stopped, also
-    where it goes on from a checkpoint; for a larger total, or with `epochs=`, it has its patience again.
+    `monitor`: a name in the epochs' rows, such as "val_loss" (default) or "val_accuracy". `mode`: "min" (default) if
+    lower is better, "max" if higher is better. `min_delta`: improvements of at most this much do not count. Rank 0
+    decides, from values that are equal on all ranks. A fit with `until_epoch` that was stopped stays stopped, also
+    after resuming from a checkpoint; with a larger total, or with `epochs=`, patience starts over.
 
-    `restore_best`: give model and EMA the weights of the best epoch at the end, on all ranks; until then rank 0 has a
-    copy in CPU memory, and checkpoints too. The optimizer keeps its state.
+    `restore_best`: load the weights of the best epoch into model and EMA at the end, on all ranks; until then rank 0
+    and checkpoints hold a copy in CPU memory. The optimizer keeps its state.
 
-    Raises LoopError for arguments that make no sense, and after an epoch without such a metric.
+    Raises LoopError for invalid arguments, and after an epoch without this metric.
     """
 
-    ranks = "all"  # since the weights of all are restored
+    ranks = "all"  # restoring weights is collective
 
     def __init__(
         self,
@@ -52,15 +52,15 @@ class EarlyStopping(Callback):
         self.best_epoch: int | None = None
         """The epoch with the best value."""
         self.num_bad = 0
-        """Epochs since then."""
+        """Number of epochs since then."""
         self.stopped: str = ""
-        """Why training was ended, "" where it was not by this callback."""
+        """Why this callback stopped training; "" if it did not."""
         self.stopped_goal = 0
-        """The number of epochs that it was to have then."""
+        """The total number of epochs that this fit should have had."""
 
     @property
     def monitor(self) -> str:
-        """The metric that is watched."""
+        """The monitored metric."""
         return self._watched.monitor
 
     @property
@@ -77,7 +77,7 @@ class EarlyStopping(Callback):
         if not run.loop.group.is_rank_zero:
             self._weights = None
         elif self._restore_best and self._weights is None and self.best is not None:
-            self._weights = _copy(run)  # an earlier fit ended with the best ones
+            self._weights = _copy(run)  # an earlier fit ended with the best weights
 
     def on_epoch_end(self, run: Run) -> None:
         value = self._watched.look(run)
@@ -99,7 +99,7 @@ class EarlyStopping(Callback):
             run.loop.print(self.stopped, flush=True)
 
     def on_fit_end(self, run: Run) -> None:
-        self.num_bad = 0  # another fit has its patience again
+        self.num_bad = 0  # patience starts over in the next fit
         if run.loop.group.broadcast_object(self._weights is not None):
             _restore(run, self._weights)
         self._weights = None
@@ -129,9 +129,9 @@ def _copy(run: Run) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def _restore(run: Run, weights: list[torch.Tensor] | None) -> None:
-    """Give all ranks rank 0's `weights`, which are None on the others. Collective."""
+    """Broadcast rank 0's `weights`, which are None on other ranks, into model and EMA. Collective."""
     for place, tensor in enumerate(_tensors(run)):
-        # As bytes in a row: neither flags nor weights that are "channels last" travel as they are.
+        # As flat bytes: neither bool tensors nor "channels last" weights can be broadcast as they are.
         wire = (tensor if weights is None else weights[place].to(tensor.device)).detach().contiguous().reshape(-1)
         if run.loop.world_size > 1 and wire.numel():
             run.loop.group.broadcast(wire.view(torch.uint8))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A text file that grows by whole lines, each with the system as soon as it is written."""
+"""A text file to which lines are appended, unbuffered."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ddpilot.training.checkpoint.files import replace_text
 
 
 class LineFile:
-    """Appends lines to `path`; what fails raises OSError at once. A process that is killed loses no written line."""
+    """Append lines to `path`, unbuffered: errors raise OSError immediately; a killed process loses no written line."""
 
     def __init__(self, path: Path, *, keep: Callable[[str], bool]) -> None:
-        """Open it, with those of its lines for which `keep` is True, and an unfinished last one cut off."""
+        """Open the file and keep those of its lines for which `keep` returns True, without an incomplete last line."""
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_file():  # a pipe or a terminal has no lines to keep
             *lines, _unfinished = path.read_text(encoding="utf-8").split("\n")
@@ -28,14 +28,16 @@ class LineFile:
             data = data[self._file.write(data) :]
 
     def close(self) -> None:
-        """Close the file; a second call does nothing."""
+        """Close the file. Idempotent."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
 
 def set_aside(path: Path) -> Path | None:
-    """Rename what an earlier run left at `path` to the first free of name-1, name-2, ...; None where there is none."""
+    """Rename an earlier run's file at `path` to the first free one of name-1, name-2, ...; None if there is no such
+    file.
+    """
     if not path.is_file():
         return None
     number = 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clocks for forward passes: the host's, and that of an accelerator, which computes later than the host calls it."""
+"""Clocks for forward passes: of the host, and of an accelerator, which runs kernels asynchronously."""
 
 from __future__ import annotations
 
@@ -14,41 +14,41 @@ from ddpilot.training.accelerator import current_event, runs_behind
 
 
 class ForwardClock(Protocol):
-    """Adds up the time between `begin` and `end`."""
+    """Accumulates the time between `begin` and `end`."""
 
     def begin(self) -> None: ...
 
     def end(self) -> None: ...
 
     def take_s(self) -> float:
-        """Seconds since it was asked last."""
+        """Return the seconds accumulated since the last call."""
 
 
 class HostClock:
-    """The time of the host, for models on the CPU."""
+    """Host time, for models on the CPU."""
 
     def __init__(self) -> None:
         self._begin_s: float | None = None
         self._total_s = 0.0
 
     def begin(self) -> None:
-        """Start."""
+        """Start the clock."""
         self._begin_s = time.perf_counter()
 
     def end(self) -> None:
-        """Stop."""
+        """Stop the clock."""
         if self._begin_s is not None:
             self._total_s += time.perf_counter() - self._begin_s
             self._begin_s = None
 
     def take_s(self) -> float:
-        """Seconds since it was asked last."""
+        """Return the seconds accumulated since the last call."""
         total_s, self._total_s = self._total_s, 0.0
         return total_s
 
 
 class DeviceClock:
-    """The time of an accelerator, by events in its stream; the host waits for it in `take_s` only."""
+    """Accelerator time, by events in its stream; only `take_s` waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -57,20 +57,20 @@ class DeviceClock:
         self._total_s = 0.0
 
     def begin(self) -> None:
-        """Start."""
+        """Start the clock."""
         self._begin = self._record()
 
     def end(self) -> None:
-        """Stop."""
+        """Stop the clock."""
         if self._begin is not None:
             self._waiting.append((self._begin, self._record()))
             self._begin = None
-        # The list stays as short as the device's queue.
+        # Keeps the deque as short as the device's queue.
         while self._waiting and not is_capturing() and self._waiting[0][1].query():
             self._add()
 
     def take_s(self) -> float:
-        """Seconds since it was asked last."""
+        """Return the seconds accumulated since the last call; waits for the device."""
         while self._waiting:
             self._waiting[0][1].synchronize()
             self._add()
@@ -86,5 +86,5 @@ class DeviceClock:
 
 
 def make_clock(device: torch.device) -> ForwardClock:
-    """The clock of models on `device`."""
+    """Return a clock for models on `device`."""
     return DeviceClock(device) if runs_behind(device) else HostClock()

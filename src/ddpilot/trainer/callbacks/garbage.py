@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`GarbageCollection`: Python's garbage collected on all ranks at once."""
+"""`GarbageCollection`: runs Python's garbage collector on all ranks at the same time."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from ddpilot.trainer.run import Run
 
 
 class GarbageCollection(Callback):
-    """Collects Python's garbage after each `every` updates (default 200) and each epoch, and at no other time.
+    """Run Python's garbage collector after every `every` updates (default 200) and after each epoch, and at no other
+    time.
 
-    Left to itself each rank collects at a moment of its own, for tenths of a second with a large program, and all
-    others wait for it in the next exchange of gradients: with many ranks somebody is always late. Here all ranks do it
-    after the same update: the young generations after updates, everything after an epoch. What was there before the fit
-    (libraries, the model) is left out, so that a collection takes milliseconds. Afterwards all is as it was before.
-    LoopError for `every` below 1.
+    By default, each rank collects at its own time, which takes tenths of a second in a large program while all other
+    ranks wait in the next all-reduce of gradients: with many ranks there is always a late one. With this callback all
+    ranks collect after the same update: the young generations after updates, everything after an epoch. Objects that
+    existed before the fit (libraries, the model) are frozen, so that a collection takes milliseconds. The collector's
+    previous state is restored afterwards. Raises LoopError for `every` below 1.
     """
 
     ranks = "all"
@@ -31,7 +32,8 @@ class GarbageCollection(Callback):
     def on_fit_start(self, run: Run) -> None:
         self._was_enabled = gc.isenabled()
         gc.collect()
-        self._has_frozen = gc.get_freeze_count() == 0  # else somebody else has, and it is theirs to undo
+        # Otherwise other code has frozen objects, and has to unfreeze them.
+        self._has_frozen = gc.get_freeze_count() == 0
         if self._has_frozen:
             gc.freeze()
         gc.disable()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`JsonLinesLog`: updates and epochs as lines of JSON."""
+"""`JsonLinesLog`: logs updates and epochs as JSON Lines."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from ddpilot.trainer.run import Run
 
 
 class JsonLinesLog(Callback):
-    """Appends to `path` one JSON object a line, on rank 0: each `every` updates (default 50) and after each epoch.
+    """Append one JSON object per line to `path`, on rank 0: every `every` updates (default 50) and after each epoch.
 
-    A line's "row" is "update" or "epoch". A line is with the system once it is written: a process that is killed loses
-    none. A run that goes on from a checkpoint, or fits again, goes on with the file: lines of what is done again are
-    cut. A new run moves a file that is there to `path` with "-1" before its suffix. Numbers that are not finite are
-    the texts "nan", "inf" and "-inf", since JSON has none. Raises OSError, on all ranks, and LoopError for `every`
-    below 1.
+    "row" is "update" or "epoch" in each line. Lines are unbuffered: a killed process loses none. A run that resumes
+    from a checkpoint, or fits again, continues the file: lines of repeated updates are removed. A new run renames an
+    existing file by adding "-1" before its suffix. Non-finite numbers are the strings "nan", "inf" and "-inf", as JSON
+    has none. Raises OSError, on all ranks, and LoopError for `every` below 1.
     """
 
     def __init__(self, path: str | os.PathLike[str] = "log.jsonl", *, every: int = 50) -> None:
@@ -52,7 +51,7 @@ class JsonLinesLog(Callback):
         return {}
 
     def _write(self, row: dict[str, Any]) -> None:
-        assert self._file is not None  # on_fit_start() has opened it
+        assert self._file is not None  # opened in on_fit_start()
         self._file.write(json.dumps(_finite(row), allow_nan=False, default=str))
 
     def _close(self) -> None:
@@ -62,7 +61,7 @@ class JsonLinesLog(Callback):
 
 
 def _is_before(line: str, run: Run) -> bool:
-    """Whether a line is of what the run has behind it; what is no line of ours stays."""
+    """True if a line precedes the run's position, or is not a line of this log."""
     try:
         row = json.loads(line)
         is_epoch, number = row["row"] == "epoch", row["epoch"] if row["row"] == "epoch" else row["update"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LRMonitor`: the learning rates that updates were made with."""
+"""`LRMonitor`: records the learning rates of updates."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ddpilot.trainer.run import Run
 
 
 class LRMonitor(Callback):
-    """Notes the learning rate of each parameter group, of each `every` updates (default 10), on rank 0.
+    """Record the learning rate of each parameter group every `every` updates (default 10), on rank 0.
 
-    It is the one that the update was made with, not what a scheduler set after it. Logs find it as "lr", "lr.1" for a
-    second group, "lr.name" with several optimizers. `also`: further values of the groups, such as "weight_decay".
-    LoopError for `every` below 1.
+    Records the rate that the update used, not the one that a scheduler set after it. Its name in logs is "lr", "lr.1"
+    for a second group, "lr.name" with several optimizers. `also`: further values of the groups, such as "weight_decay".
+    Raises LoopError for `every` below 1.
     """
 
     def __init__(self, *, every: int = 10, also: tuple[str, ...] = ()) -> None:
@@ -26,7 +26,7 @@ class LRMonitor(Callback):
         self._names = ("lr", *also)
         self._hooks: BeforeSteps | None = None
         self.rows: list[dict[str, Any]] = []
-        """{"update": ..., "lr": ...} of every fit."""
+        """{"update": ..., "lr": ...} for every fit."""
 
     def on_fit_start(self, run: Run) -> None:
         self.rows = [row for row in self.rows if row["update"] <= run.update]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Norms`: how large gradients and weights are."""
+"""`Norms`: records the norms of gradients and weights."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ddpilot.trainer.run import Run
 
 
 class Norms(Callback):
-    """Notes the norm of the gradients and of the weights each `every` updates (default 50), on rank 0.
+    """Record the norms of gradients and weights every `every` updates (default 50), on rank 0.
 
-    The gradients are those of all samples, as the optimizer is about to use them: after clipping. The weights are those
-    before that update, of the parameters that have a gradient. Logs find "grad_norm" and "param_norm", or
-    "grad_norm.name" with several optimizers. `layers`: also of each of the model's layers, "grad_norm.encoder", where
-    that is a name one below the model. The device computes on meanwhile: values are read at the next such update, at
-    the end of an epoch, or when a log writes them. LoopError for `every` below 1.
+    The gradients are those of all samples as the optimizer uses them: after clipping. The weights are those before the
+    update, of parameters with a gradient. Names in logs are "grad_norm" and "param_norm", or "grad_norm.name" with
+    several optimizers. `layers`: also records each direct child of the model, such as "grad_norm.encoder". Does not
+    wait for the device: values are read at the next recorded update, at the end of an epoch, or when a log writes them.
+    Raises LoopError for `every` below 1.
     """
 
     def __init__(self, *, every: int = 50, layers: bool = False) -> None:
@@ -30,7 +30,7 @@ class Norms(Callback):
         self._hooks: BeforeSteps | None = None
         self._waiting: dict[str, Any] = {}
         self.rows: list[dict[str, Any]] = []
-        """{"update": ..., "grad_norm": ..., "param_norm": ...} of every fit."""
+        """{"update": ..., "grad_norm": ..., "param_norm": ...} for every fit."""
 
     def on_fit_start(self, run: Run) -> None:
         self.rows = [row for row in self.rows if row["update"] <= run.update]
@@ -83,7 +83,7 @@ class Norms(Callback):
 @torch.no_grad()
 def _norms(parameters: list[torch.Tensor], suffix: str, optimizer: Optimizer) -> dict[str, torch.Tensor]:
     gradient = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    # A fused optimizer unscales fp16's gradients itself, while it steps.
+    # A fused optimizer unscales fp16 gradients itself, in its step.
     scale = getattr(optimizer, "grad_scale", None)
     return {
         f"grad_norm{suffix}": gradient if scale is None else gradient / scale.to(gradient.device),

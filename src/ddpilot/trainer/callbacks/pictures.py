@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Pictures`: what the model says to the same few samples, drawn after epochs."""
+"""`Pictures`: plots the model's predictions for a fixed set of samples after epochs."""
 
 from __future__ import annotations
 
@@ -20,20 +20,19 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Draw = Callable[["Figure", Any, Any], None]
-"""Draws a batch and what the model says to it on an empty figure."""
+"""Draws a batch and the model's output for it on an empty figure."""
 
 
 class Pictures(Callback):
-    """Draws predictions for some samples of `dataset` into `folder`/epoch-0000.png and so on, on rank 0.
+    """Plot predictions for some samples of `dataset` to `folder`/epoch-0000.png and so on, on rank 0.
 
-    `samples`: their numbers (default: the first 8), read and collated once. `every`: epochs from one picture to the
-    next (default 1). `draw(figure, batch, output)` draws on an empty matplotlib figure, tensors on the CPU; by default
-    images, of shape (1 or 3, height, width) or (height, width), with the class of the largest output above, in red and
-    with the right one beside it where that differs. The model, or its EMA, is called with all of the batch but the
-    last, the target, in eval mode.
+    `samples`: indices (default: the first 8), read and collated once. `every`: epochs between pictures (default 1).
+    `draw(figure, batch, output)` draws on an empty matplotlib figure, from tensors on the CPU; the default draws images
+    of shape (1 or 3, height, width) or (height, width), titled with the predicted class, in red and with the target if
+    they differ. The model, or its EMA, is called in eval mode with the batch without its last element, the target.
 
-    Raises LoopError for samples that are not there, and, on all ranks, where matplotlib is not installed and where the
-    default cannot draw such samples.
+    Raises LoopError for indices out of range, and, on all ranks, if matplotlib is not installed or if the default
+    cannot draw the samples.
     """
 
     def __init__(
@@ -58,11 +57,11 @@ class Pictures(Callback):
         self._every = every
         self._draw = draw or draw_classes
         self.paths: list[str] = []
-        """The pictures that were drawn."""
+        """Paths of the pictures drawn."""
 
     def on_fit_start(self, run: Run) -> None:
         try:
-            import matplotlib.figure  # noqa: F401  (to be known before the first epoch)
+            import matplotlib.figure  # noqa: F401  (fail before the first epoch)
         except ImportError as error:
             fix = "pip install matplotlib, or leave Pictures out."
             raise LoopError("drawing predictions", found=f"{error}", fix=fix, rank=run.loop.rank) from error
@@ -92,7 +91,7 @@ def _predict(run: Run, batch: Any) -> Any:
 
 
 def draw_classes(figure: Figure, batch: Any, output: Any) -> None:
-    """Images with the class of the largest output, and the right one where it is another. LoopError for others."""
+    """Draw images titled with the predicted class, and the target if it differs. Raises LoopError for other data."""
     parts = list(batch) if isinstance(batch, list | tuple) else [batch]
     images, targets = parts[0], parts[1] if len(parts) > 1 else None
     if not _are_images(images) or not (isinstance(output, torch.Tensor) and output.ndim == 2):
@@ -116,7 +115,7 @@ def _are_images(images: Any) -> bool:
 
 
 def _to_pixels(image: torch.Tensor) -> Any:
-    """Height, width and colours, from 0 to 1."""
+    """Return pixels of shape (height, width) or (height, width, channels), from 0 to 1."""
     image = image.detach().float()
     low, high = image.amin(), image.amax()
     scaled = (image - low) / (high - low).clamp_min(1e-12)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Schedule`: any value of an optimizer or a model as a function of the update or the epoch."""
+"""`Schedule`: sets a value of an optimizer or a model as a function of the update or epoch."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ddpilot.trainer.run import Run
 
 
 class Schedule(Callback):
-    """Sets `target` to `value(number)` before each update, or each epoch, on all ranks.
+    """Set `target` to `value(number)` before each update, or each epoch, on all ranks.
 
-    `target`: "weight_decay", "momentum", "betas" and so on: that key in each parameter group that has it, of each
-    optimizer; "model.temperature" or "model.head.dropout.p": that attribute of the model, of which a tensor is filled
-    in place. `value`: a function of the number of updates (`by="update"`, the default) or epochs (`by="epoch"`) that
-    are over: 0 for the first. `group`: the number of one parameter group, None (default) for all. `optimizer`: the name
-    of one.
+    `target`: "weight_decay", "momentum", "betas" and so on: this key in each parameter group that has it, of each
+    optimizer; or "model.temperature", "model.head.dropout.p": this attribute of the model; tensors are filled in place.
+    `value`: a function of the number of completed updates (`by="update"`, the default) or epochs (`by="epoch"`), from
+    0. `group`: index of one parameter group; None (default) for all. `optimizer`: name of one optimizer; None (default)
+    for all.
 
-    The value follows from the number alone, so a run that goes on from a checkpoint has the right one. Raises
-    LoopError before the first epoch where there is no such target, and for "lr" beside a scheduler.
+    The value depends on the number only, so it is correct in a run that resumes from a checkpoint. Raises LoopError
+    before the first epoch if the target does not exist, or for "lr" together with a scheduler.
     """
 
     ranks = "all"

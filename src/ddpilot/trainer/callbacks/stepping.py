@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looks at optimizers in the moment before they step: gradients are complete, weights and learning rates are those."""
+"""Hooks that run right before optimizer.step(), when gradients are final and weights and learning rates unchanged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class BeforeSteps:
         ]
 
     def remove(self) -> None:
-        """Look no more; a second call does nothing."""
+        """Remove the hooks. Idempotent."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -35,5 +35,5 @@ def _hook(name: str, look: Callable[[str, Optimizer], None]) -> Callable[..., No
 
 
 def label(name: str, run: Run, what: str) -> str:
-    """`what` where there is one optimizer, "what.name" where there are several."""
+    """Return `what` with one optimizer, "what.name" with several."""
     return what if len(run.optimizers) == 1 else f"{what}.{name}"

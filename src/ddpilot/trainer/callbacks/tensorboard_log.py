@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`TensorBoardLog`: curves for TensorBoard."""
+"""`TensorBoardLog`: logs scalars to TensorBoard."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ddpilot.trainer.run import Run
 
 
 class TensorBoardLog(Callback):
-    """Writes curves for TensorBoard into `folder`, on rank 0: each `every` updates (default 50) and after each epoch.
+    """Log scalars to TensorBoard in `folder`, on rank 0: every `every` updates (default 50) and after each epoch.
 
-    The horizontal axis is the number of the update everywhere. One folder for each run: TensorBoard hides what lies
-    after the update that a run begins or goes on with, so a resumed run has no point twice. What is written is flushed
-    at once. Raises LoopError, on all ranks, where tensorboard is not installed, OSError where the folder cannot be
-    written, and LoopError for `every` below 1.
+    The x axis is always the number of the update. Use one folder per run: TensorBoard hides earlier points after the
+    update at which a run starts or resumes, so a resumed run has no duplicate points. Each write is flushed. Raises
+    LoopError, on all ranks, if tensorboard is not installed, OSError if the folder cannot be written, and LoopError for
+    `every` below 1.
     """
 
     def __init__(self, folder: str | os.PathLike[str] = "tensorboard", *, every: int = 50) -> None:

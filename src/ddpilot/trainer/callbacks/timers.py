@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Timers`: where the time of an epoch goes on each rank, and which rank holds up the others."""
+"""`Timers`: measures where the time of an epoch goes on each rank, and which rank is slow."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _WORTH_SAYING_S = 0.1
 
 
 class Timers(Callback):
-    """Times the parts of each epoch on every rank, and says on rank 0 which rank is slow.
+    """Time the parts of each epoch on every rank, and report slow ranks on rank 0.
 
-    "data": waiting for the loader. "forward": the forward passes of training. "update": the rest of training, which is
-    backward, exchange of gradients, optimizer and callbacks. "save": waiting for checkpoints, of those in the epoch and
-    the one at the end of the epoch before. "evaluate": the validation.
+    "data": waiting for the loader. "forward": forward passes in training. "update": the rest of training: backward,
+    all-reduce of gradients, optimizer and callbacks. "save": waiting for checkpoints, those in the epoch and the one at
+    the end of the previous epoch. "evaluate": the validation.
 
-    In "update" the ranks wait for the slowest, so it shows in the first two which one that is: a rank is called slow
-    where its "data" plus "forward" is more than `slow` times (default 1.3) the median of the others', and the
-    difference a twentieth of the epoch and 0.1 s or more. On a GPU "forward" is the device's own time; nothing waits
-    for it.
+    In "update" all ranks wait for the slowest, which shows in "data" and "forward": a rank is reported as slow if its
+    "data" plus "forward" is more than `slow` times (default 1.3) the median of the other ranks', and the difference is
+    at least 5 % of the epoch and 0.1 s. On a GPU, "forward" is device time, measured without synchronization in the
+    epoch.
 
-    Each epoch costs one small collective. The row of the epoch has {"data": ...} under "time": seconds, of the
-    rank with the most. `say`: print a line for each epoch (default True). LoopError for `slow` not above 1.
+    Each epoch costs one small collective. The epoch's row has {"data": ...} under "time": seconds on the rank with the
+    maximum. `say`: print a line per epoch (default True). Raises LoopError unless `slow` is above 1.
     """
 
     ranks = "all"
@@ -49,7 +49,8 @@ class Timers(Callback):
         self._begin_s = self._trained_s = self._evaluated_s = self._data_s = 0.0
         self._in_epoch_s = self._save_s = 0.0
         self.rows: list[dict[str, Any]] = []
-        """For each epoch {"epoch", "data", "forward", "update", "save", "evaluate"}: seconds of each rank, in lists."""
+        """{"epoch", "data", "forward", "update", "save", "evaluate"} for each epoch: lists with the seconds of each
+        rank."""
 
     def on_fit_start(self, run: Run) -> None:
         self.rows = [row for row in self.rows if row["epoch"] < run.epoch]
@@ -93,7 +94,7 @@ class Timers(Callback):
         return {"rows": self.rows}
 
     def _begin_forward(self, model: nn.Module, _inputs: Any) -> None:
-        if model.training:  # an evaluation runs the same model
+        if model.training:  # evaluations run the same model
             self._clock.begin()
 
     def _end_forward(self, model: nn.Module, _inputs: Any, _output: Any) -> None:
@@ -107,7 +108,7 @@ class Timers(Callback):
 
 
 def find_slow(row: dict[str, Any], factor: float) -> list[tuple[int, float]]:
-    """Ranks whose data and forward took over `factor` times the median of the other ranks', and how many times."""
+    """Return ranks whose data and forward took over `factor` times the median of the other ranks', and their ratios."""
     least_s = max(sum(max(row[part]) for part in PARTS) * _WORTH_SAYING, _WORTH_SAYING_S)
     own = [data + forward for data, forward in zip(row["data"], row["forward"], strict=True)]
     found = []
@@ -120,7 +121,7 @@ def find_slow(row: dict[str, Any], factor: float) -> list[tuple[int, float]]:
 
 
 def render_times(row: dict[str, Any], factor: float) -> str:
-    """A line such as "epoch 0: data 0.1 s, forward 1.2 s, update 2 s, ...; rank 1 is slow: ..."."""
+    """Return a line such as "epoch 0: data 0.1 s, forward 1.2 s, update 2 s, ...; rank 1 is slow: ..."."""
     parts = ", ".join(f"{part} {max(row[part]):.3g} s" for part in PARTS)
     slow = "".join(
         f"; rank {rank} is slow: data {row['data'][rank]:.3g} s and forward {row['forward'][rank]:.3g} s, "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of a log: what a run measured as plain numbers, by name."""
+"""Rows for logs: a run's measurements as plain numbers by name, and monitored metrics."""
 
 from __future__ import annotations
 
@@ -16,43 +16,43 @@ from ddpilot.trainer.run import Run
 
 
 def update_row(run: Run) -> dict[str, Any]:
-    """The row of the current update: "batch_loss", this rank's mean of the batch, and what callbacks measured.
+    """Return the row of the current update: "batch_loss", this rank's mean of the batch, and callbacks' measurements.
 
-    Waits for the device where that still computes.
+    Waits for the device if it is still computing them.
     """
     row = {"epoch": run.epoch, "update": run.update, "batch_loss": run.loss, **run.values}
     return {name: plain(value) for name, value in row.items() if value is not None}
 
 
 def epoch_row(run: Run) -> dict[str, Any]:
-    """The row of the current epoch, those of nested dicts under "name.key"."""
+    """Return the row of the current epoch, with nested dicts flattened to "name.key"."""
     return {name: plain(value) for name, value in flatten(run.metrics).items()}
 
 
 def plain(value: Any) -> Any:
-    """A tensor of one element as a number, other tensors and arrays as lists."""
+    """Convert a tensor with one element to a number, and other tensors and arrays to lists."""
     if isinstance(value, torch.Tensor):
         return value.item() if value.numel() == 1 else value.tolist()
     return value.tolist() if hasattr(value, "tolist") else value
 
 
 def numbers(row: Mapping[str, Any]) -> dict[str, float]:
-    """What of `row` can be drawn as a curve."""
+    """Return the values of `row` that are numbers, as floats."""
     return {name: float(value) for name, value in row.items() if isinstance(value, int | float)}
 
 
 def check_every(name: str, every: int) -> int:
-    """`every`, a number of updates. LoopError below 1."""
+    """Return `every`, a number of updates. Raises LoopError below 1."""
     if every < 1:
         raise LoopError(f"making a {name}", found=f"`every` is {every}", fix="Give a number of updates, 1 or more.")
     return every
 
 
 class Watched:
-    """A metric of the epochs' rows and the best value that it had.
+    """A monitored metric of the epochs' rows, and its best value.
 
-    `mode`: "min" where less is better, "max" where more is. `min_delta`: what is better by no more than this is not.
-    A value that is NaN is never better. Raises LoopError for another mode and a negative `min_delta`.
+    `mode`: "min" if lower is better, "max" if higher is better. `min_delta`: improvements of at most this much do not
+    count. NaN is never better. Raises LoopError for other modes and for a negative `min_delta`.
     """
 
     def __init__(self, monitor: str, mode: str, min_delta: float = 0.0) -> None:
@@ -65,12 +65,13 @@ class Watched:
         self._sign = 1.0 if mode == "max" else -1.0
         self._min_delta = min_delta
         self.best: float | None = None
-        """None before the first value that is a number."""
+        """None before the first number."""
 
     def look(self, run: Run) -> float | None:
-        """The value of the epoch that has ended; None where there was no validation: see `Run.skips_validation`.
+        """Return the value of the last epoch; None if it was not validated, see `Run.skips_validation`.
 
-        Nor is there one where an epoch was left in the middle. Raises LoopError where another has no such metric.
+        Also None after a stop in the middle of an epoch. Raises LoopError if the epoch lacks the metric for another
+        reason.
         """
         row = epoch_row(run)
         if isinstance(value := row.get(self.monitor), int | float):
@@ -87,7 +88,7 @@ class Watched:
         )
 
     def improve(self, value: float) -> bool:
-        """Is `value` better than the best so far? Then it is the best now."""
+        """Return True if `value` is better than the best so far, which it then replaces."""
         if math.isnan(value) or (self.best is not None and self._sign * (value - self.best) <= self._min_delta):
             return False
         self.best = value

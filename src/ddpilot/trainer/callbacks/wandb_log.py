@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`WandbLog`: a run on Weights & Biases."""
+"""`WandbLog`: logs to Weights & Biases."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ddpilot.trainer.run import Run
 
 
 class WandbLog(Callback):
-    """Logs to Weights & Biases, on rank 0: each `every` updates (default 50) and after each epoch, by update number.
+    """Log to Weights & Biases on rank 0, every `every` updates (default 50) and after each epoch, by update number.
 
-    `options` go to `wandb.init`, such as `project="..."` or `mode="offline"`. A run that goes on from a checkpoint, or
-    fits again, goes on with the same W&B run. Raises LoopError, on all ranks, where wandb is not installed, and for
-    `every` below 1.
+    `options` are passed to `wandb.init`, such as `project="..."` or `mode="offline"`. A run that resumes from a
+    checkpoint, or fits again, continues the same W&B run. Raises LoopError, on all ranks, if wandb is not installed,
+    and for `every` below 1.
     """
 
     def __init__(self, *, every: int = 50, **options: Any) -> None:
@@ -24,7 +24,7 @@ class WandbLog(Callback):
         self._options = options
         self._run: Any = None
         self.run_id: str | None = None
-        """The W&B run's; None before the first fit."""
+        """ID of the W&B run; None before the first fit."""
 
     def on_fit_start(self, run: Run) -> None:
         try:
