@@ -8,18 +8,24 @@ import fcntl
 import functools
 import hashlib
 import importlib.machinery
+import importlib.util
 import os
 import shutil
 import subprocess
 import sys
+import sysconfig
+import tempfile
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "csrc"
+ROOT = Path(__file__).parents[2]
 TORCH = "2.13"
 """The torch release whose C++ interface the sources are written against."""
 COMPILE_LIMIT_S = 1200.0
+OPTIONS = ("-std=c++20", "-O0", "-shared", "-fPIC", "-Wall", "-Wno-sign-compare", "-Wno-interference-size")
+LIBRARIES = ("-ltorch_python", "-ltorch_cpu", "-lc10")
 
 
 @functools.cache
@@ -31,10 +37,8 @@ def why_not() -> str:
         return f"the emulated accelerator is written for torch {TORCH}, and this is {version('torch')}"
     if library_path().exists():
         return ""
-    if shutil.which(os.environ.get("CXX", "c++")) is None:
+    if shutil.which(_compiler()) is None:
         return "the emulated accelerator needs a C++ compiler"
-    if shutil.which("ninja") is None and not (Path(sys.executable).parent / "ninja").exists():
-        return "the emulated accelerator needs ninja"
     return ""
 
 
@@ -62,7 +66,7 @@ def library_path() -> Path:
     digest = hashlib.sha256()
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-    for fact in (version("torch"), sys.version):
+    for fact in (version("torch"), sys.version, *OPTIONS):
         digest.update(fact.encode() + b"\0")
     return _cache() / f"emu-{digest.hexdigest()[:16]}{importlib.machinery.EXTENSION_SUFFIXES[0]}"
 
@@ -72,32 +76,35 @@ def _cache() -> Path:
     return Path(os.environ.get("EMU_CACHE") or Path(base) / "ddpilot-tests")
 
 
+def _compiler() -> str:
+    return os.environ.get("CXX") or "c++"
+
+
 def _compile(target: Path) -> None:
-    """Compile in a process of its own: to build an extension imports it, which adds the device to the process."""
-    where = hashlib.sha256(f"{SOURCES}\0{version('torch')}\0{sys.version}".encode()).hexdigest()[:16]
-    folder = target.parent / f"build-{where}"
-    folder.mkdir(exist_ok=True)
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PATH": path}
-    environment.setdefault("MAX_JOBS", "3")
-    command = [sys.executable, __file__, str(folder), str(target)]
-    with _locked(folder.with_suffix(".lock")):
-        (folder / "lock").unlink(missing_ok=True)  # torch's own, left by a build that was killed: it would wait forever
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=COMPILE_LIMIT_S)
-    if done.returncode != 0:
-        raise RuntimeError(f"the emulated accelerator does not compile:\n{done.stdout[-6000:]}\n{done.stderr[-6000:]}")
+    """Compile all sources as one: torch's headers, which each of them includes, take most of the time."""
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        whole, made = Path(folder) / "emu.cpp", Path(folder) / target.name
+        whole.write_text("".join(f'#include "{source.name}"\n' for source in sorted(SOURCES.glob("*.cpp"))))
+        command = [_compiler(), *OPTIONS, *_places(), str(whole), *LIBRARIES, "-o", str(made)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_LIMIT_S)
+        if done.returncode != 0:
+            raise RuntimeError(f"the emulated accelerator does not compile:\n{done.stdout}\n{done.stderr[-6000:]}")
+        made.replace(target)
 
 
-def _compile_here(folder: Path, target: Path) -> None:
-    from torch.utils import cpp_extension
-
-    sources = [str(source) for source in sorted(SOURCES.glob("*.cpp"))]
-    flags = ["-O1", "-std=c++20", "-Wall", "-Wno-sign-compare", "-Wno-interference-size"]
-    cpp_extension.load("emu_C", sources, extra_cflags=flags, build_directory=str(folder), verbose=True)
-    part = target.with_suffix(f".{os.getpid()}")
-    shutil.copy2(folder / "emu_C.so", part)
-    part.replace(target)
-
-
-if __name__ == "__main__":
-    _compile_here(Path(sys.argv[1]), Path(sys.argv[2]))
+def _places() -> list[str]:
+    """Where headers and libraries are; errors name sources by paths that do not depend on who compiled them."""
+    found = importlib.util.find_spec("torch")
+    assert found is not None
+    assert found.origin is not None
+    torch = Path(found.origin).parent
+    python = sysconfig.get_path("include")
+    headers = [python, torch / "include", torch / "include/torch/csrc/api/include"]
+    return [
+        f"-I{SOURCES}",
+        *(f"-isystem{folder}" for folder in headers),
+        f"-L{torch / 'lib'}",
+        f"-ffile-prefix-map={python}{os.sep}=",
+        f"-ffile-prefix-map={ROOT}{os.sep}=",
+        f"-ffile-prefix-map={torch.parent}{os.sep}=",  # which may be within the first, and is looked at before it
+    ]

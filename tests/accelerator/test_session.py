@@ -20,6 +20,8 @@ pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "there is o
 
 IS_SOAK = os.environ.get("DDPILOT_SOAK") == "1"
 PATIENCE = 1.0 if IS_SOAK else 4.0
+LATE_WATCHDOG, EAGER_WATCHDOG = {"EMU_WATCH_INTERVAL_MS": "3600000"}, {"EMU_WATCH_INTERVAL_MS": "10"}
+"""Whether the program or the backend's watchdog meets an error of the device first."""
 NUM_PARTS, PART = 9, 6
 FAULTS = {part: draw_faults(PART, 2 + 2 * (part % 2), seed=part) for part in range(NUM_PARTS)}
 """54 faults, on 2 and on 4 ranks in turn; each part has every kind."""
@@ -111,32 +113,46 @@ def test_groups_that_wait_for_each_other_are_all_freed(session: Session, view: K
     assert not [note for note in view.notes if note.startswith("killing")]
 
 
-def test_a_device_that_fails_for_good_is_named_and_its_rank_can_be_restarted(session: Session, view: Kept) -> None:
+def test_a_device_that_fails_for_good_is_named_and_its_rank_can_be_restarted(view: Kept) -> None:
     """As after an assertion in a kernel: the rank lives and can be pulled from, but no group is made with it."""
-    session.execute(MODEL + "step().item(); kept = [rank]")
-    with pytest.raises(RankError, match="rank 1 raised"):
-        session.execute(
-            "import sys\nif rank == 1:\n    sys.modules['emu_C'].set_device_error(1, 'assertion in a kernel')\n"
-            "step().item()"
-        )
-    assert any("rank 1: its device has failed and runs nothing more" in note for note in view.notes)
-    assert session.pull("kept") == [[0], [1]]
-    with pytest.raises(RankError, match=r"rank 1 cannot use its device; restart it \(`%ddp restart 1`"):
-        session.execute("dist.barrier()")
-    began_s = time.monotonic()
-    session.restart(1)
-    session.execute(MODEL + HEALTHY)
-    assert time.monotonic() - began_s < LIMIT_S * PATIENCE
-    assert session.pull("kept", rank=0) == [0]
+    with Session(2, env=environment(2) | LATE_WATCHDOG, view=view) as session:
+        session.execute(MODEL + "step().item(); kept = [rank]")
+        with pytest.raises(RankError, match="rank 1 raised"):
+            session.execute(
+                "import sys\nif rank == 1:\n    sys.modules['emu_C'].set_device_error(1, 'assertion in a kernel')\n"
+                "step().item()"
+            )
+        assert any("rank 1: its device has failed and runs nothing more" in note for note in view.notes)
+        assert session.pull("kept") == [[0], [1]]
+        with pytest.raises(RankError, match=r"rank 1 cannot use its device; restart it \(`%ddp restart 1`"):
+            session.execute("dist.barrier()")
+        began_s = time.monotonic()
+        session.restart(1)
+        session.execute(MODEL + HEALTHY)
+        assert time.monotonic() - began_s < LIMIT_S * PATIENCE
+        assert session.pull("kept", rank=0) == [0]
 
 
 def test_a_device_that_fails_for_good_is_replaced_where_ranks_are_respawned(view: Kept) -> None:
     """`respawn` restarts such a rank as it does a dead one."""
-    with Session(2, env=environment(2), view=view, respawn=True) as session:
+    with Session(2, env=environment(2) | LATE_WATCHDOG, view=view, respawn=True) as session:
         session.execute(MODEL + "step().item()")
         with pytest.raises(RankError, match="rank 0 raised"):
             session.execute(
                 "import sys\nif rank == 0:\n    sys.modules['emu_C'].set_device_error(0, 'lost')\nstep().item()"
+            )
+        session.execute(MODEL + HEALTHY)
+    assert any("rank 0 restarted (`respawn`)" in note for note in view.notes)
+
+
+def test_a_rank_whose_watchdog_meets_the_error_of_its_device_first_is_aborted_and_replaced(view: Kept) -> None:
+    """As NCCL's does where a collective is in flight: it ends the process, whatever the program does meanwhile."""
+    with Session(2, env=environment(2) | EAGER_WATCHDOG, view=view, respawn=True) as session:
+        session.execute(MODEL + "step().item()")
+        with pytest.raises(RankError, match=r"rank 0 was aborted \(SIGABRT\)"):
+            session.execute(
+                "import sys\nif rank == 0:\n    dist.all_reduce(torch.ones(1, device=device), async_op=True)\n"
+                "    sys.modules['emu_C'].set_device_error(0, 'lost')\ntime.sleep(1000)"
             )
         session.execute(MODEL + HEALTHY)
     assert any("rank 0 restarted (`respawn`)" in note for note in view.notes)

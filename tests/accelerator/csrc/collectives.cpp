@@ -1,5 +1,4 @@
 // The calls of the backend `eccl`: what each checks, and what it does on the communicator.
-#include "bindings.h"
 #include "process_group.h"
 
 namespace emu {
@@ -324,30 +323,5 @@ Group::Work Group::barrier(const c10d::BarrierOptions& options) {
   call.is_barrier = true;
   return collective(call, [buffer = Buffer(tensor)](Communicator& self) { self.all_reduce(buffer, buffer, c10d::ReduceOp::SUM); });
 }
-
-namespace {
-
-namespace py = pybind11;
-
-void bind(py::module_& module) {
-  py::module_::import("torch._C._distributed_c10d");
-  using GroupOptions = ProcessGroupECCL::Options;
-  auto group = py::class_<ProcessGroupECCL, c10d::Backend, c10::intrusive_ptr<ProcessGroupECCL>>(module, "ProcessGroupECCL");
-  py::class_<GroupOptions, c10d::Backend::Options, c10::intrusive_ptr<GroupOptions>>(group, "Options")
-      .def(py::init<>())
-      .def_readwrite("split_from", &GroupOptions::split_from);
-  group
-      .def(py::init([](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                       const c10::intrusive_ptr<GroupOptions>& options) {
-             return c10::make_intrusive<ProcessGroupECCL>(store, rank, size, options);
-           }),
-           py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("options"))
-      .def("perform_nocolor_split", &ProcessGroupECCL::perform_nocolor_split, py::call_guard<py::gil_scoped_release>());
-  module.def("set_collective_delay", &Communicator::set_delay, py::arg("seconds"));
-}
-
-const Bindings bindings(bind);
-
-}  // namespace
 
 }  // namespace emu

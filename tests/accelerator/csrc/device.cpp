@@ -4,9 +4,8 @@
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
-#include <future>
+#include <map>
 
-#include "bindings.h"
 #include "generator.h"
 #include "memory.h"
 
@@ -118,35 +117,9 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 
 C10_REGISTER_GUARD_IMPL(PrivateUse1, GuardImpl);
 
-struct Register {
-  Register() { at::RegisterPrivateUse1HooksInterface(new Hooks()); }
+struct RegisterHooks {
+  RegisterHooks() { at::RegisterPrivateUse1HooksInterface(new Hooks()); }
 } register_hooks;
-
-// Keeps the current stream from going on until the function that is returned is called.
-pybind11::cpp_function hold_stream(int device) {
-  auto* const gate = new std::promise<void>();  // left alone, it stays shut
-  current_stream(device).enqueue([opened = gate->get_future().share()] { opened.wait(); });
-  return pybind11::cpp_function([gate] { gate->set_value(); });
-}
-
-void bind(pybind11::module_& module) {
-  module.def("hold_stream", &hold_stream);
-  module.def("device_count", &num_devices);
-  module.def("current_device", &current_device);
-  module.def("set_device", &set_current_device);
-  module.def("physical_device", &physical_device);
-  module.def("initialize", &initialize);
-  module.def("is_initialized", &initialized);
-  module.def("is_in_bad_fork", &in_bad_fork);
-  module.def("has_context", &has_context);
-  module.def("synchronize", &synchronize_device);
-  module.def("host_syncs", &host_syncs);
-  module.def("reset_host_syncs", &reset_host_syncs);
-  module.def("set_device_error", &set_device_error);
-  module.def("default_generator", [](int device) { return default_generator(device); });
-}
-
-Bindings bindings(&bind);
 
 }  // namespace
 

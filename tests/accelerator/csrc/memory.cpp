@@ -7,8 +7,6 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "bindings.h"
-
 namespace emu {
 
 namespace {
@@ -208,29 +206,8 @@ PinnedAllocator& the_pinned_allocator() {
   return *shared;
 }
 
-void set_memory_limit(int64_t bytes, int device) {
-  physical_device(device);  // raises for one that is not there
-  auto& shared = memory();
-  std::lock_guard<std::mutex> lock(shared.mutex);
-  shared.devices[device].total = bytes <= 0 ? kDefaultTotal : static_cast<size_t>(bytes);
-}
-
-size_t total_memory(int device) {
-  auto& shared = memory();
-  std::lock_guard<std::mutex> lock(shared.mutex);
-  return shared.devices[device].total;
-}
-
-void bind(pybind11::module_& module) {
-  module.def("set_memory_limit", &set_memory_limit);
-  module.def("total_memory", &total_memory);
-  module.def("set_scribble", [](bool on) { memory().scribble = on; });
-}
-
-Bindings bindings(&bind);
-
-struct Register {
-  Register() {
+struct RegisterAllocators {
+  RegisterAllocators() {
     c10::SetAllocator(kEmu, &the_device_allocator());
     at::setHostAllocator(kEmu, &the_pinned_allocator());
   }
@@ -287,6 +264,21 @@ bool is_pinned(const void* pointer) {
   --after;
   return static_cast<const char*>(pointer) < after->first + after->second;
 }
+
+void set_memory_limit(int64_t bytes, int device) {
+  physical_device(device);  // raises for one that is not there
+  auto& shared = memory();
+  std::lock_guard<std::mutex> lock(shared.mutex);
+  shared.devices[device].total = bytes <= 0 ? kDefaultTotal : static_cast<size_t>(bytes);
+}
+
+size_t total_memory(int device) {
+  auto& shared = memory();
+  std::lock_guard<std::mutex> lock(shared.mutex);
+  return shared.devices[device].total;
+}
+
+void set_scribble(bool on) { memory().scribble = on; }
 
 at::Allocator* device_allocator() { return &the_device_allocator(); }
 

@@ -36,6 +36,13 @@ at::Tensor cpu_alias(const at::Tensor& tensor);
 
 bool is_pinned(const void* pointer);
 
+// Gives the device this much memory, or what it had first for 0.
+void set_memory_limit(int64_t bytes, int device);
+size_t total_memory(int device);
+
+// Whether freed memory is overwritten with 0xFF in the order of its stream.
+void set_scribble(bool on);
+
 at::Allocator* device_allocator();
 at::Allocator* pinned_allocator();
 

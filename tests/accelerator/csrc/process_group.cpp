@@ -9,15 +9,16 @@ namespace emu {
 
 namespace {
 
-constexpr auto kWatchInterval = std::chrono::milliseconds(100);
+// Between two looks of the watchdog. With EMU_WATCH_INTERVAL_MS a test chooses who meets an error first.
+constexpr int kWatchIntervalMs = 100;
 
 // As TORCH_NCCL_ASYNC_ERROR_HANDLING: what the watchdog does about an error or a time-out.
 constexpr int kNoHandling = 0;
 constexpr int kCleanUpOnly = 2;
 constexpr int kSkipCleanUp = 3;
 
-int from_environment(const char* name, const char* name_of_nccl, int otherwise) {
-  for (const char* variable : {name, name_of_nccl}) {
+int from_environment(std::initializer_list<const char*> variables, int otherwise) {
+  for (const char* variable : variables) {
     const char* text = std::getenv(variable);
     if (text != nullptr && *text != '\0') return std::atoi(text);
   }
@@ -54,8 +55,9 @@ ProcessGroupECCL::ProcessGroupECCL(c10::intrusive_ptr<c10d::Store> store, int ra
     : Backend(rank, size),
       store_(std::move(store)),
       options_(std::move(options)),
-      error_handling_(from_environment("EMU_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ASYNC_ERROR_HANDLING", kSkipCleanUp)),
-      is_blocking_(from_environment("EMU_BLOCKING_WAIT", "TORCH_NCCL_BLOCKING_WAIT", 0) != 0) {
+      error_handling_(from_environment({"EMU_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}, kSkipCleanUp)),
+      is_blocking_(from_environment({"EMU_BLOCKING_WAIT", "TORCH_NCCL_BLOCKING_WAIT"}, 0) != 0),
+      watch_interval_(from_environment({"EMU_WATCH_INTERVAL_MS"}, kWatchIntervalMs)) {
   init();
   sigset_t all, before;
   sigfillset(&all);
@@ -333,6 +335,7 @@ void ProcessGroupECCL::watch() {
         watch_changed_.wait(lock);
         continue;
       }
+      if (watch_changed_.wait_for(lock, watch_interval_, [this] { return is_ending_; })) continue;
       auto looked_at = watched_;
       lock.unlock();
       std::erase_if(looked_at, [this](const auto& state) { return !look_at(*state); });
@@ -340,7 +343,6 @@ void ProcessGroupECCL::watch() {
       std::erase_if(watched_, [&](const auto& state) {
         return std::find(looked_at.begin(), looked_at.end(), state) != looked_at.end();
       });
-      if (!watched_.empty()) watch_changed_.wait_for(lock, kWatchInterval, [this] { return is_ending_; });
     }
   } catch (const std::exception&) {
     const auto message = c10::str(log_prefix(), "Process group watchdog thread terminated with exception: ",

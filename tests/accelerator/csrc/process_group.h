@@ -113,6 +113,7 @@ class ProcessGroupECCL : public c10d::Backend {
   const c10::intrusive_ptr<Options> options_;
   const int error_handling_;
   const bool is_blocking_;
+  const std::chrono::milliseconds watch_interval_;
 
   std::mutex mutex_;  // of what the next lines hold; never held while a communicator is made
   std::map<std::string, std::shared_ptr<Communicator>> communicators_;
