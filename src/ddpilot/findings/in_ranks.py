@@ -16,6 +16,8 @@ _FIXES = {
     "port, which is free; or end who holds this one (`ss -ltnp`)",
     "DDP104": "Leave MASTER_ADDR and `init_method=` to the launcher, which has set where ranks meet; or name a machine "
     "that `getent hosts NAME` finds",
+    "DDP209": "The other end of a connection closed it, and no rank is known to have failed before that: look at what "
+    "the program was connected to, and at the last lines of the other ranks",
 }
 
 

@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace, TracebackType
-from typing import NoReturn
+from typing import NoReturn, get_args
 
 import psutil
 
@@ -68,12 +68,13 @@ def enable(
     the job's name in `ddpilot watch`; default: the script's. Raises LaunchError for an invalid value. Later failures
     are reported in one line, and the script continues.
     """
-    if callable(on_finding):
-        raise LaunchError(
-            "reading `on_finding`",
-            found=f"a function, {on_finding!r}: the observer is a process of its own and cannot call it",
-            fix='Give "stop" or "report"; `Launcher` takes a function',
-        )
+    action: object = on_finding
+    if action not in (None, *get_args(Action)):
+        what = f"{action!r}"
+        if callable(action):
+            what = f"a function, {what}: the observer is a process of its own and cannot call it"
+        more = "; `Launcher` takes a function" * callable(action)
+        raise LaunchError("reading `on_finding`", found=what, fix=f'Give "stop" or "report"{more}')
     options = WatchOptions(guard=guard, on_finding=on_finding, stall_warn_s=stall_warn_s)
     topology = detect_topology(os.environ)
     if not topology.is_distributed or _enabled_pid == os.getpid():

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,6 +23,8 @@ _CUT_OFF_NS = 200_000_000
 """The same for a rank whose peers have lost their connection to it."""
 _BEAT_NS = 60_000_000
 """Slightly more than the interval between two heartbeats in a ring."""
+_OUTLIVED_NS = 200_000_000
+"""An error that another rank's exit causes may be raised this long before that exit is seen."""
 _LEAVES = "/ddpilot/group/leaving.py:wait_for_peers"
 _PATIENT_CALLS = ("send", "recv", "send_object_list", "recv_object_list")
 
@@ -78,9 +80,36 @@ def first_deaths(view: JobView, fates: Mapping[int, Fate]) -> list[int]:
     """Return the ranks that died first: neither victims, nor ranks that were terminated after another one had died."""
     died = [rank for rank, fate in fates.items() if fate.state == "died"]
     of_itself = [rank for rank in died if view.ranks[rank].process.signal_name not in _STOPPING]
-    if of_itself:
-        return _earliest(view, of_itself) if not any(view.ranks[rank].error for rank in of_itself) else of_itself
-    return _earliest(view, died)
+    if any(view.ranks[rank].error for rank in of_itself):
+        return of_itself
+    firsts = _earliest(view, of_itself or died)
+    return _ended_before(view, fates, firsts) or firsts
+
+
+def _ended_before(view: JobView, fates: Mapping[int, Fate], stopped: Sequence[int]) -> list[int]:
+    """Return the victims that exited while all of `stopped` were running, if a launcher may have terminated `stopped`.
+
+    The connection that such a victim lost was to something else, for example to a server of a download.
+    """
+    signs_ns = [_last_sign_ns(view.ranks[rank]) for rank in stopped if _may_be_stopped(view.ranks[rank])]
+    lived_ns = [sign for sign in signs_ns if sign is not None]
+    if not lived_ns or len(lived_ns) < len(stopped):
+        return []
+    victims = {rank: _last_sign_ns(view.ranks[rank]) for rank, fate in fates.items() if fate.state == "victim"}
+    early = [rank for rank, end in victims.items() if end is not None and end + _OUTLIVED_NS < min(lived_ns)]
+    return _earliest(view, early) if early else []
+
+
+def _may_be_stopped(rank: RankView) -> bool:
+    process = rank.process
+    return process.signal_name in _STOPPING if process.signal_name is not None else process.exitcode is None
+
+
+def _last_sign_ns(rank: RankView) -> int | None:
+    """Return the time of the rank's exit, of the end of its recording or of its last heartbeat."""
+    log = rank.log
+    signs = (rank.process.ended_ns, *((log.closed_ns, log.heartbeat_ns) if log is not None else ()))
+    return next((sign for sign in signs if sign is not None), None)
 
 
 def _earliest(view: JobView, ranks: Iterable[int]) -> list[int]:

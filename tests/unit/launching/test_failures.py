@@ -92,6 +92,15 @@ def test_build_error_chains_the_original_and_names_rank_type_and_message() -> No
     assert text.endswith("Rank 0 failed because of it (a connection to a rank went away).")
 
 
+def test_build_error_points_to_no_other_failure_where_none_is_known() -> None:
+    """A lost connection that nothing explains, as of a download, is the first failure itself."""
+    text = str(
+        error_of(raising(0, 1.0, type_name="ConnectionResetError", message="[Errno 104] Connection reset by peer"))
+    )
+    assert "which the finding names" not in text
+    assert "no rank is known to have failed before that" in text
+
+
 @pytest.mark.parametrize(
     ("status", "words", "signal_name", "exitcode"),
     [

@@ -33,6 +33,8 @@ def test_enable_refuses_a_function() -> None:
     """The observer is another process, and cannot call it: it would have meant "stop"."""
     with pytest.raises(LaunchError, match="reading `on_finding`: a function, .* `Launcher` takes a function"):
         enable(on_finding=print)  # type: ignore[arg-type]  # what is refused
+    with pytest.raises(LaunchError, match='reading `on_finding`: \'end\'. Give "stop" or "report"$'):
+        enable(on_finding="end")  # type: ignore[arg-type]  # what is refused
 
 
 @pytest.fixture

@@ -256,6 +256,19 @@ def test_consequences_of_a_death_are_no_deaths() -> None:
     assert (finding.place.line, finding.place.text) == (7, "f()")
 
 
+@pytest.mark.parametrize(("lived_s", "blamed"), [(106.0, 0), (105.0, 1)])
+def test_a_rank_that_a_launcher_ends_after_an_error_is_not_the_cause_of_it(lived_s: float, blamed: int) -> None:
+    """A download of rank 0 fails, and torchrun ends rank 1, whose signal nobody sees from outside."""
+    zero, one = pair()
+    unseen = ProcessView(pid=1, state="ended")
+    reset = ErrorView(type_name="ConnectionResetError", message="[Errno 104] Connection reset by peer")
+    first = alive(zero, log=zero.log(closed_ns=105 * S), process=unseen, error=reset)
+    last = alive(one, log=one.log(heartbeat_ns=int(lived_s * S)), process=unseen)
+    (finding,) = analyze(job([first, last])).findings
+    assert (finding.code, finding.ranks) == ("DDP209", (blamed,))
+    assert ("raised ConnectionResetError" in finding.summary) == (blamed == 0)
+
+
 def test_a_death_before_anybody_waits_is_told_too() -> None:
     """With what it did last."""
     zero, one = pair()
