@@ -210,7 +210,8 @@ def _explain_rendezvous(
 
 
 def _age_ns(view: JobView, rank: int) -> int:
-    log = view.ranks[rank].log
+    seen = view.ranks.get(rank)
+    log = seen.log if seen is not None else None  # a rank of another node may not have been heard of yet
     return view.now_ns - max(log.left_ns or log.started_ns, view.since_ns) if log is not None else 0
 
 

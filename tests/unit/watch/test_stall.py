@@ -573,6 +573,16 @@ def test_a_group_that_is_not_complete_says_who_is_missing() -> None:
     assert [(each.code, each.severity, each.ranks) for each in gone.findings] == [("DDP215", "error", (1,))]
 
 
+def test_a_rank_that_is_not_known_here_is_waited_for_too() -> None:
+    """It runs on a node that has not been heard of yet, or has not been enabled: nothing is recorded of it here."""
+    inner = Frame(f"{TORCH}/distributed/rendezvous.py", 9, "_env_rendezvous_handler")
+    stack = replace(at(2, "dist.init_process_group()", inner), taken_ns=140 * S)
+    alone = replace(job([alive(Writer(0, WORLD), stack=stack)], after_s=40), world_size=2)
+    analysis = analyze(alone)
+    assert analysis.status == ("1 of 2 ranks have joined the group",)
+    assert [(each.code, each.severity, each.ranks) for each in analysis.findings] == [("DDP215", "warning", (1,))]
+
+
 ENTERING = Frame("/site-packages/ddpilot/group/forming.py", 41, "form_group")
 
 
