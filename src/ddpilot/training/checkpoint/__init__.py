@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints: directories written atomically, checked when they are read, and resumed exactly."""
+"""Checkpoints: directories that are written atomically, verified when read, and resumed exactly."""

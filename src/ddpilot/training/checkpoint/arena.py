@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CPU memory for copies, in huge pages, taken once and used again; and copying into it by several threads.
+"""Reusable CPU memory in huge pages for copies of tensors, and multi-threaded copying into it.
 
-Fresh memory in small pages takes several times as long as the copy, and torch's own threads spin when cores are busy.
+Allocating fresh memory in small pages takes several times as long as the copy, and torch's own threads spin if the
+cores are busy.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _MAX_THREADS = 4
 
 
 class Arena:
-    """Memory that is handed out in order, and all of it again after `reset`."""
+    """Memory that is allocated in order and reused after `reset`."""
 
     def __init__(self) -> None:
         self._blocks: list[mmap.mmap] = []
@@ -31,7 +32,7 @@ class Arena:
         self._used_bytes = 0
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        """`num_bytes` (1 or more) of memory, uninitialised: uint8 of shape (num_bytes,), with a storage of its own."""
+        """Return `num_bytes` (>= 1) of uninitialised memory: uint8 of shape (num_bytes,), with its own storage."""
         while True:
             if self._current == len(self._blocks):
                 self._blocks.append(self._make_block(num_bytes))
@@ -43,11 +44,14 @@ class Arena:
         return torch.frombuffer(self._blocks[self._current], dtype=torch.uint8, count=num_bytes, offset=start)
 
     def reset(self) -> None:
-        """Hand out the same memory again: what was handed out before is overwritten."""
+        """Reuse the memory from the start: tensors allocated before are overwritten."""
         self._current = self._used_bytes = 0
 
     def reserve(self, num_bytes: int) -> None:
-        """Have `num_bytes` ready, so that `allocate` does not wait for the system. Only before the first `allocate`."""
+        """Preallocate `num_bytes`, so that `allocate` does not wait for the system.
+
+        Only before the first `allocate`.
+        """
         if num_bytes:
             self.allocate(num_bytes)[:: mmap.PAGESIZE] = 0
             self.reset()
@@ -61,18 +65,18 @@ class Arena:
 
 
 def aligned(num_bytes: int) -> int:
-    """What `num_bytes` take up in an arena."""
+    """Return the number of bytes that `num_bytes` take up in an arena."""
     return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 def copy_bytes(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy the memory of each second tensor to the first; both dense, on the CPU, of as many bytes."""
+    """Copy the memory of each second tensor to the first; both dense, on the CPU and of equal size in bytes."""
     pieces = [
         (into.data_ptr() + start, out_of.data_ptr() + start, min(_PIECE_BYTES, into.nbytes - start))
         for into, out_of in pairs
         for start in range(0, into.nbytes, _PIECE_BYTES)
     ]
-    # Each takes the next piece: a thread that gets no core holds up one piece, not its share of all.
+    # Each thread takes the next piece: one that gets no core delays one piece, not its share of all.
     left = iter(pieces)
     num_helpers = min(_MAX_THREADS, os.cpu_count() or 1, len(pieces) // _PIECES_PER_THREAD) - 1
     with ThreadPoolExecutor(max(1, num_helpers), thread_name_prefix="ddpilot-copy") as helpers:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts the checkpoints of an earlier run out of the way of a new one."""
+"""Moves the checkpoints of an earlier run to a subdirectory when a new run starts."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _PREFIX = "earlier-"
 
 
 def move_aside(folder: Path, names: Iterable[str]) -> Path:
-    """Move the entries of `folder` called `names`, in this order, into a new directory in it, and return that.
+    """Move the entries `names` of `folder`, in this order, to a new directory in it, and return its path.
 
-    A name that is not there is left out. OSError where that fails.
+    Names that do not exist are skipped. Raises OSError if a move fails.
     """
     number = 1 + sum(path.name.startswith(_PREFIX) for path in folder.iterdir())
     while (aside := folder / f"{_PREFIX}{number}").exists():

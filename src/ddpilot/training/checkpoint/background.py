@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One task at a time on a thread of its own; what it raises is handed over, never lost."""
+"""Runs one task at a time in a background thread and returns its exception to the caller."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 
 class Background:
-    """Runs a task in a thread that ends with it; the interpreter's own end waits for it."""
+    """Runs a task in a thread that ends with it; the interpreter waits for the thread at exit."""
 
     def __init__(self) -> None:
         self._future: Future[None] | None = None
         self._notes: list[str] = []
         self.is_good = True
-        """Did the last finished task end well? True before the first."""
+        """True if the last finished task succeeded, and before the first one."""
 
     def start(self, task: Callable[[], None]) -> None:
-        """Run `task`; the caller has finished the one before."""
+        """Run `task`; the caller must have finished the previous one."""
         executor = ThreadPoolExecutor(1, thread_name_prefix="ddpilot-checkpoint")
         self._future = executor.submit(task)
         executor.shutdown(wait=False)
 
     @property
     def is_done(self) -> bool:
-        """Is there an end that `finish` has not been told of?"""
+        """True if a task has ended and `finish` has not been called since."""
         return self._future is not None and self._future.done()
 
     def finish(self) -> BaseException | None:
-        """Wait for the task and return what it raised; None where it ended well, or where there is none."""
+        """Wait for the task and return its exception; None if it succeeded or there is no task."""
         if self._future is None:
             return None
         failure = self._future.exception()
@@ -37,14 +37,14 @@ class Background:
         return failure
 
     def fail(self) -> None:
-        """Remember that the last task failed before it was begun."""
+        """Mark the last task as failed, before it was started."""
         self.is_good = False
 
     def note(self, text: str) -> None:
-        """From the task: something to tell the user that is no failure."""
+        """Record a message for the user that is not an error; called by the task."""
         self._notes.append(text)
 
     def take_notes(self) -> list[str]:
-        """The notes so far, once."""
+        """Return the recorded messages and clear them."""
         notes, self._notes = self._notes, []
         return notes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which checkpoint is the best by a metric."""
+"""Compares checkpoints by a metric to choose the best one."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Literal
 from ddpilot.errors import CheckpointError
 
 Best = tuple[str, Literal["max", "min"]]
-"""A metric, and which of its values is best."""
+"""A metric's name, and whether its largest or smallest value is best."""
 
 
 def parse_best(best: str | None) -> Best | None:
-    """The metric of "max acc" or "min loss", and which of the two it is. Raises CheckpointError for another text."""
+    """Parse "max acc" or "min loss" into metric and direction. Raises CheckpointError for other texts."""
     if best is None:
         return None
     way, _, name = best.strip().partition(" ")
@@ -26,7 +26,7 @@ def parse_best(best: str | None) -> Best | None:
 
 
 def better(best: Best, metrics: Mapping[str, float], so_far: Mapping[str, float]) -> bool:
-    """Is `metrics` better than `so_far`? NaN and a metric that is missing never are; a tie is not."""
+    """True if `metrics` is better than `so_far`. False for NaN, a missing metric and a tie."""
     name, direction = best
     value, other = metrics.get(name, math.nan), so_far.get(name, math.nan)
     if math.isnan(value):

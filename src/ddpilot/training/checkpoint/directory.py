@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`CheckpointDir`: the checkpoints of a run, written by one process in the background, and found again."""
+"""`CheckpointDir`: the checkpoints of a run, written by one process in the background."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ _DELETING_PREFIX = ".deleting-"
 class CheckpointDir:
     """The checkpoints of one run, in the directory `path`. One process writes; any process reads.
 
-    `keep`: how many of the newest stay, 3 by default, at least 1; None keeps all. `best`: "max acc" or "min loss"; the
-    checkpoint that is best by that metric stays too. `tell`: is called with every sentence that the user has to read,
-    on the thread that called the method; stderr by default.
+    `keep`: number of newest checkpoints to keep, 3 by default, at least 1; None keeps all. `best`: "max acc" or "min
+    loss"; the best checkpoint by that metric is kept as well. `tell`: called with every message for the user, on the
+    thread that called the method; stderr by default.
 
-    A save whose writing fails for the disk's sake (no space, no permission, an error of the device) is told and ends
-    nothing: the last good one stays. A context manager: the end waits for what is being written.
+    A save that fails because of the disk (no space, no permission, an I/O error) is reported and does not stop
+    training: the last good checkpoint is kept. As a context manager, it waits for pending writes on exit.
     """
 
     def __init__(
@@ -65,10 +65,11 @@ class CheckpointDir:
         self._writer: Writer | None = None
 
     def check_writable(self) -> None:
-        """Make the directory, write a probe in it and become its writer, before training starts.
+        """Create the directory, write a test file in it and lock it for this process, before training starts.
 
-        CheckpointError where that fails, where another live process writes its checkpoints there, and where `latest` or
-        `best` is a file of some other program. One that is damaged, next to checkpoints, is moved aside, which is told.
+        Raises CheckpointError if that fails, if a different live process writes checkpoints there, and if `latest` or
+        `best` is a file of a different program. A damaged `latest` or `best` next to checkpoints is renamed, which is
+        reported.
         """
         try:
             probe(self.path)
@@ -95,10 +96,10 @@ class CheckpointDir:
             )
 
     def claim(self) -> None:
-        """Become the process that writes here, until `close`; it may be that already.
+        """Lock the directory for writing by this process, until `close`; it may hold the lock already.
 
-        CheckpointError where another live process does, on this machine or, with a file system that shares locks,
-        another one. If the directory was deleted since, that is told, and it is made again.
+        Raises CheckpointError if a different live process holds it, on this machine or, with a file system that shares
+        locks, on a different one. If the directory was deleted since, that is reported and it is created again.
         """
         if self._writer is not None:
             if self._writer.is_of(self.path):
@@ -117,16 +118,17 @@ class CheckpointDir:
             ) from error
 
     def set_aside(self) -> Path | None:
-        """Move all checkpoints into a new directory beside them, and return it; None where there are none.
+        """Move all checkpoints to a new subdirectory and return its path; None if there are none.
 
-        A new run begins with none, and neither goes on from an earlier one's nor deletes it. OSError where that fails.
+        A new run then neither resumes the checkpoints of an earlier one nor deletes them. Raises OSError if a move
+        fails.
         """
         names = self.names()
-        # Oldest first: what a crash leaves here ends with the newest, which `latest` names until it goes too.
+        # Oldest first: after a crash, the newest remains, which `latest` names until it is moved too.
         return move_aside(self.path, [*reversed(names), BEST, LATEST]) if names else None
 
     def reserve(self, num_bytes: int) -> None:
-        """Have memory for the copy of `num_bytes` ready, in the background, so that also the first save is fast."""
+        """Preallocate memory for a copy of `num_bytes`, in the background, so that the first save is fast, too."""
         self.wait()
         self._background.start(lambda: self._reserve(num_bytes))
 
@@ -139,13 +141,13 @@ class CheckpointDir:
         parts: Sequence[Mapping[str, Any]] = (),
         metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """Copy everything to CPU memory, and write the copy in the background; waits for an earlier save first.
+        """Copy the state to CPU memory and write the copy in the background; waits for an earlier save first.
 
-        `weights`: state dicts by the name of the model, `{"model": model.state_dict()}`, also of wrapped models.
-        `state`: further state dicts by name, equal on all ranks. `parts`: what each rank has for itself, one for each
-        rank of `progress.world_size`, or none. `metrics`: numbers to choose the best by. It becomes `latest` once all
-        of it is on the disk. Raises CheckpointError where something cannot be saved by its kind, and where another
-        process writes here.
+        `weights`: state dicts by model name, `{"model": model.state_dict()}`, also of wrapped models. `state`: further
+        state dicts by name, equal on all ranks. `parts`: the state of each rank, one for each rank of
+        `progress.world_size`, or none. `metrics`: numbers to choose the best by. The checkpoint becomes `latest` once
+        it is completely on disk. Raises CheckpointError for values of an unsupported type, and if a different process
+        writes here.
         """
         self.wait()
         self.claim()
@@ -168,9 +170,9 @@ class CheckpointDir:
         self._background.start(lambda: self._write(contents))
 
     def wait(self) -> bool:
-        """Wait until nothing is being written, and tell what failed. Returns whether the last save is on the disk.
+        """Wait for pending writes and report failures. True if the last save is on disk.
 
-        Raises what the writer raised where that was not the disk's fault.
+        Raises CheckpointError from the writer's exception if it is not an OSError.
         """
         failure = self._background.finish()
         if isinstance(failure, OSError):
@@ -182,33 +184,33 @@ class CheckpointDir:
         return self._background.is_good
 
     def poll(self) -> None:
-        """Tell, without waiting, what has failed so far: cheap enough for every step."""
+        """Report failures so far, without waiting: cheap enough for every step."""
         if self._background.is_done:
             self.wait()
 
     def close(self) -> bool:
-        """Wait as `wait` does, and let other processes write here; another `save` may follow."""
+        """Call `wait` and release the lock; `save` locks it again."""
         try:
             return self.wait()
         finally:
             self._writer = None
 
     def names(self) -> list[str]:
-        """The names of all finished checkpoints here, the one written last first. Not checked."""
+        """Return the names of all finished checkpoints, newest first. Their contents are not verified."""
         if not self.path.is_dir():
             return []
         found = [(int(match[1]), path.name) for path in self.path.iterdir() if (match := _NAME.fullmatch(path.name))]
         return [name for _, name in sorted(found, reverse=True)]
 
     def open(self, name: str, *, verify: bool = True) -> Checkpoint:
-        """The checkpoint called `name`. Raises CorruptCheckpointError; `verify=False` compares only sizes."""
+        """Return the checkpoint called `name`. Raises CorruptCheckpointError; `verify=False` compares sizes only."""
         return read_checkpoint(self.path / name, verify=verify)
 
     def latest(self) -> Checkpoint | None:
-        """The newest checkpoint that is whole, from `latest` backwards; None where there is none at all.
+        """Return the newest intact checkpoint, from `latest` backwards; None if there are no checkpoints.
 
-        Each one that had to be passed over is told, with what is wrong. CorruptCheckpointError where none is whole,
-        CheckpointError where the directory cannot be read.
+        Reports each checkpoint that was skipped, and why. Raises CorruptCheckpointError if none is intact, and
+        CheckpointError if the directory cannot be read.
         """
         try:
             pointed, candidates = self._pointed(LATEST), self.names()
@@ -241,7 +243,7 @@ class CheckpointDir:
         return None
 
     def best(self) -> Checkpoint | None:
-        """The best by the metric, checked; None where none was chosen yet. Raises CorruptCheckpointError."""
+        """Return the best checkpoint by the metric, verified; None if there is none. Raises CorruptCheckpointError."""
         name = self._pointed(BEST)
         return None if name is None else self.open(name)
 
@@ -279,7 +281,7 @@ class CheckpointDir:
             return
         try:
             replace_text(self.path / BEST, f"{name}\n")
-        except OSError as error:  # the checkpoint itself is written
+        except OSError as error:  # the checkpoint itself was written
             self._background.note(f"{name} in {self.path} is the best so far, but `{BEST}` cannot name it: {error}")
 
     def _best_so_far(self) -> Mapping[str, float]:
@@ -300,21 +302,21 @@ class CheckpointDir:
             if name in spared:
                 continue
             try:
-                # A crash in the middle of deleting must not leave something that looks like a torn checkpoint.
+                # A crash while deleting must not leave a directory that looks like a damaged checkpoint.
                 going = (self.path / name).rename(self.path / f"{_DELETING_PREFIX}{name}")
                 shutil.rmtree(going)
-            except FileNotFoundError:  # somebody else has deleted it
+            except FileNotFoundError:  # deleted by a different process
                 continue
             except OSError as error:
                 self._background.note(f"deleting the old checkpoint {name} in {self.path}: {error}. Delete it by hand")
 
     def _restore(self) -> None:
-        """Tell that the file of the lock was deleted, or the directory with it, which is made again."""
+        """Report that the lock file or its directory was deleted, and create the directory again."""
         num = len(self.names())
         what = f"the file `.writer` in {self.path}" if num else f"{self.path}, or all that was in it,"
         left = f"{num} checkpoint{'s are' if num > 1 else ' is'} there" if num else "it holds no checkpoint now"
         self._tell(f"{what} was deleted or moved while this job saves there: {left}. Training and saving continue")
-        with suppress(OSError):  # else the save says what is wrong
+        with suppress(OSError):  # otherwise the save reports the error
             self.path.mkdir(parents=True, exist_ok=True)
 
     def _is_ours(self, pointer: str) -> bool:
@@ -344,7 +346,7 @@ class CheckpointDir:
 
 
 def _as_os_error(error: BaseException) -> OSError:
-    """torch's ways to say that memory ran out, pinned memory too, as the kernel's."""
+    """Convert torch's out-of-memory errors, also for pinned memory, to an OSError with ENOMEM."""
     said = next(iter(str(error).splitlines()), type(error).__name__)
     return OSError(errno.ENOMEM, f"{os.strerror(errno.ENOMEM)} ({said})")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writing so that a crash leaves the old or the new, never a half: checksums, fsync, rename, a lock on what is new."""
+"""Atomic file writes: checksums, fsync, rename and locks, so that after a crash a file is either old or new."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ from pathlib import Path
 from types import TracebackType
 
 CHUNK_BYTES = 1 << 24
-"""How much is hashed and written at a time."""
+"""Number of bytes hashed and written at a time."""
 _LOCK = ".lock"
 _NEW = ".new"
-"""End of the name of what one process makes and renames at once."""
+"""Suffix of files and directories that a process creates and renames immediately."""
 _WRITER = ".writer"
 _UNSUPPORTED = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
-"""What a file system answers that has no locks."""
+"""Error numbers of file systems without locks."""
 
 
 @dataclass(frozen=True)
 class FileFacts:
-    """What a file has to be: its size in bytes and the SHA-256 of its contents, in hexadecimal."""
+    """The expected size of a file in bytes, and the SHA-256 of its contents in hexadecimal."""
 
     num_bytes: int
     sha256: str
 
 
 class Sink:
-    """A new binary file that counts and hashes what is written; on the disk once the `with` block has ended well."""
+    """A new binary file that counts and hashes its bytes; on disk after the `with` block ended without error."""
 
     def __init__(self, path: Path) -> None:
         self._file = open(path, "xb", buffering=0)
         self._hash = hashlib.sha256()
         self._num_bytes = 0
         self.error: OSError | None = None
-        """The first failure: `torch.save` shows its own consequence of it instead."""
+        """The first error: `torch.save` raises a consequence of it instead."""
 
     def write(self, data: bytes | memoryview) -> int:
-        """Write all of `data` and return its size in bytes; OSError where that fails."""
+        """Write all of `data` and return its size in bytes. Raises OSError."""
         view = memoryview(data).cast("B")
         try:
             for start in range(0, len(view), CHUNK_BYTES):
@@ -64,11 +64,11 @@ class Sink:
             chunk = chunk[self._file.write(chunk) or 0 :]
 
     def flush(self) -> None:
-        """Nothing is held back; `torch.save` asks for the method."""
+        """Do nothing: writes are unbuffered, but `torch.save` calls it."""
 
     @property
     def facts(self) -> FileFacts:
-        """Size and checksum of what was written so far."""
+        """Size and checksum of the bytes written so far."""
         return FileFacts(self._num_bytes, self._hash.hexdigest())
 
     def __enter__(self) -> Sink:
@@ -83,7 +83,7 @@ class Sink:
 
 
 def read_facts(path: Path) -> FileFacts:
-    """Size and checksum of the file at `path` as it is now; OSError where it cannot be read."""
+    """Return size and checksum of the file at `path`. Raises OSError if it cannot be read."""
     summed, num_bytes = hashlib.sha256(), 0
     with open(path, "rb", buffering=0) as file:
         while chunk := file.read(CHUNK_BYTES):
@@ -93,7 +93,7 @@ def read_facts(path: Path) -> FileFacts:
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring the names in `folder` to the disk: a rename is durable only after this."""
+    """Call fsync on `folder`: a rename in it is durable only after this."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -102,7 +102,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Make `text` the contents of `path` in one step: a reader finds the old or the new, also after a crash."""
+    """Replace the contents of `path` by `text` atomically: readers get the old or the new text, also after a crash."""
     new = path.parent / f".{path.name}.{secrets.token_hex(4)}{_NEW}"
     try:
         with open(new, "w", encoding="utf-8") as file:
@@ -117,7 +117,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def probe(folder: Path) -> None:
-    """Make `folder` where it is missing, write a file in it and take it away again; OSError where that fails."""
+    """Create `folder` if it does not exist, and write and remove a file in it. Raises OSError if that fails."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(prefix=".probe-", dir=folder) as file:
         file.write(b"can this be written?")
@@ -127,12 +127,12 @@ def probe(folder: Path) -> None:
 
 @contextlib.contextmanager
 def staging(folder: Path, prefix: str) -> Iterator[Path]:
-    """A new directory in `folder`, named `prefix` and more, that `remove_stale` leaves alone; gone if the body raises.
+    """Create a directory in `folder`, named `prefix` and a token; remove it if the block raises.
 
-    The lock is the kernel's, so that it ends with the process however that ends.
+    `remove_stale` skips it while it is locked. The kernel releases the lock when the process ends, however it ends.
     """
     token = secrets.token_hex(4)
-    made = folder / f".{token}{_NEW}"  # `remove_stale` knows no such name: it finds the directory with its lock
+    made = folder / f".{token}{_NEW}"  # `remove_stale` skips this name: it must not find the directory unlocked
     made.mkdir()
     try:
         with open(made / _LOCK, "wb") as lock:
@@ -145,17 +145,17 @@ def staging(folder: Path, prefix: str) -> Iterator[Path]:
 
 
 def publish(staged: Path, name: str) -> Path:
-    """Give a finished staging directory its `name`, in one step; returns the new path. OSError where that is taken."""
+    """Rename a finished staging directory to `name`, atomically, and return its path. Raises OSError if it exists."""
     sync_folder(staged)
     target = staged.parent / name
     os.rename(staged, target)
-    (target / _LOCK).unlink()  # not earlier: who cleans up would take the directory for an abandoned one
+    (target / _LOCK).unlink()  # not earlier: `remove_stale` would delete an unlocked staging directory
     sync_folder(target.parent)
     return target
 
 
 def remove_stale(folder: Path, prefixes: tuple[str, ...]) -> None:
-    """Delete directories in `folder` that begin with one of `prefixes` and that no live process is writing."""
+    """Delete directories in `folder` that begin with one of `prefixes`, unless a live process is writing them."""
     for path in folder.iterdir():
         if path.name.startswith(prefixes) and path.is_dir() and not _is_locked(path):
             shutil.rmtree(path, ignore_errors=True)
@@ -173,7 +173,7 @@ def _is_locked(staged: Path) -> bool:
 
 
 class WriterTakenError(Exception):
-    """A live process writes there: `owner` is what it wrote about itself, such as "process 4242 on node7"."""
+    """A live process writes to the directory; `owner` is its entry in the lock file, e.g. "process 4242 on node7"."""
 
     def __init__(self, owner: str) -> None:
         self.owner = owner
@@ -181,10 +181,10 @@ class WriterTakenError(Exception):
 
 
 class Writer:
-    """The right of one process to write in a directory, until nothing refers to this object or the process ends.
+    """The lock with which one process writes to a directory, until it is garbage-collected or the process ends.
 
-    The lock is the kernel's, of the whole process: a second `Writer.of` in the same process returns the same object,
-    and a forked worker does not hold it. Without locks, on some file systems, nothing is known of other writers.
+    The kernel holds it for the whole process: a second `Writer.of` in the same process returns the same object, and a
+    forked worker does not hold it. On file systems without locks, other writers are not detected.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -193,17 +193,17 @@ class Writer:
         weakref.finalize(self, os.close, descriptor)
 
     def is_of(self, folder: Path) -> bool:
-        """False once the lock's file is gone from `folder`, or replaced, so that it keeps no other process out."""
+        """False if the lock file in `folder` was removed or replaced, so that it excludes no other process."""
         try:
             return _identity(os.stat(folder / _WRITER)) == self._file
         except (FileNotFoundError, NotADirectoryError):
             return False
-        except OSError:  # a file system that does not answer now
+        except OSError:  # a file system that does not respond now
             return True
 
     @classmethod
     def of(cls, folder: Path) -> Writer | None:
-        """The right to write in `folder`, which is there; None where it cannot be locked. Raises WriterTakenError."""
+        """Lock the existing directory `folder`; None if it cannot be locked. Raises WriterTakenError."""
         path = folder / _WRITER
         with contextlib.suppress(FileNotFoundError):
             held = _held.get(_identity(os.stat(path)))
@@ -211,7 +211,7 @@ class Writer:
                 return held
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except OSError:  # of another user, say: `probe` looks whether one can write here
+        except OSError:  # e.g. a different user's: `probe` checks whether the directory is writable
             return None
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -221,7 +221,7 @@ class Writer:
             if error.errno in _UNSUPPORTED:
                 return None
             raise WriterTakenError(owner or "a process that has not written its number yet") from None
-        with contextlib.suppress(OSError):  # a full disk: the lock is what counts
+        with contextlib.suppress(OSError):  # a full disk: only the lock matters
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         _remove_new(folder)
@@ -230,7 +230,7 @@ class Writer:
 
 
 _held: weakref.WeakValueDictionary[tuple[int, int], Writer] = weakref.WeakValueDictionary()
-"""By the lock file's device and inode. To close a second descriptor of it would let go of the process's lock."""
+"""Keyed by device and inode of the lock file. Closing a second descriptor of it would release the process's lock."""
 
 
 def _identity(facts: os.stat_result) -> tuple[int, int]:
@@ -238,6 +238,6 @@ def _identity(facts: os.stat_result) -> tuple[int, int]:
 
 
 def _remove_new(folder: Path) -> None:
-    """Delete what a process that was killed left half made; called while no other one may write."""
+    """Delete unfinished files of a killed process; called while no other process may write."""
     for path in folder.glob(f".*{_NEW}"):
         shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)

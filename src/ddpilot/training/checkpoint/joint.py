@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All ranks save and load together: rank 0 writes, and nobody goes on where one of them could not.
+"""Checkpoints of all ranks: rank 0 writes, and an error on one rank is raised on all of them.
 
-The ranks' parts come to rank 0 through the group, before anything is written. A checkpoint so has all of them from the
-start, on any file system, and no file has to be waited for that a dead rank will never write.
+The ranks' parts are gathered on rank 0 before anything is written. A checkpoint is therefore complete from the start,
+on any file system, and never waits for a file of a rank that has died.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from ddpilot.training.checkpoint.snapshot import Snapshots
 Value = TypeVar("Value")
 
 RNG = "rng"
-"""Under this name each rank's part has its random states."""
+"""Key of a rank's random states in its part."""
 
 
 class JointCheckpoints:
-    """The checkpoints of a run, for all ranks of `group`; `folder` is used to write on rank 0 alone."""
+    """The checkpoints of a run, for all ranks of `group`; only rank 0 writes to `folder`."""
 
     def __init__(self, group: GroupLike, folder: CheckpointDir) -> None:
         self.folder = folder
@@ -39,11 +39,14 @@ class JointCheckpoints:
         self._snapshots = Snapshots()
 
     def check_writable(self) -> None:
-        """Raise CheckpointError on every rank where rank 0 cannot write in the directory. Collective."""
+        """Raise CheckpointError on every rank if rank 0 cannot write to the directory. Collective."""
         self._on_rank_zero(self.folder.check_writable)
 
     def set_aside(self) -> Path | None:
-        """Move all checkpoints aside on rank 0; where they are, on all ranks; None where there are none. Collective."""
+        """Move all checkpoints to a subdirectory and return its path, on all ranks; None if there are none.
+
+        Collective.
+        """
         return self._on_rank_zero(self.folder.set_aside)
 
     def save(
@@ -55,11 +58,11 @@ class JointCheckpoints:
         part: Mapping[str, Any] | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """Save what `CheckpointDir.save` saves, with every rank's random states. Collective.
+        """Save a checkpoint as `CheckpointDir.save` does, with every rank's random states. Collective.
 
-        Rank 0's `weights`, `state` and `metrics` count; `part` is each rank's own. Returns on all ranks once rank 0 has
-        its copy in CPU memory. Raises CheckpointError on every rank where one of them holds what cannot be saved; what
-        goes wrong on the disk is told by rank 0 and ends nothing.
+        `weights`, `state` and `metrics` are those of rank 0; `part` is each rank's own. Returns on all ranks once rank
+        0 has its copy in CPU memory. Raises CheckpointError on every rank if one of them has values that cannot be
+        saved; rank 0 reports disk errors, which do not stop training.
         """
         own: CheckpointError | dict[str, Any]
         try:
@@ -74,14 +77,14 @@ class JointCheckpoints:
         )
 
     def wait(self) -> bool:
-        """Wait until rank 0 has written. Collective: returns on every rank whether the last save is on the disk."""
+        """Wait until rank 0 has written. True, on every rank, if the last save is on disk. Collective."""
         return self._on_rank_zero(self.folder.wait)
 
     def latest(self) -> Checkpoint | None:
-        """The newest checkpoint that is whole, the same on every rank; None where there is none. Collective.
+        """Return the newest intact checkpoint, the same on every rank; None if there is none. Collective.
 
-        Rank 0 checks it; the others see that theirs is the same one. Raises CheckpointError on every rank where one of
-        them cannot read it.
+        Rank 0 verifies it; the other ranks check that they read the same one. Raises CheckpointError on every rank if
+        one of them cannot read it.
         """
         chosen = self._on_rank_zero(self.folder.latest)
         if chosen is None:
@@ -109,7 +112,7 @@ class JointCheckpoints:
         )
 
     def _on_rank_zero(self, call: Callable[[], Value]) -> Value:
-        # A failure of rank 0 alone would leave the others waiting in the next collective.
+        # An error on rank 0 alone would leave the other ranks waiting in the next collective.
         outcome: list[Any] = [None, None]
         if self._group.is_rank_zero:
             try:
@@ -120,18 +123,21 @@ class JointCheckpoints:
                 outcome[1] = _as_checkpoint_error(f"using {self.folder.path}", error, self._group)
         own_failure = outcome[1]
         value, failure = self._group.broadcast_object(outcome) if self._group.world_size > 1 else outcome
-        _raise_first([own_failure or failure])  # its own has the cause
+        _raise_first([own_failure or failure])  # its own error has the cause
         return cast(Value, value)
 
 
 def load_jointly(model: nn.Module, path: str | os.PathLike[str], name: str, group: GroupLike) -> None:
-    """Do what `load_weights` does on all ranks, or on none. Collective. Raises what it raises, on every rank."""
+    """Run `load_weights` on all ranks, or on none if one fails. Collective. Raises its errors, on every rank."""
     matched = on_all_ranks(group, lambda: match_weights(model, read_weights(path, name), source=os.fspath(path)))
     model.load_state_dict(matched)
 
 
 def on_all_ranks(group: GroupLike, call: Callable[[], Value]) -> Value:
-    """What `call` returns, on every rank; what one rank raises is raised on all, as CheckpointError. Collective."""
+    """Return the result of `call` on every rank; an exception on one rank is raised on all, as CheckpointError.
+
+    Collective.
+    """
     value, failure = None, None
     try:
         value = call()
@@ -139,7 +145,7 @@ def on_all_ranks(group: GroupLike, call: Callable[[], Value]) -> Value:
         failure = _as_checkpoint_error("using a checkpoint", error, group)
         failure.rank = group.rank if group.world_size > 1 else None
     failures = group.all_gather_object(failure)
-    _raise_first([failure, *failures])  # its own has the cause
+    _raise_first([failure, *failures])  # its own error has the cause
     return cast(Value, value)
 
 

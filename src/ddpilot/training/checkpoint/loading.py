@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads weights into a model: all of them or none, onto the device where the model is."""
+"""Loads weights into a model: all of them or none, onto the model's devices."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ _NUM_SHOWN = 10
 
 
 def load_weights(model: torch.nn.Module, path: str | os.PathLike[str], *, name: str = "model") -> None:
-    """Load weights from `path` into `model`, in place, on the devices where its tensors are. Every rank calls it.
+    """Load weights from `path` into `model`, in place, on the devices of its tensors. Call it on every rank.
 
-    `path`: a `.safetensors` file, a file of `torch.save` that holds a state_dict (also under the key "state_dict",
-    "model_state_dict" or "model"), a checkpoint, or a directory of checkpoints (then its latest; with "/best" after
-    it, its best). Prefixes of DistributedDataParallel and torch.compile on either side make no difference. `name`:
-    which model's weights, where a checkpoint holds several. No code of a file is run.
+    `path`: a `.safetensors` file, a `torch.save` file with a state_dict (also under the key "state_dict",
+    "model_state_dict" or "model"), a checkpoint, or a directory of checkpoints (loads the latest; append "/best" for
+    the best). Prefixes of DistributedDataParallel and torch.compile are ignored on both sides. `name`: the model whose
+    weights to load, if a checkpoint holds several. No code in the file is executed.
 
-    Raises MismatchedCheckpointError that lists missing, unexpected and mis-shaped names, CorruptCheckpointError, or
-    CheckpointError where there is no file; the model is then unchanged.
+    Raises MismatchedCheckpointError with the missing, unexpected and mis-shaped names, CorruptCheckpointError, or
+    CheckpointError if there is no file; the model is then unchanged.
     """
     load_into(model, read_weights(path, name), source=str(path))
 
 
 def load_into(model: torch.nn.Module, weights: Mapping[str, torch.Tensor], *, source: str) -> None:
-    """Load `weights` into `model`, in place, whatever prefixes either has; `source` names them in errors.
+    """Load `weights` into `model`, in place, ignoring prefixes on both sides; `source` names the weights in errors.
 
-    Raises MismatchedCheckpointError that lists missing, unexpected and mis-shaped names; the model is then unchanged.
+    Raises MismatchedCheckpointError with the missing, unexpected and mis-shaped names; the model is then unchanged.
     """
     model.load_state_dict(match_weights(model, weights, source=source))
 
 
 def match_weights(model: torch.nn.Module, weights: Mapping[str, Any], *, source: str) -> dict[str, Any]:
-    """`weights` under the names that `model` has for them, all of them; nothing is loaded.
+    """Return all of `weights` under the names in the model's state_dict, without loading them.
 
-    Raises MismatchedCheckpointError that lists missing, unexpected and mis-shaped names; `source` names the weights.
+    Raises MismatchedCheckpointError with missing, unexpected and mis-shaped names; `source` names the weights there.
     """
     own = model.state_dict()
     if set(own) == set(weights):
@@ -78,7 +78,7 @@ def match_weights(model: torch.nn.Module, weights: Mapping[str, Any], *, source:
 
 
 def read_weights(path: str | os.PathLike[str], name: str = "model") -> Mapping[str, torch.Tensor]:
-    """The weights that `load_weights` would load, on the CPU. Raises what it raises for the file."""
+    """Return the weights that `load_weights` would load, on the CPU. Raises its errors about the file."""
     path = Path(path).expanduser()
     if path.name in (LATEST, BEST) and path.is_file():
         path = path.parent / path.read_text(encoding="utf-8", errors="replace").strip()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`manifest.json`: where the run stood, and the size and checksum of every file, its own included."""
+"""`manifest.json`: position and metrics of a run, and size and checksum of every file, including itself."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ddpilot.training.checkpoint.files import FileFacts
 
 FILE_NAME = "manifest.json"
 FORMAT = 1
-"""What this version writes; it reads this and older ones."""
+"""The format version that is written; older versions can be read."""
 
 _MEANINGS = {
     "dataset_length": "the dataset has another length",
@@ -34,36 +34,36 @@ _OTHER_DATA = "Go on with the new data by loop.resume(other_data=True), or fit(.
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Where a run stands. The position in the data is two integers, the same at any number of ranks."""
+    """The position of a run. The position in the data is two integers, independent of world_size."""
 
     step: int
-    """Optimizer steps done since the start of training."""
+    """Number of optimizer steps since the start of training."""
     epoch: int = 0
-    """The epoch that is under way, from 0."""
+    """The current epoch, from 0."""
     batch: int = 0
-    """Global batches of that epoch that are done: the loader goes on with this one."""
+    """Number of completed global batches in that epoch: the loader resumes at this index."""
     passes: int = 0
-    """Passes over a loader that the epoch has behind it; above 0 where an epoch has several, or its data are done."""
+    """Number of completed passes over a loader in the epoch; above 0 if it has several or its data are complete."""
     samples_seen: int = 0
-    """Samples of all ranks and epochs so far."""
+    """Number of samples of all ranks and epochs so far."""
     seed: int | None = None
-    """Of the order of samples; None: unknown."""
+    """Seed of the order of samples; None: unknown."""
     world_size: int = 1
-    """Ranks at the time of saving."""
+    """Number of ranks when it was saved."""
     dataset_length: int | None = None
-    """Samples of an epoch; None: unknown."""
+    """Number of samples per epoch; None: unknown."""
     global_batch_size: int | None = None
-    """Samples of a global batch; None: unknown."""
+    """Number of samples per global batch; None: unknown."""
     batches: str | None = None
-    """Fingerprint of how samples make global batches; None: unknown."""
+    """Fingerprint of how samples form global batches; None: unknown."""
     accumulate: int | None = None
-    """Batches that make one update; None: unknown."""
+    """Number of batches per update; None: unknown."""
 
     def require(self, *, source: str = "", **now: int | str | None) -> None:
-        """Refuse to go on with other data.
+        """Raise MismatchedCheckpointError if the data of this run differ; the error lists the differences.
 
-        `now`: `dataset_length`, `global_batch_size`, `seed`, `batches` and `accumulate` of this run, as keywords;
-        None says nothing. `source` names the checkpoint. Raises MismatchedCheckpointError that names what differs.
+        `now`: `dataset_length`, `global_batch_size`, `seed`, `batches` and `accumulate` of this run, as keywords; None
+        is not compared. `source` names the checkpoint. Raises TypeError for other keywords.
         """
         unknown = set(now) - set(_MEANINGS)
         if unknown:
@@ -71,7 +71,7 @@ class Progress:
         before = {name: getattr(self, name) for name in now}
         differing = [name for name, value in now.items() if None not in (value, before[name]) and value != before[name]]
         if len(differing) > 1 and "batches" in differing:
-            differing.remove("batches")  # a consequence of the others
+            differing.remove("batches")  # it follows from the others
         if differing:
             rest = ", so the rest of the epoch would be other samples" if self.batch else ""
             meanings = {name: _MEANINGS[name] + (rest if name in _OTHER_SAMPLES else "") for name in differing}
@@ -93,45 +93,45 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint says about itself."""
+    """The contents of `manifest.json`."""
 
     progress: Progress
-    """Where the run stood."""
+    """The position of the run."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Values that came with it, such as validation accuracy."""
+    """Metrics passed to the save, such as validation accuracy."""
     files: Mapping[str, FileFacts] = field(default_factory=dict)
-    """Every file but the manifest, by name."""
+    """Size and checksum of every file except the manifest, by name."""
     versions: Mapping[str, str] = field(default_factory=dict)
-    """ddpilot, torch and python that wrote it."""
+    """Versions of ddpilot, torch and python that wrote it."""
     saved_at: str = ""
-    """When, in UTC, ISO 8601."""
+    """Time of the save, in UTC, as ISO 8601."""
 
     def render(self) -> str:
-        """The text of `manifest.json`. The checksum in it covers everything else in it."""
+        """Return the text of `manifest.json`, including a checksum of all its other fields."""
         body = {"format": FORMAT, **asdict(self)}
         return json.dumps({**body, "checksum": checksum(body)}, indent=2) + "\n"
 
     @property
     def checksum(self) -> str:
-        """SHA-256 over everything here, and so over the checkpoint: two with the same one are the same."""
+        """SHA-256 of all fields, and thus of the checkpoint: equal for identical checkpoints only."""
         return checksum({"format": FORMAT, **asdict(self)})
 
 
 def checksum(body: Mapping[str, Any]) -> str:
-    """SHA-256 of `body` as JSON with sorted keys and no blanks, in hexadecimal."""
+    """Return the SHA-256 of `body` as JSON with sorted keys and without whitespace, in hexadecimal."""
     return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def now_and_here() -> dict[str, Any]:
-    """Fields `versions` and `saved_at` of a manifest written now by this process."""
+    """Return the fields `versions` and `saved_at` of a manifest written now by this process."""
     versions = {"ddpilot": version("ddpilot"), "torch": version("torch"), "python": platform.python_version()}
     return {"versions": versions, "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds")}
 
 
 def parse_manifest(text: str, *, where: str) -> Manifest:
-    """The manifest in `text`; `where` names the checkpoint in errors.
+    """Parse the text of a manifest; `where` names the checkpoint in errors.
 
-    Raises CorruptCheckpointError where it is torn or was changed, CheckpointError where a newer version wrote it.
+    Raises CorruptCheckpointError if it is truncated or was changed, CheckpointError if a newer version wrote it.
     """
     try:
         body = json.loads(text)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of weights without what DistributedDataParallel and torch.compile put in front of them."""
+"""Names of weights without the prefixes of DistributedDataParallel and torch.compile."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ _WRAPPED = "module."
 
 
 def plain_names(names: Iterable[str]) -> dict[str, str]:
-    """Each of `names`, mapped to its plain name.
+    """Return a dict from each of `names` to its plain name.
 
-    `_orig_mod.` goes wherever it stands, since torch.compile wraps inner modules too; a leading `module.` goes only
-    where every name has it, since a model may call a part of itself so. Raises CheckpointError where two become one.
+    Removes `_orig_mod.` everywhere, since torch.compile also wraps inner modules; removes a leading `module.` only if
+    every name has it, since a model may have a submodule of that name. Raises CheckpointError if two names become
+    equal.
     """
     plain = {name: _without_compiled(name) for name in names}
     while plain and all(name.startswith(_WRAPPED) for name in plain.values()):

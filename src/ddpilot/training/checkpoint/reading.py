@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads one checkpoint: every file against its size and checksum, before anything of it is used."""
+"""Reads a checkpoint; verifies the size and checksum of every file before any of them is used."""
 
 from __future__ import annotations
 
@@ -23,15 +23,18 @@ from ddpilot.training.checkpoint.writing import STATE_FILE, part_file, weights_f
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose files were checked. Nothing of it is in memory before it is asked for."""
+    """A checkpoint whose files were verified. Contents are read only when requested."""
 
     path: Path
     """Its directory."""
     manifest: Manifest
-    """Where the run stood, metrics, versions."""
+    """Position of the run, metrics and versions."""
 
     def weights(self, name: str = "model") -> dict[str, torch.Tensor]:
-        """The weights saved under `name`, by plain name, on the CPU. CheckpointError where there are none."""
+        """Return the weights saved under `name`, by plain name, on the CPU.
+
+        Raises CheckpointError if there are none.
+        """
         if weights_file(name) not in self.manifest.files:
             there = [file.removesuffix(".safetensors") for file in self.manifest.files if file.endswith(".safetensors")]
             raise CheckpointError(
@@ -42,21 +45,21 @@ class Checkpoint:
         return read_safetensors(self.path / weights_file(name))
 
     def state(self) -> dict[str, Any]:
-        """The state dicts saved with it, by name, with tensors on the CPU. Runs no code of the file."""
+        """Return the saved state dicts, by name, with tensors on the CPU. Executes no code in the file."""
         return dict(read_torch(self.path / STATE_FILE))
 
     def part(self, rank: int) -> dict[str, Any] | None:
-        """What rank `rank` had for itself; None where the run had no such rank. Runs no code of the file."""
+        """Return the state of rank `rank`; None if the run had no such rank. Executes no code in the file."""
         if part_file(rank) not in self.manifest.files:
             return None
         return dict(read_torch(self.path / part_file(rank)))
 
 
 def read_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
-    """The checkpoint in the directory `path`.
+    """Return the checkpoint in the directory `path`.
 
-    `verify`: read every file and compare its checksum (about a second for each gigabyte); otherwise only sizes are
-    compared. Raises CorruptCheckpointError with everything that is wrong.
+    `verify`: True reads every file and compares its checksum (about a second per gigabyte); False compares sizes only.
+    Raises CorruptCheckpointError with all problems found.
     """
     try:
         text = (path / FILE_NAME).read_text(encoding="utf-8")
@@ -88,7 +91,7 @@ def _compare(path: Path, name: str, facts: FileFacts, verify: bool) -> str:
 
 
 def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file, on the CPU. Raises CorruptCheckpointError."""
+    """Return the tensors of a safetensors file, on the CPU. Raises CorruptCheckpointError."""
     try:
         return load_file(path)
     except (SafetensorError, OSError) as error:
@@ -96,14 +99,17 @@ def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def is_safetensors(path: Path) -> bool:
-    """Does the file look like one, whatever its name ends in: the size of a header, and a header of JSON?"""
+    """True if the file looks like safetensors, whatever its suffix: a header size and a JSON header."""
     with path.open("rb") as file:
         head = file.read(9)
     return len(head) == 9 and head[8:] == b"{" and int.from_bytes(head[:8], "little") < path.stat().st_size
 
 
 def _find_call(path: Path) -> str:
-    """The first function or class that a plain pickle would call, by its opcodes, none of which is run; "" for none."""
+    """Return the first function or class that loading a pickle would call, from its opcodes; "" if there is none.
+
+    No opcode is executed.
+    """
     texts: list[str] = []
     try:
         with path.open("rb") as file:
@@ -114,15 +120,15 @@ def _find_call(path: Path) -> str:
                     return ".".join(texts[-2:])
                 if isinstance(argument, str):
                     texts.append(argument)
-    except (ValueError, OSError):  # no pickle, or none as a whole
+    except (ValueError, OSError):  # not a pickle, or a truncated one
         return ""
     return ""
 
 
 def read_torch(path: Path) -> Mapping[str, Any]:
-    """The dict in a file of `torch.save`, with tensors on the CPU, read without running code of the file.
+    """Return the dict in a `torch.save` file, with tensors on the CPU, without executing code in the file.
 
-    Raises CorruptCheckpointError where it holds anything else, naming what would have had to be called.
+    Raises CorruptCheckpointError if it holds other objects, with the function or class that loading would call.
     """
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random states of this process, of Python, numpy, torch on the CPU and on its accelerator, as plain values."""
+"""Captures and restores the random states of Python, numpy, and torch on CPU and accelerator, as plain values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ddpilot.training.accelerator import rng_state, runs_behind, set_rng_state
 
 
 def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
-    """The states now, as numbers and tensors that load without running code.
+    """Return the current states as numbers and tensors, which load without executing code.
 
     `device`: this rank's; the state of its generator is included, under its type ("cuda"), if it has one.
     """
@@ -30,9 +30,9 @@ def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
 
 
 def restore_rng(states: Mapping[str, Any], device: torch.device | None = None) -> None:
-    """Set the random states to what `capture_rng` gave; `device`: this rank's.
+    """Restore the states that `capture_rng` returned; `device`: this rank's.
 
-    The state of an accelerator is left out on a rank of a device of another type, where nothing draws from it.
+    The state of an accelerator is skipped on a rank whose device has a different type.
     """
     random.setstate(states["python"])
     name, keys, position, has_gauss, cached = states["numpy"]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the safetensors format, checksummed on the way; what goes wrong comes as OSError, with its errno.
+"""Writes safetensors files with checksums; errors are raised as OSError with errno.
 
-The library's own writer maps the file, and says on a full disk only in words what happened. It reads what this writes.
+The library's own writer maps the file into memory and reports a full disk without an errno. It reads these files.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""What the format calls torch's element types."""
+"""Names of torch dtypes in the safetensors format."""
 
 
 def check_dtypes(weights: Mapping[str, object], *, where: str) -> None:
-    """Refuse, with CheckpointError, values that the format cannot hold; `where` names the weights."""
+    """Raise CheckpointError for values that the format does not support; `where` names the weights."""
     for name, value in weights.items():
         if not isinstance(value, torch.Tensor):
             found = f"{name!r} is a {type(value).__name__}, not a tensor"
@@ -50,11 +50,11 @@ def check_dtypes(weights: Mapping[str, object], *, where: str) -> None:
 
 
 def write_safetensors(sink: Sink, weights: Mapping[str, torch.Tensor]) -> None:
-    """Write `weights` (dense tensors on the CPU, any shape) to `sink`; OSError where that fails.
+    """Write `weights` (dense tensors on the CPU, any shape) to `sink`. Raises OSError.
 
-    A tensor that stands under two names is written twice: any reader then finds both.
+    A tensor under two names is written twice, so that any reader finds both.
     """
-    # Widest elements first: every tensor then begins at a multiple of its element size, as readers that map expect.
+    # Largest element size first: every tensor is then aligned to its element size, as readers that use mmap expect.
     names = sorted(weights, key=lambda name: (-weights[name].element_size(), name))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     start = 0

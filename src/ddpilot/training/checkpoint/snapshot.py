@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A copy in CPU memory of what is to be saved: training waits for this alone.
+"""Copies the state to save to CPU memory, which is the only part of a save that training waits for.
 
-Only what `torch.load(weights_only=True)` gives back is let through: no checkpoint is written that cannot be read.
+Accepts only values that `torch.load(weights_only=True)` can load, so that every checkpoint can be read.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ _MAPPINGS = (dict, OrderedDict, Counter)
 
 
 class Snapshots:
-    """Makes copies, one at a time, in memory that stays: the next `take` overwrites what the last one returned."""
+    """Makes copies, one at a time, in reused memory: each `take` overwrites the result of the previous one."""
 
     def __init__(self) -> None:
         self._arena = Arena()
         self._window = Window()
 
     def reserve(self, num_bytes: int) -> None:
-        """Have memory ready before the first `take`, which then is as fast as the later ones."""
+        """Preallocate memory, so that the first `take` is as fast as later ones."""
         self._arena.reserve(num_bytes)
 
     def take(self, tree: Mapping[str, Any]) -> dict[str, Any]:
-        """A copy of `tree` on the CPU, detached.
+        """Return a copy of `tree` on the CPU, detached.
 
-        `tree`: dicts, lists, tuples and sets of each other, of numbers, strings and dense tensors. Tensors that are the
-        same stay the same. Raises CheckpointError with the path of what cannot be saved.
+        `tree`: nested dicts, lists, tuples and sets of numbers, strings and dense tensors. Tensors that share memory
+        and shape are copied once. Raises CheckpointError with the path of a value that cannot be saved.
         """
         self._arena.reset()
         copying = _Copying(self._arena)
@@ -47,9 +47,9 @@ class Snapshots:
 
 
 def measure(tree: Mapping[str, Any]) -> int:
-    """Bytes of CPU memory that the next `Snapshots.take` of `tree` needs at least.
+    """Return the minimum number of bytes of CPU memory that `Snapshots.take(tree)` needs.
 
-    Raises CheckpointError with the path of what cannot be saved, before anything is copied.
+    Raises CheckpointError with the path of a value that cannot be saved, before anything is copied.
     """
     measuring = _Measuring(Arena())
     measuring.copy(dict(tree), "")
@@ -57,7 +57,7 @@ def measure(tree: Mapping[str, Any]) -> int:
 
 
 def can_hold(value: object) -> bool:
-    """Can `value` be saved?"""
+    """True if `value` can be saved."""
     try:
         measure({"value": value})
     except CheckpointError:
@@ -76,7 +76,7 @@ class _Copying:
         kind = type(value)
         if isinstance(value, torch.Tensor):
             return self.copy_tensor(value, path)
-        if isinstance(value, np.generic):  # schedulers compute their rates with numpy
+        if isinstance(value, np.generic):  # schedulers compute learning rates with numpy
             return self.copy(value.item(), path)
         if kind in _LEAVES:
             return value

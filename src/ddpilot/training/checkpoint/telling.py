@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the user is told about a save that failed."""
+"""Messages about saves that failed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def tell_stderr(text: str) -> None:
-    """Say `text` on stderr, as ddpilot."""
+    """Write `text` to stderr, with the prefix "ddpilot: "."""
     sys.stderr.write(f"ddpilot: {text}\n")
 
 
 def render_failure(folder: Path, failure: OSError, last: str | None) -> str:
-    """What to say of a save in `folder` that ended with `failure`; `last`: the name of the last good one, if any."""
+    """Return the message for a save in `folder` that failed; `last`: the name of the last good checkpoint, if any."""
     stays = f"the last good one stays: {last}" if last else "there is none yet"
     if failure.errno == errno.ENOMEM:
         return (

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies tensors of accelerators to memory of the host, through a bounded window of pinned memory.
+"""Copies tensors from accelerators to host memory through a bounded window of pinned memory.
 
-Memory that is page-locked copies several times as fast, but locking takes longer than copying, and what is locked is
-gone for all other processes: so a few slots are locked, once, and threads move each on while the next ones fill.
+Copies to pinned memory are several times as fast, but pinning takes longer than copying, and pinned memory is not
+available to other processes: so a few slots are pinned once, and threads empty each while the next ones are filled.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NUM_THREADS = 4
 
 
 class Window:
-    """Slots of `slot_bytes`, at most `num_slots`, locked when they are first needed and kept."""
+    """At most `num_slots` slots of `slot_bytes`, pinned when first needed and kept."""
 
     def __init__(self, slot_bytes: int = SLOT_BYTES, num_slots: int = NUM_SLOTS) -> None:
         self._slot_bytes = slot_bytes
@@ -29,10 +29,10 @@ class Window:
         self._slots: list[torch.Tensor] = []
 
     def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Copy each second tensor, of an accelerator, into the first, on the CPU: same shape, dtype and strides, dense.
+        """Copy each second tensor, on an accelerator, to the first, on the CPU: same shape, dtype and strides, dense.
 
-        Returns once all is there. Without pinned memory, and of devices without events, the device copies into the
-        tensors directly, which is slower.
+        Returns when all copies are complete. Without pinned memory, and on devices without events, the device copies to
+        the tensors directly, which is slower.
         """
         if not pairs:
             return
@@ -59,14 +59,14 @@ class Window:
     def _add_slot(self) -> bool:
         try:
             self._slots.append(torch.empty(self._slot_bytes, dtype=torch.uint8, pin_memory=True))
-        except RuntimeError:  # the system locks no more memory, or the device has none for it
+        except RuntimeError:  # the system cannot pin more memory, or the device has none for it
             return False
         return True
 
     def _batches(
         self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
     ) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
-        """Pieces, as bytes, that fill a slot together and come from one device."""
+        """Yield lists of byte ranges that fill a slot and come from one device."""
         batch: list[tuple[torch.Tensor, torch.Tensor]] = []
         left = self._slot_bytes
         for into, out_of in pairs:
@@ -91,7 +91,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 def _fill(
     slot: torch.Tensor, batch: list[tuple[torch.Tensor, torch.Tensor]]
 ) -> tuple[torch.Event, list[tuple[int, int, int]]]:
-    """Let the device copy the pieces of `batch` into `slot`; when that is done, and what then goes where."""
+    """Start copying the pieces of `batch` into `slot`; return its end as an event, and the moves to do then."""
     moves, start = [], 0
     for into, out_of in batch:
         slot[start : start + len(out_of)].copy_(out_of, non_blocking=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes one checkpoint: all of its files into a staging directory, the manifest last, then the rename."""
+"""Writes one checkpoint: all files into a staging directory, the manifest last, then an atomic rename."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ STATE_FILE = "state.pt"
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """What goes into a checkpoint, in CPU memory; nobody changes it while it is written."""
+    """The contents of a checkpoint, in CPU memory; not modified while they are written."""
 
     progress: Progress
     metrics: Mapping[str, float]
     weights: Mapping[str, Mapping[str, torch.Tensor]]
-    """Of each model, by its name, with plain names of its tensors."""
+    """By model name, then by plain tensor name."""
     state: Mapping[str, Any]
     """State dicts by name, the same on all ranks."""
     parts: Sequence[Mapping[str, Any]]
-    """What each rank has for itself, by rank."""
+    """The state of each rank, in rank order."""
 
 
 def weights_file(name: str) -> str:
-    """The file of the weights called `name`."""
+    """Return the file name of the weights called `name`."""
     return f"{name}.safetensors"
 
 
 def part_file(rank: int) -> str:
-    """The file of what rank `rank` has for itself."""
+    """Return the file name of the state of rank `rank`."""
     return f"rank-{rank}.pt"
 
 
 def write_checkpoint(folder: Path, name: str, contents: Contents) -> Path:
-    """Write `contents` as the directory `name` in `folder` and return its path.
+    """Write `contents` to the directory `name` in `folder` and return its path.
 
-    OSError where that fails; nothing of it is left then. The caller sees to it that `name` is new.
+    Raises OSError, after removing all that was written. The caller ensures that `name` is new.
     """
     with staging(folder, f"{STAGING_PREFIX}{name}-") as staged:
         files = {}

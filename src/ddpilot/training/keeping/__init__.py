@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a loop keeps, when it saves it, and how it goes on from there."""
+"""Checkpointing of a loop: which objects are saved, when, and how training resumes."""

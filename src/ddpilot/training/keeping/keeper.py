@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves a loop's things when it is time to, goes on from what was saved, and leaves so that a job can be requeued."""
+"""`Keeper`: saves a loop's state when it is due, resumes from it, and exits so that a scheduler can requeue the job."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ _REQUEUE = ("SIGTERM", "SIGUSR1")
 
 
 class Keeper:
-    """The checkpoints of a loop. Making one is collective where there are `options`; without them it does nothing.
+    """The checkpoints of a loop. Creating one is collective if there are `options`; without them it does nothing.
 
-    `check`: is called on all ranks before each save; raises where the weights are not worth it. Raises LoopError for
-    options that make no sense, and CheckpointError on all ranks where the directory cannot be written.
+    `check`: called on all ranks before each save; raises if the weights must not be saved. Raises LoopError for invalid
+    options, and CheckpointError on all ranks if the directory is not writable.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Keeper:
         self._joint: JointCheckpoints | None = None
         self._has_begun = self._is_measured = self._is_stream_missed = False
         self.is_in_epochs = False
-        """Does `Loop.epochs` count the epochs?"""
+        """True while `Loop.epochs` counts the epochs."""
         self._is_asked = self._is_unsaid = self._is_metric_missed = False
         self._resumed = ""
         self._best = parse_best(None if options is None else options.best)
@@ -71,9 +71,9 @@ class Keeper:
         self._num_updates = self._num_updates_saved = 0
         self._saved_s = time.monotonic()
         self.first_update = 0
-        """Updates that were made before; checkpoints with no more of them are not gone on from."""
+        """Number of updates made before; checkpoints with at most this many are not resumed."""
         self.held_up_s = 0.0
-        """Seconds that training waited for checkpoints so far."""
+        """Total seconds that training has waited for checkpoints."""
         if options is not None:
             self._joint = JointCheckpoints(
                 group, CheckpointDir(options.checkpoint_dir, keep=options.keep, best=options.best)
@@ -81,9 +81,9 @@ class Keeper:
             self._joint.check_writable()
 
     def begin(self) -> None:
-        """Before the first epoch: go on from the latest checkpoint or begin anew. Collective; a second call is none.
+        """Resume from the latest checkpoint or start over, before the first epoch. Collective at the first call.
 
-        Raises CheckpointError, on all ranks alike, where something could not be saved, before training starts.
+        Raises CheckpointError, on all ranks alike, if an object cannot be saved, before training starts.
         """
         if self._joint is None or self._options is None:
             return
@@ -96,7 +96,7 @@ class Keeper:
             self._measure()
 
     def resume(self, *, other_data: bool = False) -> bool:
-        """See `Loop.resume`. Collective."""
+        """Run `Loop.resume`. Collective."""
         joint = self._require("resuming")
         if self._place.num_updates != self.first_update or self._has_begun:
             raise self._refuse("resuming", "training has begun already", "Resume before the first epoch.")
@@ -129,23 +129,23 @@ class Keeper:
         return True
 
     def say_resumed(self) -> None:
-        """Say from where the run goes on, once it is known that it does. Not collective."""
+        """Report the position that the run resumes from, once training or an evaluation begins. Not collective."""
         if self._resumed:
             self._tell(self._resumed)
             self._resumed = ""
 
     def say_if_finished(self, num_epochs: int) -> None:
-        """Say instead that nothing is left to do, where that is so. Not collective."""
+        """Report instead that the run is finished, if it has made `num_epochs` epochs. Not collective."""
         if self._resumed and self._place.epoch >= num_epochs:
             self._resumed = ""
             self._tell(say_finished(self._require("resuming").folder.path, self._place.epoch, num_epochs))
 
     def say_nothing_left(self) -> None:
-        """Say that the stream of a resumed pass is shorter than where it goes on, or just as long."""
+        """Report that a resumed stream ends at or before the position to resume from."""
         self._tell(say_nothing_left(self._place.epoch, self._place.next_batch))
 
     def ask(self, metrics: Mapping[str, float] | None, *, in_batch: bool) -> None:
-        """See `Loop.save`. Collective where it is outside of epochs and batches."""
+        """Run `Loop.save`. Collective outside of epochs and batches."""
         self._require("saving")
         self._metrics = {name: float(value) for name, value in (metrics or {}).items()}
         if self._best is not None and metrics is not None and self._best[0] not in self._metrics:
@@ -157,14 +157,14 @@ class Keeper:
             self.wait()
 
     def after_update(self, next_batch: int, *, leaves: bool) -> None:
-        """Save where that is due, and always where all ranks leave. Collective where it saves.
+        """Save if it is due, and always if all ranks stop. Collective if it saves.
 
-        Raises SystemExit(75) on all ranks where they leave because of SIGTERM or SIGUSR1, once it is on the disk.
+        Raises SystemExit(75) on all ranks if they stop because of SIGTERM or SIGUSR1, once the checkpoint is on disk.
         """
         if self._joint is None or self._options is None:
             return
         self._num_updates += 1
-        if self._num_updates == 1:  # the optimizer has its state now
+        if self._num_updates == 1:  # the optimizer has its state from now on
             num_bytes = self._measure()
             if self._group.is_rank_zero:
                 self._joint.folder.reserve(num_bytes)
@@ -175,11 +175,11 @@ class Keeper:
 
     @property
     def has_latest(self) -> bool:
-        """True on rank 0 if a checkpoint to resume is in the directory. Not collective."""
+        """True on rank 0 if the directory has a checkpoint to resume. Not collective."""
         return self._joint is not None and self._group.is_rank_zero and (self._joint.folder.path / "latest").exists()
 
     def end_epoch(self) -> None:
-        """An epoch is over: the place is at the next one, and it is saved. Collective."""
+        """Advance to the next epoch and save. Collective."""
         self._place.end_epoch()
         if self._joint is not None:
             if self._best is not None and self._best[0] not in self._metrics and not self._is_metric_missed:
@@ -188,7 +188,10 @@ class Keeper:
             self._save(0)
 
     def leave(self) -> None:
-        """All ranks leave, and everything is saved. Raises SystemExit(75) where a signal asked for it. Collective."""
+        """Wait for the last save when all ranks stop.
+
+        Raises SystemExit(75) if a signal requested the stop. Collective.
+        """
         if self._joint is None:
             return
         is_written = self.wait()
@@ -201,11 +204,11 @@ class Keeper:
         self._is_unsaid = False
 
     def wait(self) -> bool:
-        """Wait until the last save is on the disk; whether it is, the same on all ranks. Collective."""
+        """Wait for the last save. True if it is on disk, the same on all ranks. Collective."""
         return self._joint is None or self._joint.wait()
 
     def release(self) -> None:
-        """Wait for what is being written, and let other processes write there. Not collective."""
+        """Wait for pending writes, and let other processes write to the directory. Not collective."""
         if self._joint is not None and self._group.is_rank_zero:
             self._joint.folder.close()
 
@@ -216,7 +219,7 @@ class Keeper:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Not collective: one rank may be here alone, with an exception."""
+        """Leave `epochs`. Not collective: one rank may exit alone, with an exception."""
         self.is_in_epochs = False
         if kind is None:
             self.say_resumed()
@@ -261,7 +264,7 @@ class Keeper:
         self.held_up_s += time.perf_counter() - began_s
 
     def _stream_state(self, next_batch: int) -> dict[str, Any]:
-        """What the stream that is being read needs to go on there, to be saved; nothing where that cannot be."""
+        """Return the state with which the current stream resumes there; {} if there is none or it cannot be saved."""
         state = self._place.stream_state(next_batch)
         if state is None:
             return {}
@@ -278,7 +281,7 @@ class Keeper:
         return on_all_ranks(self._group, lambda: measure({"weights": weights, "state": state}))
 
     def _collect(self) -> tuple[Weights, dict[str, Any]]:
-        """What is to be saved. What fails on one rank, such as a `state_dict()`, is raised on all. Collective."""
+        """Return the state to save. An error on one rank, e.g. in a `state_dict()`, is raised on all. Collective."""
         return on_all_ranks(self._group, lambda: self._things.collect(self._group))
 
     def _exit(self, name: str, is_written: bool) -> NoReturn:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where and how often a loop saves."""
+"""`KeepOptions`: the directory, frequency and retention of a loop's checkpoints."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from ddpilot.errors import LoopError
 
 @dataclass(frozen=True, kw_only=True)
 class KeepOptions:
-    """When a loop saves besides the ends of epochs, and what stays. Raises LoopError for what makes no sense."""
+    """Options for checkpoints: where, how often, and which ones to keep. Raises LoopError for invalid values."""
 
     checkpoint_dir: str | os.PathLike[str]
-    """A directory of the run's own; made where it is missing."""
+    """A directory for this run only; created if it does not exist."""
     keep: int | None = 3
-    """How many of the newest checkpoints stay; None: all."""
+    """Number of newest checkpoints to keep; None: all."""
     best: str | None = None
-    """"max acc" or "min loss": the best by that metric of `save(metrics=)` stays too."""
+    """"max acc" or "min loss": the best checkpoint by that metric of `save(metrics=)` is kept as well."""
     save_every_s: float | None = None
-    """Seconds after which a checkpoint is made in the middle of an epoch, by the clock of rank 0; None: never."""
+    """Interval in seconds between checkpoints within an epoch, by the clock of rank 0; None: only after epochs."""
     save_every_updates: int | None = None
-    """Updates after which one is made; None: never."""
+    """Interval in updates between checkpoints within an epoch; None: only after epochs."""
     resume: bool = True
-    """Whether to go on from the latest checkpoint; False: begin anew, and move what is there aside."""
+    """True: resume from the latest checkpoint; False: start over, and move existing ones to a subdirectory."""
 
     @classmethod
     def of(cls, checkpoint_dir: str | os.PathLike[str] | None, **given: Any) -> KeepOptions | None:
-        """The options, or None without a directory. LoopError for what says how to save where nothing is saved."""
+        """Return the options, or None without a directory. Raises LoopError for other options without a directory."""
         if checkpoint_dir is not None:
             return cls(checkpoint_dir=checkpoint_dir, **given)
         _check_resume(given.get("resume", True))

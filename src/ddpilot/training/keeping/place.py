@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a loop is: epoch, batch and pass over a loader; what it was saved as, and going on from there."""
+"""`Place`: a loop's position (epoch, batch, pass over a loader), how it is saved, and how it is resumed."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _MAX_FACTS = 64
 class Place:
     """The position of a loop in its training, the same on every rank.
 
-    An epoch is one or several passes over loaders. A resumed one leaves out those that it has behind it, and begins
-    the next in the middle where it was left there.
+    An epoch consists of one or more passes over loaders. A resumed epoch skips the passes that are complete, and starts
+    the next one at the batch where it stopped.
     """
 
     def __init__(self, seed: int, rank: int, world_size: int, accumulation: int = 1) -> None:
@@ -31,7 +31,7 @@ class Place:
         self.samples_seen = 0
         self.seed = seed
         self.accumulation = accumulation
-        """Batches that make one update."""
+        """Batches per update."""
         self._rank = rank
         self._world_size = world_size
         self._passes = 0
@@ -46,21 +46,21 @@ class Place:
         self._stream: tuple[int, Any] = (0, None)
 
     def go_to(self, epoch: int) -> None:
-        """Be at `epoch`, of which no pass has begun."""
+        """Set the position to the start of `epoch`."""
         self.epoch = epoch
         self._num_outside = 0
         self.begin_epoch()
 
     def begin_epochs(self) -> None:
-        """From now on epochs are counted by `Loop.epochs`: passes before it were none of them."""
+        """Let `Loop.epochs` count the epochs from now on: earlier passes outside of it are not counted."""
         self.epoch -= self._num_outside
         self._num_outside = 0
 
     def is_next_epoch(self, loader: object) -> bool:
-        """Would a pass over `loader`, outside of `Loop.epochs`, be the second one over its data in this epoch?
+        """True if a pass over `loader`, outside of `Loop.epochs`, would be the second one over its data in this epoch.
 
-        The same data is the same dataset; or one of the same length in batches of the same sizes, in place of a dataset
-        that is gone, as where a dataset is made for each epoch.
+        The data is the same if the dataset is; or if the earlier dataset no longer exists, as when each epoch creates
+        one, and length and batch sizes are equal.
         """
         facts, dataset = describe_data(loader), getattr(loader, "dataset", None)
         return any(
@@ -69,15 +69,15 @@ class Place:
         )
 
     def begin_epoch_outside(self) -> None:
-        """The next epoch begins, with a pass outside of `Loop.epochs`."""
+        """Advance to the next epoch, with a pass outside of `Loop.epochs`."""
         self.end_epoch()
         self.begin_epoch()
         self._num_outside += 1
 
     def begin_pass(self, loader: object, device: torch.device) -> bool:
-        """Begin a pass, with its random state; False where a resumed epoch has it behind it already.
+        """Begin a pass and set its random state; returns False if a resumed epoch has already completed it.
 
-        Raises MismatchedCheckpointError where `loader` has other data than the one that the resumed pass was over.
+        Raises MismatchedCheckpointError if the data of `loader` differ from those of the saved pass.
         """
         index = len(self._facts)
         if self._passes < self._num_to_skip:
@@ -95,33 +95,33 @@ class Place:
         return True
 
     def end_pass(self) -> None:
-        """All of it was read, or the loop over it was left for good."""
+        """Mark the pass as complete, also if the loop over it was left for good."""
         self.next_batch = 0
         self._stream = (0, None)
         self._passes += 1
 
     def note_stream(self, next_batch: int, state: Any) -> None:
-        """Before batch `next_batch` of this pass, its stream has `state`; None where it has none to say."""
+        """Record the `state` of the stream before batch `next_batch` of this pass; None if it has no state."""
         self._stream = (next_batch, state)
 
     def stream_state(self, next_batch: int) -> Any:
-        """What a stream needs to go on with batch `next_batch`; None where it is not known."""
+        """Return the state with which a stream resumes at batch `next_batch`; None if it is unknown."""
         known_batch, state = self._stream
         return state if next_batch and known_batch == next_batch else None
 
     def end_epoch(self) -> None:
-        """The next epoch begins."""
+        """Advance to the next epoch."""
         self.epoch += 1
         self._passes = self._num_to_skip = 0
         self._resumed = None
 
     def begin_epoch(self) -> None:
-        """Forget the passes of the epoch before, or of this one where it was left by `break`."""
+        """Forget the passes of the previous epoch, or of this one if it was left by `break`."""
         self._passes = 0
         self._facts, self._data = [], []
 
     def progress(self, next_batch: int) -> Progress:
-        """What a checkpoint says of this place, when the epoch goes on with `next_batch`."""
+        """Return the position for a checkpoint from which the epoch resumes at `next_batch`."""
         facts = self._facts[-1] if self._facts else {}
         return Progress(
             step=self.num_updates,
@@ -137,7 +137,7 @@ class Place:
 
     @property
     def facts(self) -> list[Facts]:
-        """What is known of the data of each pass of the epoch, as plain values."""
+        """Properties of the data of each pass in the epoch, as plain values."""
         return self._facts
 
     def go_on(
@@ -150,11 +150,11 @@ class Place:
         source: str = "",
         stream_state: Any = None,
     ) -> None:
-        """Be where `progress` says.
+        """Set the position to `progress`, from a checkpoint.
 
-        `facts`: as they were then; `rng`: random state to go on with, for a place in the middle of a pass.
-        `other_data`: an epoch may begin with other data. `source` names the checkpoint in errors. `stream_state`: of a
-        stream in the middle of a pass.
+        `facts`: the saved value of `facts`. `rng`: random states to restore, for a position within a pass.
+        `other_data`: True accepts different data at the start of an epoch. `source`: names the checkpoint in errors.
+        `stream_state`: state of a stream within a pass.
         """
         self.epoch, self.next_batch = progress.epoch, progress.batch
         self.num_updates, self.samples_seen = progress.step, progress.samples_seen
@@ -166,8 +166,8 @@ class Place:
         self._stream = (progress.batch, stream_state)
 
     def _check(self, now: Facts, before: Facts) -> None:
-        assert self._resumed is not None  # the caller has looked
-        # Where an epoch begins, another batch size or order loses no sample.
+        assert self._resumed is not None  # checked by the caller
+        # At the start of an epoch, a different batch size or order loses no samples.
         names = before.keys() if self.next_batch else before.keys() & {"dataset_length"}
         Progress(step=self._resumed.step, batch=self.next_batch, **before).require(
             source=self._source, **{name: now.get(name) for name in names}
@@ -184,16 +184,16 @@ class Place:
 
 
 def _refer_to(loader: object) -> Callable[[], object]:
-    """The dataset of `loader` as long as it is there, None after that."""
+    """Return a function that returns the dataset of `loader` while it exists, then None."""
     dataset = getattr(loader, "dataset", None)
     try:
         return weakref.ref(dataset)
-    except TypeError:  # a list, say
+    except TypeError:  # e.g. a list
         return lambda: dataset
 
 
 def describe_data(loader: object) -> Facts:
-    """What of the loader's data has to be the same for a position in it to mean the same."""
+    """Return the properties of the loader's data that a position in it depends on."""
     plan = getattr(loader, "plan", None)
     known = {
         "dataset_length": getattr(plan, "num_samples", None),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run with checkpoints says on stderr."""
+"""Messages of a run with checkpoints, printed to stderr."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _REASONS = {"SIGINT": "Ctrl-C", "time": "the time is up (`max_time_s`)"}
 
 
 def say_resumed(path: Path, progress: Progress, world_size: int, accumulation: int) -> str:
-    """From where a run goes on, and what is another now."""
+    """Return the resume message: position, and settings that changed."""
     place = f"epoch {progress.epoch}" + (f", batch {progress.batch}" if progress.batch else "")
     counts = " (`loop.batch.index` counts from there; enumerate() begins at 0)" if progress.batch else ""
     sizes = f", on {world_size} rank{'s' * (world_size > 1)}"
@@ -35,7 +35,7 @@ def say_resumed(path: Path, progress: Progress, world_size: int, accumulation: i
 
 
 def say_finished(folder: Path, num_done: int, num: int) -> str:
-    """That a run that was begun again has nothing left to do."""
+    """Return the message that a resumed run has no epochs left."""
     return (
         f"the run in {folder} is finished: it has made {num_done} epochs, and {num} are asked for. Ask for more epochs "
         "to train longer, or start from scratch with `resume=False`."
@@ -43,7 +43,7 @@ def say_finished(folder: Path, num_done: int, num: int) -> str:
 
 
 def say_left(reason: str, folder: Path, is_written: bool) -> str | None:
-    """Where a run was saved that was ended by Ctrl-C or by the clock; None for a stop that the program asked for."""
+    """Return the message for a run that Ctrl-C or the time limit stopped; None for other reasons."""
     if reason not in _REASONS:
         return None
     goes_on = ". The same lines resume there." if is_written else "."
@@ -51,12 +51,12 @@ def say_left(reason: str, folder: Path, is_written: bool) -> str | None:
 
 
 def say_saved(folder: Path, is_written: bool) -> str:
-    """Whether the last checkpoint is on the disk."""
+    """Return whether the last checkpoint was written, as text."""
     return f"the checkpoint in {folder} is written" if is_written else "the last checkpoint could not be written"
 
 
 def say_no_metric(best: str, name: str) -> str:
-    """That nothing can be chosen by the metric of `best`."""
+    """Return the message that the metric of `best` was not given."""
     return (
         f"there is no best checkpoint: `best` is {best!r}, and this epoch's has no {name!r}. Give it in the epoch: "
         f"loop.save({{{name!r}: ...}})."
@@ -64,7 +64,7 @@ def say_no_metric(best: str, name: str) -> str:
 
 
 def say_nothing_left(epoch: int, batch: int) -> str:
-    """That a resumed pass over a stream is at its end at once."""
+    """Return the message that a resumed stream has no batches left."""
     return (
         f"nothing was left of epoch {epoch}, which resumes at batch {batch}: the stream has none there. If it was "
         "longer before, it is a different one now."

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What belongs to a run and is saved with it: models, optimizers, and whatever else has a state_dict."""
+"""`Things`: the objects whose state a checkpoint holds (models, optimizers, anything with a state_dict), by name."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ Weights = dict[str, dict[str, torch.Tensor]]
 
 
 def has_state(thing: object) -> bool:
-    """Can `thing` be saved and restored?"""
+    """True if `thing` has `state_dict` and `load_state_dict`."""
     return all(callable(getattr(thing, method, None)) for method in ("state_dict", "load_state_dict"))
 
 
 class Things:
-    """Everything that a run saves, by name, in the order in which it was added."""
+    """The objects that a run saves, by name, in the order in which they were added."""
 
     def __init__(self) -> None:
         self._things: dict[str, Any] = {}
         self._optional: set[str] = set()
 
     def add(self, thing: Any, name: str | None = None, *, optional: bool = False) -> None:
-        """Take `thing` in; without a `name` it gets one by its kind, such as "model" or "optimizer2".
+        """Add `thing`; without a `name` it is named after its kind, such as "model" or "optimizer2".
 
-        One that is there already, also in another DDP, is replaced, and gets the new name. `optional`: a checkpoint may
-        lack it. Raises LoopError where the name is taken or no word, and for what has no `state_dict` and
-        `load_state_dict`.
+        An object that was added before, also inside a different DDP model, is replaced and gets the new name.
+        `optional`: True if a checkpoint may lack it. Raises LoopError if the name is taken or is not made of letters,
+        digits and `_`, and for an object without `state_dict` and `load_state_dict`.
         """
         if not has_state(thing):
             raise _refuse(f"a {type(thing).__name__}", "Keep what has `state_dict` and `load_state_dict`.")
@@ -60,7 +60,7 @@ class Things:
             self._optional.add(name)
 
     def replace(self, old: Optimizer, new: Optimizer) -> None:
-        """Keep `new` in the place and under the name of `old`, and no scheduler of `old` any more."""
+        """Replace `old` by `new` under the same name, and remove schedulers of `old`."""
         things = {name: other for name, other in self._things.items() if other is not new}
         is_schedule = (LRScheduler, ReduceLROnPlateau)
         self._things = {
@@ -70,14 +70,14 @@ class Things:
         }
 
     def name_of(self, thing: object) -> str:
-        """The name that `thing` has, also in another DDP; "" where it is not there."""
+        """Return the name of `thing`, also inside a different DDP model; "" if it was not added."""
         return next((name for name, other in self._things.items() if _inner(other) is _inner(thing)), "")
 
     def collect(self, group: GroupLike) -> tuple[Weights, dict[str, Any]]:
-        """Weights of the models, and state dicts of the rest, as they are now; rank 0's count.
+        """Return the models' weights and the state dicts of the other objects; those of rank 0 are saved.
 
-        Buffers become those of rank 0 first. Collective, also on a rank where something fails: CheckpointError, with
-        the name of the first that did, comes at the end.
+        Broadcasts the buffers of rank 0 first. Collective, also on a rank where an object fails: CheckpointError, with
+        the name of the first one that failed, is raised at the end.
         """
         weights: Weights = {}
         failure: CheckpointError | None = None
@@ -101,9 +101,9 @@ class Things:
         return weights, state
 
     def match(self, found: Checkpoint) -> Callable[[], None]:
-        """What puts everything into the state that is in the checkpoint `found`, which is read and compared here.
+        """Read and compare the checkpoint `found`; return a function that loads it into all objects.
 
-        Raises MismatchedCheckpointError with what differs: names, shapes, kinds and parameters of optimizers.
+        Raises MismatchedCheckpointError with the differences in names, shapes, optimizer classes and parameter groups.
         """
         state = found.state()
         self._check_names(found, state)
@@ -120,7 +120,7 @@ class Things:
                 model.n_averaged.copy_(state["extra"][name]["n_averaged"])
         for name, saved in (state["optimizers"] | state["others"]).items():
             thing = self._things.get(name)
-            if thing is None:  # a scaler, and this run is not in fp16
+            if thing is None:  # a scaler, and this run does not use fp16
                 continue
             try:
                 load_full_state(thing, saved) if isinstance(thing, Optimizer) else thing.load_state_dict(saved)
@@ -162,17 +162,17 @@ def _kind(thing: object) -> str:
 
 
 def _class_of(optimizer: Optimizer) -> str:
-    """The class that decides what the state means; of a sharded optimizer that of its shard."""
+    """Return the class name that determines the format of the state: for a sharded optimizer, of its shard."""
     return type(getattr(optimizer, "optim", optimizer)).__name__
 
 
 def _inner(thing: Any) -> Any:
-    """Of a model, the one whose weights are saved: without DDP, and without what `AveragedModel` adds to its copy."""
+    """Return the module whose weights are saved: without DDP, and without the wrapper of `AveragedModel`."""
     return _inner(thing.module) if isinstance(thing, DistributedDataParallel | AveragedModel) else thing
 
 
 def _split(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The state of a model by plain names: what safetensors can hold, and the rest."""
+    """Split the state of a model, by plain names, into tensors that safetensors supports and the rest."""
     state: dict[str, Any] = _inner(model).state_dict()
     plain = {short: state[full] for full, short in plain_names(state).items()}
     weights = {
