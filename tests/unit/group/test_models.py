@@ -52,7 +52,8 @@ def test_mix_sees_what_a_device_would_be_asked_for(tensor: torch.Tensor, monkeyp
     monkeypatch.setattr(models, "_CHUNK_WORDS", 64)
     assert number == models._mix(tensor)
     if tensor.numel():
-        changed = [tensor.flatten().flip(0), tensor * 2, tensor + 1]
-        changed[0][0] += 1  # ones are the same when they are reversed
+        changed = [tensor * 2, tensor + 1]
+        is_constant = bool((tensor == tensor.flatten()[0]).all())
+        changed += [] if is_constant else [tensor.flatten().flip(0)]
         changed.append(torch.cat([tensor.flatten()[:-1], tensor.flatten()[-1:] * 3 + 1]))
         assert all(models._mix(each) != number for each in changed)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -92,6 +93,18 @@ def test_a_message_of_several_that_run_as_one_is_the_other_side_of_a_receive() -
     zero.call("send", 4, peer=1, tag=0, state="unknown", **LATE)
     one.wait("recv", 5, peer=0, tag=0, via="recv", **LATE)
     assert look(alive(zero, COMPUTES), alive(one, AT_ITEM)) == ([], ())
+
+
+def test_the_other_side_of_a_receive_is_known_where_messages_cannot_be_counted() -> None:
+    """The rings hold the newest calls alone: a send of several that run as one counts as come, and none as missing."""
+    for sends, found in ((True, []), (False, [("DDP218", "warning")])):
+        zero, one = pair()
+        if sends:
+            zero.call("send", 4, peer=1, tag=0, state="unknown", **LATE)
+        one.wait("recv", 5, peer=0, tag=0, via="recv", **LATE)
+        logs = [replace(rank.log(), collectives=rank.log().collectives[1:]) for rank in (zero, one)]
+        codes, _ = look(alive(zero, COMPUTES, log=logs[0]), alive(one, AT_ITEM, log=logs[1]))
+        assert codes == found
 
 
 def test_messages_over_nccl_have_no_tags() -> None:
