@@ -23,7 +23,7 @@ _OF_CHILD = re.compile(
     r"|exited unexpectedly|process \d+ terminated with exit code"
 )
 SHIP_ERROR = "ShipError"
-"""ddpilot's own error for objects that cannot be pickled. It quotes Python's message but has the better advice."""
+"""ddpilot's own error for objects that cannot be pickled. It quotes Python's message; its own fix is more specific."""
 
 _GENERAL = "general: yes"
 _GAP = "..."
@@ -123,8 +123,8 @@ def find_cause(said: str, written: Sequence[str]) -> tuple[Entry, ...]:
     """Return the pages that explain why a process ended.
 
     `said`: the text of the exception that it raised, if any. `written`: the last lines that it wrote. The lines are
-    used if there was no exception, or if the exception only reports that a child process ended; in that case pages
-    found in the lines come before those of the exception.
+    searched if there was no exception, or if the exception only reports that a child process ended; pages found in
+    the lines then replace those of the exception.
     """
     known = find_known(said)
     if said and not is_of_child(said):

@@ -16,7 +16,7 @@ _PACKAGES = ("/site-packages/", "/dist-packages/")
 _GENERATED = "torchinductor_"
 _INTERACTIVE = ("<ipython-input-", "<stdin>", "<string>", "<cell")
 _COMMAND = "<string>"
-"""File name of code run by ``python -c``, as ddpilot's own start of ranks, and of methods of dataclasses."""
+"""File name of ``python -c`` code, including ddpilot's own that starts ranks, and of methods of dataclasses."""
 
 
 def is_ours(file: str) -> bool:

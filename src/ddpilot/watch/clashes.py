@@ -220,7 +220,7 @@ def find_origin(
 ) -> tuple[Party, Party] | None:
     """Find where two ranks first called collectives from different lines, which may have caused the mismatch at `seq`.
 
-    Returns their parties there; None if the logs do not reach back that far.
+    Returns their parties there; None if the lines do not differ, or the logs do not reach back far enough.
     """
     start = max(_first_seq(progress, one), _first_seq(progress, other))
     found, same = None, 0

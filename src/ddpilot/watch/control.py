@@ -185,8 +185,8 @@ def skips(source: Source, loop: ast.AST, line: int) -> list[Spot]:
 def may_start_over(source: Source, line: int) -> bool:
     """Return True if the iterable at `line` may be restarted when it is exhausted, for as long as something else lasts.
 
-    That is the case for an iterator advanced by `next`, or for a loop inside an outer one without a fixed number of
-    iterations, if the inner loop yields its items or is left from inside, as after a number of steps.
+    That is the case for `cycle(...)`, for `iter(...)` outside the head of a `for`, and for a loop inside an outer one
+    without a fixed number of iterations, if the inner loop yields its items or is left early, as after some steps.
     """
     statement = source.statement(line)
     if statement is None:

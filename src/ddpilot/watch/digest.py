@@ -80,9 +80,10 @@ def decode_digest(text: str) -> Digest:
 
 
 def move_clock(digest: Digest, *, unix_minus_monotonic_ns: int, after_ns: int, before_ns: int) -> Digest:
-    """Convert the digest to this machine's clock; `unix_minus_monotonic_ns` is the offset of its system clock.
+    """Convert the times of the digest to CLOCK_MONOTONIC of this machine.
 
-    The digest was written between `after_ns` and `before_ns`, which bounds the error if the system clocks disagree.
+    `unix_minus_monotonic_ns`: this machine's Unix time minus its CLOCK_MONOTONIC. The digest was written between
+    `after_ns` and `before_ns`, which bounds the error if the system clocks disagree.
     """
     written_ns = min(max(digest.unix_ns - unix_minus_monotonic_ns, after_ns), before_ns)
     by_ns = written_ns - digest.now_ns

@@ -77,7 +77,7 @@ def _find_in_chain(traceback: str) -> tuple[tuple[Entry, ...], str, str]:
 def put_first(known: Finding, findings: list[Finding]) -> str:
     """Insert `known` at the front of `findings`, unless these explain it.
 
-    Returns the fix of a finding that knows better what to do than the message does; empty if there is none.
+    Returns the fix of a finding if it is more specific than that of the message; empty otherwise.
     """
     if not is_explained(known, findings):
         findings.insert(0, known)

@@ -75,7 +75,7 @@ def _code_of(wait: Wait, gone: RankView | None, has_died: bool) -> str:
 
 
 def _blame(view: JobView, gone: Sequence[int], fates: Mapping[int, Fate]) -> tuple[int, ...]:
-    """Return the ranks, of those that have ended, that started it; all of them ended in the same way."""
+    """Return the ranks, of those in `gone`, that ended first; all of them ended in the same way."""
     firsts = [rank for rank in first_deaths(view, dict(fates)) if rank in gone]
     for state in ("died", "finished", "victim"):
         of_state = [rank for rank in (firsts if state == "died" and firsts else gone) if fates[rank].state == state]

@@ -42,10 +42,7 @@ def say_other_calls(progress: Progress, seq: int, one: tuple[int, ...], other: t
 
 
 def say_left_order(progress: Progress, seq: int, one: tuple[int, ...], other: tuple[int, ...]) -> str:
-    """Return a sentence if at `seq` one side makes the usual call and the other one that belongs elsewhere.
-
-    Empty otherwise.
-    """
+    """Return a sentence if one side makes the usual call at `seq` and the other a known other call; else empty."""
     for keeps, leaves in ((one, other), (other, one)):
         before, mine, theirs = progress.at(keeps[0], seq - 1), progress.at(keeps[0], seq), progress.at(leaves[0], seq)
         if before is None or mine is None or theirs is None:

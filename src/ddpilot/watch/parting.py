@@ -241,7 +241,7 @@ def _same_loop(source: Source, file: str, common: Sequence[Block], line: int) ->
 def _own_guards(
     source: Source, side: Side, frame: Frame, own: Sequence[Block], other: Side, there: Frame
 ) -> list[Spot]:
-    """Return conditions of `frame` that do not apply to the line `there`; a return before both lines splits neither."""
+    """Return conditions of `frame` that do not apply to `there`; a return before both lines is common to both."""
     other_lines = {spot.line for spot in guards(source, (), there.line)}
     found = guards(source, own, frame.line, _callee(side.chain, frame))
     return [spot for spot in _deciding(found, frame.file, other) if spot.line not in other_lines]

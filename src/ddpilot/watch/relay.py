@@ -84,7 +84,7 @@ def _split(text: str, size: int) -> list[str]:
 
 @dataclass(slots=True)
 class Sender:
-    """What a different node has sent so far."""
+    """What one of the other nodes has sent so far."""
 
     offset_ns: int | None = None
     """From its clock to the clock here; too large by at most the shortest transfer time of its bundles."""

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules that find errors of training in what the ranks' guards noted: one module per subject."""
+"""Rules that find errors in training from what the ranks' guards noted: one module per subject."""

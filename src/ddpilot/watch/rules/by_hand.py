@@ -82,7 +82,7 @@ def _between(log: RankLog, since_ns: int, until_ns: int) -> Iterator[Collective]
 
 
 def tell_left_out(units: Units, first: Moment, proof: Moment, line: Line) -> Finding:
-    """Return the finding for parameters, different at `proof`, that the program omits when averaging at `line`."""
+    """Return the finding for parameters that the averaging at `line` omits and that differ at `proof`."""
     rank = min(proof.steps)
     unit = units[rank]
     called = dict(zip(unit["names"], unit["called"], strict=True))

@@ -38,10 +38,10 @@ WAIT_NS = 300_000_000
 """How long to wait for ranks that have not noted a step yet before the others are compared."""
 
 NUM_UNLIKE = 5
-"""Consecutive checked steps with equal gradients and different weights before these are reported."""
+"""Consecutive checked steps with equal gradients and different weights after which the weights are reported."""
 
 _MAX_REDUCED = 3
-"""Averaging found this often by other means than DDP is intended, and not checked again."""
+"""After this many checks that found averaging without DDP, it counts as intended."""
 
 _MAX_ASKED = 8
 """Maximum number of logs searched for averaging by the program; each search takes milliseconds."""

@@ -63,7 +63,7 @@ class PaddedEvaluation(WaitingRule):
         return ()
 
     def _gather_samples(self, by_rank: Mapping[int, Mapping[str, Any]]) -> bool:
-        """True if one of two visible ranks has gathered something as long as a batch since the pass began."""
+        """True if ranks have, or may have, gathered something as long as a batch since the pass began."""
         logs = ((self._context.log(rank), facts) for rank, facts in by_rank.items())
         seen = list(islice(((log, facts) for log, facts in logs if log is not None), 2))
         if not seen:

@@ -15,7 +15,7 @@ from ddpilot.watch.rules.waiting import WaitingRule
 
 
 class NotFinite(WaitingRule):
-    """Reports where it began, once an optimizer step has written non-finite values into finite weights.
+    """Reports where non-finite values began, once an optimizer step has written them into finite weights.
 
     A non-finite loss or gradient alone is not an error: a scaler, or the program, may skip that step.
     """

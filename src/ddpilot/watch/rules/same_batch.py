@@ -134,7 +134,7 @@ class SameBatch(PromptRule):
 
 
 def _fix(loader: Mapping[str, Any]) -> str:
-    """Return what to do if `loader` gave the batches."""
+    """Return the fix. `loader`: the notes on the loader that gave the batches; empty if none did."""
     sampler = loader.get("sampler") or {}
     if loader and not sampler:
         return (

@@ -19,7 +19,7 @@ MIN_SAMPLES = 16
 
 
 class SmallBatchNorm(WaitingRule):
-    """Reports DDP models whose first three training forwards had fewer samples, as noted by a probe."""
+    """Reports DDP models whose first three training forwards had fewer than `MIN_SAMPLES`, as noted by a probe."""
 
     codes: tuple[str, ...] = ("DDP408",)
     kinds: tuple[str, ...] = ("norms",)

@@ -58,7 +58,7 @@ class StepsTaken:
         return self._last.get(rank, (-1, 0))
 
     def find_skipped(self) -> Skipped | None:
-        """Return the first step that one rank took and another skipped, with steps of both before and after it."""
+        """Return the first step that a rank skipped, in the range that all ranks cover; None if there is none."""
         begun = max((order[0] for order in self._order.values()), default=((0, 0), 0))[0]
         ended = min((order[-1] for order in self._order.values()), default=((0, 0), 0))[0]
         taken = {rank: dict(order) for rank, order in self._order.items()}
