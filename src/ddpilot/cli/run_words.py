@@ -99,7 +99,7 @@ class Words:
 
 
 def split_words(words: Sequence[str]) -> Words:
-    """Separate ddpilot's options from the script's. Raises LaunchError, with corrected words, for unknown options."""
+    """Separate ddpilot's options from the script's. Raises LaunchError, with the correction, if that is impossible."""
     if words and not _is_option(words[0]) and words[0] != "--":
         script, after = words[0], list(words[1:])
         ours, args = _cut(after)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check from the process table whether another process on this machine is exiting. Linux only."""
+"""Check in ``/proc`` whether a process on this machine is exiting. Linux only."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from ddpilot.launching.elastic.stopping import OutputClosedError
 from ddpilot.launching.failures import Failure, build_error, choose_failure, find_words_of_child
 
 _NEWS_GRACE_S = 2.0
-"""Seconds that a victim waits for another node to report the cause."""
+"""Seconds that a victim waits for a different node to report the cause."""
 
 _SIGN_AFTER_S = 1.0
 _GONE_S = 3.5

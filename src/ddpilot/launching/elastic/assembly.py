@@ -41,7 +41,7 @@ def run_assembled(
     variables: Mapping[str, str],
     accompany: Accompany | None = None,
 ) -> None:
-    """Run the ranks of this node to the end of the job. Raises the errors that `run_script` documents.
+    """Run the ranks of this node to the end of the job. Raises the errors that `run_prepared` documents.
 
     `endpoint`: address of the store, None for a rendezvous backend of torch; `folder`: for the ranks' reports;
     `variables`: for the ranks' environment, in addition to torch's; `accompany`: makes the observer of an attempt.

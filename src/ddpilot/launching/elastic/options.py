@@ -69,7 +69,7 @@ class RunOptions:
     """Seconds without a heartbeat of another node after which this node terminates its ranks."""
 
     max_restarts: int = 0
-    """Number of times that all ranks are restarted after a failure."""
+    """Maximum number of times that all ranks are restarted after a failure."""
 
     monitor_interval_s: float = 0.1
     """Seconds between two polls of the ranks."""

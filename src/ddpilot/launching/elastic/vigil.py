@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Show a notice when another node sends no heartbeats, and raise after `node_timeout_s`."""
+"""Show a notice if a node stops sending heartbeats, and raise after `node_timeout_s`."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def _split(endpoint: str) -> tuple[str, int]:
 
 
 def _ask(addr: str, port: int) -> str:
-    """What answers there: "nobody (why)", "torch's store" or "something that is no torch store"."""
+    """What answers at the address: "nobody (why)", "torch's store" or "something that is no torch store"."""
     number = struct.pack("=I", 20113)
     try:
         with socket.create_connection((addr, port), timeout=_ANSWER_S) as connection:

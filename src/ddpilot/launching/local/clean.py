@@ -27,7 +27,7 @@ class CleanWatch:
         self._num_threads = count_threads()
 
     def check(self, module: str) -> None:
-        """Set `dirty` if `module`, which was just imported, made forking unsafe."""
+        """Set `dirty` if importing `module`, the last import, made forking unsafe."""
         if self.dirty is None and cuda_driver_in_use():
             self.dirty = f"importing `{module}` initialised the CUDA driver"
         elif self.dirty is None and count_threads() > self._num_threads:

@@ -175,7 +175,7 @@ class Server:
             self._jobs[channel].abandon()
             self._selector.unregister(channel)
             return
-        self._jobs[channel].handle(request, fds)  # a child leaves it by Forked and keeps the descriptors
+        self._jobs[channel].handle(request, fds)  # in a child this raises Forked, so the descriptors stay open
         wire.close_all(fds)
 
     def _on_child(self) -> None:

@@ -68,7 +68,7 @@ class Supervisor:
 
         `answers`: messages that the rank server sent while the ranks were being started.
 
-        When it returns or raises, no process of the launch is left.
+        When it returns or raises, all processes of the launch have exited.
         """
         with self._selector:
             self._selector.register(self._interrupts.fd, selectors.EVENT_READ, self._interrupts.clear)
