@@ -31,7 +31,7 @@ class DdpMagics(Magics):
     @needs_local_scope
     @line_cell_magic
     def ddp(self, line: str, cell: str | None = None, local_ns: dict[str, Any] | None = None) -> Any:
-        """Ranks that stay: ``%ddp start -n 2`` starts them, ``%%ddp`` runs a cell on them, ``%ddp help`` says more."""
+        """Persistent ranks: ``%ddp start -n 2`` starts them, ``%%ddp`` runs a cell there, ``%ddp help`` shows more."""
         try:
             if cell is None:
                 return self._verb(line, local_ns)

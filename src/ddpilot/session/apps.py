@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`App`: prepares the ranks of a session for a training library.
+"""`App`: how a training library prepares each rank of a session.
 
 To add one, declare an `App` and name it in the entry-point group "ddpilot.apps". The module that declares it is also
 imported in the notebook, so its top level must import neither the library nor torch.
@@ -37,7 +37,7 @@ class AppContext:
     verbose: bool
     """True if the session was started with `verbose`."""
     seed: int | None
-    """The seed that every rank was started with; None if the session was started without one."""
+    """The seed that every rank was started with; None if each rank has a random seed of its own."""
     enter_group: Callable[[], Any]
     """Returns this rank's `Group`. Enters the process group if the rank is not in one, which is collective."""
     is_everywhere: Callable[[], bool]

@@ -55,7 +55,7 @@ class Bystanders:
             )
 
     def explain(self, error: RankError) -> None:
-        """Do nothing: which ranks run the cell can be why they behave differently."""
+        """Do nothing: a cell that runs on some of the ranks treats ranks differently on purpose."""
 
     def close(self, *, is_ok: bool) -> None:
         """Do nothing."""

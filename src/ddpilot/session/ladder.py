@@ -125,13 +125,14 @@ class Ladder:
         self._free_ids = {sent: other for sent, other in self._free_ids.items() if other != rank}
 
     def interrupt_late(self, rank: int) -> None:
-        """Interrupt a rank that starts its part only now, after the cell has already failed."""
+        """Interrupt a rank that starts its part only now, after the cell has failed or was interrupted."""
         self._signal((rank,), signal.SIGINT)
 
     def _is_group_untouched(self) -> bool:
         """True if no rank has used the group in this cell, or all failed alike.
 
-        A rank outside the group may have begun to enter it, so that the store already counts it as a member.
+        False if a rank is outside the group: it may have begun to enter it, and the store already counts it as a
+        member.
         """
         reports = [part.report for part in self._outcome.parts.values()]
         if self._ranks.standing.dead or any(report is None or not report.has_group for report in reports):

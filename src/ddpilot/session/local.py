@@ -191,7 +191,7 @@ class LocalRanks:
         handle.close()
 
     def _on_control(self, handle: RankHandle) -> None:
-        """Read what the process reports about its own end: the result or exception of the launched function."""
+        """Read what the process reports about its own end: whether the launched function returned or raised."""
         try:
             message, fds = wire.receive(handle.control)
         except wire.Closed:

@@ -42,7 +42,7 @@ class SessionOptions(WatchOptions):
     """Backend of the process group ("gloo", "nccl", "cpu:gloo,cuda:nccl"); None: chosen for the device."""
 
     seed: int | None = None
-    """Seed for `random`, torch and numpy, the same on every rank; None: ranks are not seeded."""
+    """Seed for `random`, torch and numpy, the same on every rank; None: a random seed, different on every rank."""
 
     apps: tuple[str, ...] = ()
     """Names of apps that prepare a training library on every rank, such as "fastai"."""

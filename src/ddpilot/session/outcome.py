@@ -68,7 +68,7 @@ class Outcome:
 
     @property
     def at_work(self) -> tuple[int, ...]:
-        """Ranks that have not reported how their part ended. Ranks that are only `busy` may still send output."""
+        """Ranks that have not reported how their part ended. The other `busy` ranks only have output left to send."""
         return tuple(part.rank for part in self.parts.values() if not part.is_over and part.report is None)
 
     @property

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def own_names(namespace: Mapping[str, Any]) -> list[str]:
-    """Return the names in `namespace` that were not set by IPython itself, as `open` and `Out` are."""
+    """Return the names in `namespace` except those that IPython itself sets, such as `open` and `Out`."""
     from IPython import get_ipython
 
     hidden = getattr(get_ipython(), "user_ns_hidden", {})

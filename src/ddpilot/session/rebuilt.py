@@ -49,7 +49,10 @@ def describe_differences(values: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _describe_disagreements(plain: Sequence[str], named: Mapping[str, str]) -> Iterator[str]:
-    """`plain`: a sentence for each differing parameter; `named`: a sentence by variable that holds such a model."""
+    """Yield messages about differing models.
+
+    `plain`: a sentence per parameter; `named`: one per variable that holds a model.
+    """
     yield from list(named.values() or plain)[:_MAX_LINES]
     if any("numbers of DDP models" in text or "different models" in text for text in plain):
         yield "run the cells that make the models again, on all ranks, before the next step"

@@ -73,7 +73,8 @@ class RankShell(ZMQInteractiveShell):
     """Number of the cell that is about to run; None once its text is in `In`."""
 
     _debugs: bool | None = None
-    """While a traceback is formatted: True if pdb will open afterwards (`%pdb on`). Else None."""
+    """While a traceback is formatted: True if pdb is to open afterwards (`%pdb on`), else False. None at other
+    times."""
 
     is_freed = False
     """True if the rank was freed while this cell ran, so that its error follows from another rank's failure."""
@@ -148,7 +149,10 @@ class RankShell(ZMQInteractiveShell):
             super().atexit_operations()
 
     def init_prompts(self) -> None:
-        """Do not set `sys.ps1`, by which libraries detect an interactive prompt: Lightning then refuses or forks."""
+        """Do not set `sys.ps1`.
+
+        Libraries take it for an interactive prompt, and then refuse to run or use fork, as Lightning does.
+        """
 
     def enable_gui(self, gui: Any = None) -> None:
         """Do nothing: a rank has no windows."""

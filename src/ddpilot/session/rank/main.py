@@ -40,7 +40,10 @@ def serve_kernel(start: KernelStart) -> None:
 
 
 def _wake_on_signals() -> None:
-    """Make signals wake the kernel's event loop: an interrupt of an awaiting cell would wait for the next message."""
+    """Make signals wake the kernel's event loop.
+
+    Otherwise the interrupt of a cell that awaits something would take effect only at the next message.
+    """
     loop = ioloop.IOLoop.current()
     woken, waker = socket.socketpair()
     for end in (woken, waker):
