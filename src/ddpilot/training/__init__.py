@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training loop of one's own that gives the same numbers at any world size."""
+"""Custom training loops with the same results at any world_size: preparing, updates, metrics and checkpoints."""

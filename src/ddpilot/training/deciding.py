@@ -95,7 +95,7 @@ class Decider:
     def begin(self, *, count: float = 0.0, is_bad: bool = False, more: Sequence[float] = ()) -> None:
         """Send this rank's flags; `finish` returns the result. Collective. At most one exchange may be in flight.
 
-        `more`: further numbers to sum, equally many on every rank.
+        `more`: further numbers to sum, the same number of them on every rank.
         """
         now_s = self._clock()
         if self._deadline is not None and now_s > self._deadline:

@@ -38,7 +38,7 @@ class Loop(PreparingLoop, KeepingLoop, LookingLoop):
     unchanged), "bf16" or "fp16". `max_time_s`: seconds after which all ranks stop together, counted from the first
     `epochs` or `batches`; None: no limit.
     `check_finite`: raise NonFiniteError on all ranks if a loss is NaN or infinite (with fp16, updates that overflow are
-    skipped instead). `backend`, `timeout_s`: arguments of `init_group`, which initializes or adopts the process group,
+    skipped instead). `backend`, `timeout_s`: arguments of `init_group`, which initialises or adopts the process group,
     also for a single rank. `group`: use this group instead.
 
     `checkpoint_dir`: a directory for this run only, in which a checkpoint is saved after each epoch and when all ranks
@@ -220,12 +220,12 @@ class Loop(PreparingLoop, KeepingLoop, LookingLoop):
         return is_open
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
-        """Context for forward and backward of one batch: gradients are all-reduced only with the last batch of a group.
+        """Context manager for the forward and backward pass of one batch.
 
-        Pass the prepared models for which the backward pass inside computes gradients. Raises LoopError for models that
-        were not prepared, at any number of ranks, and if the forward pass bypassed DDP, so that gradients were not
-        all-reduced. Raises OutOfMemoryError if memory runs out inside, on this rank only: the other ranks end as after
-        any error of one rank.
+        Gradients are all-reduced only with the last batch of an accumulation group. Pass the prepared models for which
+        the backward pass inside computes gradients. Raises LoopError for models that were not prepared, at any number
+        of ranks, and if the forward pass bypassed DDP, so that gradients were not all-reduced. Raises OutOfMemoryError
+        if memory runs out inside, on this rank only: the other ranks end as after any error of one rank.
         """
         if models != self._known:
             self._trained.check(models, self.rank)
@@ -292,7 +292,7 @@ class Loop(PreparingLoop, KeepingLoop, LookingLoop):
         updates, and always before the end of the epoch and before a save). A backward pass after the error starts
         without gradients. Raises LoopError, at any number of ranks, for parameters that belong to no prepared model,
         and in `batches` for gradients without any `loop.backward`; with several ranks also for gradients of a forward
-        pass that bypassed DDP. To update such parameters, call `optimizer.step()`.
+        pass that bypassed DDP. If that is intended, call `optimizer.step()`.
 
         `scheduler`: a ReduceLROnPlateau gets the update's mean loss over all ranks; it has to be prepared. `closure`:
         for optimizers that compute the loss several times per update (LBFGS, SAM): a function that runs forward and

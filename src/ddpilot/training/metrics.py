@@ -96,7 +96,8 @@ def _make(name: str, metric: Any, device: torch.device) -> Meter:
 def _can_merge(metric: Any) -> bool:
     """True if the ranks' states can be merged exactly, with torchmetrics' `merge_state`.
 
-    Not for means, which `merge_state` weights by the number of updates instead of samples, and not inside a wrapper.
+    Not for means, which `merge_state` weights by the number of updates instead of samples, nor for metrics that wrap
+    others.
     """
     joins = {"dim_zero_sum", "dim_zero_cat", "dim_zero_max", "dim_zero_min"}
     reductions = [getattr(one, "__name__", "") for one in getattr(metric, "_reductions", {"": None}).values()]

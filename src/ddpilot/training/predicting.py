@@ -41,7 +41,7 @@ def predict(
     on_all_ranks: bool = False,
     forward: Callable[[nn.Module, Any], Any] | None = None,
 ) -> Any:
-    """Run `Loop.predict`. Collective. An I/O error on rank 0 is raised on all ranks, at the end."""
+    """Implement `Loop.predict`. Collective. An I/O error on rank 0 is raised on all ranks, at the end."""
     sink: _Sink | None = None
     failure: Exception | None = None
     if group.is_rank_zero or (on_all_ranks and to is None):

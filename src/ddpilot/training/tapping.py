@@ -84,7 +84,7 @@ class Taps:
     def _listen(self, parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Callable[[], object]:
         """Register `hook` on `parameter`.
 
-        Returns a function that removes it, which also runs when these taps are collected.
+        Returns a function that removes it, which is also called when this object is garbage-collected.
         """
         stop: Callable[[], object] = parameter.register_hook(hook).remove  # type: ignore[no-untyped-call]
         weakref.finalize(self, stop)  # the parameter may outlive the loop

@@ -30,7 +30,7 @@ from ddpilot.training.wrapping import sync_buffers, unwrap
 
 
 def clear_gradients(optimizer: Optimizer) -> None:
-    """Call `optimizer.zero_grad()`; torch's own is replaced by the same without its profiler overhead."""
+    """Clear the gradients of `optimizer`, as `zero_grad()` does, but without the profiler overhead of torch's own."""
     if getattr(optimizer.zero_grad, "__func__", None) is not Optimizer.zero_grad:
         optimizer.zero_grad(set_to_none=True)
         return
@@ -149,7 +149,7 @@ class Updates:
     def backward(
         self, loss: torch.Tensor, count: float | None, scaler: torch.amp.GradScaler | None, retain_graph: bool
     ) -> None:
-        """Run `Loop.backward`. Collective if gradients are all-reduced or `count` is given."""
+        """Implement `Loop.backward`. Collective if gradients are all-reduced or `count` is given."""
         self._drop_spoilt()
         self._check_loss(loss)
         self._is_whole = False

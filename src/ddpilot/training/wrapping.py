@@ -48,7 +48,7 @@ def wrap(model: nn.Module, group: GroupLike, options: DdpOptions | None = None) 
     wrapped = PreparedDDP(model, **arguments)
     if options.comm is not None:
         compress(wrapped, options.comm)
-    if not HAS_FORWARD_SYNC:  # older versions of torch then do not sync buffers at construction
+    if not HAS_FORWARD_SYNC:  # without it, older versions of torch do not sync buffers at construction
         sync_buffers(model, group)
     return wrapped, tuple(choices)
 

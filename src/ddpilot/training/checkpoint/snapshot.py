@@ -35,8 +35,8 @@ class Snapshots:
     def take(self, tree: Mapping[str, Any]) -> dict[str, Any]:
         """Return a copy of `tree` on the CPU, detached.
 
-        `tree`: nested dicts, lists, tuples and sets of numbers, strings and dense tensors. Tensors that share memory
-        and shape are copied once. Raises CheckpointError with the path of a value that cannot be saved.
+        `tree`: nested dicts, lists, tuples and sets of numbers, strings and dense tensors. Identical tensors
+        are copied once and remain shared. Raises CheckpointError with the path of a value that cannot be saved.
         """
         self._arena.reset()
         copying = _Copying(self._arena)

@@ -96,7 +96,7 @@ class Keeper:
             self._measure()
 
     def resume(self, *, other_data: bool = False) -> bool:
-        """Run `Loop.resume`. Collective."""
+        """Implement `Loop.resume`. Collective."""
         joint = self._require("resuming")
         if self._place.num_updates != self.first_update or self._has_begun:
             raise self._refuse("resuming", "training has begun already", "Resume before the first epoch.")
@@ -145,7 +145,7 @@ class Keeper:
         self._tell(say_nothing_left(self._place.epoch, self._place.next_batch))
 
     def ask(self, metrics: Mapping[str, float] | None, *, in_batch: bool) -> None:
-        """Run `Loop.save`. Collective outside of epochs and batches."""
+        """Implement `Loop.save`. Collective outside of epochs and batches."""
         self._require("saving")
         self._metrics = {name: float(value) for name, value in (metrics or {}).items()}
         if self._best is not None and metrics is not None and self._best[0] not in self._metrics:
@@ -175,7 +175,7 @@ class Keeper:
 
     @property
     def has_latest(self) -> bool:
-        """True on rank 0 if the directory has a checkpoint to resume. Not collective."""
+        """True on rank 0 if the directory has a checkpoint to resume; False on the other ranks. Not collective."""
         return self._joint is not None and self._group.is_rank_zero and (self._joint.folder.path / "latest").exists()
 
     def end_epoch(self) -> None:
