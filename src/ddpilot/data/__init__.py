@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which samples each rank takes: exactly those of one process, at any world size."""
+"""Data loading: each global batch has the same samples at any world size, and each rank reads its piece of it."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a loader hands to the loop for each global batch, and what a batch of no samples looks like."""
+"""`LocalBatch`, a rank's piece of a global batch, and empty batches."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ from numpy.typing import NDArray
 from ddpilot.data.glimpses import Glimpse
 
 
-@dataclasses.dataclass(eq=False, slots=True)  # frozen, making one would take four times as long
+@dataclasses.dataclass(eq=False, slots=True)  # creating a frozen one would take four times as long
 class LocalBatch:
     """This rank's piece of one global batch."""
 
     data: Any
-    """The piece, collated. Where `count` is 0: the same structure, dtypes and shapes, with zero rows."""
+    """The piece, collated. If `count` is 0: the same structure, dtypes and shapes, with zero rows."""
 
     index: int
     """Number of the global batch in its epoch, from 0."""
 
     count: int
-    """Samples of this rank; 0 where a last batch has fewer samples than there are ranks."""
+    """Number of samples on this rank; 0 if a last batch has fewer samples than there are ranks."""
 
     global_count: int | None
-    """Samples of all ranks together. None where the loader `is_joint`: the ranks have to add up their counts."""
+    """Number of samples on all ranks. None if the loader `is_joint`: the ranks have to add up their counts."""
 
     sample_ids: NDArray[np.int64]
-    """Numbers of the samples in the dataset, shape (`count`,), in the order of `data`; -1 where an iterable dataset
-    divides itself and nobody numbers them."""
+    """Indices of the samples in the dataset, shape (`count`,), in the order of `data`; -1 if an iterable dataset
+    divides itself, as its samples are not numbered."""
 
     stream_state: Any = None
-    """For an iterable dataset with `state_dict`: its state after this batch, the same on every rank. Else None, and
+    """For an iterable dataset with `state_dict`: its state after this batch, equal on every rank. None otherwise, and
     after a last batch that is smaller."""
 
     first_seen: Glimpse | None = None
-    """Of a stream that every rank reads as a whole: the first sample of the global batch, to be compared between ranks.
-    None for anything else, and where samples are not seeded: they may differ then."""
+    """For a stream that every rank reads as a whole: a glimpse of the first sample of the global batch, to compare
+    between ranks. None otherwise, and without `seed_samples`, when samples may differ."""
 
 
 def without_rows(one: Any, two: Any) -> Any:
-    """A batch of no samples, made of a batch of one sample (`one`) and of that sample twice (`two`).
+    """Make a batch without samples, from a batch of one sample (`one`) and a batch of that sample twice (`two`).
 
-    What is twice as long in `two` holds rows and loses them: dimensions of tensors and arrays, lists, tuples. What is
-    the same in both (a number, a shape) stays, and so does an object of a class that is none of these or a dataclass.
+    What is twice as long in `two` contains rows and loses them: dimensions of tensors and arrays, lists, tuples. What
+    is equal in both (a number, a shape) stays, as do objects that are neither containers nor dataclasses.
     """
     if isinstance(one, torch.Tensor | np.ndarray):
         if one.ndim != two.ndim:
@@ -68,7 +68,7 @@ def without_rows(one: Any, two: Any) -> Any:
 
 
 def _with_items(data: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """A mapping of the class of `data` (an OrderedDict, a tokenizer's encoding) with these items."""
+    """Return a mapping of the class of `data` (an OrderedDict, a tokenizer's encoding) with these items."""
     if type(data) is dict:
         return items
     result: Any = copy.copy(data)
@@ -78,7 +78,7 @@ def _with_items(data: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
 
 
 def _with_attributes(data: Any, values: dict[str, Any]) -> Any:
-    """A copy of the dataclass `data`, frozen ones too, without a call of its `__init__`."""
+    """Return a copy of the dataclass `data`, which may be frozen, without calling `__init__`."""
     result = copy.copy(data)
     for name, value in values.items():
         object.__setattr__(result, name, value)

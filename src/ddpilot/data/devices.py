@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moves a batch to a device, whatever it is made of."""
+"""Move the tensors of a nested batch to a device."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ import torch
 
 
 def to_device(batch: Any, device: torch.device | str, *, non_blocking: bool = True) -> Any:
-    """`batch` with every tensor of it on `device`. Not collective.
+    """Return `batch` with all of its tensors on `device`. Not collective.
 
-    Goes into tuples, named tuples, lists, mappings and dataclasses, which keep their class, and calls `.to(device)` of
-    objects that have one; anything else stays as it is, and so does what is on `device` already. `non_blocking`
-    (default True): a copy from pinned memory goes on while the host does; from other memory it waits, as torch does.
+    Recurses into tuples, named tuples, lists, mappings and dataclasses, which keep their class, and calls `.to(device)`
+    of objects that have this method; other objects, and tensors already on `device`, are returned unchanged.
+    `non_blocking` (default True): copies from pinned memory are asynchronous; copies from other host memory are not, as
+    in torch.
     """
     if isinstance(batch, torch.Tensor):
         if batch.device == device:
             return batch
-        # The other way, from a device to the host, the tensor would be there before its values are.
+        # From a device to the host, an asynchronous copy would return the tensor before it has its values.
         return batch.to(device, non_blocking=non_blocking and batch.device.type == "cpu")
     if type(batch) in (list, tuple):
         return type(batch)([to_device(part, device, non_blocking=non_blocking) for part in batch])
@@ -39,7 +40,7 @@ def to_device(batch: Any, device: torch.device | str, *, non_blocking: bool = Tr
         result = copy.copy(batch)
         for field in dataclasses.fields(batch):
             value = to_device(getattr(batch, field.name), device, non_blocking=non_blocking)
-            object.__setattr__(result, field.name, value)  # frozen ones too, and without a call of `__init__`
+            object.__setattr__(result, field.name, value)  # works for frozen ones and does not call `__init__`
         return result
     return batch
 
@@ -48,7 +49,7 @@ def _call_to(batch: Any, device: torch.device | str, non_blocking: bool) -> Any:
     try:
         return batch.to(device, non_blocking=non_blocking)
     except TypeError:
-        return batch.to(device)  # many classes take the device alone
+        return batch.to(device)  # many classes accept only the device
 
 
 def _move_mapping(batch: Mapping[Any, Any], device: torch.device | str, non_blocking: bool) -> Any:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of an epoch's samples: a function of a seed and an epoch, never of a rank or a world size.
+"""The order of an epoch's samples: a function of seed and epoch, never of rank or world size.
 
-Only numpy's bit generators and seed sequences are used, whose streams numpy promises to keep for ever; those of
-`Generator.permutation` and `choice` may change between versions, and a checkpoint has to resume under a newer one.
+Uses only NumPy's bit generators and seed sequences, whose streams are stable by NumPy's policy. `Generator.permutation`
+and `choice` may change between versions, but a checkpoint has to resume with a newer one.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _ORDER = 0x0D0E
 
 
 def draw_permutation(num_samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """A permutation of 0 to `num_samples` - 1, the same for the same `seed` and `epoch` on every machine."""
-    # Numbers in the low bits below random ones: to sort these is several times as fast as `argsort`.
+    """Return a permutation of 0 to `num_samples` - 1, the same for equal `seed` and `epoch` on every machine."""
+    # Indices in the low bits of random keys: sorting these is several times faster than `argsort`.
     low = np.uint64(max(num_samples - 1, 0).bit_length())
     keys = (_bits(num_samples, seed, epoch) >> low << low) | np.arange(num_samples, dtype=np.uint64)
     keys.sort()
@@ -29,18 +29,17 @@ def draw_permutation(num_samples: int, seed: int, epoch: int) -> NDArray[np.int6
 def draw_weighted(
     weights: NDArray[np.float64], num_draws: int, replacement: bool, seed: int, epoch: int
 ) -> NDArray[np.int64]:
-    """`num_draws` sample numbers, each drawn with a probability in proportion to its entry of `weights`.
+    """Draw `num_draws` sample indices, each with a probability proportional to its entry in `weights`.
 
-    Without `replacement` no number comes twice, and the order of the draws is that of successive draws from what is
-    left.
+    Without `replacement` no index is drawn twice, and the order is that of successive draws from the remaining samples.
     """
     if replacement:
-        edges = np.cumsum(weights / weights.max())  # a sum of large ones would overflow
-        # A point may round up to the last edge itself, and an entry of weight 0 has no room of its own to be hit in.
+        edges = np.cumsum(weights / weights.max())  # a sum of large weights would overflow
+        # A point may round up to the last edge; entries with weight 0 have an empty interval.
         points = np.minimum(_points(num_draws, seed, epoch) * edges[-1], np.nextafter(edges[-1], 0.0))
         return np.asarray(np.searchsorted(edges, points, side="right"), dtype=np.int64)
     # Exponential waiting times with these rates end in the order of successive draws (Efraimidis and Spirakis, 2006).
-    # Their logarithms, since a quotient by a tiny weight would overflow.
+    # Logarithms are compared, as a quotient by a tiny weight would overflow.
     points = np.maximum(_points(len(weights), seed, epoch), 2.0**-54)
     waits = np.full(len(weights), np.inf)
     drawable = weights > 0
@@ -51,7 +50,7 @@ def draw_weighted(
 def check_weights(
     weights: Sequence[float] | NDArray[np.float64], num_samples: int, num_draws: int, replacement: bool
 ) -> NDArray[np.float64]:
-    """`weights` as a read-only array of its own. `DataError` where they are not one finite number >= 0 per sample."""
+    """Return `weights` as a read-only copy. Raises `DataError` unless they are one finite number >= 0 per sample."""
     did = f"drawing {num_draws} of {num_samples} samples by weight"
     array = np.array(weights, dtype=np.float64)
     if array.shape != (num_samples,):
@@ -76,5 +75,5 @@ def _bits(num: int, seed: int, epoch: int) -> NDArray[np.uint64]:
 
 
 def _points(num: int, seed: int, epoch: int) -> NDArray[np.float64]:
-    """`num` numbers in [0, 1), each a multiple of 2**-53."""
+    """Return `num` numbers in [0, 1), multiples of 2**-53."""
     return np.asarray((_bits(num, seed, epoch) >> np.uint64(11)) * 2.0**-53, dtype=np.float64)

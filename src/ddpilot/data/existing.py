@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a torch DataLoader of the user's would do, read off it: its order, its batches, the options of its workers."""
+"""Read sampling and worker options from an existing DataLoader."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _DID = "sharding a DataLoader"
 
 @dataclass(frozen=True)
 class Reading:
-    """How an existing loader is to be read: arguments of `Plan`, or batches of its own."""
+    """How to read from an existing loader: arguments of `Plan`, or its own batches."""
 
     seed: int
     batch_size: int
@@ -38,16 +38,16 @@ class Reading:
     """shuffle, weights, num_draws, replacement, sampler."""
 
     batches: Any = None
-    """Its own batch sampler, where it has one."""
+    """The loader's own batch sampler, if it has one."""
 
     are_divided: bool = False
-    """Whether those batches, or the batch size, are of one rank."""
+    """True if those batches, or the batch size, are for one rank."""
 
 
 def read_loader(loader: Any, seed: int) -> Reading:
-    """How the map-style `loader` makes its batches. `seed` is for what its own generator says nothing about.
+    """Return how the map-style `loader` makes its batches. `seed` is used if its generator does not determine one.
 
-    `DataError` where that cannot be divided exactly.
+    Raises `DataError` if its batches cannot be divided exactly.
     """
     refuse_whole_batches(loader)
     batch_sampler = loader.batch_sampler
@@ -64,13 +64,13 @@ def read_loader(loader: Any, seed: int) -> Reading:
 
 
 def read_seed(loader: DataLoader[Any], seed: int) -> int:
-    """The initial seed of the generator that `loader` draws its order from; `seed` where it has none."""
+    """Return the initial seed of the generator that determines the order of `loader`; `seed` if it has none."""
     generators = (getattr(_sampler_of(loader), "generator", None), loader.generator)
     return next((one.initial_seed() for one in generators if isinstance(one, torch.Generator)), seed)
 
 
 def read_options(loader: DataLoader[Any]) -> dict[str, Any]:
-    """The options of its workers, as arguments of another DataLoader."""
+    """Return the loader's worker options, as arguments of another DataLoader."""
     names = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
     options = {name: getattr(loader, name) for name in names}
     if loader.num_workers:
@@ -79,7 +79,7 @@ def read_options(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 def refuse_other_loaders(loader: Any) -> None:
-    """`DataError` unless `loader` is a torch DataLoader that makes its batches as torch's does."""
+    """Raise `DataError` unless `loader` is a torch DataLoader that does not override `__iter__`."""
     if not isinstance(loader, DataLoader):
         raise DataError(
             _DID, found=f"a {type(loader).__name__}", fix="Give a torch DataLoader; a dataset goes to loop.loader()."
@@ -93,7 +93,7 @@ def refuse_other_loaders(loader: Any) -> None:
 
 
 def refuse_whole_batches(loader: Any) -> None:
-    """`DataError` where the dataset hands out whole batches, which nobody can divide."""
+    """Raise `DataError` if the dataset returns whole batches, which cannot be divided."""
     if loader.batch_size is None and loader.batch_sampler is None:
         raise DataError(
             _DID,
@@ -137,7 +137,9 @@ def _read_random(sampler: RandomSampler, seed: int, num_samples: int) -> dict[st
 
 
 def _count_source(sampler: SequentialSampler | RandomSampler, num_samples: int) -> int:
-    """Samples that `sampler` takes: as many as its own `data_source` has, which need not be the loader's dataset."""
+    """Return the number of samples that `sampler` takes: the length of its `data_source`, which may be a different
+    dataset.
+    """
     num_first = len(sampler.data_source)
     if num_first > num_samples:
         raise DataError(
@@ -158,7 +160,7 @@ def _sampler_of(loader: DataLoader[Any]) -> Any:
 
 
 def _is_divided(sampler: Any) -> bool:
-    """Whether `sampler` knows of ranks: torch's own and those written after it have these attributes."""
+    """True if `sampler` divides samples among ranks: it has attributes like those of torch's DistributedSampler."""
     for one in (sampler, getattr(sampler, "sampler", None)):
         sizes = [name for name in ("num_replicas", "world_size") if isinstance(getattr(one, name, None), int)]
         if sizes and isinstance(getattr(one, "rank", None), int):

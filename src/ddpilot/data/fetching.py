@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs where samples are read, in a worker or in the rank: samples, seeded one by one, to a collated piece."""
+"""Read, seed and collate samples, in a worker or in the rank."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ Collate = Callable[[list[Any]], Any]
 
 
 class Order(NamedTuple):
-    """One piece to be read."""
+    """One piece to read."""
 
     epoch: int
     batch: int
     sample_ids: NDArray[np.int64]
-    """At least one number; where the piece is empty, that of a sample that shows what a batch looks like."""
+    """At least one index; if the piece is empty, that of a sample from which an empty batch is made."""
 
     draws: list[int] | None
-    """Which draw of the epoch each sample is, where one can come several times; else None."""
+    """Which draw of the epoch each sample is, if samples can repeat; otherwise None."""
 
     is_empty: bool
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What the dataset or the collate function raised, on its way from a worker to its rank."""
+    """An exception raised by the dataset or `collate_fn`, sent from a worker to its rank."""
 
     doing: str
     advice: str
@@ -56,19 +56,19 @@ class Failure:
 
 
 def catch_failure(doing: str, advice: str, error: Exception) -> Failure:
-    """The `Failure` of an exception that is being handled, such that it can be pickled where it has to travel."""
+    """Return a `Failure` for an exception that is being handled; in a worker, one that can be pickled."""
     if get_worker_info() is None:
         return Failure(doing, advice, error)
     wrapped = ExceptionWrapper(where="in a worker of the loader")  # type: ignore[no-untyped-call]
     try:
         pickle.loads(pickle.dumps(wrapped))
-    except Exception:  # noqa: BLE001 - a class of exceptions that is local to a function, and whatever else
+    except Exception:  # noqa: BLE001 - such as an exception class that is local to a function
         wrapped.exc_type = RuntimeError
     return Failure(doing, advice, wrapped)
 
 
 def draws_randomly(dataset: Any, collate: Collate) -> bool:
-    """Whether reading may use random state: all that is not known to be tensors handed out as they are."""
+    """True unless the dataset is known to return stored values unchanged, so that reading may use random state."""
     if isinstance(dataset, Subset):
         return draws_randomly(dataset.dataset, collate)
     if isinstance(dataset, ConcatDataset):
@@ -78,23 +78,24 @@ def draws_randomly(dataset: Any, collate: Collate) -> bool:
 
 
 class Piece(NamedTuple):
-    """What was read for one order."""
+    """The result of one order."""
 
     data: Any
-    """Collated, or a `Failure`."""
+    """Collated data, or a `Failure`."""
 
     has_drawn: bool
-    """Whether random state was used for it."""
+    """True if reading used random state."""
 
 
 class PieceReader(Dataset[Any]):
     """A dataset of whole pieces: `reader.__getitems__([order])` is the collated piece.
 
-    With `seeded`, random state is a function of (seed, epoch, sample number) while a sample is read, and of (seed,
-    epoch, batch) while the piece is collated, whatever rank and worker that is in; afterwards it is as it was before.
-    To seed for each sample costs more than to read a plain one. The first piece is read with seeds, since a dataset may
-    keep what it draws. Where that piece drew nothing, the next ones are read without seeds until one has drawn, which
-    is then read again.
+    With `seeded`, random state is a function of (seed, epoch, sample index) while a sample is read, and of (seed,
+    epoch, batch) while the piece is collated, in any rank and worker; the previous state is restored afterwards.
+
+    Seeding costs more than reading a plain sample. The first piece is read with seeds, as a dataset may cache what it
+    draws. If this piece used no random state, the following ones are read without seeds until one has used it; that
+    piece is then read again with seeds.
     """
 
     def __init__(self, dataset: Any, collate: Collate, seed: int, seeded: bool) -> None:
@@ -103,7 +104,7 @@ class PieceReader(Dataset[Any]):
         self.seeded = seeded
         self.has_drawn = False
         self.has_looked = False
-        """Was a first piece read, with seeds?"""
+        """True once a first piece was read with seeds."""
         self._seed = seed
         self._after_seed: RandomState | None = None
         self._epoch = -1
@@ -123,7 +124,7 @@ class PieceReader(Dataset[Any]):
                 self.has_drawn = True
             data = self._make(order, seeded=True)
             self.has_looked, self._after_seed = True, None
-        except BaseException:  # Ctrl-C: the loop may go on after it
+        except BaseException:  # also for Ctrl-C, after which the loop may continue
             before.restore()
             raise
         before.restore()
@@ -173,6 +174,6 @@ class PieceReader(Dataset[Any]):
         self._after_seed = None if self.has_looked or self.has_drawn else RandomState()
 
     def _look(self) -> None:
-        """While the first piece is read: was anything drawn since the last seed?"""
+        """While the first piece is read, detect whether random state was used since the last seed."""
         if self._after_seed is not None and not self.has_drawn:
             self.has_drawn = not self._after_seed.is_current()

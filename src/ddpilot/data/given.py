@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Orders and batches that a sampler of the user's gives, made a function of the epoch."""
+"""User-supplied samplers and batch samplers, made reproducible per epoch."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ddpilot.errors import DataError
 
 
 class SamplerOrder:
-    """The order that `sampler` gives in an epoch: what it draws from global random state depends on the seed alone.
+    """The order of `sampler` in an epoch, with global random state seeded from seed and epoch.
 
-    Its `set_epoch` is called where it has one. `DataError` where it gives other samples when it is asked again.
+    Calls its `set_epoch` if it has one. Raises `DataError` if it returns different samples when it is iterated again.
     """
 
     def __init__(self, sampler: Iterable[Any], seed: int) -> None:
@@ -44,9 +44,9 @@ class SamplerOrder:
 
 
 class GivenBatches:
-    """The global batches of a `batch_sampler` of the user's, of any sizes; each is divided among the ranks.
+    """The global batches of a user's `batch_sampler`, of any sizes; each is divided among the ranks.
 
-    With `are_divided` they are this rank's own batches already, and used as they are.
+    With `are_divided`, they are this rank's own batches, which are not divided further.
     """
 
     has_repeats = False
@@ -61,22 +61,22 @@ class GivenBatches:
         shared = () if are_divided else (*self._division.edges, *map(as_order, first))
         self._fingerprint = digest(seed, *shared)
         self.batches_fingerprint = digest(seed, world_size) if are_divided else digest(seed, *map(as_order, first))
-        """What the global batches follow from, as a text; the world size too where they are divided already."""
+        """A hash of what determines the global batches; includes the world size if they are divided already."""
 
     def epoch(self, epoch: int) -> Epoch:
-        """The batches of `epoch`; their number may be another one in each."""
+        """Return the batches of `epoch`, whose number may differ between epochs."""
         batches = [as_order(batch) for batch in list_sampler(self._sampler, self.seed, epoch)]
         order = np.concatenate(batches) if batches else np.empty(0, dtype=np.int64)
         order.flags.writeable = False
         return Epoch(order, [*accumulate((len(batch) for batch in batches), initial=0)], self._division)
 
     def fingerprint(self) -> str:
-        """What has to be the same on all ranks, as a text: the first epoch, unless each rank has batches of its own."""
+        """A hash of what must be equal on all ranks: the first epoch, unless each rank has its own batches."""
         return self._fingerprint
 
 
 def list_sampler(sampler: Iterable[Any], seed: int, epoch: int) -> list[Any]:
-    """All that `sampler` (or a sampler inside it) gives in `epoch`, with global random state seeded for that."""
+    """List what `sampler` (with a sampler inside it) yields in `epoch`, with global random state seeded per epoch."""
     for part in (getattr(sampler, "sampler", None), sampler):
         set_epoch = getattr(part, "set_epoch", None)
         if set_epoch is not None:
@@ -87,7 +87,7 @@ def list_sampler(sampler: Iterable[Any], seed: int, epoch: int) -> list[Any]:
 
 
 def as_order(numbers: Any) -> NDArray[np.int64]:
-    """Sample numbers as an array. `DataError` where they are none."""
+    """Return sample indices as an array. Raises `DataError` if they are not integers."""
     values = list(numbers)
     order = np.asarray(values)
     if values and (order.ndim != 1 or order.dtype.kind not in "iu"):
@@ -100,7 +100,7 @@ def as_order(numbers: Any) -> NDArray[np.int64]:
 
 
 def refuse_other(sampler: Any, is_same: bool) -> None:
-    """`DataError` unless `is_same`: ranks that ask for themselves would get different samples."""
+    """Raise `DataError` unless `is_same`: ranks that iterate separately would get different samples."""
     if not is_same:
         raise DataError(
             f"taking the order of {type(sampler).__name__}",

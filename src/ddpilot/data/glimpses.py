@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a sample looks like, in a number and in a few words: so that ranks can tell whether they read the same one."""
+"""Glimpses of samples, a checksum and a short text, by which ranks check that they read the same ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 _MAX_PARTS = 64
 _MAX_VALUES = 1024
-"""Of a large array, so many values are looked at, spread over it: a few microseconds for an image."""
+"""Maximum number of values of a large array that are read, evenly spaced: a few microseconds for an image."""
 _MAX_CHARACTERS = 60
 
 
@@ -21,18 +21,20 @@ class Glimpse(NamedTuple):
     """A sample as this process read it."""
 
     number: int
-    """Of its content, 0 to 2**32 - 1; equal for equal samples."""
+    """Checksum of the content, 0 to 2**32 - 1; equal for equal samples."""
 
     text: str
-    """Its beginning, at most some 60 characters."""
+    """Beginning of the content, at most 60 characters."""
 
 
 NOTHING = Glimpse(0, "nothing")
 
 
 def glimpse(sample: Any) -> Glimpse:
-    """A look at `sample`: numbers, texts, bytes, tensors, arrays and PIL images, also in tuples, lists, mappings
-    and dataclasses. Of any other object, only the class.
+    """Return a glimpse of `sample`.
+
+    Covers numbers, strings, bytes, tensors, arrays and PIL images, also in tuples, lists, mappings and dataclasses; of
+    other objects, only the class.
     """
     number = 0
     words = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the loader of a rank for a dataset that has samples by number, or for one that streams them."""
+"""Make a rank's loader for a map-style or an iterable dataset."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ def make_loader(
     num_workers: int = 0,
     **options: Any,
 ) -> ShardedLoader:
-    """The loader of `rank` for a map-style `dataset`, one with `len()` and `dataset[number]`. Not collective.
+    """Return the loader of `rank` for a map-style `dataset`, with `len()` and `dataset[index]`. Not collective.
 
-    One of `global_batch_size` (all ranks together; the same numbers at any world size) and `batch_size_per_rank` is
-    needed. `shuffle`, `seed`, `drop_last`, `shares`, `weights`, `num_draws` and `replacement` are those of `Plan`.
+    Exactly one of `global_batch_size` (of all ranks together; same results at any world size) and `batch_size_per_rank`
+    is required. `shuffle`, `seed`, `drop_last`, `shares`, `weights`, `num_draws`, `replacement`: as for `Plan`.
 
-    `cache`: keep in memory what was read and collated, each rank its own part and nothing else. With `shuffle`, samples
-    then stay in their batches, and the order of the batches is drawn anew in each epoch (`Plan.keep_batches`); what
-    `dataset` draws at random stays as it was drawn first. Not with `weights`.
+    `cache`: keep what was read and collated in memory; each rank caches only its own part. With `shuffle`, samples then
+    stay in their batches, and the order of the batches is drawn again in each epoch (`Plan.keep_batches`); random
+    augmentations stay as first drawn. Not with `weights`.
 
-    `seed_samples`: while a sample is read, Python's, numpy's and torch's random state is a function of (seed, epoch,
-    sample number), so that augmentation is the same at any number of ranks and workers. False: nothing is seeded, and
-    a dataset's `__getitems__` is used where it has one. A dataset's `set_epoch` is called where it has one.
+    `seed_samples`: while a sample is read, Python's, NumPy's and torch's random state is a function of (seed, epoch,
+    sample index), so that augmentation does not depend on the number of ranks and workers. False: nothing is seeded,
+    and the dataset's `__getitems__` is used if it has one. A dataset's `set_epoch` is called if it has one.
 
     `collate_fn`, `num_workers` (default 0) and `options` (`pin_memory`, `worker_init_fn`, `persistent_workers`,
     `prefetch_factor`, `timeout`, `multiprocessing_context`) are those of `torch.utils.data.DataLoader`. Raises
@@ -74,7 +74,7 @@ def make_loader(
 
 
 def refuse_cache(reason: str, rank: int) -> NoReturn:
-    """Raise `DataError`: `cache` with `reason`."""
+    """Raise `DataError` for `cache` with `reason`."""
     raise DataError("making a loader", found=f"`cache` with {reason}", fix="Leave one of them out.", rank=rank)
 
 
@@ -109,16 +109,16 @@ def make_stream_loader(
     num_workers: int = 0,
     **options: Any,
 ) -> StreamLoader:
-    """The loader of `rank` for an iterable `dataset`. Not collective. Its `set_epoch` is called where it has one.
+    """Return the loader of `rank` for an iterable `dataset`, whose `set_epoch` is called if it has one. Not collective.
 
-    Every worker of every rank goes over the whole stream and keeps its part: the batches are those of one process at
-    any world size, as long as `iter(dataset)` gives the same samples in every process; what it draws from Python's,
-    numpy's or torch's random state is a function of (seed, epoch, position) with `seed_samples`.
+    Every worker of every rank reads the whole stream and keeps its part: the batches are the same at any world size,
+    provided that `iter(dataset)` yields the same samples in every process; with `seed_samples`, Python's, NumPy's and
+    torch's random state is a function of (seed, epoch, position).
 
-    `divides_itself`: the dataset reads `torch.utils.data.get_worker_info()` and gives that part only. It is then told
-    of rank x `num_workers` parts, so that nothing is read twice; the ranks may run out unequally (`LocalBatch`'s
-    `global_count` is None), and the order depends on the number of parts. `empty_ranks` is that of `Plan`, and the
-    other arguments are those of `make_loader`. Raises `DataError`.
+    `divides_itself`: the dataset reads `torch.utils.data.get_worker_info()` and yields that part only. It then sees
+    rank x `num_workers` parts, so that nothing is read twice; ranks may have different numbers of batches
+    (`global_count` of `LocalBatch` is None), and the order depends on the number of parts. `empty_ranks`: as for
+    `Plan`; other arguments: as for `make_loader`. Raises `DataError`.
     """
     options = {"num_workers": num_workers, **options}
     check_options(options, rank, is_stream=True)
@@ -126,7 +126,7 @@ def make_stream_loader(
     if divides_itself and drop_last:
         found = "`drop_last` with `divides_itself`: no rank knows which samples are in the last global batch"
         raise DataError("making a loader", found=found, fix="Leave `drop_last` out.", rank=rank)
-    # Refuses what any plan refuses: a batch that is smaller than the world size, shares that are none.
+    # Raises for what any plan rejects: a batch smaller than the world size, invalid shares.
     Plan(size, size, world_size=world_size, shares=shares, empty_ranks=empty_ranks)
     plan = StreamPlan(size, world_size, seed, drop_last, divides_itself, Division.of(world_size, shares))
     return StreamLoader(
@@ -146,7 +146,7 @@ def resolve_global_size(
     shares: Sequence[float] | None,
     rank: int,
 ) -> int:
-    """Samples of all ranks together in a batch, of the two ways to say it. `DataError` unless just one is used."""
+    """Return the number of samples per batch on all ranks. Raises `DataError` unless exactly one of them is given."""
     did = "making a loader"
     if not 0 <= rank < world_size:
         found = f"rank {rank} of {world_size} ranks"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the options of a loader may be, so that a wrong one is answered in its own words, and by its rank."""
+"""Validate loader options; errors name the wrong option and the rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WORKER_OPTIONS = (
     "timeout",
     "multiprocessing_context",
 )
-"""Those of torch's DataLoader that a loader of ours takes too."""
+"""DataLoader options that ddpilot's loaders accept too."""
 
 _INSTEAD = {
     "batch_size": "Say `global_batch_size`, samples of all ranks together, or `batch_size_per_rank`.",
@@ -54,7 +54,7 @@ _OF_SHARDS = ("batch_size_per_rank", "shares", "cache", "divides_itself", "seed_
 
 @contextmanager
 def naming_rank(rank: int) -> Iterator[None]:
-    """An error of ddpilot's from inside says that it is of `rank`, unless it names one already."""
+    """Add `rank` to a DdpilotError raised inside, unless it names a rank already."""
     try:
         yield
     except DdpilotError as error:
@@ -65,7 +65,7 @@ def naming_rank(rank: int) -> Iterator[None]:
 
 
 def check_options(options: Mapping[str, Any], rank: int, *, is_stream: bool) -> None:
-    """`DataError` for an option that a loader does not have, or has only with workers."""
+    """Raise `DataError` for an unknown option, or one that requires workers."""
     did = "making a loader" + (" of an iterable dataset" if is_stream else "")
     instead = {**_INSTEAD, **(_OF_STREAMS if is_stream else {})}
     names = (*_NAMES, "divides_itself") if is_stream else _NAMES
@@ -82,7 +82,7 @@ def check_options(options: Mapping[str, Any], rank: int, *, is_stream: bool) -> 
 
 
 def check_shard_options(options: Mapping[str, Any], rank: int) -> None:
-    """`DataError` for `options`, none of which `shard_loader` has."""
+    """Raise `DataError` for `options`, as none of them is an argument of `shard_loader`."""
     for name, value in options.items():
         fix = _guess(name, _OF_SHARDS)
         if name in {"global_batch_size", "batch_size"}:
@@ -98,14 +98,14 @@ def _guess(name: str, names: Sequence[str]) -> str:
 
 
 def check_size(name: str, size: object, rank: int) -> None:
-    """`DataError` unless `size` is a whole number or None."""
+    """Raise `DataError` unless `size` is an integer or None."""
     if size is not None and (isinstance(size, bool) or not hasattr(size, "__index__")):
         found = f"`{name}={size!r}`"
         raise DataError("making a loader", found=found, fix="Give a whole number.", rank=rank)
 
 
 def check_batch_size(name: str, size: int | None, rank: int) -> None:
-    """`DataError` unless `size` is 1 or more, or None."""
+    """Raise `DataError` unless `size` is 1 or more, or None."""
     check_size(name, size, rank)
     if size is not None and size < 1:
         found = f"`{name}={size}`"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which samples a rank takes: the global batch is the unit, and a rank takes a contiguous piece of it."""
+"""`Plan`: divide an epoch into global batches, and each global batch into contiguous pieces, one per rank."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from ddpilot.errors import DataError
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """How an epoch's samples are divided into global batches, and those among the ranks. No sample is added or lost.
+    """How an epoch's samples are divided into global batches, and these among the ranks. No sample is added or lost.
 
-    The order of an epoch is a function of `seed` and the epoch alone; global batch k is `order[k * B:(k + 1) * B]`
-    with B = `global_batch_size`, and every rank takes a contiguous piece of it. So an epoch is the same at any world
-    size, and a position in it is one number. Raises `DataError` where that cannot be done.
+    The order of an epoch is a function of `seed` and the epoch only; global batch k is `order[k * B:(k + 1) * B]` with
+    B = `global_batch_size`, and every rank takes a contiguous piece of it. So an epoch is the same at any world size,
+    and a position in it is one number. Raises `DataError` for invalid combinations.
     """
 
     num_samples: int
-    """Length of the dataset; 0 is an epoch of no batches (refused with `shuffle`, `weights` or `drop_last`)."""
+    """Length of the dataset; 0 is an epoch without batches (rejected with `shuffle`, `weights` or `drop_last`)."""
 
     global_batch_size: int
-    """Samples in a batch of all ranks together, at least one for each rank (but see `empty_ranks`); the last batch may
-    be smaller."""
+    """Number of samples per batch on all ranks, at least one per rank (but see `empty_ranks`); the last batch may be
+    smaller."""
 
     _: KW_ONLY
 
@@ -40,33 +40,33 @@ class Plan:
     """Seed of the order."""
 
     shuffle: bool = False
-    """Whether each epoch has another order; False: 0, 1, 2, ... Makes no difference with `weights`."""
+    """Whether each epoch has a different order; False: 0, 1, 2, ... Ignored with `weights`."""
 
     drop_last: bool = False
-    """Whether a last batch that is smaller than `global_batch_size` is left out, for all ranks alike."""
+    """Whether a last batch that is smaller than `global_batch_size` is dropped, on all ranks alike."""
 
     shares: Sequence[float] | None = None
-    """What part of each batch a rank takes, one number above 0 for each: [2, 1] is twice as much for rank 0."""
+    """Proportions of each batch that ranks take, one number above 0 per rank: [2, 1] is twice as much for rank 0."""
 
     weights: Sequence[float] | NDArray[np.float64] | None = None
-    """A weight for each sample: an epoch is then `num_draws` draws, each in proportion to its weight."""
+    """One weight per sample: an epoch then has `num_draws` draws, with probabilities proportional to the weights."""
 
     num_draws: int | None = None
-    """Samples in an epoch with `weights` or `sampler`; None: `num_samples`."""
+    """Number of samples in an epoch with `weights` or `sampler`; None: `num_samples`."""
 
     replacement: bool = True
     """Whether a sample can be drawn several times in an epoch; only with `weights`."""
 
     sampler: Callable[[int], NDArray[np.int64]] | None = None
-    """The order itself, as a function of the epoch, the same on every rank; each has `num_draws` sample numbers."""
+    """The order as a function of the epoch, equal on every rank; returns `num_draws` sample indices."""
 
     keep_batches: bool = False
     """With `shuffle`: whether the samples of a batch stay together, so that a rank has the same ones in every epoch.
-    Batches are drawn once, and each later epoch has them in another order, a smaller last one at the end."""
+    Batches are drawn once; later epochs permute them, with a smaller last one at the end."""
 
     empty_ranks: bool = False
-    """Whether a batch may have fewer samples than there are ranks, so that some never have one: they train on nothing,
-    but where samples are only looked at nothing is lost."""
+    """Whether batches may have fewer samples than there are ranks, so that some ranks get empty batches. For
+    evaluation; in training these ranks would contribute nothing."""
 
     def __post_init__(self) -> None:
         self._check_sizes()
@@ -81,22 +81,24 @@ class Plan:
 
     @property
     def epoch_size(self) -> int:
-        """Samples in the order of an epoch: `num_samples`, or `num_draws`."""
+        """Number of samples in an epoch: `num_samples`, or `num_draws`."""
         return self.num_samples if self.num_draws is None else self.num_draws
 
     @property
     def num_batches(self) -> int:
-        """Global batches in an epoch."""
+        """Number of global batches in an epoch."""
         rounding = 0 if self.drop_last else self.global_batch_size - 1
         return (self.epoch_size + rounding) // self.global_batch_size
 
     @property
     def has_repeats(self) -> bool:
-        """Whether a sample can come several times in an epoch."""
+        """Whether a sample can occur several times in an epoch."""
         return (self.weights is not None and self.replacement) or bool(getattr(self.sampler, "has_repeats", False))
 
     def order(self, epoch: int) -> NDArray[np.int64]:
-        """Sample numbers in the order of `epoch` (0, 1, ...), shape (`epoch_size`,); the same at any world size."""
+        """Return the sample indices in the order of `epoch` (0, 1, ...), shape (`epoch_size`,); equal at any world
+        size.
+        """
         if self.sampler is not None:
             return self._check_order(self.sampler(epoch), epoch)
         if self.weights is not None:
@@ -112,7 +114,7 @@ class Plan:
         return np.concatenate([*kept, drawn[len(kept) * size :]])
 
     def epoch(self, epoch: int) -> Epoch:
-        """`order(epoch)` with its batches, computed once for all of them."""
+        """Return `order(epoch)` with its batches, computed once for all of them."""
         order = self.order(epoch)
         order.flags.writeable = False
         starts = range(0, (self.num_batches + 1) * self.global_batch_size, self.global_batch_size)
@@ -122,7 +124,7 @@ class Plan:
         return Epoch(order, ends, self.division, self._keys(epoch) if are_kept else None)
 
     def fingerprint(self) -> str:
-        """What has to be the same on all ranks, as a text: they would train on other batches, and nobody would see."""
+        """A hash of what must be equal on all ranks: otherwise they would silently train on different batches."""
         return self._fingerprint
 
     @cached_property
@@ -131,7 +133,7 @@ class Plan:
 
     @cached_property
     def batches_fingerprint(self) -> str:
-        """What the global batches follow from, the same at any world size and with any `shares`, as a text."""
+        """A hash of what determines the global batches, the same at any world size and with any `shares`."""
         sizes = (self.num_samples, self.global_batch_size, self.num_draws)
         flags = (self.seed, self.shuffle, self.drop_last, self.replacement, self.keep_batches)
         return digest(*sizes, *flags, self.weights, None if self.sampler is None else self.order(0))
@@ -143,13 +145,15 @@ class Plan:
         return np.concatenate([full, np.arange(num_full, self.num_batches, dtype=np.int64)])
 
     def batch_size(self, batch: int) -> int:
-        """Samples of all ranks together in global batch `batch`: `global_batch_size`, or fewer in a last one."""
+        """Return the number of samples of all ranks in `batch`: `global_batch_size`, or fewer in a last one."""
         if not 0 <= batch < self.num_batches:
             raise IndexError(f"batch {batch} of an epoch of {self.num_batches} batches")
         return min(self.global_batch_size, self.epoch_size - batch * self.global_batch_size)
 
     def piece(self, batch: int, rank: int) -> tuple[int, int]:
-        """Positions (start, stop) in the order that `rank` takes of global batch `batch`; equal where it has none."""
+        """Return the positions (start, stop) in the order that `rank` takes of global batch `batch`; equal if it has
+        none.
+        """
         if not 0 <= rank < self.world_size:
             raise IndexError(f"rank {rank} of {self.world_size} ranks")
         start, stop = self.division.piece(self.batch_size(batch), rank)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches of tensors that lie in memory as rows: taken at once, where to read and stack them one by one is slow."""
+"""Index batches from tensors directly, which is faster than reading and stacking samples."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Rows = Callable[[NDArray[np.int64]], list[torch.Tensor]]
 
 
 def find_rows(dataset: Any, collate: Callable[[list[Any]], Any]) -> Rows | None:
-    """What gives the batch of these sample numbers as `collate` would, bit by bit; None where that is not known."""
+    """Return a function from sample indices to the batch that `collate` would make, bit for bit; None if unknown."""
     if collate is not default_collate:
         return None
     if type(dataset) is Subset and (rows := find_rows(dataset.dataset, collate)) is not None:
@@ -25,7 +25,7 @@ def find_rows(dataset: Any, collate: Callable[[list[Any]], Any]) -> Rows | None:
         return None
 
     def take(numbers: NDArray[np.int64]) -> list[torch.Tensor]:
-        index = torch.from_numpy(numbers.copy())  # torch warns of one that is read-only
+        index = torch.from_numpy(numbers.copy())  # torch warns about read-only arrays
         return [tensor.index_select(0, index) for tensor in dataset.tensors]
 
     return take

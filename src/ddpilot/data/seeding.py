@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random state for one sample: what augments it draws the same in any worker of any rank."""
+"""Random state per sample, so that augmentation is the same in any worker of any rank."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _MASK = (1 << 64) - 1
 
 
 def mix_seed(*parts: int) -> int:
-    """One number of 64 bits made of `parts`; any other parts, or another order of them, give an unrelated one."""
+    """Hash `parts` to a 64-bit number; different parts, or a different order of them, give an unrelated number."""
     state = 0
     for part in parts:
-        # The finaliser of splitmix64: every bit of the input changes about half of those of the output.
+        # The finalizer of splitmix64: every input bit changes about half of the output bits.
         state = (state + 0x9E3779B97F4A7C15 + (part & _MASK)) & _MASK
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -27,14 +27,14 @@ def mix_seed(*parts: int) -> int:
 
 
 def seed_random(seed: int) -> None:
-    """Seed Python's `random`, numpy's global state (with the lower half) and torch's CPU generator with 64 bits."""
+    """Seed Python's `random`, NumPy's global state (with the lower half) and torch's CPU generator with 64 bits."""
     random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)  # several times as fast as an array of both halves
+    np.random.seed(seed & 0xFFFFFFFF)  # several times faster than seeding with an array of both halves
     torch.default_generator.manual_seed(seed)
 
 
 class RandomState:
-    """Python's, numpy's and torch's CPU random state, as it was when this was made."""
+    """Python's, NumPy's and torch's CPU random state at the time of creation."""
 
     def __init__(self) -> None:
         self._python = random.getstate()
@@ -42,7 +42,7 @@ class RandomState:
         self._torch = torch.default_generator.get_state()
 
     def is_current(self) -> bool:
-        """Whether nothing was drawn or seeded since."""
+        """True if the random state has not changed since."""
         numpy: Any = np.random.get_state(legacy=False)
         before: Any = self._numpy
         return (
@@ -54,7 +54,7 @@ class RandomState:
         )
 
     def restore(self) -> None:
-        """Make it the state again."""
+        """Restore the state."""
         random.setstate(self._python)
         np.random.set_state(self._numpy)
         torch.default_generator.set_state(self._torch)
@@ -62,7 +62,7 @@ class RandomState:
 
 @contextmanager
 def random_kept() -> Iterator[None]:
-    """Give Python's, numpy's and torch's CPU random state back afterwards: the model draws from the same ones."""
+    """Restore Python's, NumPy's and torch's CPU random state on exit, so that the model's draws are not affected."""
     before = RandomState()
     try:
         yield

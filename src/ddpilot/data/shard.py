@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the loader of a rank out of a torch DataLoader that the user has."""
+"""Make a rank's loader from a user's torch DataLoader."""
 
 from __future__ import annotations
 
@@ -41,19 +41,18 @@ def shard_loader(
     say: Callable[[str], None] | None = None,
     **options: Any,
 ) -> ShardedLoader | StreamLoader:
-    """The loader of `rank` that does what the existing torch `loader` does in one process. Not collective.
+    """Return the loader of `rank` that does what the torch `loader` does in one process. Not collective.
 
-    Its batch size is the global one, of all ranks together; with `batch_size_per_rank` that of each rank. Kept are
-    `drop_last`, `collate_fn` and the options of its workers. With a sampler of torch's, the order is drawn anew from
-    the seed (the initial seed of the loader's generator, where it has one, else `seed`); a sampler of another kind is
-    taken as the order if it gives the same one each time it is asked about an epoch, and a `batch_sampler` likewise as
-    the global batches. A DistributedSampler is replaced, its loader's batch size being that of a rank. Any other
-    sampler that knows of ranks is used as given: then `is_joint` is True.
+    Its batch size is the global one, of all ranks together; with `batch_size_per_rank` that of each rank. `drop_last`,
+    `collate_fn` and worker options are kept. With torch's samplers, the order is drawn from the seed (the initial seed
+    of the loader's generator if it has one, otherwise `seed`); other samplers define the order if they yield the same
+    one each time they are iterated in an epoch, and a `batch_sampler` likewise defines the global batches. A
+    DistributedSampler is replaced, and its loader's batch size taken as that of a rank. Other samplers that divide
+    samples among ranks are used unchanged; `is_joint` is then True.
 
-    `say` gets one sentence, on rank 0 of several, with the batch size of all ranks and of each. `cache` is that of
-    `make_loader`, for what is in order or shuffled; `divides_itself` and `seed_samples` are those of
-    `make_stream_loader`, `empty_ranks` that of `Plan`. Raises `DataError` where a loader cannot be divided exactly, and
-    for any other `options`.
+    `say` is called once, on rank 0 of several ranks, with the resulting batch sizes. `cache`: as for `make_loader`, for
+    sequential or shuffled loaders; `divides_itself`, `seed_samples`: as for `make_stream_loader`; `empty_ranks`: as for
+    `Plan`. Raises `DataError` if the loader cannot be divided exactly, and for other `options`.
     """
     refuse_other_loaders(loader)
     check_shard_options(options, rank)
@@ -72,7 +71,7 @@ def shard_loader(
 
 
 class _Job(NamedTuple):
-    """The arguments that every kind of loader takes."""
+    """The arguments common to all kinds of loaders."""
 
     rank: int
     world_size: int
@@ -150,13 +149,13 @@ def _made(loader: DataLoader[Any], job: _Job, plan: Plan | GivenBatches, *, is_j
 
 
 def _size(batch_size: int, job: _Job, is_per_rank: bool) -> int:
-    """The global batch size."""
+    """Return the global batch size."""
     given, other = (None, batch_size) if is_per_rank else (batch_size, None)
     return resolve_global_size(given, other, job.world_size, job.shares, job.rank)
 
 
 def _say_size(size: int, batch_size: int, job: _Job, is_per_rank: bool) -> None:
-    """Say both readings of the loader's batch size, once it is known to be one that can be divided."""
+    """Report the loader's batch size, per rank and global, once it is known to be divisible."""
     pieces = [Division.of(job.world_size, job.shares).piece(size, rank) for rank in range(job.world_size)]
     counts = sorted({stop - start for start, stop in pieces})
     each = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"

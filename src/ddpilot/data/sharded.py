@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads a rank's pieces of the global batches of a map-style dataset, with torch's own workers."""
+"""`ShardedLoader`: loads a rank's pieces of the global batches of a map-style dataset, with torch's workers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ddpilot.errors import DataError
 
 
 class Batches(Protocol):
-    """Where the batches of an epoch come from: a `Plan`, or a sampler that the user brought."""
+    """Source of an epoch's batches: a `Plan`, or the user's batch sampler."""
 
     @property
     def seed(self) -> int:
@@ -27,26 +27,26 @@ class Batches(Protocol):
 
     @property
     def num_batches(self) -> int:
-        """Batches in an epoch."""
+        """Number of batches in an epoch."""
 
     @property
     def has_repeats(self) -> bool:
-        """Whether a sample can come several times in an epoch."""
+        """Whether a sample can occur several times in an epoch."""
 
     def epoch(self, epoch: int) -> Epoch:
-        """The batches of one epoch."""
+        """Return the batches of one epoch."""
 
     def fingerprint(self) -> str:
-        """What has to be the same on all ranks."""
+        """A hash of what must be equal on all ranks."""
 
 
 class ShardedLoader:
-    """One rank's pieces of the global batches of a dataset; made by `make_loader` or `shard_loader`.
+    """A rank's pieces of the global batches of a dataset; created by `make_loader` or `shard_loader`.
 
-    Nothing in it is collective: which samples a rank takes follows from its number alone. `len()` is the number of
-    batches in an epoch. `plan`: a `Plan`, or the user's own batches; `is_joint`: False where every rank has the same
-    number of batches and knows how many samples each has. Where it is True (batches that a sampler of the user's has
-    already divided), `iterate` ends for no rank: see there.
+    Nothing in it is collective: the samples of a rank follow from its number. `len()` is the number of batches in an
+    epoch. `plan`: a `Plan`, or the user's own batches. `is_joint`: False if every rank has the same number of batches
+    and knows their global sizes. If True (batches that a user's sampler has already divided), `iterate` does not end by
+    itself, see there.
     """
 
     def __init__(
@@ -76,11 +76,13 @@ class ShardedLoader:
         return self.plan.num_batches
 
     def iterate(self, epoch: int, first_batch: int = 0) -> Iterator[LocalBatch]:
-        """This rank's piece of every global batch of `epoch` (0, 1, ...), from number `first_batch` on. Not collective.
+        """Yield this rank's piece of every global batch of `epoch` (0, 1, ...), starting at `first_batch`. Not
+        collective.
 
-        The samples before are not read. Where `is_joint`, ranks may have unequal numbers of batches: one that has no
-        more yields batches of `count` 0 until it is closed, and the ranks stop together when none of them has a sample.
-        Raises `DataError`, with the original exception as its cause, where the dataset or `collate_fn` raises.
+        Samples of earlier batches are not read. If `is_joint`, ranks may have different numbers of batches: a rank
+        without further batches yields batches with `count` 0 until the iterator is closed; the ranks stop together when
+        none has a sample. Raises `DataError`, with the original exception as its cause, if the dataset or `collate_fn`
+        raises.
         """
         division = self._divide(epoch)
         if not 0 <= first_batch <= division.num_batches:
@@ -105,7 +107,7 @@ class ShardedLoader:
         return self._epoch[1]
 
     def _read(self, epoch: int, division: Epoch, first_batch: int) -> Iterator[tuple[int, Any]]:
-        """Each batch from `first_batch` on, with its number; what is kept from an earlier epoch is not read again."""
+        """Yield each batch from the first of `batches` on, with its number; cached batches are not read again."""
         batches = range(first_batch, division.num_batches)
         cache, keys = self._cache, division.keys
         if cache is None or keys is None:
@@ -129,7 +131,7 @@ class ShardedLoader:
             return
         self._pieces.orders = (self._order(epoch, division, batch) for batch in batches)
         for data, has_drawn in self._workers.read(mix_seed(self.plan.seed, epoch, self.rank)):
-            # Workers of the next epoch begin with what this one has shown.
+            # The next epoch's workers start with what this one has shown.
             self._reader.has_drawn |= has_drawn
             self._reader.has_looked = True
             if isinstance(data, Failure):
@@ -140,7 +142,7 @@ class ShardedLoader:
         start, stop = division.piece(batch, self._place)
         is_empty = start == stop
         if is_empty:
-            # Any sample of the batch shows what one looks like.
+            # An empty batch can be made from any sample of the batch.
             start = int(division.starts[batch])
             stop = start + 1
         draws = list(range(start, stop)) if self.plan.has_repeats else None
@@ -159,7 +161,7 @@ class ShardedLoader:
 
 
 class _Pieces(Sampler[list[Order]]):
-    """torch's loader asks it, when reading begins, what to read."""
+    """Batch sampler that torch's DataLoader iterates when reading starts."""
 
     def __init__(self) -> None:
         self.orders: Iterator[list[Order]] = iter(())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads a rank's pieces of the global batches of an iterable dataset, with torch's own workers."""
+"""`StreamLoader`: loads a rank's pieces of the global batches of an iterable dataset, with torch's workers."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ddpilot.errors import DataError
 
 
 class StreamLoader:
-    """One rank's pieces of the global batches of an iterable dataset; made by `make_loader` or `shard_loader`.
+    """A rank's pieces of the global batches of an iterable dataset; made by `make_stream_loader` or `shard_loader`.
 
-    Nothing in it is collective. `is_joint`: False where every worker of every rank goes over the same stream; then the
-    batches are those of one process at any world size, and all ranks see its end. True where the dataset divides
-    itself: then `iterate` ends for no rank, see there. `len()` is the number of global batches where the dataset has a
-    length and does not divide itself; else it raises `TypeError`.
+    Nothing in it is collective. `is_joint`: False if every worker of every rank reads the same stream; then the batches
+    are the same at any world size, and all ranks see its end. True if the dataset divides itself; then `iterate` does
+    not end by itself, see there. `len()` is the number of global batches if the dataset has a length and does not
+    divide itself; otherwise it raises `TypeError`.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class StreamLoader:
         self.is_joint = plan.divides_itself
         self._orders = _StreamOrders()
         seeded = seed_samples and draws_randomly(dataset, collate)
-        # Without seeds, what is drawn in a sample may be another thing on each rank.
+        # Without seeds, random draws in a sample may differ between ranks.
         compared = seed_samples and plan.world_size > 1 and not plan.divides_itself
         reader = StreamReader(dataset, plan, rank=rank, collate=collate, seeded=seeded, compared=compared)
         self._workers = Workers(reader, self._orders, rank, options)
@@ -55,13 +55,13 @@ class StreamLoader:
         return num_samples // size if self.plan.drop_last else -(-num_samples // size)
 
     def iterate(self, epoch: int, first_batch: int = 0, state: Any = None) -> Iterator[LocalBatch]:
-        """This rank's piece of every batch of `epoch` (0, 1, ...), from number `first_batch` on. Not collective.
+        """Yield this rank's piece of every batch of `epoch` (0, 1, ...), starting at `first_batch`. Not collective.
 
-        `state`: the `stream_state` of batch `first_batch` - 1; without it the stream is read from its start, and what
-        lies before is passed over. Where `is_joint`, ranks have unequal numbers of batches: one that has no more yields
-        batches of `count` 0 until it is closed, and the ranks stop together when none of them has a sample; with
-        `data` None on a rank that never had one. Raises `DataError`, with the original exception as its cause, where
-        the dataset or `collate_fn` raises.
+        `state`: the `stream_state` of batch `first_batch` - 1; without it, the stream is read from its start and
+        earlier samples are skipped. If `is_joint`, ranks have different numbers of batches: a rank without further
+        batches yields batches with `count` 0 until the iterator is closed, with `data` None if it never had one; the
+        ranks stop together when none has a sample. Raises `DataError`, with the original exception as its cause, if the
+        dataset or `collate_fn` raises.
         """
         if epoch < 0 or first_batch < 0:
             found = f"epoch {epoch}, batch {first_batch}"
@@ -75,7 +75,7 @@ class StreamLoader:
             yield _as_batch(piece, index, piece.global_count, piece.start)
 
     def _read_parts(self, epoch: int, first_batch: int) -> Iterator[LocalBatch]:
-        """The parts of this rank's workers in turns, then empty batches for ever."""
+        """Yield the batches of this rank's workers, alternating between workers, then empty batches without end."""
         num_parts = max(1, self._workers.loader.num_workers)
         index = 0
         ended: dict[int, Any] = {}
@@ -101,14 +101,14 @@ class StreamLoader:
 
 
 class _StreamOrders(Sampler[list[StreamOrder]]):
-    """torch's loader asks it, when reading begins, what to read: batches without end, since the stream has its own."""
+    """Batch sampler that torch's DataLoader iterates when reading starts: endless, as the stream ends by itself."""
 
     def __init__(self) -> None:
         self._pass_number = 0
         self._first: tuple[int, int, Any] = (0, 0, None)
 
     def begin_pass(self, epoch: int, first_batch: int, state: Any) -> None:
-        """The next `iter` is about these."""
+        """Set what the next iteration starts with."""
         self._pass_number += 1
         self._first = (epoch, first_batch, state)
 

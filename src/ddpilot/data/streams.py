@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs where an iterable dataset is read: batches of its samples, seeded one by one, to a collated piece."""
+"""Read, seed, divide and collate the samples of an iterable dataset, in a worker or in the rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ddpilot.data.seeding import mix_seed, random_kept, seed_random
 
 
 class StreamOrder(NamedTuple):
-    """One batch to be read. Every pass over an epoch begins with its first batch and, where there is one, its state."""
+    """One batch to read. `first_batch` and `state`, the state before it or None, are where the pass starts."""
 
     pass_number: int
     epoch: int
@@ -30,22 +30,22 @@ class StreamOrder(NamedTuple):
 
 
 class StreamPiece(NamedTuple):
-    """A piece that was read; `global_count` is 0 where the stream has ended, then `data` is a batch of no samples."""
+    """A piece that was read. At the end of the stream, `global_count` is 0 and `data` is a batch without samples."""
 
     data: Any
     num_samples: int
     global_count: int
     start: int
-    """Position in the stream of its first sample."""
+    """Position of its first sample in the stream."""
 
     state: Any
-    """`dataset.state_dict()` after this batch; None where it has none, and after a last batch that is smaller."""
+    """`dataset.state_dict()` after this batch; None without this method, and after a last batch that is smaller."""
 
     part: int
-    """Number of the worker among those of all ranks where the dataset divides itself, else 0."""
+    """Number of the worker, counted over all ranks, if the dataset divides itself; otherwise 0."""
 
     first_seen: Glimpse | None = None
-    """The first sample of the global batch; None where ranks need not see the same one, and at the end."""
+    """The first sample of the global batch; None if ranks need not read the same one, and at the end."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,12 @@ class StreamPlan:
     division: Division
 
     def fingerprint(self) -> str:
-        """What has to be the same on all ranks, as a text."""
+        """A hash of what must be equal on all ranks."""
         return digest(self.global_batch_size, self.world_size, self.seed, self.drop_last, *self.division.edges)
 
     @property
     def batches_fingerprint(self) -> str:
-        """What the global batches follow from, as a text; the world size too where the dataset divides itself."""
+        """A hash of what determines the global batches; includes the world size if the dataset divides itself."""
         divided = (self.world_size, *self.division.edges) if self.divides_itself else ()
         return digest(self.global_batch_size, self.seed, self.drop_last, *divided)
 
@@ -73,9 +73,9 @@ class StreamPlan:
 class StreamReader(Dataset[Any]):
     """A dataset of whole pieces: `reader.__getitems__([order])` is a `StreamPiece` or a `Failure`.
 
-    It keeps its place in the stream between calls. Without `divides_itself` it goes over the whole stream, takes the
-    batches that it is asked for and cuts this rank's piece out of them: every worker of every rank sees the same
-    stream. With it, the stream is this worker's own. `compared`: say what the first sample of each batch looks like.
+    It keeps its position in the stream between calls. Without `divides_itself` it reads the whole stream and takes this
+    rank's piece of the requested batches: every worker of every rank sees the same stream. With it, the stream is this
+    worker's own. `compared`: include a glimpse of the first sample of each batch.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class StreamReader(Dataset[Any]):
         else:
             data = None
         can_resume = hasattr(self._dataset, "state_dict") and hasattr(self._dataset, "load_state_dict")
-        # A state from behind the end would begin the stream anew.
+        # A state after the end would restart the stream.
         is_inside = global_count == self._plan.global_batch_size and not self._plan.divides_itself
         state = self._dataset.state_dict() if can_resume and is_inside else None
         return StreamPiece(data, len(samples), global_count, start, state, self._part)
@@ -163,7 +163,7 @@ class StreamReader(Dataset[Any]):
 
     @contextmanager
     def _seen_as_whole_or_part(self) -> Iterator[None]:
-        """What `get_worker_info()` says while the dataset is read: nothing, or rank x worker if it divides itself."""
+        """Set what `get_worker_info()` returns while the dataset is read: None, or rank x worker if it divides."""
         info = get_worker_info()
         shown = None
         if self._plan.divides_itself:
@@ -183,5 +183,5 @@ class StreamReader(Dataset[Any]):
 
 
 def _random_apart(seeded: bool) -> AbstractContextManager[None]:
-    """Around reading: the rank's own random state comes back. A worker's serves nothing else."""
+    """While reading in the rank's own process, preserve its random state. A worker's is used for nothing else."""
     return random_kept() if seeded and get_worker_info() is None else nullcontext()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads with torch's loader and its workers, and says what to do where they cannot be started or shared."""
+"""Read with torch's DataLoader, and explain errors of its workers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ddpilot.errors import DataError
 
 
 class Workers:
-    """A torch DataLoader that reads what `orders` says with `reader`, in that order. `options`: its own."""
+    """A torch DataLoader that calls `reader` with each of `orders`, in that order. `options`: those of DataLoader."""
 
     def __init__(self, reader: Dataset[Any], orders: Sampler[Any], rank: int, options: Mapping[str, Any]) -> None:
-        # A generator of its own: to start workers must not draw from the random state that the model uses.
+        # A separate generator: starting workers must not draw from the random state that the model uses.
         self._generator = torch.Generator()
         self._loader: DataLoader[Any] = DataLoader(
             reader, batch_sampler=orders, collate_fn=_as_it_is, generator=self._generator, **options
@@ -30,19 +30,19 @@ class Workers:
 
     @property
     def loader(self) -> DataLoader[Any]:
-        """torch's."""
+        """The DataLoader."""
         return self._loader
 
     def read(self, seed: int) -> Iterator[Any]:
-        """What the reader makes of each order. `seed`: of the workers' own random state, before anything is read.
+        """Yield the reader's result for each order. `seed`: for the base seed of the workers' own random state.
 
-        `DataError` where the dataset would have to be pickled for its workers and cannot be, or where persistent
-        workers were given another epoch since.
+        Raises `DataError` if the dataset has to be pickled for its workers and cannot be, or if persistent workers have
+        started a different epoch since.
         """
         self._number += 1
         self._generator.manual_seed(seed)
         if not self._loader.num_workers and not self._loader.pin_memory:
-            # What torch's loader would do for each batch, without what it does around it.
+            # Same results as torch's DataLoader, without its overhead per batch.
             return map(self._reader.__getitems__, self._orders)
         return self._go_on(self._start(), self._number)
 
@@ -68,7 +68,7 @@ class Workers:
             yield result
 
     def _worker_died(self, error: RuntimeError, num_read: int) -> DataError:
-        # What the dataset raises comes as a `Failure`: here a signal ended the process.
+        # Exceptions of the dataset arrive as a `Failure`, so this is a process that was ended by a signal.
         return DataError(
             f"reading batch {num_read} of this pass with {self._loader.num_workers} workers",
             found=f"{error}",

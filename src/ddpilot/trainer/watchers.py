@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls the callbacks on the ranks that they are for, and lets what fails on rank 0 end the training on all."""
+"""Call callbacks on their ranks, and end training on all ranks if one fails on rank 0."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Watchers:
         self._has_own_of_zero = any(callback.ranks == "zero" for callback in callbacks)
         self._failure: Exception | None = None
         self.is_over = False
-        """Was the last update made? What fails then has nothing to end."""
+        """True once the last update was made, when a failure no longer ends training."""
         self.late: Exception | None = None
         """The first failure since then."""
         self._guarded = {
@@ -34,21 +34,23 @@ class Watchers:
         }
 
     def tell(self, event: str) -> None:
-        """Call method `event` of each callback. Collective. What one raised on rank 0 is raised on all ranks.
+        """Call method `event` of each callback. Collective. An exception raised on rank 0 is raised on all ranks.
 
-        Once `is_over`, it is kept in `late`, and the callbacks are told what is left to be told.
+        If `is_over`, the exception is kept in `late` instead, and the remaining events still occur.
         """
         self._call(event)
         self.settle()
 
     def tell_update(self) -> None:
-        """Call `on_update_end`; not collective. After a failure on rank 0 all ranks leave with the next update."""
+        """Call `on_update_end`; not collective. After a failure on rank 0, all ranks stop, see `Run.stop`."""
         self._call("on_update_end")
         if self._failure is not None:
             self._run.stop()
 
     def settle(self) -> None:
-        """Raise on all ranks what a callback raised on rank 0 alone. Collective, where there is such a callback."""
+        """Raise on all ranks what a callback raised on rank 0 only. Collective if there is a callback with ranks
+        "zero".
+        """
         if not self._has_own_of_zero:
             return
         try:
@@ -59,7 +61,7 @@ class Watchers:
             self.late = self.late or error
 
     def tell_exception(self, error: BaseException) -> None:
-        """Call `on_exception`, on this rank alone; what that raises becomes a warning beside `error`."""
+        """Call `on_exception`, on this rank only; an exception in it becomes a warning in addition to `error`."""
         for callback in self._here():
             try:
                 with self._seen_by(callback) as run:
@@ -90,7 +92,7 @@ class Watchers:
 
     @contextmanager
     def _seen_by(self, callback: Callback) -> Iterator[Run]:
-        """The run as `callback` is to see it: where the others are not called, without what needs them."""
+        """Yield the run for `callback`: without collectives in `run.loop` if other ranks do not call the callback."""
         loop = self._run.loop
         self._run.loop = cast(Loop, self._guarded.get(id(callback), loop))
         try:
