@@ -7,7 +7,6 @@ import copy
 import gc
 import inspect
 import io
-import json
 import math
 import os
 import pickle
@@ -565,8 +564,8 @@ CLAIMS = {
 }
 
 
-def main(names: list[str]) -> None:
-    """Run the claims and print what came of each, one JSON object."""
+def outcomes_of(*names: str) -> dict[str, str]:
+    """Run the claims; what came of each."""
     outcomes = {}
     for name in names:
         try:
@@ -575,8 +574,4 @@ def main(names: list[str]) -> None:
             outcomes[name] = traceback.format_exc()
         else:
             outcomes[name] = "holds"
-    print(json.dumps(outcomes), flush=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+    return outcomes

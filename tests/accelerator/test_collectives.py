@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.accelerator import ranks, why_not
+from tests.accelerator import on_device, why_not
 
 pytestmark = [
     pytest.mark.skipif(bool(why_not()), reason=why_not() or "it can"),
@@ -30,7 +30,7 @@ LIMIT_S = 150.0
 
 def run(*names: str, num_ranks: int = 2, limit_s: float = LIMIT_S, **variables: str) -> list[dict[str, Any]]:
     """What each rank's functions returned; fails where one did not come to its end."""
-    return ranks.run_to_the_end(__file__, *names, num_ranks=num_ranks, limit_s=limit_s, **variables)
+    return on_device.run_to_the_end(__file__, *names, num_ranks=num_ranks, limit_s=limit_s, **variables)
 
 
 # Values
@@ -38,7 +38,7 @@ def run(*names: str, num_ranks: int = 2, limit_s: float = LIMIT_S, **variables: 
 
 def values_of_all_collectives() -> dict[str, float]:
     """Run every collective on the device and, over gloo, on the CPU; return the largest difference of each."""
-    rank, num_ranks, device = ranks.join("cpu:gloo,emu:eccl")
+    rank, num_ranks, device = on_device.join("cpu:gloo,emu:eccl")
     here = {name: call(rank, num_ranks, torch.device("cpu")) for name, call in CALLS.items()}
     there = {name: call(rank, num_ranks, device) for name, call in CALLS.items()}
     differences = {}
@@ -191,7 +191,7 @@ def test_every_collective_gives_the_values_of_gloo(num_ranks: int) -> None:
 
 def returns_at_once() -> dict[str, Any]:
     """Rank 1 comes when rank 0's host is through with everything that does not need it."""
-    rank, _, device = ranks.join(timeout=timedelta(seconds=60))
+    rank, _, device = on_device.join(timeout=timedelta(seconds=60))
     dist.all_reduce(torch.ones(1, device=device))  # the communicator
     torch.accelerator.synchronize()
     store: Any = c10d._get_default_store()
@@ -233,7 +233,7 @@ def sync_options() -> Any:
 
 def refuses_what_nccl_refuses() -> dict[str, str]:
     """The errors that a program gets which passes the wrong thing."""
-    _, _, device = ranks.join()
+    _, _, device = on_device.join()
     said = {}
     wrong = {
         "cpu": torch.ones(2),
@@ -284,7 +284,7 @@ def test_tensors_and_operations_that_nccl_does_not_take_are_refused() -> None:
 
 def aborted_without_a_peer() -> dict[str, Any]:
     """Rank 0 waits for an all_reduce that rank 1 never calls, until it is aborted from a thread."""
-    rank, _, device = ranks.join()
+    rank, _, device = on_device.join()
     dist.all_reduce(torch.ones(1, device=device))
     torch.accelerator.synchronize()
     store: Any = c10d._get_default_store()
@@ -317,7 +317,7 @@ def aborted_without_a_peer() -> dict[str, Any]:
 
 def test_abort_ends_what_is_pending_with_partial_sums_and_without_an_error() -> None:
     """The streams run on with what was there; only the next collective raises."""
-    aborted, _ = ranks.run(
+    aborted, _ = on_device.run(
         __file__, "aborted_without_a_peer", num_ranks=2, limit_s=LIMIT_S, EMU_ASYNC_ERROR_HANDLING="0"
     )
     assert aborted.status == 0, aborted.describe()
@@ -334,7 +334,7 @@ def test_abort_ends_what_is_pending_with_partial_sums_and_without_an_error() -> 
 
 def aborted_while_another_group_hangs() -> dict[str, bool]:
     """Rank 0 hangs in two groups and aborts one after the other."""
-    rank, _, device = ranks.join()
+    rank, _, device = on_device.join()
     part = dist.new_group([0, 1])
     one = torch.ones(1, device=device)
     groups: list[Any] = [dist.group.WORLD, part]
@@ -371,7 +371,7 @@ def test_abort_waits_for_what_else_runs_on_the_device() -> None:
 
 def delayed() -> bool:
     """Whether this rank's collective is over at once, after both ranks have called it."""
-    _, _, device = ranks.join("cpu:gloo,emu:eccl")
+    _, _, device = on_device.join("cpu:gloo,emu:eccl")
     work: Any = dist.all_reduce(torch.ones(1, device=device), async_op=True)
     dist.barrier()  # over gloo
     is_over: bool = work.is_completed()
@@ -387,7 +387,7 @@ def test_a_delay_keeps_collectives_in_flight() -> None:
 
 def times_out() -> None:
     """Rank 0 waits for rank 1, which computes."""
-    rank, _, device = ranks.join(timeout=timedelta(seconds=2))
+    rank, _, device = on_device.join(timeout=timedelta(seconds=2))
     dist.all_reduce(torch.ones(1, device=device))
     torch.accelerator.synchronize()
     if rank == 0:
@@ -411,7 +411,7 @@ def test_the_watchdog_ends_a_process_or_its_communicators_at_the_time_out(
 ) -> None:
     """At the time-out: with 3, the default, the process; with 2 the communicators. Both log the collective first."""
     variables = {"EMU_ASYNC_ERROR_HANDLING": handling}
-    waiting, _ = ranks.run(__file__, "times_out", num_ranks=2, limit_s=LIMIT_S, until_rank_0=True, **variables)
+    waiting, _ = on_device.run(__file__, "times_out", num_ranks=2, limit_s=LIMIT_S, until_rank_0=True, **variables)
     assert waiting.status == status, waiting.describe()
     assert (
         "Watchdog caught collective operation timeout: WorkECCL(SeqNum=2, OpType=ALLREDUCE, NumelIn=5, NumelOut=5, "
@@ -423,7 +423,7 @@ def test_the_watchdog_ends_a_process_or_its_communicators_at_the_time_out(
 
 def dies_in_a_collective() -> None:
     """Rank 1 is killed while rank 0 waits for it."""
-    rank, _, device = ranks.join()
+    rank, _, device = on_device.join()
     dist.all_reduce(torch.ones(1, device=device))
     torch.accelerator.synchronize()
     if rank == 1:
@@ -436,7 +436,7 @@ def dies_in_a_collective() -> None:
 
 def test_a_peers_death_is_an_error_of_the_watchdog() -> None:
     """The host waits on; the watchdog finds that the peer is gone and ends the process."""
-    waiting, gone = ranks.run(__file__, "dies_in_a_collective", num_ranks=2, limit_s=LIMIT_S)
+    waiting, gone = on_device.run(__file__, "dies_in_a_collective", num_ranks=2, limit_s=LIMIT_S)
     assert gone.status == 9, gone.describe()
     assert waiting.status == -6, waiting.describe()
     assert "ECCL error: remote process exited or there was a network error (rank 1)" in waiting.text
@@ -465,7 +465,7 @@ def is_rank_1_waiting(name: str, rank: int, call: Callable[[], Any]) -> bool:
 
 def communicators_are_made_late() -> dict[str, bool]:
     """Where rank 1's host waits for rank 0, which comes later."""
-    rank, _, device = ranks.join()
+    rank, _, device = on_device.join()
     one = torch.ones(1, device=device)
     if rank == 2:
         dist.all_reduce(one, async_op=True)
@@ -482,7 +482,7 @@ def communicators_are_made_late() -> dict[str, bool]:
 def bound_group_is_made_early() -> dict[str, Any]:
     """As above, of a group that is bound to its device."""
     device = torch.device("emu", int(os.environ["RANK"]))
-    rank, _, _ = ranks.join("cpu:gloo,emu:eccl", device_id=device)
+    rank, _, _ = on_device.join("cpu:gloo,emu:eccl", device_id=device)
     one = torch.ones(1, device=device)
     seen: dict[str, Any] = {}
     if rank == 2:
@@ -532,7 +532,7 @@ def test_two_ranks_on_one_device_are_refused() -> None:
 
 def trained_weights() -> dict[str, list[float]]:
     """Train three models under DDP on the device; return how far each is from a CPU alone, and a checksum of that."""
-    rank, num_ranks, device = ranks.join()
+    rank, num_ranks, device = on_device.join()
     torch.set_default_dtype(torch.float64)
     sums = {}
     for name, make in MODELS.items():
@@ -550,7 +550,7 @@ def trained_weights() -> dict[str, list[float]]:
 
 def trained_with_a_hook() -> list[float]:
     """Train under DDP with gradients as float16, whose hook calls back when they have come; on the CPU and there."""
-    rank, num_ranks, device = ranks.join("cpu:gloo,emu:eccl")
+    rank, num_ranks, device = on_device.join("cpu:gloo,emu:eccl")
     models = []
     for where in (torch.device("cpu"), device):
         model, (inputs, targets), loss_of = mlp()

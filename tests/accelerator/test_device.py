@@ -3,18 +3,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.accelerator import environment, why_not
+from tests.accelerator import why_not
 from tests.accelerator.claims import CLAIMS, OWN_PROCESS
+from tests.accelerator.on_device import call
 
-ROOT = Path(__file__).parents[2]
 LIMIT_S = 240.0
 OWN = [claim.__name__ for claim in OWN_PROCESS]
 SHARED = [name for name in CLAIMS if name not in OWN]
@@ -27,11 +23,7 @@ pytestmark = [
 
 def run(*names: str) -> dict[str, str]:
     """Run the claims in one process that has the device, and return what came of each."""
-    given = {**os.environ, **environment()}
-    command = [sys.executable, "-m", "tests.accelerator.claims", *names]
-    done = subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True, timeout=LIMIT_S)
-    assert done.returncode == 0, f"ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
-    outcomes: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    outcomes: dict[str, str] = call("tests.accelerator.claims:outcomes_of", *names, limit_s=LIMIT_S)
     return outcomes
 
 

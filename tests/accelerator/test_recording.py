@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpilot.record.log import RankLog
 from ddpilot.record.reading import read_ring
 from ddpilot.record.recording import start_recording
-from tests.accelerator import ranks, why_not
+from tests.accelerator import on_device, why_not
 
 pytestmark = [
     pytest.mark.skipif(bool(why_not()), reason=why_not() or "it can"),
@@ -43,7 +43,7 @@ def read_when_asked_again(one: torch.Tensor) -> RankLog:
 
 def train_and_read() -> dict[str, Any]:
     """Three DDP steps, a synchronous collective before each."""
-    rank, _, device = ranks.join("cpu:gloo,emu:eccl")
+    rank, _, device = on_device.join("cpu:gloo,emu:eccl")
     group: Any = dist.group.WORLD
     with start_recording(ring_path(), rank=rank):
         model = DistributedDataParallel(
@@ -75,7 +75,7 @@ def is_bucket(entry: Any) -> bool:
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_a_ddp_step_is_recorded_with_the_backends_numbers(num_ranks: int) -> None:
     """All collectives, none twice, each over in the end; the buckets hold all gradients and have the user's line."""
-    found = ranks.run_to_the_end(__file__, "train_and_read", num_ranks=num_ranks, limit_s=LIMIT_S)
+    found = on_device.run_to_the_end(__file__, "train_and_read", num_ranks=num_ranks, limit_s=LIMIT_S)
     for result in found:
         seen = result["train_and_read"]
         assert seen["faults"] == 0
@@ -88,7 +88,7 @@ def test_a_ddp_step_is_recorded_with_the_backends_numbers(num_ranks: int) -> Non
 
 def wait_for_a_late_rank() -> dict[str, Any]:
     """Rank 1 comes to two collectives when rank 0 has read what is recorded of them; then one of each other kind."""
-    rank, _, device = ranks.join("cpu:gloo,emu:eccl")
+    rank, _, device = on_device.join("cpu:gloo,emu:eccl")
     store: Any = c10d._get_default_store()
     one = torch.ones(1, device=device)
     dist.all_reduce(one)
@@ -113,7 +113,7 @@ def wait_for_a_late_rank() -> dict[str, Any]:
 
 def test_synchronous_collectives_are_pending_until_the_device_is_through() -> None:
     """They give no work; batched messages and coalesced calls, which give none either, are not taken for done."""
-    early, _ = ranks.run_to_the_end(__file__, "wait_for_a_late_rank", num_ranks=2, limit_s=LIMIT_S)
+    early, _ = on_device.run_to_the_end(__file__, "wait_for_a_late_rank", num_ranks=2, limit_s=LIMIT_S)
     assert early["wait_for_a_late_rank"] == {
         "early": ["begun", "begun"],
         "late": ["done", "done", "begun"],

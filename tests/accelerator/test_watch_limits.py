@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ddpilot.record.reading import read_ring
 from ddpilot.record.recording import start_recording
-from tests.accelerator import ranks, why_not
+from tests.accelerator import on_device, why_not
 from tests.accelerator.on_device import call
 from tests.accelerator.test_recording import ring_path
 
@@ -42,7 +42,7 @@ def test_what_cannot_be_proven_is_not_said() -> None:
 
 def begin_late() -> dict[str, Any]:
     """A collective, a pause, another one: state and end of the first before and after the second."""
-    rank, _, device = ranks.join("cpu:gloo,emu:eccl")
+    rank, _, device = on_device.join("cpu:gloo,emu:eccl")
     one = torch.ones(1, device=device)
     dist.all_reduce(one)
     torch.accelerator.synchronize()
@@ -67,7 +67,7 @@ def begin_late() -> dict[str, Any]:
 @pytest.mark.timeout(200)
 def test_a_collective_ends_for_the_watch_when_its_thread_starts_the_next() -> None:
     """It was over a second before: only threads that start collectives ask, so its time is that of the next one."""
-    for found in ranks.run_to_the_end(__file__, "begin_late", num_ranks=2, limit_s=150.0):
+    for found in on_device.run_to_the_end(__file__, "begin_late", num_ranks=2, limit_s=150.0):
         seen = found["begin_late"]
         assert (seen["before"], seen["after"]) == ("begun", "done")
         assert seen["lasted_s"] > 1.0
