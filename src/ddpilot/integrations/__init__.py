@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Apps that ddpilot ships: what training libraries need on each rank of a session."""
+"""Apps shipped with ddpilot, which adapt training libraries to the ranks of a session."""

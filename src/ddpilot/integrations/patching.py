@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Change something of a library in this process, and have it back when the session ends."""
+"""Patch attributes of a library in this process, and restore them when the session ends."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def replace(cleanup: ExitStack, owner: Any, name: str, value: Any) -> None:
 
 
 def wrap(cleanup: ExitStack, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    """Let `wrapper(original, *args, **kwargs)` stand for the function `name` of `owner`, until `cleanup` is closed."""
+    """Replace the function `name` of `owner` with `wrapper(original, *args, **kwargs)` until `cleanup` is closed."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
@@ -29,6 +29,6 @@ def wrap(cleanup: ExitStack, owner: Any, name: str, wrapper: Callable[..., Any])
 
 
 def holders(package: str, name: str, value: Any) -> list[ModuleType]:
-    """The loaded modules of `package` whose attribute `name` is `value`: star imports copy names."""
+    """Return the loaded modules of `package` whose attribute `name` is `value`, as star imports copy names."""
     inside = [module for key, module in sys.modules.items() if key == package or key.startswith(f"{package}.")]
     return [module for module in inside if vars(module).get(name) is value]

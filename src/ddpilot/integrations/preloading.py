@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Import what makes a library's import slow before the ranks are forked, so that forking stays safe."""
+"""Import slow dependencies of a library before ranks are forked, without starting threads."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _VARIABLE = "OPENBLAS_NUM_THREADS"
 
 
 def import_quietly(*names: str) -> None:
-    """Import those of `names` that can be imported; others say why not in the cell that needs them.
+    """Import those of `names` that can be imported; import errors of the others show up in the cell that needs them.
 
-    scipy's OpenBLAS starts a thread for every core when it is loaded, and a process with threads of unknown libraries
-    is not forked. Ranks share the cores: one thread each is scipy's part here.
+    SciPy's OpenBLAS starts one thread per core when it is loaded, and the rank server does not fork a process with
+    threads of unknown libraries. As ranks share the cores, SciPy gets one thread in each.
     """
     before = os.environ.get(_VARIABLE)
     os.environ[_VARIABLE] = "1"

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ddpilot gpu-check`: what ddpilot claims about accelerators, checked on the machine it runs on."""
+"""`ddpilot gpu-check`: checks ddpilot's claims about accelerators on this machine."""

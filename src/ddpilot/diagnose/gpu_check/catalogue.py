@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks as data, the most important claims first. Free of torch."""
+"""The checks as data, the most important claims first. Does not import torch."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ddpilot.diagnose.gpu_check.check import Check
 from ddpilot.errors import DdpilotError
 
 PAIR_ON_ONE_DEVICE = "pair_is_formed"
-"""If this fails on a single device, the other checks of pairs say nothing there."""
+"""If this fails on a single device, other checks with two ranks are not meaningful there."""
 
 _SESSION = ("ipykernel", "jupyter_client")
 
 CHECKS: tuple[Check, ...] = (
-    # Nothing else means much if these fail.
+    # If these fail, the others mean little.
     Check(
         name="no_context_at_import",
         module="processes",
@@ -154,7 +154,7 @@ CHECKS: tuple[Check, ...] = (
         module="processes",
         claim="device memory of a failed rank is free within 2 s",
     ),
-    # One rank, further.
+    # One rank, continued.
     Check(
         name="session_of_one_continues",
         module="groups",
@@ -285,7 +285,7 @@ CHECKS: tuple[Check, ...] = (
 
 
 def find_check(name: str) -> Check:
-    """The check called `name`; raises DdpilotError with the name that was probably meant."""
+    """Return the check `name`. Raises DdpilotError that suggests a similar name."""
     for check in CHECKS:
         if check.name == name:
             return check
@@ -299,6 +299,6 @@ def find_check(name: str) -> Check:
 
 
 def choose_checks(names: Sequence[str]) -> tuple[Check, ...]:
-    """The checks called `names`, in the catalogue's order; without names, all. Raises DdpilotError for another name."""
+    """Return the checks `names`, in the catalogue's order; all without names. Raises DdpilotError for unknown names."""
     wanted = {find_check(name).name for name in names}
     return tuple(check for check in CHECKS if not wanted or check.name in wanted)

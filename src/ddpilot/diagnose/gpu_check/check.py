@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a check is and how it ends. Free of torch."""
+"""`Check` and `Outcome`. Does not import torch."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ Status = Literal["ok", "failed", "cannot be shown"]
 
 
 class CannotBeShownError(Exception):
-    """This machine lacks what the check needs; the message says what."""
+    """Raised if this machine lacks what the check needs; the message states what."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a check ended."""
+    """The result of a check."""
 
     status: Status
     evidence: str
-    """What was seen, with its values, in one line."""
+    """What was observed, with values, in one line."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One claim and what it takes to check it."""
+    """One claim and its requirements."""
 
     name: str
-    """Also the name of its function."""
+    """Name of the check and of its function."""
     module: str
-    """Of the function, in `ddpilot.diagnose.gpu_check.checks`."""
+    """Module of the function, in `ddpilot.diagnose.gpu_check.checks`."""
     claim: str
     num_devices: int = 1
-    """Accelerators that it needs; 0: it also runs on the CPU."""
+    """Number of accelerators that it requires; 0: it also runs on the CPU."""
     is_pair: bool = False
     """True if it needs two ranks on the accelerator's own backend. On a single NVIDIA device they join NCCL as two
-    hosts, if check `PAIR_ON_ONE_DEVICE` did not fail before."""
+    hosts, unless the check `PAIR_ON_ONE_DEVICE` has failed before."""
     only_cuda: bool = False
-    """True if it asks the CUDA driver or uses an API of `torch.cuda` that other accelerators do not have."""
+    """True if it uses the CUDA driver or a `torch.cuda` API that other accelerators do not have."""
     packages: tuple[str, ...] = ()
-    """Importable names of optional packages that it needs."""
+    """Importable names of optional packages that it requires."""
     limit_s: float = 90.0
-    """Seconds after which it has failed."""
+    """Seconds after which it fails."""
 
 
 def judge(holds: bool, evidence: str) -> Outcome:
-    """Ok if the claim `holds`, else failed."""
+    """Return ok if the claim `holds`, otherwise failed."""
     return Outcome(status="ok" if holds else "failed", evidence=evidence)

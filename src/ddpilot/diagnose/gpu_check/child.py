@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process of one check: `python -m ddpilot.diagnose.gpu_check.child NAME RESULT_FILE LIMIT_S`.
 
-The result goes into a file and not to stdout, where libraries and ranks write as well.
+The result is written to a file instead of stdout, to which libraries and ranks write too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ddpilot.diagnose.gpu_check.catalogue import find_check
 from ddpilot.diagnose.gpu_check.check import CannotBeShownError, Outcome
 
 FACTS = "facts"
-"""In place of a check's name: the result is what `read_facts` returns."""
+"""Used instead of a check's name: the result is that of `read_facts`."""
 
 CHECKS_PACKAGE = "ddpilot.diagnose.gpu_check.checks"
 _STACKS_BEFORE_LIMIT_S = 5.0
@@ -30,7 +30,7 @@ _DRIVER_VERSION_BYTES = 80
 
 
 def main(name: str, result: str, limit_s: str) -> None:
-    """Run the check `name` and write its outcome, as JSON, into the file `result`."""
+    """Run the check `name` and write its outcome, as JSON, to the file `result`."""
     faulthandler.enable()
     faulthandler.dump_traceback_later(max(1.0, float(limit_s) - _STACKS_BEFORE_LIMIT_S))
     value = read_facts() if name == FACTS else asdict(run_check(name))
@@ -41,7 +41,7 @@ def main(name: str, result: str, limit_s: str) -> None:
 
 
 def run_check(name: str) -> Outcome:
-    """The outcome of the check `name`; an exception is a failure, with the end of its traceback as evidence."""
+    """Return the outcome of the check `name`; an exception is a failure, with its place in the source as evidence."""
     check = find_check(name)
     try:
         function = getattr(importlib.import_module(f"{CHECKS_PACKAGE}.{check.module}"), check.name)
@@ -50,7 +50,7 @@ def run_check(name: str) -> Outcome:
         return outcome
     except CannotBeShownError as error:
         return Outcome(status="cannot be shown", evidence=str(error))
-    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - whatever a check raises is its result
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - an exception is the check's result
         traceback.print_exc()
         found = traceback.extract_tb(error.__traceback__)
         place = f" at {Path(found[-1].filename).name}:{found[-1].lineno}" if found else ""
@@ -58,7 +58,7 @@ def run_check(name: str) -> Outcome:
 
 
 def read_facts() -> dict[str, Any]:
-    """Versions and devices of this machine, as a report needs them; without names or addresses of the machine."""
+    """Return versions and devices of this machine for the report, without its name or addresses."""
     import torch
 
     from ddpilot.diagnose.gpu_check.checks.accelerator import accelerator_kind, count_devices
@@ -100,7 +100,7 @@ def _nccl_version() -> str | None:
 
 
 def _driver_version() -> str | None:
-    """The NVIDIA driver's version, as its management library reports it; None without one."""
+    """Return the NVIDIA driver's version as reported by NVML; None without it."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:

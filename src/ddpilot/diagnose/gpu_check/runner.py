@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run checks one after the other, each in a process of its own, and write what came of it. Free of torch."""
+"""Run checks one after the other, each in a separate process, and write the report. Does not import torch."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ FORMAT = 1
 _CHILD = "ddpilot.diagnose.gpu_check.child"
 _FACTS_LIMIT_S = 120.0
 _EXIT_GRACE_S = 10.0
-"""For which a process may take to exit once its result is there."""
+"""Seconds that a process may take to exit after it has written its result."""
 _POLL_S = 0.05
 _OUTPUT_CHARACTERS = 6000
 _LABELS: Mapping[Status, str] = {"ok": "ok", "failed": "FAILED", "cannot be shown": "-"}
 _LEFT_OUT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""A shell inside of a job has these; the checks are jobs of their own."""
+"""Variables set in the shell of a job, removed as the checks are separate jobs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """How a check ended, and in how many seconds. `output`: the end of what its processes printed."""
+    """The outcome of a check and its duration in seconds. `output`: the end of its processes' output unless ok."""
 
     check: Check
     outcome: Outcome
@@ -47,7 +47,7 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True)
 class _Ended:
-    """What a child left: its value, None without one, and then `why`."""
+    """The result of a child process: its value, or None and `why` there is none."""
 
     value: Any
     why: str
@@ -62,10 +62,10 @@ def run_checks(
     limit_s: float | None = None,
     show: Callable[[str], None] = print,
 ) -> list[Result]:
-    """Run `checks`, show a line for each, and keep the report at `json_path` up to date after each.
+    """Run `checks`, show a line for each, and update the report at `json_path` after each.
 
-    `limit_s`: for each check, in place of its own. Raises DdpilotError if the report cannot be written or torch cannot
-    be imported here; both before the first check.
+    `limit_s`: replaces each check's own limit. Raises DdpilotError before the first check if the report cannot be
+    written or torch cannot be imported.
     """
     facts = read_facts()
     show(describe_facts(facts))
@@ -85,7 +85,7 @@ def run_checks(
 
 
 def read_facts() -> dict[str, Any]:
-    """Versions and devices, asked for in a process of their own; raises DdpilotError if torch cannot be imported."""
+    """Return versions and devices, read in a separate process. Raises DdpilotError if torch cannot be imported."""
     ended = _run_child("facts", _FACTS_LIMIT_S)
     if ended.value is None:
         raise DdpilotError(
@@ -104,7 +104,7 @@ def _own_version() -> str | None:
 
 
 def describe_facts(facts: Mapping[str, Any]) -> str:
-    """One line with the devices and versions, and a second one if there is no accelerator."""
+    """Return one line with the devices and versions, and a second one if there is no accelerator."""
     names: dict[str, int] = {}
     for device in facts["devices"]:
         names[device["name"]] = names.get(device["name"], 0) + 1
@@ -117,7 +117,7 @@ def describe_facts(facts: Mapping[str, Any]) -> str:
 
 
 def why_not(check: Check, facts: Mapping[str, Any], results: Iterable[Result]) -> str:
-    """Why `check` cannot be shown on this machine; empty if it can."""
+    """Return why `check` cannot be shown on this machine; empty if it can."""
     num, is_cuda = len(facts["devices"]), facts["kind"] == "cuda" and bool(facts["cuda"])
     if check.only_cuda and not is_cuda:
         return "no NVIDIA device is visible"
@@ -169,7 +169,7 @@ def _run_child(name: str, limit_s: float) -> _Ended:
 
 
 def _wait(child: subprocess.Popen[bytes], result: Path, limit_s: float) -> str:
-    """Wait for the result and then for a normal exit; why there is no result, which is empty if there is one."""
+    """Wait for the result and then for a normal exit. Returns why there is no result, or an empty string."""
     end = time.monotonic() + limit_s
     while not result.exists() and child.poll() is None:
         if time.monotonic() > end:
@@ -181,7 +181,7 @@ def _wait(child: subprocess.Popen[bytes], result: Path, limit_s: float) -> str:
 
 
 def _kill_group(child: subprocess.Popen[bytes]) -> None:
-    """End what the child left; its ranks end with it by themselves."""
+    """Kill the child's session; its ranks end with it."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(child.pid, signal.SIGKILL)  # the session that `_run_child` started
     child.wait()
@@ -193,7 +193,7 @@ def _last_line(text: str) -> str:
 
 
 def render_result(result: Result) -> str:
-    """Label, name, seconds, and the evidence, such as "ok      group_of_one  3.2 s  nccl on cuda:0"."""
+    """Return label, name, seconds and evidence, such as "ok      group_of_one  3.2 s  nccl on cuda:0"."""
     evidence = " ".join(result.outcome.evidence.split())
     if result.outcome.status == "cannot be shown":
         evidence = f"cannot be shown here: {evidence}"
@@ -201,7 +201,7 @@ def render_result(result: Result) -> str:
 
 
 def render_summary(results: Sequence[Result], json_path: Path) -> str:
-    """How many ended how, and where the report is."""
+    """Return the number of results by status, the failed checks, and the path of the report."""
     counts = count_statuses(results)
     failed = [each.check.name for each in results if each.outcome.status == "failed"]
     lines = [f"{counts['ok']} ok, {counts['failed']} FAILED, {counts['cannot be shown']} cannot be shown here"]
@@ -212,7 +212,7 @@ def render_summary(results: Sequence[Result], json_path: Path) -> str:
 
 
 def count_statuses(results: Iterable[Result]) -> dict[Status, int]:
-    """Number of results by status."""
+    """Return the number of results by status."""
     counts: dict[Status, int] = {"ok": 0, "failed": 0, "cannot be shown": 0}
     for each in results:
         counts[each.outcome.status] += 1

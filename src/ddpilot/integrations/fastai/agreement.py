@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Before ranks train together: they have the same data, the same model and the same optimizer, or are made to."""
+"""Check that all ranks have the same data and model before they train, and synchronize weights and optimizer."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from ddpilot.group.process_group import Group
 
 
 def agree(learn: Any, group: Group) -> None:
-    """Check that data and model are the same on all ranks; give all of them rank 0's weights and optimizer. Collective.
+    """Check that data and model are the same on all ranks, and synchronize weights and optimizer from rank 0.
+    Collective.
 
-    Weights and optimizer travel only where they differ: new models, or a fit that failed after some ranks had stepped.
-    Raises GroupError where data or the model's shape differ: then one rank would train on another's validation set.
+    Weights and optimizer are only sent if they differ: new models, or a fit that failed after some ranks had stepped.
+    Raises GroupError if data or the model's shapes differ; otherwise one rank would train on another's validation set.
     """
     facts = {f"data loader {i}": _outline_data(loader) for i, loader in enumerate(learn.dls)}
     facts["model"] = _outline_model(learn.model)
@@ -31,7 +32,7 @@ def agree(learn: Any, group: Group) -> None:
 
 
 def share_tensors(tensors: Any, group: Group) -> None:
-    """Give all ranks rank 0's values, in place. Collective."""
+    """Broadcast rank 0's values to all ranks, in place. Collective."""
     for tensor in tensors:
         if isinstance(tensor, torch.Tensor) and tensor.numel():
             whole = tensor.detach().contiguous()
@@ -64,11 +65,11 @@ def _outline_data(loader: Any) -> str:
     dataset: Any = getattr(loader, "dataset", None)
     items: Any = getattr(dataset, "items", None)
     count = len(dataset) if hasattr(dataset, "__len__") else "any number of"
-    if hasattr(items, "index") and hasattr(items, "iloc"):  # a table: its rows are known by their labels
+    if hasattr(items, "index") and hasattr(items, "iloc"):  # a table: its rows are identified by their labels
         items = list(items.index)
     try:
         names = [item for item in items or () if isinstance(item, (str, int, float)) or hasattr(item, "__fspath__")]
-    except (TypeError, ValueError):  # not a collection, or one of arrays, which has no truth value
+    except (TypeError, ValueError):  # not a collection, or one of arrays, which have no truth value
         names = []
     digest = hashlib.blake2b("\n".join(map(str, names)).encode(), digest_size=4).hexdigest()
     return f"{count} samples" + (f" ({digest})" if names else "")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The app "fastai". Imported in the notebook: free of fastai, and of torch."""
+"""The app "fastai". Imported in the notebook; imports neither fastai nor torch."""
 
 from __future__ import annotations
 

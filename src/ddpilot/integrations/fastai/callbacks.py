@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The callbacks that a `Learner` has on each rank while it fits or evaluates, and only then."""
+"""Callbacks added to a `Learner` on each rank while it fits or evaluates."""
 
 from __future__ import annotations
 
@@ -19,50 +19,50 @@ from ddpilot.training.accelerator import device_ids
 
 
 class ShareData(Callback):  # type: ignore[misc]  # fastai is untyped
-    """Gives each rank its pieces of the batches, and all ranks the metrics of all samples."""
+    """Gives each rank its pieces of the batches, and reduces metrics over all ranks."""
 
-    order = -9  # right after TrainEvalCallback, before whatever looks at the loader, the metrics or the weights
+    order = -9  # right after TrainEvalCallback, before callbacks that use the loader, the metrics or the weights
 
     def __init__(self, group: Group) -> None:
         self._ranks = group
 
     def before_fit(self) -> None:
-        """Make sure that the ranks start from the same data, weights and optimizer."""
+        """Check that the ranks start from the same data, weights and optimizer. Collective."""
         agree(self.learn, self._ranks)
 
     def before_train(self) -> None:
-        """Share the training loader out."""
+        """Replace the training loader with this rank's share."""
         self.learn.dl = share(self.learn.dl, self._ranks)
 
     before_validate = before_train
 
     def before_step(self) -> None:
-        """Let gradient accumulation count the samples of all ranks: it adds this rank's itself."""
+        """Let gradient accumulation count the samples of all ranks; it adds this rank's samples itself."""
         for accumulation in self.learn._grab_cbs(GradientAccumulation):
             accumulation.count += self.learn.dl.whole_size - find_bs(self.learn.yb)
 
     def after_train(self) -> None:
-        """Metrics of the training set, where they are asked for."""
+        """Reduce metrics of the training set, if there are any. Collective."""
         self._reduce("_train_mets")
 
     def after_validate(self) -> None:
-        """Metrics of all samples of the validation set."""
+        """Reduce metrics of the validation set. Collective."""
         self._reduce("_valid_mets")
 
     def _reduce(self, which: str) -> None:
-        # Without a recorder nothing was counted: predictions are being fetched in the middle of a fit.
+        # Without a recorder there are no metrics: predictions are fetched in the middle of a fit.
         recorder = self.learn.cbs and getattr(self.learn, "recorder", None)
         if recorder and isinstance(self.learn.dl, Share):
             reduce_metrics(getattr(recorder, which), self._ranks)
 
 
 class TrainTogether(Callback):  # type: ignore[misc]  # fastai is untyped
-    """Averages gradients over the samples of all ranks: DistributedDataParallel around the forward pass of training.
+    """Averages gradients over the samples of all ranks, with DistributedDataParallel in the forward pass of training.
 
-    `learn.model` is the user's own model all the time, but for the forward pass itself; nothing needs to be unwrapped.
+    `learn.model` is the user's own model except during the forward pass, so nothing needs to be unwrapped.
     """
 
-    order = 1000  # after all that changes the batch, the prediction or the loss
+    order = 1000  # after callbacks that change the batch, the prediction or the loss
     run_valid = False
 
     def __init__(self, group: Group) -> None:
@@ -71,28 +71,28 @@ class TrainTogether(Callback):  # type: ignore[misc]  # fastai is untyped
         self._ddp: DistributedDataParallel | None = None
 
     def before_fit(self) -> None:
-        """Forget old gradients, so that the first batch shows which parameters take part."""
+        """Clear old gradients, so that the first batch shows which parameters are used."""
         self._module, self._ddp = self.learn.model, None
         self.learn.model.zero_grad(set_to_none=True)
 
     def before_batch(self) -> None:
-        """The forward pass goes through DDP."""
+        """Run the forward pass through DDP."""
         if self._ddp is not None:
             self.learn.model = self._ddp
 
     def after_pred(self) -> None:
-        """And all else through the model."""
+        """Restore the user's model after the forward pass."""
         self.learn.model = self._module
 
     def after_loss(self) -> None:
-        """Weight this rank's loss by its samples, and let every rank see the loss of the whole batch. Collective.
+        """Weight this rank's loss by its samples, and set the loss to that of the whole batch on all ranks. Collective.
 
-        With that all decisions that callbacks take on a loss are taken on all ranks at once.
+        All decisions of callbacks that depend on the loss are then the same on all ranks.
         """
         if not isinstance(self.learn.dl, Share):
             return
         own = self.learn.dl.own_size
-        loss = self.learn.loss.detach().float().mean()  # `loss_grad` may have got regularisation on top
+        loss = self.learn.loss.detach().float().mean()  # `loss_grad` may include regularization terms
         totals = torch.stack([loss * own, torch.full_like(loss, own)])
         self._ranks.all_reduce(totals)
         self.learn.loss = totals[0] / totals[1]
@@ -103,12 +103,12 @@ class TrainTogether(Callback):  # type: ignore[misc]  # fastai is untyped
         if getattr(self.learn.loss_func, "reduction", "mean") == "sum":
             self.learn.loss = self.learn.loss * world_size
             return float(world_size) if own else 0.0
-        if len(self.learn._grab_cbs(GradientAccumulation)):  # which has multiplied by this rank's samples already
+        if len(self.learn._grab_cbs(GradientAccumulation)):  # it has already multiplied by this rank's samples
             return float(world_size) if own else 0.0
         return own * world_size / whole
 
     def after_backward(self) -> None:
-        """Average the first batch's gradients by hand and see who had none; DDP does the others. Collective."""
+        """Average the first batch's gradients here, to find unused parameters; DDP averages all others. Collective."""
         if self._ddp is None and self._module is not None:
             trained = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
             has_unused = average_gradients(trained, self._ranks)
@@ -119,20 +119,20 @@ class TrainTogether(Callback):  # type: ignore[misc]  # fastai is untyped
             )
 
     def after_train(self) -> None:
-        """All ranks evaluate with rank 0's buffers: statistics of batch norms are each rank's own. Collective."""
+        """Broadcast rank 0's buffers for evaluation, as batch norm statistics differ between ranks. Collective."""
         share_tensors(self.learn.model.buffers(), self._ranks)
 
     def release(self) -> None:
-        """Let go of DDP, however the fit ended."""
+        """Release DDP, however the fit ended."""
         if self._module is not None:
             self.learn.model = self._module
         self._module = self._ddp = None
 
 
 def average_gradients(parameters: list[torch.nn.Parameter], group: Group) -> bool:
-    """Average gradients over ranks, in place; True if any rank has none for some parameter. Collective.
+    """Average gradients over ranks, in place; True if a parameter has no gradient on some rank. Collective.
 
-    What has no gradient on any rank keeps none; on one rank, it counts as zero there.
+    A parameter without a gradient on all ranks keeps none; without one on some ranks, these count as zero.
     """
     device = parameters[0].device
     has = torch.tensor([float(parameter.grad is not None) for parameter in parameters], device=device)
@@ -148,5 +148,5 @@ def average_gradients(parameters: list[torch.nn.Parameter], group: Group) -> boo
 
 
 def is_shared(learn: Any) -> bool:
-    """Is the learner at work on all ranks already?"""
+    """True if the learner already runs on all ranks."""
     return any(isinstance(callback, ShareData) for callback in learn.cbs)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Downloads: one rank of a machine at a time, so that the first one loads and the others find it there."""
+"""Downloads by one rank per machine at a time, so that the other ranks find the file."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ddpilot.environments.own_files import lock_file, open_own_file, own_tempora
 def one_at_a_time(what: str) -> Iterator[None]:
     """Wait until no other process of this user on this machine is inside with the same `what`.
 
-    A lock and no barrier: whoever comes later may not even ask, because the file is there. Raises `PermissionError` if
-    another user has put a file in the lock's place.
+    A lock instead of a barrier, as ranks that find the file may not call this at all. Raises `PermissionError` if
+    another user owns a file at the lock's path.
     """
     digest = hashlib.blake2b(what.encode(), digest_size=8).hexdigest()
     path = own_temporary_folder().with_name(f"{own_temporary_folder().name}-{digest}.lock")
@@ -41,17 +41,17 @@ def _locked(path: Path) -> int:
         except BaseException:
             os.close(fd)
             raise
-        os.close(fd)  # the process that had it before has removed it
+        os.close(fd)  # the process that held the lock has removed the file
 
 
 def untar_once(original: Callable[..., Path], url: str, *args: Any, **kwargs: Any) -> Path:
-    """`untar_data` on a rank."""
+    """Wrap `untar_data` on a rank."""
     with one_at_a_time(url):
         return original(url, *args, **kwargs)
 
 
 def download_once(original: Callable[..., None], url: str, dst: str, *args: Any, **kwargs: Any) -> None:
-    """`torch.hub.download_url_to_file` on a rank; its callers have looked for `dst` before they came here."""
+    """Wrap `torch.hub.download_url_to_file` on a rank, whose callers have checked that `dst` does not exist."""
     with one_at_a_time(dst):
         if not os.path.exists(dst):
             original(url, dst, *args, **kwargs)

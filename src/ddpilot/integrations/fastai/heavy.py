@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imported before the ranks are forked: what makes fastai's import slow, without fastai itself.
+"""Imported before ranks are forked: the slow dependencies of fastai, without fastai itself.
 
-fastai and fastcore look at IPython while they are imported, and decide by it how progress and tables are shown.
+At import time, fastai and fastcore check for IPython to decide how progress and tables are shown.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What fastai does differently on a rank of a session, until the session ends."""
+"""Patch fastai on a rank of a session, until the session ends."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from ddpilot.integrations.fastai.randomness import own_noise, start_equal
 from ddpilot.integrations.patching import holders, replace, wrap
 from ddpilot.session.apps import AppContext
 
-_IN_NOTEBOOK = "JPY_PARENT_PID"  # set in a kernel that Jupyter started, and so in its ranks
+_IN_NOTEBOOK = "JPY_PARENT_PID"  # set in kernels started by Jupyter, and thus in their ranks
 
 
 def adapt_learners(context: AppContext) -> None:
-    """Let learners made on this rank train and evaluate together with those of the other ranks."""
+    """Let learners on this rank train and evaluate together with those of the other ranks."""
     if context.seed is None:
         start_equal(os.environ["TORCHELASTIC_RUN_ID"])
     local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
@@ -56,7 +56,7 @@ def _adapt_work(context: AppContext) -> None:
         wrap(cleanup, Learner, name, _bind(wrapper, context))
     wrap(cleanup, Recorder, "after_batch", count_batch)
     wrap(cleanup, GatherPredsCallback, "after_validate", collect_predictions)
-    # fastai gathers whatever is detached as soon as WORLD_SIZE is set, also what only one rank has.
+    # Once WORLD_SIZE is set, fastai gathers whatever is detached, also values that only one rank has.
     replace(cleanup, torch_core, "maybe_gather", lambda tensor, axis=0: tensor)
     if find_spec("accelerate") is not None:
         importlib.import_module("fastai.distributed")
@@ -70,13 +70,13 @@ def _adapt_files(context: AppContext) -> None:
             context.enter_group().barrier()
 
     _replace_everywhere(context, "distrib_barrier", barrier)
-    # Its files are each rank's own: rank 0 alone would save, and the others would find nothing to load.
+    # LRFinder saves its files per rank: otherwise only rank 0 would save, and other ranks could not load.
     for name in ("before_fit", "after_fit"):
         wrap(context.cleanup, LRFinder, name, _as_one_process)
 
 
 def _choose_bars(context: AppContext) -> None:
-    """Rank 0 shows progress as it would in the parent: as HTML where that is a notebook."""
+    """Show progress on rank 0 as the parent would: as HTML in a notebook."""
     bars = (SilentBar, SilentMasterBar)
     if context.rank:
         wrap(context.cleanup, CSVLogger, "before_fit", lambda original, logger: setattr(logger, "run", False))
@@ -145,7 +145,9 @@ def _get_preds(
 
 @contextlib.contextmanager
 def _evaluating(context: AppContext, learn: Any, loader: Any) -> Iterator[None]:
-    """Inside, all ranks evaluate together; where this is one rank's cell, or one sample, each does all of it."""
+    """Evaluate on all ranks together; each rank evaluates everything in a cell for one rank, or with fewer samples than
+    ranks.
+    """
     if is_shared(learn) or not context.is_everywhere() or not can_share(loader, context.world_size):
         yield
         return

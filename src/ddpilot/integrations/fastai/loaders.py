@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The share of a data loader's batches that is this rank's.
+"""Share the batches of a data loader among ranks.
 
-The batch of the notebook is the batch of all ranks together: each of its batches is cut into one piece per rank, so
-the number of batches, the learning rate's schedule and the samples of each step stay what they are in one process.
+A batch of the notebook's loader is the global batch: it is cut into one piece per rank, so the number of batches, the
+learning rate schedule and the samples of each step are the same as in one process.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ _OWN_WAYS = ("create_batches", "sample", "chunkify", "__iter__")
 
 
 class Share:
-    """What is known of the batches of a loader that is shared out. Mixed into the loaders below."""
+    """Sizes of the pieces of a shared loader's batches. Mixed into the loaders below."""
 
     group: Group
     sizes: list[list[int]]
-    """Samples by batch and rank."""
+    """Number of samples, by batch and rank."""
     position: int
-    """Number of the batch that was handed out last."""
+    """Number of the last batch returned."""
 
     @property
     def own_size(self) -> int:
-        """Samples of the last batch that are this rank's: 0 where its piece is empty and it got a borrowed one."""
+        """Number of this rank's samples in the last batch; 0 if its piece is empty and it got a borrowed sample."""
         return self.sizes[self.position][self.group.rank]
 
     @property
     def whole_size(self) -> int:
-        """Samples of the last batch on all ranks."""
+        """Number of samples in the last batch on all ranks."""
         return sum(self.sizes[self.position])
 
 
 class IndexShare(Share, DataLoader):  # type: ignore[misc]  # fastai is untyped
-    """Loads only the samples of this rank's pieces, through the transforms of `loader`."""
+    """Loads only the samples of this rank's pieces, with the transforms of `loader`."""
 
     _default = "loader"
 
@@ -51,7 +51,7 @@ class IndexShare(Share, DataLoader):  # type: ignore[misc]  # fastai is untyped
         self.loader, self.group = loader, group
         self.dataset, self.bs, self.n, self.drop_last = loader.dataset, loader.bs, loader.n, loader.drop_last
         self.pin_memory, self._device = loader.pin_memory, loader.device
-        self.num_workers, self.offs = 1, 0  # set anew in each worker
+        self.num_workers, self.offs = 1, 0  # set in each worker
         fake = loader.fake_l
         self.fake_l = _FakeLoader(
             self, fake.pin_memory, fake.num_workers, fake.timeout, fake.persistent_workers, fake.pin_memory_device
@@ -67,8 +67,8 @@ class IndexShare(Share, DataLoader):  # type: ignore[misc]  # fastai is untyped
             yield batch
 
     def get_idxs(self) -> list[list[Any]]:
-        """This rank's piece of every batch. Collective."""
-        self.it = None  # is deleted at the end of an iteration, and must not be looked for in `loader`
+        """Return this rank's piece of every batch. Collective."""
+        self.it = None  # deleted at the end of an iteration, and must not be looked up in `loader`
         with rank_zeros(self.group, self.loader):
             order = list(self.loader.get_idxs())
         self._check_order(order)
@@ -77,7 +77,7 @@ class IndexShare(Share, DataLoader):  # type: ignore[misc]  # fastai is untyped
         if self.drop_last and batches and len(batches[-1]) < step:
             batches.pop()
         self.sizes = [share_sizes(len(batch), self.group.world_size) for batch in batches]
-        # A rank without a sample still has to take part in every collective of the step: it borrows one.
+        # A rank without a sample still has to join every collective of the step, so it borrows one.
         self.pieces = [
             _own(batch, sizes, self.group.rank) or batch[:1] for batch, sizes in zip(batches, self.sizes, strict=True)
         ]
@@ -94,37 +94,37 @@ class IndexShare(Share, DataLoader):  # type: ignore[misc]  # fastai is untyped
             )
 
     def sample(self) -> Iterator[list[Any]]:
-        """The pieces that the worker in which this runs has to load."""
+        """Return the pieces that the current worker has to load."""
         return (piece for i, piece in enumerate(self.pieces) if i % self.num_workers == self.offs)
 
     def create_batches(self, samps: Iterator[list[Any]]) -> Iterator[Any]:
-        """A batch for every piece."""
+        """Yield a batch for every piece."""
         for piece in samps:
             yield self.loader.do_batch([item for item in map(self.loader.do_item, piece) if item is not None])
 
     def randomize(self) -> None:
-        """As the loader does."""
+        """Call the loader's method."""
         self.loader.randomize()
 
     def wif(self) -> None:
-        """As the loader does, in a worker."""
+        """Call the loader's method, in a worker."""
         self.loader.wif()
 
     def before_iter(self) -> None:
-        """As the loader does."""
+        """Call the loader's method."""
         self.loader.before_iter()
 
     def after_batch(self, batch: Any) -> Any:
-        """As the loader does."""
+        """Call the loader's method."""
         return self.loader.after_batch(batch)
 
     def after_iter(self) -> None:
-        """As the loader does."""
+        """Call the loader's method."""
         self.loader.after_iter()
 
 
 class SliceShare(Share):
-    """Loads whole batches of any loader and hands out this rank's piece: for those whose samples have no number."""
+    """Loads whole batches of any loader and returns this rank's slice, for loaders without sample indices."""
 
     def __init__(self, loader: Any, group: Group) -> None:
         self.loader, self.group = loader, group
@@ -137,7 +137,7 @@ class SliceShare(Share):
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        """Collective, once at the start."""
+        """Yield this rank's slices. Collective, once at the start."""
         self.sizes = []
         with rank_zeros(self.group, self.loader):
             batches = iter(self.loader)
@@ -150,7 +150,7 @@ class SliceShare(Share):
 
 
 def can_share(loader: Any, world_size: int) -> bool:
-    """Is it a loader (a list of batches is none) with at least a sample for every rank?"""
+    """True for a loader (not for a list of batches) with at least one sample per rank."""
     if isinstance(loader, Share):
         return False
     if isinstance(loader, DataLoader):
@@ -159,7 +159,7 @@ def can_share(loader: Any, world_size: int) -> bool:
 
 
 def share(loader: Any, group: Group) -> Any:
-    """`loader` with this rank's pieces of its batches; itself where it cannot be shared."""
+    """Return `loader` with this rank's pieces of its batches; unchanged if it cannot be shared."""
     if not can_share(loader, group.world_size):
         return loader
     counted = isinstance(loader, DataLoader) and loader.indexed and loader.bs is not None and loader.n is not None
@@ -167,7 +167,7 @@ def share(loader: Any, group: Group) -> Any:
 
 
 def share_sizes(count: int, world_size: int) -> list[int]:
-    """`count` samples, cut as evenly as it goes: samples by rank."""
+    """Return the number of samples by rank when `count` samples are divided as evenly as possible."""
     return [count * (rank + 1) // world_size - count * rank // world_size for rank in range(world_size)]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics and predictions of all samples, each counted once, on all ranks."""
+"""Compute metrics and predictions over all samples, each counted once, on all ranks."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from ddpilot.group.process_group import Group
 from ddpilot.integrations.fastai.loaders import Share
 
 _AVERAGES = (AvgMetric, AvgLoss)
-_NOT_COUNTED = (AvgSmoothLoss, ValueMetric)  # made of losses that are equal on all ranks already; not made of batches
+_NOT_COUNTED = (AvgSmoothLoss, ValueMetric)  # made of losses that are equal on all ranks; not computed from batches
 _COLLECTED = ("inputs", "preds", "targets", "losses")
 
 
 def needs_whole_batches(metrics: Iterable[Any]) -> bool:
-    """Is one among them that is not a mean over samples, such as F1? It is shown what one process would show it."""
+    """True if a metric is not a mean over samples, such as F1, and therefore needs the batches of one process."""
     return any(not isinstance(metric, (*_AVERAGES, *_NOT_COUNTED)) for metric in metrics)
 
 
 def reduce_metrics(metrics: Iterable[Any], group: Group) -> None:
-    """Let the means among `metrics` count the samples of all ranks, where they have counted this rank's. Collective."""
+    """Reduce means among `metrics` over all ranks, if each rank has counted its own samples. Collective."""
     metrics = list(metrics)
     if needs_whole_batches(metrics):  # then every rank has counted all samples
         return
@@ -38,7 +38,7 @@ def reduce_metrics(metrics: Iterable[Any], group: Group) -> None:
 
 
 def count_batch(original: Callable[[Any], None], recorder: Any) -> None:
-    """`Recorder.after_batch` on a rank. Collective where a metric needs whole batches."""
+    """Wrap `Recorder.after_batch` on a rank. Collective if a metric needs whole batches."""
     learn = recorder.learn
     if not isinstance(learn.dl, Share) or not len(learn.yb):
         original(recorder)
@@ -47,13 +47,13 @@ def count_batch(original: Callable[[Any], None], recorder: Any) -> None:
             original(recorder)
     elif learn.dl.own_size:
         original(recorder)
-    elif learn.training:  # the loss is that of all ranks, but the borrowed sample is counted elsewhere
+    elif learn.training:  # the loss is that of all ranks, but the borrowed sample is counted on its own rank
         with _changed(recorder, train_metrics=False):
             original(recorder)
 
 
 def collect_predictions(original: Callable[[Any], None], gatherer: Any) -> None:
-    """`GatherPredsCallback.after_validate` on a rank: first every rank gets the pieces of all, in order. Collective."""
+    """Wrap `GatherPredsCallback.after_validate` on a rank: gather the pieces of all ranks, in order. Collective."""
     loader = gatherer.learn.dl
     if isinstance(loader, Share):
         own = {name: getattr(gatherer, name, None) or [] for name in _COLLECTED}
@@ -76,7 +76,7 @@ def _in_order(by_rank: list[list[Any]], sizes: list[list[int]]) -> list[Any]:
 
 @contextlib.contextmanager
 def _whole_batch(learn: Any) -> Iterator[None]:
-    """Inside, the learner has the prediction, targets and loss of the whole batch. Collective."""
+    """Give the learner the prediction, targets and loss of the whole batch. Collective."""
     share: Share = learn.dl
     own = None if not share.own_size else to_detach((learn.pred, tuple(learn.yb), learn.loss.mean()))
     pieces = [piece for piece in share.group.all_gather_object((own, share.own_size)) if piece[1]]

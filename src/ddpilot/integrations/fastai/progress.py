@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Progress bars of the ranks that show none: rank 0's say it all."""
+"""Progress bars for ranks other than rank 0, which show nothing."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from fastprogress.fastprogress import MasterBar, ProgressBar
 
 
 class SilentBar(ProgressBar):  # type: ignore[misc]  # fastprogress is untyped
-    """Counts, and shows nothing."""
+    """A progress bar that shows nothing."""
 
 
 class SilentMasterBar(MasterBar):  # type: ignore[misc]  # fastprogress is untyped
-    """Counts, and shows nothing."""
+    """A master bar that shows nothing."""
 
     pcls = SilentBar
 
@@ -21,7 +21,7 @@ class SilentMasterBar(MasterBar):  # type: ignore[misc]  # fastprogress is untyp
         super().__init__(gen, SilentBar, total)
 
     def write(self, line: Any, table: bool = False) -> None:
-        """Show nothing."""
+        """Do nothing."""
 
     def show_imgs(self, *args: Any, **kwargs: Any) -> None:
-        """Show nothing."""
+        """Do nothing."""

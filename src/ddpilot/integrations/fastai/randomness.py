@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random numbers: the same on all ranks where data is chosen, different where noise is made.
+"""Random state: equal on all ranks between fits, different during a fit.
 
-Between fits all ranks draw the same numbers, so that a split or an order made in a cell is one split and one order.
-During a fit rank 0 goes on as one process would, and the others draw their own dropout and augmentations.
+Between fits all ranks draw the same numbers, so that a split or an order made in a cell is the same everywhere. During
+a fit rank 0 continues as one process would, and the other ranks draw their own dropout and augmentations.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from ddpilot.group.process_group import Group
 from ddpilot.training.accelerator import rng_state, runs_behind, set_rng_state
 
 _State = tuple[Any, tuple[Any, ...], bytes, bytes]
-"""Of Python, numpy, torch on the CPU, and torch on this rank's accelerator (b"" without one)."""
+"""State of Python, NumPy, torch on the CPU, and torch on this rank's accelerator (b"" without one)."""
 
 
 def start_equal(run_id: str) -> None:
-    """Seed this rank from what all ranks of the session, and no other session, know."""
+    """Seed this rank from the session's run ID, which all its ranks share."""
     seed_all(_derive(run_id.encode()))
 
 
 @contextlib.contextmanager
 def own_noise(group: Group) -> Iterator[None]:
-    """Take rank 0's state; inside, ranks above 0 draw their own numbers; after it all have rank 0's again. Collective.
+    """Start from rank 0's state; inside, other ranks draw their own numbers; afterwards restore rank 0's. Collective.
 
-    After an exception, leaving is no collective: all ranks then get a state that follows from the one before the body.
+    Not collective on exit by an exception: all ranks then derive a new state from the one at the start.
     """
     origin: _State = group.broadcast_object(_capture(group.device))
     _put_back(origin, group.device)
@@ -49,7 +49,7 @@ def own_noise(group: Group) -> Iterator[None]:
 
 @contextlib.contextmanager
 def rank_zeros(group: Group, loader: Any) -> Iterator[None]:
-    """Inside, all ranks draw as rank 0 does, from the global states and from the loader's own. Collective."""
+    """Draw as rank 0 does, from the global states and from the loader's own. Collective."""
     shared = getattr(loader, "rng", None)
     state, shared_state = group.broadcast_object((_capture(), shared.getstate() if shared else None))
     own = _capture()
@@ -65,7 +65,7 @@ def rank_zeros(group: Group, loader: Any) -> Iterator[None]:
 
 
 def _capture(device: torch.device | None = None) -> _State:
-    """The states now, as numbers, texts and bytes alone: a pickled tensor or its `repr` differs from run to run."""
+    """Return the current states as numbers, strings and bytes; pickled tensors and their `repr` differ between runs."""
     name, keys, *rest = np.random.get_state(legacy=True)
     numpy = (name, np.asarray(keys).tobytes(), *rest)
     gpu = b""

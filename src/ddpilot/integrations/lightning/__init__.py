@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lightning, as `lightning` or `pytorch_lightning`: importing this registers the strategy "ddpilot" with both.
+"""Lightning (`lightning` or `pytorch_lightning`): importing this module registers the strategy "ddpilot" with both.
 
 `Trainer(devices=2, strategy="ddpilot")` and `Fabric(devices=2, strategy="ddpilot")` then start their ranks from
-ddpilot's rank server, in a notebook too, in which torch or CUDA has been used. It does not matter which of the two
-imports stands first, and this one imports neither Lightning nor torch.
+ddpilot's rank server, also in a notebook that has used torch or CUDA. The order of the imports does not matter, and
+this module imports neither Lightning nor torch.
 
-In a session, the app "lightning" lets a `Trainer` or `Fabric` with a single process's arguments run on all ranks.
+In a session, the app "lightning" lets a `Trainer` or `Fabric` with the arguments for one process run on all ranks.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The app "lightning", also for `pytorch_lightning`. Imported in the notebook: free of both, and of torch."""
+"""The app "lightning", also for `pytorch_lightning`. Imported in the notebook; imports neither of them, nor torch."""
 
 from __future__ import annotations
 

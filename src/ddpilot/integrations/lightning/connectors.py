@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a `Trainer` or `Fabric` with a single process's arguments has to be told on a rank of a session.
+"""Adapt `Trainer` and `Fabric` arguments for one process to the ranks of a session.
 
-Both read their arguments in one place, the connector. In a torchrun job Lightning wants `devices` x `num_nodes` to be
-the world size, and strategies that start no processes; in a notebook its defaults are the opposite.
+Both parse their arguments in one place, the connector. In a torchrun job, Lightning requires `devices` x `num_nodes` to
+be the world size, and a strategy that starts no processes; its defaults in a notebook are the opposite.
 """
 
 from __future__ import annotations
@@ -50,10 +50,11 @@ def _resolving(environ: Mapping[str, str]) -> Callable[..., None]:
 
 
 def resolve_arguments(arguments: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
-    """`arguments` of a connector, with those of a single process turned into this job's.
+    """Return a connector's `arguments`, with those for one process replaced by this job's.
 
-    `devices` "auto", 1 or -1 become the ranks of this node, `num_nodes` 1 the nodes of the job, and `strategy` "auto"
-    or one that would start processes from a notebook becomes the "ddp" that finds them running. The rest stays.
+    `devices` "auto", 1 or -1 become the number of ranks on this node, `num_nodes` 1 the number of nodes, and `strategy`
+    "auto" or one that would start processes from a notebook becomes "ddp", which uses the running ones. Other arguments
+    are unchanged.
     """
     local_world_size, world_size = int(environ["LOCAL_WORLD_SIZE"]), int(environ["WORLD_SIZE"])
     resolved = dict(arguments)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings and random states of torch that a notebook's cells have changed, taken along to the ranks."""
+"""Global settings and random states of torch, NumPy and Python, copied from the notebook to the ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import torch
 
 @dataclass(frozen=True)
 class GlobalState:
-    """As Lightning's own strategies take them along. CUDA's random state is not asked for: that would start CUDA."""
+    """The same state as Lightning's own strategies copy. CUDA's random state is left out, as reading it initializes
+    CUDA.
+    """
 
     deterministic: bool
     deterministic_warn_only: bool
@@ -25,7 +27,7 @@ class GlobalState:
 
     @classmethod
     def capture(cls) -> GlobalState:
-        """Those of this process, now."""
+        """Capture the current state of this process."""
         return cls(
             deterministic=torch.are_deterministic_algorithms_enabled(),
             deterministic_warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -37,9 +39,10 @@ class GlobalState:
         )
 
     def restore(self) -> None:
-        """Make them those of this process."""
+        """Restore the state in this process."""
         now = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-        if now != (self.deterministic, self.deterministic_warn_only):  # saying it loads the compiler: a second
+        # Setting it imports the compiler, which takes a second.
+        if now != (self.deterministic, self.deterministic_warn_only):
             torch.use_deterministic_algorithms(self.deterministic, warn_only=self.deterministic_warn_only)
         torch.backends.cudnn.benchmark = self.cudnn_benchmark
         torch.backends.cudnn.deterministic = self.cudnn_deterministic

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imported before the ranks are forked: nearly all of Lightning's import, and nothing of it that knows its rank."""
+"""Imported before ranks are forked: nearly all of Lightning's slow imports, but nothing that reads its rank."""
 
 from __future__ import annotations
 

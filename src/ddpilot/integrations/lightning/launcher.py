@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parent's half of a launch by Lightning: the trainer goes to the ranks, and what they made of it comes back."""
+"""The parent's side of a launch by Lightning: send the trainer to the ranks, and apply their outcome."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ HEAVY = "ddpilot.integrations.lightning.heavy"
 
 
 class RanksStopped(BaseException):
-    """The stop button or Ctrl-C ended the ranks of a Trainer; all of them are gone, and nothing came back.
+    """Ctrl-C or the stop button ended all ranks of a Trainer; no results were returned.
 
-    No KeyboardInterrupt: Lightning answers one by ignoring every later Ctrl-C of this process and leaving it.
+    Not a KeyboardInterrupt, after which Lightning would ignore every later Ctrl-C of this process and exit.
     """
 
     def _render_traceback_(self) -> list[str]:
-        """For IPython: one line, since where the parent waited says nothing."""
+        """Render one line in IPython, as the parent's stack does not help."""
         return [f"RanksStopped: {self}"]
 
 
 class RankServerLauncher:
-    """What a strategy of Lightning's asks to start its processes. All of them have ended when `launch` returns."""
+    """Launcher of a Lightning strategy. All its processes have ended when `launch` returns."""
 
     is_interactive_compatible = True
 
@@ -41,10 +41,10 @@ class RankServerLauncher:
         self._options = options
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        """Run `function(*args, **kwargs)` on one rank for each device of the strategy; what rank 0's returned.
+        """Run `function(*args, **kwargs)` on one rank per device of the strategy, and return rank 0's result.
 
         With a `trainer`, its progress, metrics, callbacks, loggers and, after `fit`, the weights of its model are then
-        those of rank 0, and predictions of all ranks come in the order of the dataset.
+        those of rank 0, and predictions of all ranks are in the order of the dataset.
         """
         try:
             if trainer is None:
@@ -93,11 +93,11 @@ class RankServerLauncher:
         return launcher.run(rank_function, owner, function, args, kwargs, GlobalState.capture())
 
     def kill(self, signum: int) -> None:
-        """For Lightning's signal handlers: `launch` itself passes a stop on, and no rank outlives it."""
+        """Do nothing, for Lightning's signal handlers: `launch` forwards a stop itself, and no rank outlives it."""
 
 
 def _name_parts(trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: ShipError) -> None:
-    """Raise the ShipError again, with the path from what the user made: a trainer's own parts all know each other."""
+    """Raise the ShipError again with a path from an object of the user: a trainer's parts all refer to each other."""
     parts = {
         "model": trainer.lightning_module,
         **{f"trainer.callbacks[{index}]": callback for index, callback in enumerate(trainer.callbacks)},

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The import names under which Lightning is installed: one library in two packages. Imports neither."""
+"""The two packages under which Lightning is installed. Imports neither."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Namespace:
-    """Where the parts of one Lightning are: of `lightning`, or of the older `pytorch_lightning`."""
+    """Import names of one Lightning: of `lightning`, or of the older `pytorch_lightning`."""
 
     trainer: str
     fabric: str
 
     @property
     def is_installed(self) -> bool:
-        """Whether it could be imported; looks at the package's folder alone."""
+        """True if it is installed; only looks for the top-level package."""
         return find_spec(self.trainer.partition(".")[0]) is not None
 
     @property
     def is_loaded(self) -> bool:
-        """Whether this process has imported its Trainer or its Fabric."""
+        """True if this process has imported its Trainer or its Fabric."""
         return self.trainer in sys.modules or self.fabric in sys.modules
 
     def of_trainer(self, name: str) -> Any:
-        """The module `name` beside the Trainer."""
+        """Import the module `name` of the Trainer's package."""
         return importlib.import_module(f"{self.trainer}.{name}")
 
     def of_fabric(self, name: str) -> Any:
-        """The module `name` beside Fabric."""
+        """Import the module `name` of Fabric's package."""
         return importlib.import_module(f"{self.fabric}.{name}")
 
 
@@ -42,7 +42,7 @@ NAMESPACES = (LIGHTNING, PYTORCH_LIGHTNING)
 
 
 def namespace_of(value: object) -> Namespace:
-    """The Lightning that the class of `value` is made from."""
+    """Return the namespace of the Lightning class from which `value`'s class derives. Raises TypeError without one."""
     for cls in type(value).__mro__:
         for namespace in NAMESPACES:
             if f"{cls.__module__}.".startswith((f"{namespace.trainer}.", f"{namespace.fabric}.")):

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What comes back from rank 0, so that the notebook's trainer, model and callbacks go on from there.
+"""The outcome of a run on rank 0, applied to the notebook's trainer, model and callbacks.
 
-Weights as a state dict; plain attributes (numbers, texts, tensors and containers of them) of the user's module and the
-callbacks; what the user's callbacks save in checkpoints; what loops have counted; loggers. Everything else stays there.
+Consists of the weights as a state dict, plain attributes (numbers, strings, tensors and containers of them) of the
+user's module and callbacks, states that the user's callbacks save in checkpoints, progress of the loops, and loggers.
+Nothing else is sent back.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ _METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What one rank returns; of ranks other than 0 only `predictions` is filled."""
+    """Result of one rank; ranks other than 0 only fill `predictions`."""
 
     results: Any = None
-    """What Lightning's function returned: the metrics of `test`, None of `fit`."""
+    """What Lightning's function returned: the metrics of `test`, None for `fit`."""
     predictions: Any = None
-    """Of `predict`: batches with the samples that they are of; None of everything else."""
+    """For `predict`, batches with the indices of their samples; otherwise None."""
     weights: dict[str, Any] | None = None
-    """The module's state dict after `fit`; None after what leaves the weights alone."""
+    """The module's state dict after `fit`; None after functions that do not change weights."""
     state: Any = None
     """The trainer's own `TrainerState`."""
     should_stop: bool = False
@@ -38,13 +39,13 @@ class Outcome:
     module: dict[str, Any] | None = None
     callbacks: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = ()
     loggers: tuple[dict[str, Any], ...] = ()
-    """Their attributes: a logger that was made anew for each launch would begin its file or run from the start."""
+    """Attributes of the loggers: one that is created again for each launch would restart its file or run."""
 
 
 def collect_outcome(
     trainer: Any, callbacks: Sequence[Any], results: Any, predictions: Any, *, with_weights: bool
 ) -> Outcome:
-    """What this rank has to return. Collective: the state of a module's metrics is gathered."""
+    """Return this rank's outcome. Collective: the state of a module's metrics is gathered."""
     model = trainer.lightning_module
     weights = model.state_dict()
     if not trainer.is_global_zero:
@@ -64,7 +65,7 @@ def collect_outcome(
 
 
 def apply_outcome(trainer: Any, outcome: Outcome) -> None:
-    """Make the parent's trainer, its model, callbacks and loggers what rank 0's were."""
+    """Apply rank 0's outcome to the parent's trainer, its model, callbacks and loggers."""
     model = trainer.lightning_module
     if outcome.weights is not None:
         _load_weights(trainer, outcome.weights)
@@ -86,7 +87,7 @@ def apply_outcome(trainer: Any, outcome: Outcome) -> None:
 
 
 def _load_weights(trainer: Any, weights: dict[str, Any]) -> None:
-    # As Lightning's own: what is in the module may have changed on the rank. But that is said.
+    # Not strict, as in Lightning: the module may have changed on the rank. But here it is reported.
     model = trainer.lightning_module
     missing, unexpected = model.load_state_dict(weights, strict=False)
     if missing or unexpected:
@@ -98,27 +99,28 @@ def _load_weights(trainer: Any, weights: dict[str, Any]) -> None:
 
 
 def _saved_state(callback: Any) -> dict[str, Any]:
-    # Lightning's own keep theirs in plain attributes, and some take a `load_state_dict` as the start of a resumed fit.
+    # Lightning's callbacks keep state in plain attributes, and some treat `load_state_dict` as the start of a resumed
+    # fit.
     is_lightnings = type(callback).__module__.startswith(("lightning.", "pytorch_lightning."))
     return {} if is_lightnings else callback.state_dict()
 
 
 def _module_attributes(model: Any) -> dict[str, Any]:
-    # Lightning's and torch's own begin with an underscore, all but one.
+    # Attributes of Lightning and torch start with an underscore, except for one.
     return {name: value for name, value in plain_attributes(model).items() if name[0] != "_" and name != "training"}
 
 
 def _logger_attributes(logger: Any) -> dict[str, Any]:
-    """All of them, as the logger itself would have them pickled; of one that cannot be any more, the plain ones."""
+    """Return the attributes as the logger's own pickling leaves them; if it cannot be pickled, the plain ones."""
     try:
         attributes: dict[str, Any] = vars(cloudpickle.loads(cloudpickle.dumps(logger)))
-    except Exception:  # noqa: BLE001 - whatever a client of a tracking service raises; the launch went well
+    except Exception:  # noqa: BLE001 - any error of a tracking service's client; the launch succeeded
         return plain_attributes(logger)
     return attributes
 
 
 def _read_progress(loop: Any) -> dict[str, Any]:
-    """What a loop counted, and by name what the loops within it did."""
+    """Return the progress of a loop, and that of nested loops by name."""
     loops = namespace_of(loop).of_trainer("loops")
     read: dict[str, Any] = {}
     for name, value in vars(loop).items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predictions of all ranks in the order of the dataset, in the batches that one device would have made."""
+"""Merge predictions of all ranks into the order of the dataset and the batches of one device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class Batch(NamedTuple):
-    """One batch that a rank predicted: the samples' places in the dataset, and what `predict_step` returned."""
+    """One batch predicted by a rank: the indices of its samples, and what `predict_step` returned."""
 
     samples: list[int]
     output: Any
@@ -21,7 +21,7 @@ Loaders = list[list[Batch]]
 
 
 def collect_predictions(trainer: Any, results: Any) -> Loaders | None:
-    """This rank's part of what `trainer.predict` returned; None where nothing was, or where samples have no place."""
+    """Return this rank's part of the results of `trainer.predict`; None without results or sample indices."""
     if not results:
         return None
     loop = trainer.predict_loop
@@ -36,7 +36,7 @@ def collect_predictions(trainer: Any, results: Any) -> Loaders | None:
 
 
 def join_predictions(ranks: Sequence[Loaders | None]) -> Any:
-    """What `trainer.predict` returns on one device, from the parts of all ranks; None where one has no part."""
+    """Return what `trainer.predict` returns on one device, from the parts of all ranks; None if a part is missing."""
     parts = [part for part in ranks if part is not None]
     if len(parts) < len(ranks):
         return None
@@ -45,9 +45,9 @@ def join_predictions(ranks: Sequence[Loaders | None]) -> Any:
 
 
 def join_batches(batches: Sequence[Batch]) -> list[Any]:
-    """Outputs in the dataset's order, each sample once, cut as the largest batch; whole batches where rows are unknown.
+    """Return outputs in dataset order, each sample once, in batches of the largest size; whole batches without rows.
 
-    An output has rows if each part of it has one for each sample: a tensor's first dimension, a list's items.
+    An output has rows if each part of it has one per sample: the first dimension of a tensor, the items of a list.
     """
     in_order = sorted(batches, key=lambda batch: min(batch.samples, default=-1))
     if not all(_has_rows(batch.output, len(batch.samples)) for batch in in_order):

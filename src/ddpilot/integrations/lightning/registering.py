@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Strategy names: "ddpilot" beside Lightning's own, and on request in the place of those for notebooks.
+"""Register the strategy "ddpilot" with Lightning, and optionally replace its notebook strategies.
 
 Lightning has no entry point for strategies (those for callbacks are read after a strategy was chosen), so importing
-`ddpilot.integrations.lightning` is what registers. This module imports neither Lightning nor torch by itself.
+`ddpilot.integrations.lightning` registers them. This module imports neither Lightning nor torch itself.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 }
 _MAPPED = ("ddp_notebook", "ddp_spawn", "ddp_fork")
 _KEPT = "ddpilot_keeps"
-"""Under this key an entry of a registry keeps the one that it replaces; a method, as an attribute, likewise."""
+"""Key under which a registry entry keeps the one it replaces; also the attribute of a replaced method."""
 
 
 def _strategy_modules() -> list[tuple[Namespace, str]]:
@@ -32,7 +32,7 @@ def _strategy_modules() -> list[tuple[Namespace, str]]:
 
 
 def register() -> None:
-    """Let `Trainer` and `Fabric` know the strategy "ddpilot" and its variants, as soon as they are imported."""
+    """Register the strategy "ddpilot" and its variants with `Trainer` and `Fabric`, as soon as they are imported."""
     for namespace, name in _strategy_modules():
         when_imported(name, "register", functools.partial(_register, namespace))
 
@@ -57,15 +57,15 @@ def _strategy(namespace: Namespace, module: ModuleType) -> type:
 
 
 def use_for_notebooks(enabled: bool = True) -> None:
-    """Let Lightning's strategies for notebooks start their ranks from ddpilot's rank server; False takes it back.
+    """Let Lightning's notebook strategies start their ranks from ddpilot's rank server; False reverts this.
 
-    The names "ddp_notebook", "ddp_spawn" and "ddp_fork" (which is what "auto" means in a notebook with several
-    devices), with and without `_find_unused_parameters_true` or `_false`, then stand for "ddpilot". A strategy object
-    that a library made with `start_method="spawn"` or "fork" keeps its options, and its ranks start likewise. Holds for
-    each Trainer and Fabric of this process that is made afterwards, of `lightning` and of `pytorch_lightning`, also if
-    they are imported later. One INFO line in Lightning's log says so. Calling it twice changes nothing.
+    The names "ddp_notebook", "ddp_spawn" and "ddp_fork" ("auto" selects the last one in a notebook with several
+    devices), with and without `_find_unused_parameters_true` or `_false`, then mean "ddpilot". A strategy object that a
+    library created with `start_method="spawn"` or "fork" keeps its options, and its ranks start the same way. Applies
+    to each Trainer and Fabric created afterwards in this process, of `lightning` and of `pytorch_lightning`, also if
+    they are imported later. Logs one INFO line in Lightning's log. Idempotent.
 
-    Raises LaunchError where neither is installed.
+    Raises LaunchError if neither is installed.
     """
     if not any(namespace.is_installed for namespace in NAMESPACES):
         raise LaunchError(
@@ -123,7 +123,7 @@ def _multiprocessing_launcher(module: ModuleType) -> Any:
 
 
 def _take_over(launcher_class: Any) -> None:
-    """For strategy objects: they ask this class of Lightning's, or one that a library derived from it."""
+    """Patch Lightning's multiprocessing launcher, or a class that a library derived from it, for strategy objects."""
     from ddpilot.api.launch import Launcher
     from ddpilot.integrations.lightning.launcher import RankServerLauncher
 

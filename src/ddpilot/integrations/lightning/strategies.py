@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The strategy "ddpilot": Lightning's own DDP, its processes started by ddpilot's rank server.
+"""The strategy "ddpilot": Lightning's own DDP, with processes started by ddpilot's rank server.
 
-A class for each Lightning that is installed and for each of Trainer and Fabric, made when it is first asked for.
+One class per installed Lightning and for each of Trainer and Fabric, created on first access.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DOC = """Lightning's `DDPStrategy` on ranks that are forked from ddpilot's rank
 
 
 class _OnRankServer:
-    """What our strategies have that Lightning's DDP has not."""
+    """Mixin of ddpilot's strategies over Lightning's DDP strategies."""
 
     cluster_environment: Any
 
@@ -42,11 +42,11 @@ class _OnRankServer:
     def _configure_launcher(self) -> None:
         is_running = self.cluster_environment.creates_processes_externally
         if is_running:
-            let_works_end()  # Lightning leaves a group of gloo's to the end of the process
+            let_works_end()  # Lightning does not destroy a gloo group before the process ends
         self._launcher = None if is_running else RankServerLauncher(self, self._options)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Lightning's, which adds to torch's text about unused parameters, with our names in its advice."""
+        """Let Lightning extend torch's message about unused parameters, with ddpilot's names in its advice."""
         super().on_exception(exception)  # type: ignore[misc]
         exception.args = tuple(_with_our_names(each) for each in exception.args)
 
@@ -72,7 +72,7 @@ _MAKERS = {
 
 
 def __getattr__(name: str) -> type:
-    # Also what unpickling a trainer asks for on a rank.
+    # Also called when a trainer is unpickled on a rank.
     if name not in _MAKERS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     namespace, for_fabric = _MAKERS[name]
@@ -82,14 +82,14 @@ def __getattr__(name: str) -> type:
 
 
 def strategy_class(namespace: Namespace, *, for_fabric: bool = False) -> type:
-    """Our strategy for the Trainer of `namespace`, or for its Fabric."""
+    """Return the strategy for the Trainer of `namespace`, or for its Fabric."""
     name = next(name for name, wanted in _MAKERS.items() if wanted == (namespace, for_fabric))
     made: type = globals().get(name) or __getattr__(name)
     return made
 
 
 def default_strategy_class(*, for_fabric: bool = False) -> type:
-    """That of the Lightning in use: the one that is loaded, else the one that is installed."""
+    """Return the strategy for the Lightning in use: one that is imported, otherwise one that is installed."""
     chosen = [each for each in NAMESPACES if each.is_loaded] or [each for each in NAMESPACES if each.is_installed]
     if not chosen:
         raise ImportError('neither `lightning` nor `pytorch_lightning` is installed; pip install "ddpilot[lightning]"')

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the checks share: the accelerator of this machine, ranks on it, and work that keeps it busy."""
+"""Shared helpers of the checks: the accelerator of this machine, ranks on it, and work that keeps it busy."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from ddpilot.record.log import RankLog
 from ddpilot.record.reading import read_ring
 
 _MAX_CYCLES_PER_S = 2.0e9
-"""Of a GPU's clock: so many cycles take a second at least."""
+"""Upper bound of a GPU's clock rate: this many cycles take at least one second."""
 LAUNCH_LIMIT_S = 70.0
 _COPY = "gpu_check_programs"
 
 
 def accelerator_kind() -> str:
-    """The accelerator's type, such as "cuda"; "cpu" if there is no device. Creates no context on CUDA."""
+    """Return the accelerator's type, such as "cuda"; "cpu" if there is no device. Creates no CUDA context."""
     try:
         found = torch.accelerator.current_accelerator()
     except RuntimeError:  # torch 2.6 built for CUDA, without a device
@@ -41,25 +41,25 @@ def accelerator_kind() -> str:
 
 
 def count_devices() -> int:
-    """How many accelerators this process sees."""
+    """Return the number of accelerators that this process sees."""
     kind = accelerator_kind()
     return 0 if kind == "cpu" else int(torch.get_device_module(kind).device_count())
 
 
 def first_device() -> torch.device:
-    """Number 0 of the accelerator, or the CPU."""
+    """Return device 0 of the accelerator, or the CPU."""
     kind = accelerator_kind()
     return torch.device(kind) if kind == "cpu" else torch.device(kind, 0)
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until all work queued on `device` is done."""
+    """Wait until all work queued on `device` has finished."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 def backend_of(device: torch.device) -> str:
-    """The name of the backend that the default group uses for tensors on `device`."""
+    """Return the name of the backend that the default group uses for tensors on `device`."""
     pairs = [part.rpartition(":") for part in str(dist.get_backend_config()).split(",")]
     return next(backend for kind, _, backend in pairs if kind in (device.type, ""))
 
@@ -67,7 +67,7 @@ def backend_of(device: torch.device) -> str:
 def join_pair() -> torch.device:
     """Enter a group of both ranks on the accelerator's own backend and return this rank's device.
 
-    Two ranks on a single NVIDIA device join NCCL as two hosts, which talk over loopback: NCCL refuses two ranks of one
+    Two ranks on a single NVIDIA device join NCCL as two hosts, connected over loopback: NCCL refuses two ranks of one
     host on one device.
     """
     rank = int(os.environ["RANK"])
@@ -82,25 +82,25 @@ def join_pair() -> torch.device:
 
 
 def run_ranks(fn: Callable[..., Any], *args: Any, num_ranks: int = 2, **options: Any) -> RankResults:
-    """What `fn` returns on each of `num_ranks` ranks; `options` are the launcher's."""
+    """Return what `fn` returns on each of `num_ranks` ranks; `options` are those of `Launcher`."""
     options.setdefault("timeout_s", LAUNCH_LIMIT_S)
     return Launcher(nproc_per_node=num_ranks, **options).run(fn, *args)
 
 
 def read_own_ring() -> RankLog:
-    """The collectives of this rank so far, as its own recording has them."""
+    """Return this rank's log, read from its own ring."""
     return read_ring(ring_path(os.environ[RING_DIR_VARIABLE], int(os.environ["RANK"])))
 
 
 def import_copy(folder: str) -> ModuleType:
-    """The module `programs` from a copy in `folder`, a temporary one, so that its lines count as a user's."""
+    """Import a copy of the module `programs` from the temporary `folder`, so that its lines count as the user's."""
     (Path(folder) / f"{_COPY}.py").write_text((Path(__file__).parent / "programs.py").read_text())
     sys.path.insert(0, folder)
     return importlib.import_module(_COPY)
 
 
 def keep_busy(device: torch.device, at_least_s: float) -> None:
-    """Queue work on `device` that takes so many seconds or more, and return at once. On the CPU: nothing."""
+    """Queue work on `device` that takes at least `at_least_s` seconds, without waiting. Does nothing on the CPU."""
     if device.type == "cuda" and torch.version.cuda is not None:
         torch.cuda._sleep(int(at_least_s * _MAX_CYCLES_PER_S))  # type: ignore[no-untyped-call]
     elif device.type != "cpu":
@@ -122,7 +122,7 @@ def _queue_products(values: torch.Tensor, num: int) -> None:
 
 
 def wait_for_file(path: Path, limit_s: float) -> bool:
-    """Wait until `path` exists; False after `limit_s`."""
+    """Wait until `path` exists. Returns False after `limit_s` seconds."""
     end = time.monotonic() + limit_s
     while not path.exists():
         if time.monotonic() > end:
@@ -132,7 +132,7 @@ def wait_for_file(path: Path, limit_s: float) -> bool:
 
 
 def require_function(module: Any, name: str, what: str) -> Any:
-    """`module.name`; raises CannotBeShownError if there is none."""
+    """Return `module.name`. Raises CannotBeShownError if it does not exist."""
     found = getattr(module, name, None)
     if found is None:
         raise CannotBeShownError(f"{module.__name__} has no {name}(), {what}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Devices are counted as the driver counts them, and told apart by what they are."""
+"""Check that devices are counted as the driver counts them, and have distinct identities."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ddpilot.group.device import device_identity
 from ddpilot.group.devices_count import NvmlDevices, count_accelerators, read_nvml
 from ddpilot.group.enter import init_group
 
-# Asks the driver and not torch: that takes a tenth of a second for each mask. 100: no device.
+# Calls the driver instead of torch, which takes 0.1 s per mask. 100: no device.
 _COUNT = """
 import ctypes
 driver, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(0)
@@ -28,7 +28,7 @@ _UUID_BYTES = 96
 
 
 def devices_by_uuid() -> Outcome:
-    """Every device has an identity of its own, and NVML knows the UUID of each that torch sees."""
+    """Every device has its own identity, and NVML knows the UUID of each device that torch sees."""
     kind = accelerator_kind()
     identities = [device_identity(torch.device(kind, index)) for index in range(count_devices())]
     are_distinct = len(set(identities)) == len(identities)
@@ -46,7 +46,7 @@ def devices_by_uuid() -> Outcome:
 
 
 def masked_devices() -> Outcome:
-    """For each kind of CUDA_VISIBLE_DEVICES ddpilot counts what the driver counts."""
+    """For each kind of CUDA_VISIBLE_DEVICES, ddpilot counts as many devices as the driver."""
     nvml = _require_nvml()
     first = nvml.uuids[0]
     masks = ["", "-1", "0", "0,0", "0,99", "99", "0,-1", " 0", first, first[:12], f"{first},{first}", "GPU-none"]
@@ -67,7 +67,7 @@ def masked_devices() -> Outcome:
 
 
 def mig_slices() -> Outcome:
-    """A process sees one MIG slice, and ranks on two slices of a GPU are known to share it."""
+    """A process sees one MIG slice, and ranks on two slices of a GPU have the same device identity."""
     nvml = _require_nvml()
     if not nvml.split:
         raise CannotBeShownError("no device is in MIG mode")
@@ -92,7 +92,7 @@ def mig_slices() -> Outcome:
 
 
 def ranks_on_one_device() -> Outcome:
-    """Two ranks that see one device share it over gloo, and the group's numbers are right."""
+    """Two ranks that see one device share it over gloo, and the group's results are right."""
     is_cuda = accelerator_kind() == "cuda"
     if not is_cuda and count_devices() > 1:
         raise CannotBeShownError("only CUDA_VISIBLE_DEVICES is known to hide a device")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Process groups on the accelerator's own backend: they form, ranks that are stuck in one are freed, and it is rebuilt.
+"""Check process groups on the accelerator's own backend: forming, freeing stuck ranks, rebuilding.
 
-In each check of freeing, rank 0 is stuck and rank 1 is alive and not in the collective, as after an error of its own.
+In each check of freeing, rank 0 is stuck in a collective and rank 1 is alive outside of it, as after an error.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ddpilot.group.enter import init_group
 from ddpilot.group.free import free_group
 
 _FREE_LIMIT_S = 3.0
-"""For which a session waits for `free_group` before it interrupts the rank."""
+"""Seconds for which a session waits for `free_group` before it interrupts the rank."""
 _STUCK_S = 3.0
 _WAIT_LIMIT_S = 30.0
 
@@ -40,7 +40,7 @@ Answer = tuple[bool, str]
 
 
 def group_of_one() -> Outcome:
-    """One rank reduces device and CPU tensors in one group, and sends objects without the device."""
+    """One rank reduces device and CPU tensors in one group, and sends objects without using the device."""
     ((holds, evidence),) = run_ranks(_use_alone, num_ranks=1)
     return judge(holds, evidence)
 
@@ -66,7 +66,7 @@ def _allocated_bytes(device: torch.device) -> int:
 
 
 def pair_is_formed() -> Outcome:
-    """Two ranks on the accelerator's own backend get the right numbers from each kind of collective."""
+    """Two ranks on the accelerator's own backend get the right results from each kind of collective."""
     began = time.perf_counter()
     answers = run_ranks(_use_pair)
     evidence = "; ".join(dict.fromkeys(text for _, text in answers))
@@ -109,7 +109,9 @@ def _use_pair() -> Answer:
 
 
 def stuck_rank_is_freed() -> Outcome:
-    """A rank whose device waits in a collective is freed, and does not go on with what the aborted collective left."""
+    """A rank whose device waits in a collective is freed, and does not continue with the result of the aborted
+    collective.
+    """
     return _judge_first(_wait_in_item)
 
 
@@ -133,7 +135,7 @@ def _wait_in_item(done: Path) -> None:
     ends = [_end_of(wait)]
     took_s = time.monotonic() - began
     ends += [] if ends[0].startswith("raised") else [_end_of(optimizer.step), _end_of(wait)]
-    # NCCL's own abort gives the host no error; what the program does next is refused.
+    # NCCL's abort raises no error on the host; the program's next collective is refused.
     holds = _STUCK_S <= took_s < _STUCK_S + _FREE_LIMIT_S and all(end.startswith("raised") for end in ends[-2:])
     _answer(done, holds, f"after {took_s:.1f} s: {', then '.join(ends)}; {_said(freed)}")
 
@@ -141,12 +143,12 @@ def _wait_in_item(done: Path) -> None:
 def _end_of(function: Callable[[], object]) -> str:
     try:
         return f"returned {function()}"
-    except Exception as error:  # noqa: BLE001 - which one is the evidence
+    except Exception as error:  # noqa: BLE001 - the exception is the evidence
         return f"raised {_short(error)}"
 
 
 def first_collective_is_freed() -> Outcome:
-    """A rank that is stuck in the group's first collective, where communicators are made, is freed too."""
+    """A rank that is stuck in the group's first collective, which creates communicators, is freed too."""
     return _judge_first(_wait_in_first)
 
 
@@ -196,8 +198,10 @@ def _wait_in_three(done: Path) -> None:
 
 
 def _judge_first(fn: Callable[[Path], None]) -> Outcome:
-    """The answer of rank 0. Ranks are not watched, which would end the launch first, and NCCL's own watchdog ends none
-    of them for what the other one aborted, as in sessions.
+    """Return rank 0's answer.
+
+    Ranks are not watched, as the watch would end the launch first, and NCCL's watchdog ends no rank because the other
+    one aborted, as in sessions.
     """
     env = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
     with tempfile.TemporaryDirectory() as folder:
@@ -205,7 +209,8 @@ def _judge_first(fn: Callable[[Path], None]) -> Outcome:
         try:
             run_ranks(fn, done, watch=False, env=env)
             how = ""
-        except DdpilotError as error:  # ranks with aborted communicators may not end well; that is not the claim
+        # Ranks with aborted communicators may fail at exit, which is not part of the claim.
+        except DdpilotError as error:
             if not done.exists():
                 raise
             how = f"; then the launch ended with {_short(error)}"
@@ -268,10 +273,10 @@ step()
 
 
 def session_is_freed_and_rebuilt() -> Outcome:
-    """In a session one rank raises while the other's device waits: it is freed, and the group works again."""
+    """One rank of a session raises while the other's device waits: it is freed, and the rebuilt group works."""
     from ddpilot.session.session import Session
 
-    # On one device the new group is one over gloo, as ddpilot chooses for ranks that share a device.
+    # On one device the rebuilt group uses gloo, which ddpilot chooses for ranks that share a device.
     num_rounds = 1 if accelerator_kind() == "cuda" and count_devices() < 2 else 3
     fail = (
         "if rank == 1: raise ValueError('boom')\n"
@@ -291,7 +296,7 @@ def session_is_freed_and_rebuilt() -> Outcome:
 
 
 def session_of_one_continues() -> Outcome:
-    """A session of one rank steps a DDP model after an error and after a stop; tensors of a failed cell are freed."""
+    """A session of one rank trains a DDP model after an error and after a stop; tensors of a failed cell are freed."""
     from ddpilot.errors import LaunchInterrupted
     from ddpilot.session.session import Session
 
@@ -316,8 +321,8 @@ def session_of_one_continues() -> Outcome:
 
 
 def device_assert_is_survived() -> Outcome:
-    """After a device-side assert, which nothing in that process recovers from, variables are still there, and a
-    restarted rank computes.
+    """After a device-side assert, from which the process cannot recover, variables are kept, and a restarted rank
+    computes.
     """
     from ddpilot.session.session import Session
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What watch and guard cost a training step of 20 ms."""
+"""Measure the overhead of watch and guard in a training step of 20 ms."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _NUM_FIRST, _NUM_STEPS, _NUM_ROUNDS = 16, 50, 8
 _WIDTHS, _MAX_LAYERS = (256, 512, 1024, 2048, 4096), 64
 
 Block = float
-"""Milliseconds of a step."""
+"""Milliseconds per step."""
 
 
 def overhead_on_one_rank() -> Outcome:
-    """Watch and guard cost a step of 20 ms on one rank 5 % at most."""
+    """Watch and guard add at most 5 % to a step of 20 ms on one rank."""
     return _judge_overhead(1)
 
 
 def overhead_on_a_pair() -> Outcome:
-    """The same on two ranks."""
+    """Watch and guard add at most 5 % to a step of 20 ms on two ranks."""
     return _judge_overhead(2)
 
 
@@ -60,7 +60,7 @@ def _judge_overhead(num_ranks: int) -> Outcome:
 
 
 def _measure(folder: str) -> tuple[str, list[tuple[Block, Block]]]:
-    """Of each round a step's milliseconds with and without, in changing order; the first round warms up."""
+    """Return milliseconds per step with and without, for each round, in alternating order; the first round warms up."""
     device = join_pair()
     torch.manual_seed(0)
     net = _make_net(device)
@@ -88,7 +88,7 @@ def _watch(folder: Path) -> Callable[[], None]:
 
 
 def _make_net(device: torch.device) -> nn.Sequential:
-    """As wide as a device needs to be busy, and as deep as 20 ms need; the same on all ranks."""
+    """Make a model wide enough to keep the device busy and deep enough for 20 ms, of equal shape on all ranks."""
     for width in _WIDTHS:
         few_ms = _run_block(_make_layers(width, 8, device), device, lambda: lambda: None, num_first=4, num_steps=8)
         shape = torch.tensor([width, min(_MAX_LAYERS, max(2, int(8 * _STEP_MS / few_ms))), few_ms >= _STEP_MS / 4])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No context in the parent, the rank server or at import; launching after the device was used; memory given back."""
+"""Check CUDA contexts in parent, rank server and import, launches after device use, and release of memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _RETURNED_WITHIN_S = 2.0
 
 
 def no_context_at_import() -> Outcome:
-    """Importing ddpilot and torch and counting the devices leaves the driver alone."""
+    """Importing ddpilot and torch and counting devices does not initialize the driver."""
     count, num_read = count_accelerators(os.environ), len(read_gpus())
     touched = cuda_driver_in_use()
     counted = torch.cuda.device_count()
@@ -41,7 +41,7 @@ def no_context_at_import() -> Outcome:
 
 
 def fork_after_imports() -> Outcome:
-    """What the rank server imports leaves the driver alone and starts no threads: a fork of it can use the device."""
+    """The rank server's imports neither initialize the driver nor start threads, so its forks can use the device."""
     before = count_threads()
     import torch._dynamo
 
@@ -61,7 +61,7 @@ def fork_after_imports() -> Outcome:
 
 
 def no_context_in_parent_or_server() -> Outcome:
-    """A launch uses the device in its rank alone."""
+    """A launch uses the device in its rank only."""
     began = time.perf_counter()
     ((before, total),) = run_ranks(_use_device, num_ranks=1)
     took_s = time.perf_counter() - began
@@ -80,7 +80,7 @@ def _use_device() -> tuple[bool, float]:
 
 
 def launch_after_device_use() -> Outcome:
-    """Ranks start and reduce after the parent ran a matmul and a backward; their tensors come back on the CPU."""
+    """Ranks start and reduce after the parent ran a matmul and a backward; their tensors are returned on the CPU."""
     weight = torch.ones(500, 500, device=first_device(), requires_grad=True)
     (weight @ weight).sum().backward()  # type: ignore[no-untyped-call]
     wait_for(weight.device)
@@ -101,7 +101,7 @@ def _reduce_once() -> tuple[torch.Tensor, str, str]:
 
 
 def memory_is_returned() -> Outcome:
-    """Memory of a rank that failed is free on the device two seconds after the error."""
+    """Memory of a failed rank is free on the device two seconds after the error."""
     device = first_device()
     free_bytes = require_function(
         torch.get_device_module(device), "mem_get_info", "which says what other processes use"
@@ -127,7 +127,7 @@ def _hold_and_fail() -> None:
 
 
 def preloaded_module_is_named() -> Outcome:
-    """A module that touches CUDA when it is imported is named, and the ranks start as fresh interpreters."""
+    """A preloaded module that uses CUDA at import is named, and the ranks start as new interpreters."""
     with tempfile.TemporaryDirectory() as folder:
         with open(os.path.join(folder, "touches_cuda.py"), "w") as file:
             file.write("import torch\ntorch.ones(1, device='cuda')\n")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs of the checks that look at lines, written as a user would.
+"""Programs for checks that look at lines, written as a user would write them.
 
-ddpilot never names a line of its own, so they run from a copy outside of the package: see `import_copy`.
+ddpilot never reports its own lines, so they run from a copy outside of the package, see `import_copy`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _NUM_STEPS = 4
 _WIDTH = 1024
 
 Answer = tuple[bool, str]
-"""Whether it is as it should be, and what was seen."""
+"""True if the result is as expected, and what was observed."""
 
 
 def make_model() -> tuple[torch.device, DistributedDataParallel]:
-    """The device, and a model after its first step."""
+    """Return the device, and a model after its first step."""
     device = join_pair()
     torch.manual_seed(0)
     layers = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 1))
@@ -38,7 +38,7 @@ def make_model() -> tuple[torch.device, DistributedDataParallel]:
 
 
 def end_early(note: Path) -> None:
-    """Rank 1 leaves the loop; `note` gets the time of the last step that both began."""
+    """Let rank 1 leave the loop; `note` gets the time of the last step that both ranks started."""
     device, model = make_model()
     for step in range(6):
         if dist.get_rank() == 1 and step == 4:
@@ -53,7 +53,7 @@ def end_early(note: Path) -> None:
 
 
 def call_differently(note: Path) -> None:
-    """The fourth collective is another one on each rank."""
+    """Call a different collective on each rank as the fourth one."""
     device = join_pair()
     ones = torch.ones(1 << 16, device=device)
     for _ in range(3):
@@ -70,7 +70,7 @@ def call_differently(note: Path) -> None:
 
 
 def skip_backward(note: Path) -> None:
-    """Rank 1 has the last forward pass without its backward."""
+    """Skip the last backward on rank 1."""
     device, model = make_model()
     for step in range(4):
         loss = model(torch.ones(4, 256, device=device)).sum()
@@ -85,7 +85,7 @@ def skip_backward(note: Path) -> None:
 
 
 def train_slowly() -> float:
-    """Seconds of a right program in which rank 1 comes late and rank 0 has work queued."""
+    """Run a correct program with a late rank 1 and work queued on rank 0. Returns its duration in seconds."""
     device, model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     began = time.monotonic()
@@ -102,7 +102,7 @@ def train_slowly() -> float:
 
 
 def train_recorded(is_pair: bool) -> Answer:
-    """Train a model of several buckets and look at what was recorded."""
+    """Train a model with several buckets and check what was recorded."""
     device = join_pair() if is_pair else init_group().device
     layers = [torch.nn.Linear(_WIDTH, _WIDTH) for _ in range(4)]
     model = DistributedDataParallel(torch.nn.Sequential(*layers).to(device), bucket_cap_mb=4)
@@ -111,7 +111,7 @@ def train_recorded(is_pair: bool) -> Answer:
     wait_for(device)
     log = read_own_ring()
     buckets = [each for each in log.collectives if each.ddp is not None and each.ddp.what in ("bucket", "gradients")]
-    # In the second backward DDP makes new buckets, whose names are known once the device has told them.
+    # In the second backward DDP rebuilds its buckets, whose names are known once they were copied from the device.
     last_two = _by_step(buckets)[-2:]
     per_step = [len(each) for each in last_two]
     lines = sorted({Path(each.line.file).name for each in buckets if each.line is not None and each.line.file})
@@ -151,7 +151,7 @@ def _describe_numbers(log: RankLog) -> str:
 
 
 def call_each() -> Answer:
-    """Call five collectives and look at what was recorded."""
+    """Call five collectives and check what was recorded."""
     device = join_pair()
     before = len(read_own_ring().collectives)
     ones = torch.ones(4, device=device)

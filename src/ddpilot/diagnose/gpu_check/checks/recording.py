@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives are recorded with sequence numbers and lines, those that the autograd engine starts included."""
+"""Check that collectives are recorded with sequence numbers and lines, also those started by the autograd engine."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _NUM_IN_FLIGHT, _IN_FLIGHT_ELEMENTS = 8, 8 << 20
 _BUSY_S = 2.0
 _LATE_S = 2.0
 _CLOCK_S = 0.5
-"""How far the processes' clocks and starts may be apart."""
+"""Tolerance for the clocks and starts of the two processes."""
 
 Answer = tuple[bool, str]
 
 
 def ddp_buckets_are_recorded() -> Outcome:
-    """Each gradient bucket of DDP is recorded, though the engine starts it in a thread without a Python frame."""
+    """Each gradient bucket of DDP is recorded, although the engine starts it in a thread without a Python frame."""
     ((holds, evidence),) = _run_copy("train_recorded", False, num_ranks=1)
     return judge(holds, evidence)
 
@@ -45,13 +45,13 @@ def ddp_buckets_of_a_pair() -> Outcome:
 
 
 def collectives_are_recorded() -> Outcome:
-    """Collectives of two ranks have their names, their numbers and the line that called them."""
+    """Collectives of two ranks are recorded with name, number and line."""
     answers = _run_copy("call_each")
     return judge(all(holds for holds, _ in answers), " // ".join(dict.fromkeys(text for _, text in answers)))
 
 
 def synchronous_collectives_are_followed() -> Outcome:
-    """Collectives that are not asynchronous, for which torch gives no work, are begun until they are over."""
+    """Synchronous collectives, for which torch returns no work, are recorded as begun until they have finished."""
     early, late = run_ranks(_call_before_the_other_rank)
     return judge(early[0] and late[0], f"rank 0 {early[1]} // rank 1, {_LATE_S:g} s late, {late[1]}")
 
@@ -72,7 +72,7 @@ def _call_before_the_other_rank() -> Answer:
     dist.all_gather_into_tensor(both, ones)
     during = [each.state for each in read_own_ring().collectives[num_before:]]
     wait_for(device)
-    dist.all_reduce(ones)  # a thread that starts a collective asks for those before it
+    dist.all_reduce(ones)  # a thread that starts a collective polls earlier ones
     wait_for(device)
     log = read_own_ring()
     found = log.collectives[num_before : num_before + 3]
@@ -92,7 +92,7 @@ def _run_copy(name: str, *args: Any, num_ranks: int = 2) -> RankResults:
 
 
 def in_flight_is_followed() -> Outcome:
-    """Many large collectives in flight are followed to their end; none is taken for over while it is not."""
+    """Many large collectives in flight are followed to their end, and none is recorded as done before."""
     ((holds, evidence),) = run_ranks(_put_in_flight, num_ranks=1)
     return judge(holds, evidence)
 
@@ -117,6 +117,6 @@ def _put_in_flight() -> Answer:
         f"in flight ({'over already' if is_over else 'not over'}): {', '.join(during)}; later: {', '.join(after)}; "
         f"faults {log.num_faults} {log.first_fault}".rstrip()
     )
-    # Those in the middle may be left out; the oldest and the newest are followed.
+    # Collectives in the middle may be left out; the oldest and the newest are followed.
     is_followed = "done" not in during and {during[0], during[-1]} == {"begun"} and "begun" not in after
     return not is_over and is_followed and log.num_faults == 0, evidence

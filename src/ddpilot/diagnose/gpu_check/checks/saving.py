@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints from device memory: what is saved is the state of that moment, and training hardly waits."""
+"""Check checkpoints from device memory: they hold the state at the save, and training hardly waits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NUM_STEPS = 6
 
 
 def checkpoint_stall() -> Outcome:
-    """Training stands still for a fifth of torch.save's time at most while 400 MB are saved from the device."""
+    """While 400 MB are saved from the device, training stops for at most a fifth of the time of torch.save."""
     device = first_device()
     tensors = [torch.full((_TENSOR_BYTES // 4,), float(number), device=device) for number in range(_NUM_TENSORS)]
     model = nn.ParameterList([nn.Parameter(values, requires_grad=False) for values in tensors])
@@ -36,7 +36,7 @@ def checkpoint_stall() -> Outcome:
         loader = loop.loader(TensorDataset(torch.ones(100, 1)), global_batch_size=1)
         batches = loop.batches(loader)
         next(batches)
-        next(batches)  # after the first update: memory is reserved
+        next(batches)  # after the first update, when memory is reserved
         ours, theirs = [], []
         for number in range(_NUM_SAVES + 1):
             wait_for(device)
@@ -68,12 +68,12 @@ def _seconds_of_torch(model: nn.Module, path: Path) -> float:
 
 
 def checkpoint_is_of_its_moment() -> Outcome:
-    """What is loaded again are the values at the save, although the next updates ran at once."""
+    """The values loaded are those at the save, although the next updates ran immediately."""
     return _save_while_training([first_device()])
 
 
 def checkpoint_of_two_devices() -> Outcome:
-    """The same for a model whose layers are on two devices."""
+    """The values loaded are those at the save, for a model whose layers are on two devices."""
     kind = accelerator_kind()
     if count_devices() < 2:
         raise CannotBeShownError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Loop` on the accelerator: the CPU's numbers, resume, fp16, ranks without samples, waits for the device."""
+"""Check `Loop` on the accelerator: the CPU's results, resume, fp16, ranks without samples, host synchronization."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ _NUM_SAMPLES, _BATCH = 65, 16
 """The last batch has one sample, so that one of two ranks has none."""
 
 Numbers = tuple[str, list[float], list[torch.Tensor]]
-"""Where it ran, the norm of all gradients at each update and the weights at the end."""
+"""The device, the norm of all gradients at each update, and the final weights."""
 
 
 def loop_has_the_cpus_numbers() -> Outcome:
-    """A CNN, an MLP and a small GPT, in float64 on one rank: the gradients' norms and the weights are the CPU's."""
+    """A CNN, an MLP and a small GPT in float64 on one rank have the CPU's gradient norms and weights."""
     return _compare_with_cpu(1)
 
 
 def loop_of_two_has_the_cpus_numbers() -> Outcome:
-    """The same on two ranks; on one device they share it."""
+    """The same models on two ranks, which share the device if there is only one, have the CPU's norms and weights."""
     return _compare_with_cpu(2)
 
 
@@ -76,7 +76,7 @@ def _train_all() -> dict[str, Numbers]:
 
 
 class _Gpt(nn.Module):
-    """One block of causal attention over 12 tokens of 16."""
+    """One block of causal attention over 12 tokens from a vocabulary of 16."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,11 +99,11 @@ def _make_mlp() -> nn.Module:
 
 
 MODELS = {"CNN": _make_cnn, "MLP": _make_mlp, "GPT": _Gpt}
-"""Each takes images of 1 x 8 x 8 and gives one number."""
+"""Each takes images of shape (1, 8, 8) and returns one number per image."""
 
 
 def train_in_float64(name: str, group: Any = None) -> Numbers:
-    """Three epochs with momentum, clipping and an uneven last batch; the same at any number of ranks."""
+    """Train three epochs with momentum, clipping and an uneven last batch; equal results at any number of ranks."""
     loop = Loop(group=group, seed=1, progress=False)
     torch.manual_seed(3)
     net = MODELS[name]().double()
@@ -126,7 +126,7 @@ def train_in_float64(name: str, group: Any = None) -> Numbers:
 
 
 def fused_optimizer_trains() -> Outcome:
-    """A fused optimizer under bf16 brings the loss down, with a last batch that leaves a rank without samples."""
+    """A fused optimizer under bf16 reduces the loss, with a last batch that leaves a rank without samples."""
     num_ranks = max(1, min(2, count_devices()))
     answers = run_ranks(_train_fused, num_ranks=num_ranks)
     evidence = "; ".join(f"{device}: loss {first:.3g} to {last:.3g}" for device, first, last in answers)
@@ -134,7 +134,7 @@ def fused_optimizer_trains() -> Outcome:
 
 
 def _train_fused() -> tuple[str, float, float]:
-    is_known = first_device().type in ("cuda", "cpu")  # to have autocast and fused kernels
+    is_known = first_device().type in ("cuda", "cpu")  # has autocast and fused kernels
     loop = Loop(seed=1, progress=False, precision="bf16" if is_known else "fp32")
     torch.manual_seed(1)
     net = loop.prepare(nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 1)))
@@ -155,9 +155,9 @@ def _train_fused() -> tuple[str, float, float]:
 
 
 def fp16_two_optimizers() -> Outcome:
-    """With fp16 two optimizers step on the gradients of one backward pass, clipped or not, as torch's recipe does."""
+    """With fp16 two optimizers step on the gradients of one backward, clipped or not, as in torch's recipe."""
     found = {clips: _step_two(clips) for clips in (False, True)}
-    # Without clipping both move by the rate of 0.1; with it, by the rate over the norm of both, the root of 2.
+    # Without clipping both move by the learning rate 0.1; with it, by the rate divided by the norm of both, sqrt(2).
     wanted = {False: 0.9, True: 1 - 0.1 / math.sqrt(2)}
     holds = all(abs(value - wanted[clips]) < 1e-3 for clips, values in found.items() for value in values)
     return judge(holds, f"weights of both without clipping {found[False]}, with it {found[True]}; wanted {wanted}")
@@ -188,7 +188,7 @@ def _step_two(clips: bool) -> list[float]:
 
 
 def waits_of_a_step() -> Outcome:
-    """A step of Loop makes the host wait at most once with fp16, in GradScaler, and never without it."""
+    """A step of Loop synchronizes the host at most once with fp16, in GradScaler, and never without it."""
     found = {precision: _count_waits(precision) for precision in ("fp32", "bf16", "fp16")}
     evidence = "; ".join(f"{name}: {len(texts)} {sorted(set(texts))}" for name, texts in found.items())
     return judge(not found["fp32"] and not found["bf16"] and len(found["fp16"]) <= 1, evidence)
@@ -218,7 +218,7 @@ def _count_waits(precision: Any) -> list[str]:
 
 
 def stand_in_keeps_the_context() -> Outcome:
-    """A model that refuses zero rows is tried with made-up ones that no embedding table is too small for."""
+    """A model that rejects zero rows is run on dummy rows whose indices are valid for any embedding table."""
     from ddpilot.training.standing_in import StandIns
 
     class Net(nn.Embedding):
@@ -237,7 +237,7 @@ def stand_in_keeps_the_context() -> Outcome:
 
 
 def nan_stops_before_a_checkpoint() -> Outcome:
-    """A NaN loss raises NonFiniteError, at once or at the next step, and the newest checkpoint is of before."""
+    """A NaN loss raises NonFiniteError, at once or at the next step, and the newest checkpoint precedes it."""
     with tempfile.TemporaryDirectory() as folder:
         ((raised_at, is_finite),) = run_ranks(_train_to_nan, folder, num_ranks=1)
     evidence = (
@@ -305,7 +305,7 @@ def _capture() -> tuple[bool, str]:
 
 
 def out_of_memory_is_explained() -> Outcome:
-    """Where the device's memory runs out in a Loop, OutOfMemoryError names sizes, and memory is free after it."""
+    """When device memory runs out in a Loop, OutOfMemoryError states sizes, and memory is free afterwards."""
     device = first_device()
     limit = require_function(torch.get_device_module(device), "set_per_process_memory_fraction", "which limits memory")
     total = torch.get_device_module(device).get_device_properties(device).total_memory
@@ -331,7 +331,7 @@ def out_of_memory_is_explained() -> Outcome:
 
 
 def resume_continues_exactly() -> Outcome:
-    """A run that is cut and resumed on the accelerator has the weights of one that ran through, dropout included."""
+    """A run interrupted and resumed on the accelerator has the weights of an uninterrupted one, dropout included."""
     if accelerator_kind() == "cpu":
         raise CannotBeShownError("no accelerator: the CPU's random state is another one")
     with tempfile.TemporaryDirectory() as whole, tempfile.TemporaryDirectory() as cut:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hangs and mismatches of two ranks are named with ranks and lines; what is only slow is left alone."""
+"""Check that hangs and mismatches of two ranks are reported with ranks and lines, and slow ranks are not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ddpilot.diagnose.gpu_check.checks.accelerator import import_copy, run_ranks
 from ddpilot.errors import WatchError
 
 _NAMED_S = 5.0
-"""From the last progress to the end of the launch."""
+"""Seconds from the last progress to the end of the launch."""
 
 
 def hang_is_named() -> Outcome:
@@ -22,17 +22,17 @@ def hang_is_named() -> Outcome:
 
 
 def mismatch_is_named() -> Outcome:
-    """Ranks call different collectives under one number."""
+    """Ranks call different collectives under the same number."""
     return _expect_finding("call_differently", {"DDP201"}, rank=None)
 
 
 def skipped_backward_is_named() -> Outcome:
-    """One rank skips the backward of a bad sample and waits in a barrier; the other is in its gradients."""
+    """One rank skips the backward of a bad sample and waits in a barrier; the other is in its backward."""
     return _expect_finding("skip_backward", {"DDP201", "DDP208", "DDP210"}, rank=None)
 
 
 def slow_ranks_are_left_alone() -> Outcome:
-    """A rank that comes late, devices with seconds of work queued and many quick steps give no finding."""
+    """A late rank, devices with seconds of queued work, and many quick steps cause no finding."""
     answers = run_ranks(programs.train_slowly, on_finding="stop", stall_warn_s=30.0)
     return judge(
         True, f"no finding in {max(answers):.0f} s of steps, {programs.LATE_S:.0f} s of them late, and queued work"
@@ -40,7 +40,7 @@ def slow_ranks_are_left_alone() -> Outcome:
 
 
 def _expect_finding(name: str, codes: set[str], rank: int | None) -> Outcome:
-    """Ok if the launch of a program ended in time with a finding of `codes` that names a line of it, and `rank`."""
+    """Return ok if the launch of a program ended in time with a finding of `codes` naming a line of it, and `rank`."""
     with tempfile.TemporaryDirectory() as folder:
         note, copy = Path(folder) / "note", import_copy(folder)
         try:
