@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 import ddpilot
 from ddpilot.training.checkpoint.directory import CheckpointDir
 from tests.accelerator import SITE, environment, why_not
-from tests.accelerator.trainers import Limits, Places, Wide, data_with_nan, make_adam, make_noisy
+from tests.accelerator.trainers import Limits, Places, Wide, data_with_nan, evaluate_then_fit, make_adam, make_noisy
 from tests.dist.trainer.bodies import BATCH_SIZE, make_data, make_trainer, train_plainly
 
 pytestmark = [
@@ -23,6 +23,7 @@ pytestmark = [
     pytest.mark.timeout(200),
 ]
 
+NO_DEVICE = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 same = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-13)
 
 
@@ -108,3 +109,12 @@ def test_an_update_of_trainer_makes_the_host_wait_for_nothing() -> None:
     options: dict[str, Any] = {"global_batch_size": 4, "nproc_per_node": 2, "progress": True}
     trainer.fit(make_data(100), epochs=1, loader={"pin_memory": True}, **options)
     assert places.waits == [{}] * 15
+
+
+def test_a_trainer_on_a_rank_keeps_its_optimizer_when_it_is_asked_before_it_trains() -> None:
+    """Parameters stay the same objects when the model moves, also to a device that torch does not know itself."""
+    ((_, expected),) = ddpilot.Launcher(nproc_per_node=1, timeout_s=100, env=NO_DEVICE).run(evaluate_then_fit)
+    found = ddpilot.Launcher(nproc_per_node=2, timeout_s=100, env=environment(2)).run(evaluate_then_fit)
+    for place, weights in found:
+        assert place == "emu"
+        assert weights == pytest.approx(expected, rel=1e-10)

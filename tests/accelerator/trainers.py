@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import ddpilot
+from tests.dist.trainer.bodies import BATCH_SIZE, make_data, make_trainer
 
 ROW = 1 << 18
 """Numbers of four bytes that `Wide` makes of each sample: 1 MiB."""
@@ -89,3 +90,12 @@ def make_noisy(launcher: ddpilot.Launcher) -> ddpilot.Trainer:
 def make_adam(parameters: Any) -> torch.optim.Optimizer:
     """With state on the device."""
     return torch.optim.Adam(parameters, lr=0.01)
+
+
+def evaluate_then_fit() -> tuple[str, list[float]]:
+    """Where a trainer on a rank has its model, and the weights, after an evaluation and a fit."""
+    trainer = make_trainer(ema=None)
+    trainer.evaluate(make_data(21, first=60))
+    trainer.fit(make_data(), epochs=1, global_batch_size=BATCH_SIZE, progress=False)
+    weights = [value for weight in trainer.model.parameters() for value in weight.flatten().tolist()]
+    return next(trainer.model.parameters()).device.type, weights

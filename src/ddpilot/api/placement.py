@@ -26,7 +26,7 @@ def ensure_on_device(module: Module, device: torch.device | str) -> Module:
     `device`: such as "cuda:1". Without an index, such as "cuda", it is any device of that type that holds the whole
     module, otherwise the current device.
 
-    The module is changed in place by `module.to(device)`. Between a CPU and a GPU:
+    The module is changed in place by `module.to(device)`. Between a CPU and an accelerator:
 
     - Parameters remain the same objects, so an optimizer keeps them, but the optimizer's state for them, such as
       momentum, is not moved: create optimizers after the move, or call
@@ -40,6 +40,8 @@ def ensure_on_device(module: Module, device: torch.device | str) -> Module:
     moved. Not collective.
     """
     import torch
+
+    from ddpilot.training.accelerator import move
 
     wanted = torch.device(device)
     if not isinstance(module, torch.nn.Module):
@@ -55,7 +57,7 @@ def ensure_on_device(module: Module, device: torch.device | str) -> Module:
         if not has_been_moved:
             _refuse(module, wanted)
             with torch.inference_mode(False):
-                module.to(wanted)
+                move(module, wanted)
     return module
 
 
