@@ -137,9 +137,7 @@ def _read_random(sampler: RandomSampler, seed: int, num_samples: int) -> dict[st
 
 
 def _count_source(sampler: SequentialSampler | RandomSampler, num_samples: int) -> int:
-    """Return the number of samples that `sampler` takes: the length of its `data_source`, which may be a different
-    dataset.
-    """
+    """Return the number of samples that `sampler` takes: the length of its own `data_source`."""
     num_first = len(sampler.data_source)
     if num_first > num_samples:
         raise DataError(

@@ -96,9 +96,7 @@ class Plan:
         return (self.weights is not None and self.replacement) or bool(getattr(self.sampler, "has_repeats", False))
 
     def order(self, epoch: int) -> NDArray[np.int64]:
-        """Return the sample indices in the order of `epoch` (0, 1, ...), shape (`epoch_size`,); equal at any world
-        size.
-        """
+        """Return the sample indices in the order of `epoch` (0, 1, ...), shape (`epoch_size`,), at any world size."""
         if self.sampler is not None:
             return self._check_order(self.sampler(epoch), epoch)
         if self.weights is not None:
@@ -151,9 +149,7 @@ class Plan:
         return min(self.global_batch_size, self.epoch_size - batch * self.global_batch_size)
 
     def piece(self, batch: int, rank: int) -> tuple[int, int]:
-        """Return the positions (start, stop) in the order that `rank` takes of global batch `batch`; equal if it has
-        none.
-        """
+        """Return the positions (start, stop) in the order that `rank` takes of global batch `batch`; may be empty."""
         if not 0 <= rank < self.world_size:
             raise IndexError(f"rank {rank} of {self.world_size} ranks")
         start, stop = self.division.piece(self.batch_size(batch), rank)

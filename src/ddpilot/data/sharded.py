@@ -76,8 +76,7 @@ class ShardedLoader:
         return self.plan.num_batches
 
     def iterate(self, epoch: int, first_batch: int = 0) -> Iterator[LocalBatch]:
-        """Yield this rank's piece of every global batch of `epoch` (0, 1, ...), starting at `first_batch`. Not
-        collective.
+        """Yield this rank's piece of every global batch of `epoch` (0, 1, ...) from `first_batch` on. Not collective.
 
         Samples of earlier batches are not read. If `is_joint`, ranks may have different numbers of batches: a rank
         without further batches yields batches with `count` 0 until the iterator is closed; the ranks stop together when

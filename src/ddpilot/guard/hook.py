@@ -44,8 +44,7 @@ def install(
     probes: Sequence[str],
     tell: Callable[[str], None] | None = None,
 ) -> Callable[[], None]:
-    """Install `probes`, named "module:class", which write into the journal `path`. Returns a function that removes
-    them.
+    """Install `probes`, named "module:class", which write into the journal `path`. Returns an undo function.
 
     A probe that cannot be installed is off, which `tell` reports (default: a line on stderr); other probes are not
     affected. Not collective. Raises `OSError` if there is no space for the journal.

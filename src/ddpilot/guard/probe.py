@@ -26,8 +26,7 @@ class Probe(Protocol):
 
 
 class Notes:
-    """Writes what one probe of `rank` notes into `journal`. An error in a hook turns the probe off and is reported
-    once.
+    """Writes what one probe of `rank` notes into `journal`. An error in a hook is reported once and disables it.
 
     `finder` finds the user's line, `tell` prints a line, `compiled` is the compiled recorder or None.
     """
@@ -65,8 +64,7 @@ class Notes:
         return self._finder.walk(sys._getframe(1))[:2]
 
     def site(self, frame: FrameType | None = None, line: int | None = None) -> dict[str, Any]:
-        """Return the user's line from `frame` (default: the caller's) outwards, as arguments of `Place`; empty if there
-        is none.
+        """Return the user's line from `frame` (default: the caller's) outwards, as arguments of `Place`, or {}.
 
         `line`: a different line of the same file.
         """

@@ -51,8 +51,7 @@ class Clash:
 
 
 def find_clash(by_rank: Mapping[int, Collective]) -> Clash | None:
-    """Return the first aspect, in the order of `Aspect`, in which the collectives differ between ranks; None if they
-    agree.
+    """Return the first aspect, in the order of `Aspect`, in which the collectives differ; None if all ranks agree.
 
     An unknown value agrees with any other: a reduce-op is read up to 50 ms after the collective starts.
     """
@@ -87,9 +86,7 @@ def _find_unequal_parts(by_rank: Mapping[int, Collective]) -> Clash | None:
 
 
 def terms_of(entry: Collective) -> Hashable:
-    """What must be equal on all ranks in a collective's op and tensors: collectives with equal terms do not clash
-    there.
-    """
+    """What must be equal on all ranks in a collective's op and tensors; equal if they cannot clash there."""
     return entry.op, _dtypes(entry), _sizes(entry), _dims(entry)
 
 

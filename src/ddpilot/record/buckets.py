@@ -25,9 +25,7 @@ _MAX_SEARCHES = 3
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """The bucket that a reducer's all_reduce over `num_elements` elements reduces. `fact` is its description in the
-    ring.
-    """
+    """The bucket that a reducer's all_reduce over `num_elements` elements reduces. `fact` describes it in the ring."""
 
     num_elements: int
     fact: dict[str, Any]
@@ -73,14 +71,11 @@ class _Model:
         self._next = 0
 
     def hear(self, tensor: Any) -> None:
-        """Keep `tensor`, broadcast while the ranks agree on new buckets: first the parameters, then the buckets'
-        lengths.
-        """
+        """Keep `tensor`, broadcast while ranks agree on new buckets: first the parameters, then the bucket lengths."""
         self._told = [*self._told[-1:], tensor]
 
     def passes_unnamed(self, num_elements: int) -> bool:
-        """True if this model's new buckets are not known yet, as nothing waits for the device. Counts the bucket's
-        elements.
+        """True if this model's new buckets are not known yet, as nothing waits for the device. Counts the elements.
 
         The new order is read after the backward in which it was requested, when the first bucket comes next.
         """
@@ -161,9 +156,7 @@ class BucketBook:
         return self._models[-1]
 
     def match(self, num_elements: int) -> Bucket | None:
-        """Return the bucket that the reducer's all_reduce over `num_elements` elements reduces; None if it is not
-        known.
-        """
+        """Return the bucket that the reducer's all_reduce over `num_elements` elements reduces; None if unknown."""
         num_unnamed = sum(model.passes_unnamed(num_elements) for model in self._models)
         if num_unnamed:
             return None

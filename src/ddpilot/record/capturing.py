@@ -18,9 +18,7 @@ def is_capturing() -> bool:
 
 
 def captures(module: Any) -> bool:
-    """Same as `is_capturing`, for the device whose module is `module`, such as `torch.cuda`. Does not initialize the
-    device.
-    """
+    """Same as `is_capturing`, for the device of `module`, such as `torch.cuda`. Does not initialize the device."""
     return bool(module.is_initialized() and module.is_current_stream_capturing())
 
 

@@ -35,9 +35,7 @@ MAX_REFS = 20_000
 
 
 class Memory(Protocol):
-    """Writes the records of repeated collectives itself, from what the `Describer` passes for this thread's current
-    one.
-    """
+    """Writes the records of repeated collectives itself, from templates that the `Describer` passes to it."""
 
     def learn(self, usual: bytes, role: int, group: int, num_bytes: int, tells_failure: bool, /) -> None:
         """Write the next identical collective from this template."""

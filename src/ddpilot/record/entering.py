@@ -35,9 +35,7 @@ class EntryFinder:
         self._is_closed = False
 
     def find(self, now_ns: int) -> Entering | None:
-        """Return the call that the main thread is in; None if there is none, or if its rank and size are not resolved
-        yet.
-        """
+        """Return the call that the main thread is in; None without one, or before its rank and size are resolved."""
         frame = self._find_frame()
         if frame is None:
             self._since_ns = 0

@@ -34,9 +34,7 @@ class HostCopy:
         self._event.record(torch.accelerator.current_stream(tensor.device))
 
     def has_arrived(self) -> bool:
-        """True if the copy has arrived; False while this thread captures a device graph, which a query would
-        invalidate.
-        """
+        """True if the copy has arrived; False while this thread captures a device graph, when it must not query."""
         return not is_capturing() and bool(self._event.query())
 
     def release(self) -> None:

@@ -140,9 +140,7 @@ class JournalWriter:
             words[_PARTS_AT + 2 * part] = index
 
     def write_step(self, unit: int, number: int, sequence_number: int, events: str) -> None:
-        """Add a ``step`` entry with these four values, ``u``, ``n``, ``s`` and ``e``, at a fraction of the cost of
-        `write`.
-        """
+        """Add a ``step`` entry with the values ``u``, ``n``, ``s`` and ``e``, at a fraction of the cost of `write`."""
         write = self._write_compiled
         if write is not None and write(unit, number, sequence_number, events):
             return

@@ -55,9 +55,7 @@ def find_watched(operators: Iterable[str]) -> str:
 def install_kernels(
     recorder: Recorder, operations: Mapping[str, Operation], dispatch_key: str = DISPATCH_KEY
 ) -> Callable[[], None]:
-    """Register our kernels for `operations`, which must have none on `dispatch_key`. Returns a function that removes
-    them.
-    """
+    """Register our kernels for `operations`, which must have none on `dispatch_key`. Returns an undo function."""
     import torch
 
     library: Any = torch.library.Library(NAMESPACE, "IMPL")  # type: ignore[no-untyped-call]

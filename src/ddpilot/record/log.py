@@ -138,9 +138,7 @@ class Collective:
 
     @property
     def is_passed_over(self) -> bool:
-        """True if it was pending when there were too many works to follow. Unlike one in a device graph, it has started
-        to run.
-        """
+        """True if it was pending when there were too many works to follow. Unlike in a device graph, it has started."""
         return self.state == "unknown" and self.pending_ns is not None
 
 

@@ -55,8 +55,7 @@ def built_path() -> Path | None:
 
 
 def build() -> Path:
-    """Compile the module, load it once as a test, and keep it in this user's cache. Returns its path; reuses an
-    existing build.
+    """Compile and load the module, and keep it in this user's cache. Returns its path; reuses an existing build.
 
     Raises `RecordError` if that fails: not Linux, no compiler, compiler errors, or no writable cache folder.
     """
@@ -109,9 +108,7 @@ def _compile(compiler: str, path: Path) -> Path:
 
 
 def find(source: str) -> Any:
-    """Load the module if it is built, with `source` as in `start_recording`; None if it is not built or cannot be
-    loaded.
-    """
+    """Load the module if it is built, with `source` as in `start_recording`; None if it is not or cannot be loaded."""
     if source not in ("auto", "native"):
         return None
     try:

@@ -25,9 +25,7 @@ class _Waiting(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec found by the other finders, with a loader that runs the actions; None without actions for
-        `name`.
-        """
+        """Return the spec found by other finders, with a loader that runs the actions; None without any for `name`."""
         if name not in self.actions:
             return None
         others = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))

@@ -111,9 +111,7 @@ class Recorder:
         return started
 
     def cut_short(self, ticket: Ticket | None, error: BaseException) -> None:
-        """Finish the record of `ticket`, whose collective raised `error` instead of starting, or was interrupted by
-        Ctrl-C.
-        """
+        """Finish the record of `ticket`, whose collective raised `error` or was interrupted by Ctrl-C."""
         try:
             if ticket is not None:
                 outcome = layout.FAILED if isinstance(error, Exception) else layout.UNKNOWN

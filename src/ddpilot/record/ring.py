@@ -29,8 +29,7 @@ _pack_fresh, _pack_whole_into, _crc = layout.FRESH.pack, layout.WHOLE.pack_into,
 
 
 class RingWriter:
-    """Writes one process's ring into the open file `fd`, which it sizes, clears and maps; `fd` may be closed
-    afterwards.
+    """Writes one process's ring into the open file `fd`, which it sizes, clears and maps; `fd` may then be closed.
 
     The file cannot be read before `publish`. Thread-safe. Raises `OSError` if there is no space.
     """
@@ -145,9 +144,7 @@ class RingWriter:
         self._words[layout.LEFT_NS] = now_ns
 
     def enter(self, since_ns: int, world_size: int = 0, rank: int = 0, is_closed: bool = False) -> None:
-        """Record that this process has been in init_process_group since `since_ns`, see `Entering`; with 0, that it is
-        not.
-        """
+        """Record that this process has been in init_process_group since `since_ns`, see `Entering`; 0: it is not."""
         self._words[layout.ENTERING_NS] = 0
         self._words[layout.ASKED_WORLD_SIZE], self._words[layout.ASKED_RANK] = world_size, rank
         self._words[layout.IS_CLOSED] = is_closed

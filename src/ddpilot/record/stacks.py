@@ -101,9 +101,7 @@ def first_stack(text: str) -> str:
 
 
 class StackRequest:
-    """Requests the stack of the rank with process id `pid`, which writes it to `path`. `has_asked`: False if the rank
-    cannot be asked.
-    """
+    """Requests the stack of process `pid`, a rank that writes to `path`. `has_asked`: True if the rank can be asked."""
 
     def __init__(self, path: Path, pid: int) -> None:
         self._pid = pid
@@ -119,9 +117,7 @@ class StackRequest:
                 os.close(fifo)
 
     def wants_signal(self) -> bool:
-        """True once, if `WATCH_SIGNAL` should be sent: the thread does not answer, and the main thread's frames do not
-        change.
-        """
+        """True once, if `WATCH_SIGNAL` should be sent: the thread does not answer, and the frames do not change."""
         if self._is_signalled or not self._is_at_rest() or not is_answering(self._pid):
             return False
         self._is_signalled, self._since_s = True, time.monotonic()

@@ -41,15 +41,13 @@ class Callback:
         """Called after the validation; `run.metrics` has its results."""
 
     def on_epoch_end(self, run: Run) -> None:
-        """Called after an epoch and its validation, or after the part of an epoch before a stop. `run.metrics` is its
-        row.
-        """
+        """Called after an epoch and its validation, or after a stop in its middle. `run.metrics` is its row."""
 
     def on_fit_end(self, run: Run) -> None:
         """Called after the last epoch or after all ranks stopped, if no exception was raised."""
 
     def on_exception(self, run: Run, error: BaseException) -> None:
-        """Called when `fit` ends with `error` on this rank, to release resources. Other ranks may not call it."""
+        """Called when `fit` ends with `error` on this rank, to release resources. Not called on all ranks together."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state to save in checkpoints, and to copy to the notebook's callback after `fit`, from rank 0.

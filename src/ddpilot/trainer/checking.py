@@ -48,8 +48,7 @@ def suggest(name: str, known: Iterable[str]) -> str:
 def naming_arguments(
     did: str, elsewhere: Mapping[str, str] | None = None
 ) -> Callable[[Callable[_Given, _Result]], Callable[_Given, _Result]]:
-    """Decorate a method to raise LoopError for unknown arguments, with the most similar known one, and for missing
-    ones.
+    """Decorate a method to raise LoopError for unknown arguments, naming a similar one, and for missing ones.
 
     `did`: what the method does, for the message. `elsewhere`: for arguments that belong to a different method, the text
     that says which.

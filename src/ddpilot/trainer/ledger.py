@@ -115,9 +115,7 @@ class Ledger:
         return {"names": names, "table": table, "samples": self.num_samples, "seconds": self.seconds}
 
     def _table(self) -> tuple[list[str], torch.Tensor]:
-        """Return the names of all ranks and of the epoch's earlier part, and two columns for each: sum and weight.
-        Collective.
-        """
+        """Return the names of all ranks and earlier parts of the epoch; a sum and a weight column each. Collective."""
         self._flush()
         before = self._before or {"names": [], "table": torch.zeros(0, 0, dtype=torch.float64)}
         everyone = [self._names]

@@ -58,10 +58,9 @@ def collect(trainer: Trainer, group: GroupLike, late: Exception | None) -> Outco
 
 
 def explain_late(late: tuple[Raised, bytes], num_ranks: int) -> RankError:
-    """Return the error to raise in the notebook if a callback on rank 0 raised after the last update; the original
-    chained.
+    """Return the error to raise in the notebook if a callback on rank 0 raised after the last update.
 
-    `num_ranks`: number of ranks of the fit.
+    The original exception is its cause, if it could be pickled. `num_ranks`: number of ranks of the fit.
     """
     raised, pickled = late
     try:

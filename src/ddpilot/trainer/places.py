@@ -35,9 +35,7 @@ def is_on_ranks() -> bool:
 
 
 def share_weights(model: nn.Module, group: GroupLike) -> None:
-    """Broadcast rank 0's parameters, as a fit does: a script may have initialized them differently on each rank.
-    Collective.
-    """
+    """Broadcast rank 0's parameters, as a fit does: a script may have initialized each rank differently. Collective."""
     if group.world_size > 1:
         for parameter in model.parameters():
             group.broadcast(parameter.data)

@@ -47,8 +47,7 @@ class Run:
     """Latest measurements of callbacks by name, such as "grad_norm": numbers, or tensors with one element. Logs write
     them next to the loss."""
     metrics: dict[str, Any] = field(default_factory=dict)
-    """The row of the current epoch: "loss", "lr", and after the validation "val_..."; {} before the end of training in
-    it."""
+    """The row of the current epoch: "loss", "lr", and after the validation "val_..."; {} until training has ended."""
     skips_validation: bool = False
     """True if this epoch has no validation because of `validate_every`."""
     left_out: list[str] = field(default_factory=list)
@@ -79,11 +78,11 @@ class Run:
         self.loop.stop(everywhere=everywhere)
 
     def call_model(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Return the result of the model's `method` ("forward", "sample", ...) on this rank, on the CPU. Not
-        collective.
+        """Call the model's `method` ("forward", "sample", ...) on this rank and return its result. Not collective.
 
         Calls the unwrapped model, or its average with `ema=`, in eval mode, in the loop's precision and without
-        gradients; tensors in the arguments are moved to the device. The random state of training is not changed.
+        gradients; tensors in the arguments are moved to the device, and those in the result to the CPU. The random
+        state of training is not changed.
         """
         device = self.loop.device
         with fork_rng([device]), self.loop.autocast():

@@ -95,12 +95,11 @@ class LookingTrainer(TrainerState):
         nproc_per_node: int | str = 0,
         **kwargs: Any,
     ) -> Any:
-        """Return the result of the model's `method`, such as "sample", on the CPU: unwrapped, in eval mode, without
-        gradients.
+        """Call the model's `method`, such as "sample", unwrapped, in eval mode, without gradients.
 
         Runs in this process; with `nproc_per_node` on ranks that are started for it, and returns rank 0's result, or
         with `ranks="all"` a list of every rank's; on an existing rank in place, where ranks not in `ranks` return None.
-        Not collective.
+        Not collective. Tensors in the result are on the CPU.
         """
         check_choice(f"calling `{method}` of the model", "ranks", ranks, ("zero", "all"))
         if is_on_ranks() or nproc_per_node == 0:

@@ -113,8 +113,7 @@ class TrainerState:
         return self.explanation
 
     def plot(self) -> Figure:
-        """Plot losses and metrics over the epochs as a matplotlib figure, which a notebook shows as the value of a
-        cell.
+        """Plot losses and metrics over the epochs as a matplotlib figure, which a notebook cell can show.
 
         Raises LoopError if nothing has been recorded yet.
         """

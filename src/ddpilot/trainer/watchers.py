@@ -48,9 +48,7 @@ class Watchers:
             self._run.stop()
 
     def settle(self) -> None:
-        """Raise on all ranks what a callback raised on rank 0 only. Collective if there is a callback with ranks
-        "zero".
-        """
+        """Raise on all ranks what a callback raised on rank 0. Collective if a callback runs on rank 0 only."""
         if not self._has_own_of_zero:
             return
         try:

@@ -44,9 +44,7 @@ def _is_call_of(function: ast.expr, names: dict[str, Any], ddp: Any, inside: set
 
 
 def _owner(node: ast.expr, names: dict[str, Any], ddp: Any) -> Any:
-    """Evaluate like `_value`; a call with the wrapper as its only argument, such as `unwrap(model)`, yields the module
-    inside.
-    """
+    """Evaluate like `_value`; a call with only the wrapper as argument, such as `unwrap(model)`, is its module."""
     if isinstance(node, ast.Call) and len(node.args) == 1 and _value(node.args[0], names) is ddp:
         return ddp.module
     return _value(node, names)

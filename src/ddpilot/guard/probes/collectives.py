@@ -53,9 +53,7 @@ class CollectiveProbe:
         return uninstall
 
     def _left_out(self, op: str, *_: Any) -> None:
-        """Note that this rank is not in the group of `op`, which therefore does nothing; torch is about to warn about
-        it.
-        """
+        """Note that this rank is not in the group of `op`, which therefore does nothing; torch is about to warn."""
         frame, called = self._notes.user_call()
         if frame is not None and called is not None and called.co_filename.endswith(_C10D):
             self._note_once("not_member", frame, {"op": op})

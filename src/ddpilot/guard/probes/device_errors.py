@@ -106,9 +106,7 @@ def _names_by_device(frame: FrameType, text: str) -> dict[str, list[str]]:
 
 
 def _find(frame: FrameType, path: str) -> tuple[str, Any]:
-    """Resolve `path`, and return it with its value; for a method of a tensor, such as ``output.softmax``, return the
-    tensor.
-    """
+    """Return `path` and its value; for a method of a tensor, such as ``output.softmax``, the tensor."""
     value = _resolve(frame, path)
     owner = path.rpartition(".")[0]
     if value is None and isinstance(tensor := _resolve(frame, owner), torch.Tensor):

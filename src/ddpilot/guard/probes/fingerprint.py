@@ -55,8 +55,7 @@ class Fingerprinter:
 
     @torch.no_grad()
     def take(self) -> dict[str, str]:
-        """Return norms (``p``) and weighted sums (``w``) of parameters, and norms of gradients (``g``; -1: none or not
-        sampled).
+        """Return norms (``p``) and weighted sums (``w``) of parameters, and norms of gradients (``g``; -1: none seen).
 
         Each is float32 in base64. All parameters must be `is_plain`. Reads each parameter once and synchronizes once
         per device, twice if the middle of a gradient is 0.

@@ -26,9 +26,7 @@ _MAX_STEPS = 8
 
 
 class _Call(NamedTuple):
-    """One all_reduce. The storage is identified by a weak reference: while that lives, no other storage has its
-    address.
-    """
+    """One all_reduce. While the weak reference to the storage lives, no other storage has its address."""
 
     group: str
     storage: Any

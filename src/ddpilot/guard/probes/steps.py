@@ -124,9 +124,7 @@ class StepProbe:
                 yield model, ddp
 
     def _follow_group(self) -> None:
-        """Start over if the default group has changed. Models that survive the change are matched with those of other
-        ranks.
-        """
+        """Start over if the default group has changed. Surviving models are matched with those of other ranks."""
         if self._eras.has_changed():
             self._look_at_cells()
             self._num_in_group.clear()

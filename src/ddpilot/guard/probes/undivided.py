@@ -254,9 +254,7 @@ class UndividedProbe:
         )
 
     def _look(self) -> tuple[list[Any], list[Tensor] | None]:
-        """Return a state that a backward changes, and some values of gradients; None instead of values after the first
-        steps.
-        """
+        """Return a state that a backward changes, and some gradient values, or None after the first steps."""
         given = [parameter.grad for reference in self._samples if (parameter := reference()) is not None]
         found = [gradient for gradient in given if gradient is not None and is_plain(gradient)]
         state = [(gradient.data_ptr(), gradient._version) for gradient in found]

@@ -29,7 +29,7 @@ from ddpilot.record.host_copies import HostCopies
 
 FIRST_STEPS = 5
 LOCAL_STEPS = 16
-"""Number of local steps that may be intended (local SGD, warm-up); one that stays local is noticed by then."""
+"""Steps may stay local on purpose until this one, which is always checked."""
 STRIDES = (25, 5, 1)
 """Check every 25th, every 5th or every step, depending on step time. Each stride divides the one before, so ranks whose
 timings differ slightly still check the same steps."""
@@ -66,9 +66,7 @@ class Unit:
         self._checked_s = 0.0
 
     def is_next_due(self) -> bool:
-        """True if the step that starts now should be checked, while its events are not all known. Consistent with
-        `advance`.
-        """
+        """True if the step that starts now should be checked, before its events are all known. See `advance`."""
         count = self._num_local_steps + 1 + (self.model.reductions.num_forwards if self.model is not None else 0)
         return self._num_steps < FIRST_STEPS or self._num_steps + 1 == LOCAL_STEPS or count >= self._due_at
 
@@ -460,9 +458,7 @@ class UnitBook:
         )
 
     def _find_dropped(self, parameters: list[Tensor]) -> dict[str, Any]:
-        """Return the line that wrapped a model with some of `parameters` if its wrapper has been freed; else an empty
-        dict.
-        """
+        """Return the line that wrapped a model with some of `parameters` if its wrapper has been freed; else {}."""
         found = (model.site for model in self._dropped if any(model.first() is one for one in parameters))
         return next(found, {})
 

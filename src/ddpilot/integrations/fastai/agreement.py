@@ -15,8 +15,7 @@ from ddpilot.group.process_group import Group
 
 
 def agree(learn: Any, group: Group) -> None:
-    """Check that data and model are the same on all ranks, and synchronize weights and optimizer from rank 0.
-    Collective.
+    """Check that data and model are equal on all ranks, and send rank 0's weights and optimizer. Collective.
 
     Weights and optimizer are only sent if they differ: new models, or a fit that failed after some ranks had stepped.
     Raises GroupError if data or the model's shapes differ; otherwise one rank would train on another's validation set.

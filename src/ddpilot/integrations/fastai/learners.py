@@ -145,9 +145,7 @@ def _get_preds(
 
 @contextlib.contextmanager
 def _evaluating(context: AppContext, learn: Any, loader: Any) -> Iterator[None]:
-    """Evaluate on all ranks together; each rank evaluates everything in a cell for one rank, or with fewer samples than
-    ranks.
-    """
+    """Evaluate on all ranks together if all run this cell and there is a sample for each; else on each rank alone."""
     if is_shared(learn) or not context.is_everywhere() or not can_share(loader, context.world_size):
         yield
         return

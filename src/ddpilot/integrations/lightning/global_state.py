@@ -13,9 +13,7 @@ import torch
 
 @dataclass(frozen=True)
 class GlobalState:
-    """The same state as Lightning's own strategies copy. CUDA's random state is left out, as reading it initializes
-    CUDA.
-    """
+    """The state that Lightning's own strategies copy too. CUDA's generators are omitted: reading initializes CUDA."""
 
     deterministic: bool
     deterministic_warn_only: bool

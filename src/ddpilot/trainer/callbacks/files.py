@@ -35,9 +35,7 @@ class LineFile:
 
 
 def set_aside(path: Path) -> Path | None:
-    """Rename an earlier run's file at `path` to the first free one of name-1, name-2, ...; None if there is no such
-    file.
-    """
+    """Rename an earlier run's file at `path` to the first free one of name-1, name-2, ...; None without one."""
     if not path.is_file():
         return None
     number = 1

@@ -12,8 +12,7 @@ from ddpilot.trainer.run import Run
 
 
 class GarbageCollection(Callback):
-    """Run Python's garbage collector after every `every` updates (default 200) and after each epoch, and at no other
-    time.
+    """Run Python's garbage collector after every `every` updates (default 200) and after each epoch only.
 
     By default, each rank collects at its own time, which takes tenths of a second in a large program while all other
     ranks wait in the next all-reduce of gradients: with many ranks there is always a late one. With this callback all

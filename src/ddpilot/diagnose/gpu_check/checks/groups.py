@@ -109,9 +109,7 @@ def _use_pair() -> Answer:
 
 
 def stuck_rank_is_freed() -> Outcome:
-    """A rank whose device waits in a collective is freed, and does not continue with the result of the aborted
-    collective.
-    """
+    """A rank whose device waits in a collective is freed, and does not continue after the aborted collective."""
     return _judge_first(_wait_in_item)
 
 
@@ -321,9 +319,7 @@ def session_of_one_continues() -> Outcome:
 
 
 def device_assert_is_survived() -> Outcome:
-    """After a device-side assert, from which the process cannot recover, variables are kept, and a restarted rank
-    computes.
-    """
+    """After a device-side assert, which is fatal for the process, variables are kept and a restarted rank computes."""
     from ddpilot.session.session import Session
 
     bad = "torch.zeros(1, device=where)[torch.tensor([5], device=where)].sum().item()"

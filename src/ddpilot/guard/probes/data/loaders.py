@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Observe what DataLoaders yield, without consuming it: passes, fingerprints of batches, sample indices and their
-order.
-"""
+"""Observe what DataLoaders yield, without consuming it: passes, fingerprints of batches, sample indices, order."""
 
 from __future__ import annotations
 

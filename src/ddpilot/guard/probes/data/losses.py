@@ -89,9 +89,7 @@ class LossEyes:
             self._handles.pop().remove()
 
     def _made(self, _: Any, returned: bool, __: Any, model: Any, *___: Any, **____: Any) -> None:
-        """Check one gradient of `model` before it is reduced: that of an early layer, which non-finite values propagate
-        to.
-        """
+        """Check one gradient of `model` before it is reduced: an early layer's, which non-finite values reach."""
         if not returned:
             return
         ignored = model.parameters_to_ignore

@@ -17,9 +17,7 @@ MAX_ROW_ELEMENTS = 64
 
 
 def tensors_in(data: Any, depth: int = 3) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors in nested containers, dataclasses and objects with their keys, such as ``images`` or
-    ``0.boxes``.
-    """
+    """Yield the tensors in nested containers, dataclasses and objects with keys such as ``images``, ``0.boxes``."""
     if isinstance(data, torch.Tensor):
         yield "", data
         return
