@@ -19,6 +19,8 @@ from ddpilot.launching.messages import shorten_message
 from ddpilot.launching.processes import is_ending
 from ddpilot.launching.shipping.sources import name_cells
 
+_WATCHDOG = re.compile(r"watchdog thread terminated with exception: (?P<why>.+)")
+"""How a backend of an accelerator (NCCL) says why it ends the process."""
 _NAMED = re.compile(r"\[rank (\d+)\] ")
 
 SETTLE_S = 0.05
@@ -116,7 +118,7 @@ def build_error(
         found += f"raised {raised.type_name}: {message}" if message else f"raised {raised.type_name}"
     else:
         assert exited is not None
-        how, fix = describe_exit(exited, function_name, find_crash_line(last_lines))
+        how, fix = describe_exit(exited, function_name, last_lines)
         if is_script and exited.signal_name is None:
             how, fix = f"exited with code {exited.exitcode}", ""
         found += how
@@ -136,14 +138,17 @@ def build_error(
     return error
 
 
-def describe_exit(exited: Exited, function_name: str, crash_line: str | None) -> tuple[str, str]:
+def describe_exit(exited: Exited, function_name: str, last_lines: Sequence[str]) -> tuple[str, str]:
     """How a process ended, as the predicate of a sentence whose subject is the rank; and the fix, "" if unknown."""
+    crash_line = find_crash_line(last_lines)
     where = "" if crash_line is None else f" at {name_cells(crash_line)}"
     peak = f"its peak was {exited.peak_memory_bytes / 1e9:.1f} GB"
     if exited.signal_name == "SIGKILL":
         return f"was killed by SIGKILL; the kernel's OOM killer is the usual cause; {peak}", ""
     if exited.signal_name == "SIGABRT":
         cause = "C++ code gave up; the usual cause is tensors that differ in size or dtype between ranks, over gloo"
+        if watchdog := next(filter(None, map(_WATCHDOG.search, last_lines)), None):
+            where, cause = "", f"the watchdog of its device's collectives ended it: {watchdog['why'].strip()}"
         return f"was aborted (SIGABRT){where}: {cause}; {peak}", "Its last output has the C++ message"
     if exited.signal_name in ("SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE"):
         return f"crashed with {exited.signal_name}{where}; {peak}", ""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ddpilot.launching.crash import find_crash_line
 from ddpilot.launching.failures import describe_exit
 from ddpilot.session.events import Ended
 
@@ -18,5 +17,5 @@ def describe_end(ended: Ended, was_killed: bool, last_lines: Sequence[str]) -> s
         return "was killed by ddpilot, since nothing else stopped it"
     if ended.exited.signal_name is None:
         return f"exited with code {ended.exited.exitcode}"
-    how, _ = describe_exit(ended.exited, "the session", find_crash_line(last_lines))
+    how, _ = describe_exit(ended.exited, "the session", last_lines)
     return how

@@ -127,6 +127,20 @@ def test_build_error_says_the_end_of_a_process_in_words(
     assert (error.signal_name, error.exitcode) == (signal_name, exitcode)
 
 
+def test_build_error_says_why_the_watchdog_of_nccl_ended_a_process() -> None:
+    """In its words, and without the line at which the main thread happened to be."""
+    lines = (
+        "[PG ID 0 Rank 0] Process group watchdog thread terminated with exception: NCCL error: remote process",
+        "Current thread 0x1 (most recent call first):",
+        '  File "net.py", line 3 in forward',
+    )
+    said = str(error_of(ending(2, signal.SIGABRT | 0x80), last_lines=lines))
+    words = (
+        "rank 2 was aborted (SIGABRT): the watchdog of its device's collectives ended it: NCCL error: remote process; "
+    )
+    assert said.startswith(words)
+
+
 def test_build_error_names_the_python_line_of_a_crash() -> None:
     """The line comes from the fault handler's report in the rank's output."""
     lines = ("Current thread 0x1 (most recent call first):", '  File "net.py", line 3 in forward')
