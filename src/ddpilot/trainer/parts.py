@@ -130,15 +130,15 @@ def make_ema(given: float | AveragedModel | None, model: nn.Module) -> AveragedM
 
 
 class _Average(AveragedModel):
-    """An exponential average that counts its updates on the host: torch's asks the device for them in each update."""
+    """An exponential moving average that does not wait for the device; torch's reads its update counter each time."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         super().__init__(model, multi_avg_fn=get_ema_multi_avg_fn(decay))  # type: ignore[no-untyped-call]
         self._known: tuple[torch.Tensor, int] | None = None
-        """The counter on the device in which an update is known to be counted, and its version then."""
+        """The counter tensor after an update made here, and its version at that time; None before the first."""
 
     def update_parameters(self, model: nn.Module) -> None:
-        """Take the weights of `model` into the average, the first time as they are; buffers are copied."""
+        """Update the average with the parameters of `model`; the first one copies them. Buffers are always copied."""
         known = self._known
         if known is None or known[0] is not self.n_averaged or known[1] != self.n_averaged._version:
             super().update_parameters(model)
@@ -160,7 +160,7 @@ class _Average(AveragedModel):
         self.n_averaged += 1
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_known": None}  # a copy's counter has versions of its own
+        return {**self.__dict__, "_known": None}  # a copy's counter starts with its own version
 
 
 def relink(scheduler: Any, optimizer: Optimizer) -> None:
