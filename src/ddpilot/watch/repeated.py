@@ -10,7 +10,7 @@ from ddpilot.findings.finding import Finding
 _OF_LAYERS = frozenset({"DDP408"})
 """Codes that describe the model and not the cell; their evidence names layers and numbers."""
 
-_Key = tuple[str, tuple[int, ...], tuple[str, ...]]
+_Key = tuple[str, tuple[str, ...]]
 
 
 class Repeated:
@@ -33,4 +33,4 @@ class Repeated:
 
 
 def _key(finding: Finding) -> _Key:
-    return finding.code, finding.ranks, finding.evidence
+    return finding.code, finding.evidence  # the same whichever ranks have come that far

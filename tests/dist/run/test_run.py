@@ -58,6 +58,19 @@ def test_run_meets_by_c10d_when_it_is_asked_to(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(120)
+def test_run_says_that_nodes_are_missing_where_torchs_rendezvous_has_no_words(tmp_path: Path) -> None:
+    """The error that torch raises is empty."""
+    write(tmp_path, "train.py", REDUCE)
+    with kept_port() as port:
+        words = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv_endpoint=localhost:{port}"]
+        with started([*RUN, *words, "--rdzv-id=job", "--rdzv-conf=join_timeout=2", "train.py"], tmp_path) as one:
+            done = finish(one)
+    assert done.status == 1
+    assert "not all of 2 nodes came in time" in done.err
+    assert "every node was started with the same --rdzv-id and --nnodes" in " ".join(done.err.split())
+
+
+@pytest.mark.timeout(120)
 def test_run_writes_what_it_is_asked_to_write(tmp_path: Path) -> None:
     """--redirects keeps a stream off the screen, --tee shows it too, the filter hides a rank, files have the bytes."""
     write(tmp_path, "train.py", "import sys\nprint('out')\nprint('err', file=sys.stderr)\n")

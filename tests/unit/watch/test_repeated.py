@@ -7,9 +7,9 @@ from ddpilot.findings.finding import Finding
 from ddpilot.watch.repeated import Repeated
 
 
-def find(code: str, *evidence: str) -> Finding:
+def find(code: str, *evidence: str, ranks: tuple[int, ...] = (0, 1)) -> Finding:
     """A warning."""
-    return Finding(code=code, name="a-name", severity="warning", ranks=(0, 1), evidence=evidence)
+    return Finding(code=code, name="a-name", severity="warning", ranks=ranks, evidence=evidence)
 
 
 def test_a_finding_about_layers_is_shown_in_one_cell() -> None:
@@ -21,3 +21,11 @@ def test_a_finding_about_layers_is_shown_in_one_cell() -> None:
     assert repeated.without([norm, other, wait]) == [other, wait]
     repeated.begin()
     assert repeated.without([norm, other, wait]) == [wait]
+
+
+def test_the_same_layers_on_one_rank_alone_are_not_new() -> None:
+    """As in a cell in which the other rank fails before its first batch."""
+    repeated = Repeated()
+    repeated.without([find("DDP408", "layers: bn")])
+    repeated.begin()
+    assert repeated.without([find("DDP408", "layers: bn", ranks=(0,))]) == []

@@ -13,7 +13,12 @@ from pathlib import Path
 from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousError as TorchRendezvousError
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousTimeoutError,
+)
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from ddpilot.errors import LaunchError, RankError, RendezvousError
@@ -108,7 +113,9 @@ def _run(agent: Agent, me: NodeState, options: RunOptions) -> None:
         found = f"{who} was stopped by {stop.number.name} before there were ranks"
         raise RunStoppedError(did, found=found, exitcode=128 + stop.number) from None
     except TorchRendezvousError as error:
-        found = f"{type(error).__name__}: {error}"
+        found = f"{type(error).__name__}: {error}".removesuffix(": ")
+        if isinstance(error, RendezvousTimeoutError):
+            found = f"not all of {options.nnodes[0]} nodes came in time; which of them are missing, torch does not say"
         fix = "Look at --rdzv-endpoint, and whether every node was started with the same --rdzv-id and --nnodes"
         raise RendezvousError(f"meeting by {options.rdzv_backend}", found=found, fix=fix) from error
     if agent.error is not None:
