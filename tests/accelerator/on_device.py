@@ -51,37 +51,10 @@ class Ended:
         return f"rank {self.rank} {how}:\n" + "\n".join(self.text.splitlines()[-NUM_LAST_LINES:])
 
 
-class _Process:
-    """One that calls the functions `names` of `module`, each with `args`, and writes what it prints into a file."""
-
-    def __init__(
-        self, module: str, names: Sequence[str], args: Sequence[Any] = (), *, env: Mapping[str, str], rank: int = 0
-    ) -> None:
-        self.rank = rank
-        self._output = tempfile.TemporaryFile("w+")
-        command = [sys.executable, "-m", __spec__.name, json.dumps([module, names, args])]
-        given = {**os.environ, "PYTHONUNBUFFERED": "1", **env}
-        self._popen = subprocess.Popen(command, stdout=self._output, stderr=subprocess.STDOUT, env=given, cwd=ROOT)
-
-    def end(self, deadline_s: float) -> Ended:
-        """Wait until it has ended, or stop it at `deadline_s`."""
-        try:
-            status: int | None = self._popen.wait(max(0.0, deadline_s - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            self._popen.send_signal(signal.SIGUSR1)  # prints every thread's stack
-            time.sleep(0.5)
-            self._popen.kill()
-            self._popen.wait()
-            status = None
-        with self._output:
-            self._output.seek(0)
-            return Ended(self.rank, status, self._output.read())
-
-
 def call(function: str, *args: Any, limit_s: float, num_devices: int = 2) -> Any:
     """What `function`, such as ``tests.accelerator.zoo:judge_cases``, returns in one process, which is not a rank."""
     module, name = function.split(":")
-    ended = _Process(module, [name], args, env=environment(num_devices)).end(time.monotonic() + limit_s)
+    (ended,) = _start(module, [name], args, [{}], env=environment(num_devices), limit_s=limit_s)
     assert ended.status == 0, f"{function}: {ended.describe()}"
     return ended.results[name]
 
@@ -95,15 +68,33 @@ def run(
     """
     module = ".".join(Path(file).relative_to(ROOT).with_suffix("").parts)
     with tempfile.TemporaryDirectory() as folder:
-        shared = {**environment(num_ranks), "WORLD_SIZE": str(num_ranks), "OMP_NUM_THREADS": "1"}
-        shared |= {"MEETING_FILE": f"{folder}/store", **variables}
-        deadline_s = time.monotonic() + limit_s
-        first, *others = [
-            _Process(module, names, env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, rank=rank)
-            for rank in range(num_ranks)
-        ]
-        ended = [first.end(deadline_s)]
-        return ended + [each.end(0.0 if until_rank_0 else deadline_s) for each in others]
+        env = {**environment(num_ranks), "WORLD_SIZE": str(num_ranks), "OMP_NUM_THREADS": "1"}
+        env |= {"MEETING_FILE": f"{folder}/store", **variables}
+        own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
+        return _start(module, names, (), own, env=env, limit_s=limit_s, until_rank_0=until_rank_0)
+
+
+def _start(
+    module: str,
+    names: Sequence[str],
+    args: Sequence[Any],
+    own: Sequence[Mapping[str, str]],
+    *,
+    env: Mapping[str, str],
+    limit_s: float,
+    until_rank_0: bool = False,
+) -> list[Ended]:
+    """Fork a process for each of `own`, its variables, from one that has imported torch, which takes longest."""
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [Path(folder, str(number)) for number in range(len(own))]
+        order: dict[str, Any] = {"module": module, "names": names, "args": args, "own": own, "folder": folder}
+        order |= {"limit_s": limit_s, "until_rank_0": until_rank_0}
+        command = [sys.executable, "-m", __spec__.name, json.dumps(order)]
+        given = {**os.environ, "PYTHONUNBUFFERED": "1", **env}
+        done = subprocess.run(command, env=given, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        statuses = json.loads(done.stdout.splitlines()[-1])
+        return [Ended(rank, status, outputs[rank].read_text()) for rank, status in enumerate(statuses)]
 
 
 def run_to_the_end(file: str, *names: str, num_ranks: int, limit_s: float, **variables: str) -> list[dict[str, Any]]:
@@ -127,9 +118,50 @@ def join(backend: str = "eccl", **options: Any) -> tuple[int, int, Any]:
     return rank, num_ranks, device
 
 
-def _main(module: str, names: Sequence[str], args: Sequence[Any]) -> None:
+def _fork(env: Mapping[str, str], output: Path) -> int:
+    """0 in the new process, which has the variables `env` and writes what it prints into `output`."""
+    pid = os.fork()
+    if pid == 0:
+        os.environ.update(env)
+        for fd in (1, 2):
+            os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), fd)
+    return pid
+
+
+def _await(pids: Sequence[int], limit_s: float, until_rank_0: bool) -> list[int | None]:
+    """How each has ended; None for those that were stopped at the limit, or when the first had ended."""
+    deadline_s = time.monotonic() + limit_s
+    ended: dict[int, int] = {}
+    while len(ended) < len(pids) and time.monotonic() < deadline_s and not (until_rank_0 and pids[0] in ended):
+        for pid in set(pids) - set(ended):
+            found, status = os.waitpid(pid, os.WNOHANG)
+            if found:
+                ended[pid] = os.waitstatus_to_exitcode(status)
+        time.sleep(0.02)
+    late = [pid for pid in pids if pid not in ended]
+    for pid in late:
+        os.kill(pid, signal.SIGUSR1)  # prints every thread's stack
+    time.sleep(0.5 if late else 0.0)
+    for pid in late:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    return [ended.get(pid) for pid in pids]
+
+
+def _main(order: Mapping[str, Any]) -> None:
+    functions = importlib.import_module(order["module"])
+    importlib.import_module("torch._dynamo")  # which DDP and optimizers import
+    pids = []
+    for number, env in enumerate(order["own"]):
+        pids.append(_fork(env, Path(order["folder"], str(number))))
+        if pids[-1] == 0:
+            _call(functions, order["names"], order["args"])
+            return
+    print(json.dumps(_await(pids, order["limit_s"], order["until_rank_0"])), flush=True)
+
+
+def _call(functions: Any, names: Sequence[str], args: Sequence[Any]) -> None:
     faulthandler.register(signal.SIGUSR1)
-    functions = importlib.import_module(module)
     for name in names:
         print(f"{name} begins", flush=True)
         print("\n" + RESULT + json.dumps([name, getattr(functions, name)(*args)]), flush=True)
@@ -137,7 +169,7 @@ def _main(module: str, names: Sequence[str], args: Sequence[Any]) -> None:
 
 if __name__ == "__main__":
     try:
-        _main(*json.loads(sys.argv[1]))
+        _main(json.loads(sys.argv[1]))
     except BaseException:  # noqa: BLE001 - shown, and the process ends
         traceback.print_exc()
         sys.stdout.flush()
