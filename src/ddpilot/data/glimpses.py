@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Glimpses of samples, a checksum and a short text, by which ranks check that they read the same ones."""
+"""`Glimpse`: checksum and short text of a sample, by which ranks check that they read the same samples."""
 
 from __future__ import annotations
 

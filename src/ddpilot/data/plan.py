@@ -40,10 +40,10 @@ class Plan:
     """Seed of the order."""
 
     shuffle: bool = False
-    """Whether each epoch has a different order; False: 0, 1, 2, ... Ignored with `weights`."""
+    """True if each epoch has a different order; False: 0, 1, 2, ... Ignored with `weights`."""
 
     drop_last: bool = False
-    """Whether a last batch that is smaller than `global_batch_size` is dropped, on all ranks alike."""
+    """True if a last batch that is smaller than `global_batch_size` is dropped, on all ranks."""
 
     shares: Sequence[float] | None = None
     """Proportions of each batch that ranks take, one number above 0 per rank: [2, 1] is twice as much for rank 0."""
@@ -55,17 +55,17 @@ class Plan:
     """Number of samples in an epoch with `weights` or `sampler`; None: `num_samples`."""
 
     replacement: bool = True
-    """Whether a sample can be drawn several times in an epoch; only with `weights`."""
+    """True if a sample can be drawn several times in an epoch. Only used with `weights`."""
 
     sampler: Callable[[int], NDArray[np.int64]] | None = None
     """The order as a function of the epoch, equal on every rank; returns `num_draws` sample indices."""
 
     keep_batches: bool = False
-    """With `shuffle`: whether the samples of a batch stay together, so that a rank has the same ones in every epoch.
+    """True if, with `shuffle`, the samples of a batch stay together, so that a rank has the same ones in every epoch.
     Batches are drawn once; later epochs permute them, with a smaller last one at the end."""
 
     empty_ranks: bool = False
-    """Whether batches may have fewer samples than there are ranks, so that some ranks get empty batches. For
+    """True if batches may have fewer samples than there are ranks, so that some ranks get empty batches. For
     evaluation; in training these ranks would contribute nothing."""
 
     def __post_init__(self) -> None:
@@ -92,7 +92,7 @@ class Plan:
 
     @property
     def has_repeats(self) -> bool:
-        """Whether a sample can occur several times in an epoch."""
+        """True if a sample can occur several times in an epoch."""
         return (self.weights is not None and self.replacement) or bool(getattr(self.sampler, "has_repeats", False))
 
     def order(self, epoch: int) -> NDArray[np.int64]:

@@ -31,7 +31,7 @@ class Batches(Protocol):
 
     @property
     def has_repeats(self) -> bool:
-        """Whether a sample can occur several times in an epoch."""
+        """True if a sample can occur several times in an epoch."""
 
     def epoch(self, epoch: int) -> Epoch:
         """Return the batches of one epoch."""
@@ -45,8 +45,7 @@ class ShardedLoader:
 
     Nothing in it is collective: the samples of a rank follow from its number. `len()` is the number of batches in an
     epoch. `plan`: a `Plan`, or the user's own batches. `is_joint`: False if every rank has the same number of batches
-    and knows their global sizes. If True (batches that a user's sampler has already divided), `iterate` does not end by
-    itself, see there.
+    and knows their global sizes. If True (batches that a user's sampler has already divided), `iterate` is endless.
     """
 
     def __init__(
@@ -106,7 +105,7 @@ class ShardedLoader:
         return self._epoch[1]
 
     def _read(self, epoch: int, division: Epoch, first_batch: int) -> Iterator[tuple[int, Any]]:
-        """Yield each batch from the first of `batches` on, with its number; cached batches are not read again."""
+        """Yield each batch from `first_batch` on, with its number; cached batches are not read again."""
         batches = range(first_batch, division.num_batches)
         cache, keys = self._cache, division.keys
         if cache is None or keys is None:
@@ -130,7 +129,7 @@ class ShardedLoader:
             return
         self._pieces.orders = (self._order(epoch, division, batch) for batch in batches)
         for data, has_drawn in self._workers.read(mix_seed(self.plan.seed, epoch, self.rank)):
-            # The next epoch's workers start with what this one has shown.
+            # The next epoch's workers start with what this one has detected.
             self._reader.has_drawn |= has_drawn
             self._reader.has_looked = True
             if isinstance(data, Failure):

@@ -19,12 +19,12 @@ from ddpilot.errors import DataError
 
 
 class StreamLoader:
-    """A rank's pieces of the global batches of an iterable dataset; made by `make_stream_loader` or `shard_loader`.
+    """A rank's pieces of the global batches of an iterable dataset; created by `make_stream_loader` or `shard_loader`.
 
     Nothing in it is collective. `is_joint`: False if every worker of every rank reads the same stream; then the batches
-    are the same at any world size, and all ranks see its end. True if the dataset divides itself; then `iterate` does
-    not end by itself, see there. `len()` is the number of global batches if the dataset has a length and does not
-    divide itself; otherwise it raises `TypeError`.
+    are the same at any world size, and all ranks see its end. True if the dataset divides itself; then `iterate` is
+    endless. `len()` is the number of global batches if the dataset has a length and does not divide itself; otherwise
+    it raises `TypeError`.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class StreamLoader:
 
 
 class _StreamOrders(Sampler[list[StreamOrder]]):
-    """Batch sampler that torch's DataLoader iterates when reading starts: endless, as the stream ends by itself."""
+    """Batch sampler that torch's DataLoader iterates when reading starts; endless, as the stream determines the end."""
 
     def __init__(self) -> None:
         self._pass_number = 0

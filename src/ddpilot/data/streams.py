@@ -183,5 +183,5 @@ class StreamReader(Dataset[Any]):
 
 
 def _random_apart(seeded: bool) -> AbstractContextManager[None]:
-    """While reading in the rank's own process, preserve its random state. A worker's is used for nothing else."""
+    """Context manager: preserve the random state of the rank if it reads in its own process. No-op in a worker."""
     return random_kept() if seeded and get_worker_info() is None else nullcontext()

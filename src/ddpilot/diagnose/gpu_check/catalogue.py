@@ -10,7 +10,7 @@ from ddpilot.diagnose.gpu_check.check import Check
 from ddpilot.errors import DdpilotError
 
 PAIR_ON_ONE_DEVICE = "pair_is_formed"
-"""If this fails on a single device, other checks with two ranks are not meaningful there."""
+"""If this check fails on a single device, the other checks with two ranks are skipped there."""
 
 _SESSION = ("ipykernel", "jupyter_client")
 
@@ -254,7 +254,7 @@ CHECKS: tuple[Check, ...] = (
         claim="a preloaded module that touches CUDA does not break the ranks",
         only_cuda=True,
     ),
-    # Costs.
+    # Performance.
     Check(
         name="waits_of_a_step",
         module="training",
@@ -285,7 +285,7 @@ CHECKS: tuple[Check, ...] = (
 
 
 def find_check(name: str) -> Check:
-    """Return the check `name`. Raises DdpilotError that suggests a similar name."""
+    """Return the check called `name`. Raises DdpilotError, with the closest name, if there is none."""
     for check in CHECKS:
         if check.name == name:
             return check

@@ -34,8 +34,8 @@ class Check:
     num_devices: int = 1
     """Number of accelerators that it requires; 0: it also runs on the CPU."""
     is_pair: bool = False
-    """True if it needs two ranks on the accelerator's own backend. On a single NVIDIA device they join NCCL as two
-    hosts, unless the check `PAIR_ON_ONE_DEVICE` has failed before."""
+    """True if it needs two ranks on the accelerator's own backend. On a single NVIDIA device, these join NCCL as two
+    hosts; the check is skipped there if `PAIR_ON_ONE_DEVICE` failed before."""
     only_cuda: bool = False
     """True if it uses the CUDA driver or a `torch.cuda` API that other accelerators do not have."""
     packages: tuple[str, ...] = ()

@@ -30,7 +30,10 @@ _DRIVER_VERSION_BYTES = 80
 
 
 def main(name: str, result: str, limit_s: str) -> None:
-    """Run the check `name` and write its outcome, as JSON, to the file `result`."""
+    """Run the check `name` and write its outcome to the file `result` as JSON.
+
+    Five seconds before `limit_s`, but not in the first second, the stacks of all threads are written to stderr.
+    """
     faulthandler.enable()
     faulthandler.dump_traceback_later(max(1.0, float(limit_s) - _STACKS_BEFORE_LIMIT_S))
     value = read_facts() if name == FACTS else asdict(run_check(name))

@@ -62,10 +62,10 @@ def run_checks(
     limit_s: float | None = None,
     show: Callable[[str], None] = print,
 ) -> list[Result]:
-    """Run `checks`, show a line for each, and update the report at `json_path` after each.
+    """Run `checks`, pass one line about each to `show`, and update the report at `json_path` after each.
 
-    `limit_s`: replaces each check's own limit. Raises DdpilotError before the first check if the report cannot be
-    written or torch cannot be imported.
+    `limit_s`: time limit of each check; None: its own. Raises DdpilotError if torch cannot be imported or the report
+    cannot be written; the first report is written before the first check.
     """
     facts = read_facts()
     show(describe_facts(facts))
@@ -169,7 +169,10 @@ def _run_child(name: str, limit_s: float) -> _Ended:
 
 
 def _wait(child: subprocess.Popen[bytes], result: Path, limit_s: float) -> str:
-    """Wait for the result and then for a normal exit. Returns why there is no result, or an empty string."""
+    """Wait for the result and then for the exit; return why there is no result, or "" if there is one.
+
+    Returns after `limit_s` seconds without a result, and at most ten seconds after a result or exit.
+    """
     end = time.monotonic() + limit_s
     while not result.exists() and child.poll() is None:
         if time.monotonic() > end:
@@ -181,7 +184,7 @@ def _wait(child: subprocess.Popen[bytes], result: Path, limit_s: float) -> str:
 
 
 def _kill_group(child: subprocess.Popen[bytes]) -> None:
-    """Kill the child's session; its ranks end with it."""
+    """Kill the processes that are left in the child's process group. Its ranks exit with it."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(child.pid, signal.SIGKILL)  # the session that `_run_child` started
     child.wait()

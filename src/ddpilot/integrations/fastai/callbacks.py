@@ -31,7 +31,7 @@ class ShareData(Callback):  # type: ignore[misc]  # fastai is untyped
         agree(self.learn, self._ranks)
 
     def before_train(self) -> None:
-        """Replace the training loader with this rank's share."""
+        """Replace the learner's loader by this rank's share of it. Also used before validation."""
         self.learn.dl = share(self.learn.dl, self._ranks)
 
     before_validate = before_train
@@ -71,12 +71,12 @@ class TrainTogether(Callback):  # type: ignore[misc]  # fastai is untyped
         self._ddp: DistributedDataParallel | None = None
 
     def before_fit(self) -> None:
-        """Clear old gradients, so that the first batch shows which parameters are used."""
+        """Clear gradients and drop the DDP model, so that the first batch shows which parameters are used."""
         self._module, self._ddp = self.learn.model, None
         self.learn.model.zero_grad(set_to_none=True)
 
     def before_batch(self) -> None:
-        """Run the forward pass through DDP."""
+        """Use the DDP model for the forward pass, once it has been created."""
         if self._ddp is not None:
             self.learn.model = self._ddp
 
@@ -108,7 +108,10 @@ class TrainTogether(Callback):  # type: ignore[misc]  # fastai is untyped
         return own * world_size / whole
 
     def after_backward(self) -> None:
-        """Average the first batch's gradients here, to find unused parameters; DDP averages all others. Collective."""
+        """Average the gradients of the first batch, then create the DDP model that averages all later ones. Collective.
+
+        `find_unused_parameters` is set if a parameter got no gradient on some rank.
+        """
         if self._ddp is None and self._module is not None:
             trained = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
             has_unused = average_gradients(trained, self._ranks)
@@ -123,16 +126,17 @@ class TrainTogether(Callback):  # type: ignore[misc]  # fastai is untyped
         share_tensors(self.learn.model.buffers(), self._ranks)
 
     def release(self) -> None:
-        """Release DDP, however the fit ended."""
+        """Drop the DDP model and restore `learn.model`. Also called if the fit failed."""
         if self._module is not None:
             self.learn.model = self._module
         self._module = self._ddp = None
 
 
 def average_gradients(parameters: list[torch.nn.Parameter], group: Group) -> bool:
-    """Average gradients over ranks, in place; True if a parameter has no gradient on some rank. Collective.
+    """Average the gradients of `parameters` over ranks, in place. Collective.
 
-    A parameter without a gradient on all ranks keeps none; without one on some ranks, these count as zero.
+    Returns True if a parameter has no gradient on at least one rank. Such a gradient counts as zero, and stays None if
+    no rank has one.
     """
     device = parameters[0].device
     has = torch.tensor([float(parameter.grad is not None) for parameter in parameters], device=device)

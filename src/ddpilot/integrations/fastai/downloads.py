@@ -15,10 +15,10 @@ from ddpilot.environments.own_files import lock_file, open_own_file, own_tempora
 
 @contextlib.contextmanager
 def one_at_a_time(what: str) -> Iterator[None]:
-    """Wait until no other process of this user on this machine is inside with the same `what`.
+    """Context manager: hold the lock `what`, which one process of this user on this machine can hold at a time.
 
-    A lock instead of a barrier, as ranks that find the file may not call this at all. Raises `PermissionError` if
-    another user owns a file at the lock's path.
+    This is a lock and not a barrier, as a rank that comes later may find the file and never call this. Raises
+    `PermissionError` if another user has created a file at the lock's path.
     """
     digest = hashlib.blake2b(what.encode(), digest_size=8).hexdigest()
     path = own_temporary_folder().with_name(f"{own_temporary_folder().name}-{digest}.lock")
@@ -51,7 +51,10 @@ def untar_once(original: Callable[..., Path], url: str, *args: Any, **kwargs: An
 
 
 def download_once(original: Callable[..., None], url: str, dst: str, *args: Any, **kwargs: Any) -> None:
-    """Wrap `torch.hub.download_url_to_file` on a rank, whose callers have checked that `dst` does not exist."""
+    """Run `torch.hub.download_url_to_file` on one rank of this machine at a time, unless `dst` exists by then.
+
+    Callers check for `dst` before they call this, when another rank may still be downloading it.
+    """
     with one_at_a_time(dst):
         if not os.path.exists(dst):
             original(url, dst, *args, **kwargs)

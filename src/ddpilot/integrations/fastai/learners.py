@@ -76,7 +76,7 @@ def _adapt_files(context: AppContext) -> None:
 
 
 def _choose_bars(context: AppContext) -> None:
-    """Show progress on rank 0 as the parent would: as HTML in a notebook."""
+    """Show progress bars on rank 0 only, as HTML if the parent is a Jupyter kernel. Other ranks write no CSV log."""
     bars = (SilentBar, SilentMasterBar)
     if context.rank:
         wrap(context.cleanup, CSVLogger, "before_fit", lambda original, logger: setattr(logger, "run", False))

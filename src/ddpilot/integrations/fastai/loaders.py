@@ -29,11 +29,11 @@ class Share:
     sizes: list[list[int]]
     """Number of samples, by batch and rank."""
     position: int
-    """Number of the last batch returned."""
+    """Index of the batch that was yielded last, from 0."""
 
     @property
     def own_size(self) -> int:
-        """Number of this rank's samples in the last batch; 0 if its piece is empty and it got a borrowed sample."""
+        """Number of samples of the last batch on this rank; 0 if it got only a stand-in, the batch's first sample."""
         return self.sizes[self.position][self.group.rank]
 
     @property
@@ -67,7 +67,10 @@ class IndexShare(Share, DataLoader):  # type: ignore[misc]  # fastai is untyped
             yield batch
 
     def get_idxs(self) -> list[list[Any]]:
-        """Return this rank's piece of every batch. Collective."""
+        """Return the sample indices of this rank's piece of every batch. Collective.
+
+        Raises GroupError if the ranks have different orders.
+        """
         self.it = None  # deleted at the end of an iteration, and must not be looked up in `loader`
         with rank_zeros(self.group, self.loader):
             order = list(self.loader.get_idxs())
@@ -77,7 +80,7 @@ class IndexShare(Share, DataLoader):  # type: ignore[misc]  # fastai is untyped
         if self.drop_last and batches and len(batches[-1]) < step:
             batches.pop()
         self.sizes = [share_sizes(len(batch), self.group.world_size) for batch in batches]
-        # A rank without a sample still has to join every collective of the step, so it borrows one.
+        # A rank without samples still takes part in every collective of the step, with the batch's first sample.
         self.pieces = [
             _own(batch, sizes, self.group.rank) or batch[:1] for batch, sizes in zip(batches, self.sizes, strict=True)
         ]
@@ -150,7 +153,10 @@ class SliceShare(Share):
 
 
 def can_share(loader: Any, world_size: int) -> bool:
-    """True for a loader (not for a list of batches) with at least one sample per rank."""
+    """Return True if `loader` is a fastai DataLoader with at least one sample per rank, or a torch DataLoader.
+
+    A fastai DataLoader of unknown length counts as large enough. A list of batches cannot be shared, nor can a `Share`.
+    """
     if isinstance(loader, Share):
         return False
     if isinstance(loader, DataLoader):

@@ -20,12 +20,18 @@ _COLLECTED = ("inputs", "preds", "targets", "losses")
 
 
 def needs_whole_batches(metrics: Iterable[Any]) -> bool:
-    """True if a metric is not a mean over samples, such as F1, and therefore needs the batches of one process."""
+    """Return True if one of `metrics` is not a mean over samples, such as F1.
+
+    Such metrics are updated with the whole batch on every rank, as in one process.
+    """
     return any(not isinstance(metric, (*_AVERAGES, *_NOT_COUNTED)) for metric in metrics)
 
 
 def reduce_metrics(metrics: Iterable[Any], group: Group) -> None:
-    """Reduce means among `metrics` over all ranks, if each rank has counted its own samples. Collective."""
+    """Reduce those of `metrics` that are means over samples, so that they cover the samples of all ranks. Collective.
+
+    Does nothing if `needs_whole_batches(metrics)`, as every rank has then counted all samples.
+    """
     metrics = list(metrics)
     if needs_whole_batches(metrics):  # then every rank has counted all samples
         return
@@ -47,13 +53,16 @@ def count_batch(original: Callable[[Any], None], recorder: Any) -> None:
             original(recorder)
     elif learn.dl.own_size:
         original(recorder)
-    elif learn.training:  # the loss is that of all ranks, but the borrowed sample is counted on its own rank
+    elif learn.training:  # the loss is that of all ranks, but the sample is counted on a different rank
         with _changed(recorder, train_metrics=False):
             original(recorder)
 
 
 def collect_predictions(original: Callable[[Any], None], gatherer: Any) -> None:
-    """Wrap `GatherPredsCallback.after_validate` on a rank: gather the pieces of all ranks, in order. Collective."""
+    """Gather the predictions of all ranks in order, then run `GatherPredsCallback.after_validate`.
+
+    Collective if the learner's loader is a `Share`.
+    """
     loader = gatherer.learn.dl
     if isinstance(loader, Share):
         own = {name: getattr(gatherer, name, None) or [] for name in _COLLECTED}
@@ -76,7 +85,10 @@ def _in_order(by_rank: list[list[Any]], sizes: list[list[int]]) -> list[Any]:
 
 @contextlib.contextmanager
 def _whole_batch(learn: Any) -> Iterator[None]:
-    """Give the learner the prediction, targets and loss of the whole batch. Collective."""
+    """Context manager: set the learner's prediction and targets to those of the whole batch. Collective.
+
+    In validation, the loss is also set to that of the whole batch; in training, it already is.
+    """
     share: Share = learn.dl
     own = None if not share.own_size else to_detach((learn.pred, tuple(learn.yb), learn.loss.mean()))
     pieces = [piece for piece in share.group.all_gather_object((own, share.own_size)) if piece[1]]

@@ -25,15 +25,17 @@ _State = tuple[Any, tuple[Any, ...], bytes, bytes]
 
 
 def start_equal(run_id: str) -> None:
-    """Seed this rank from the session's run ID, which all its ranks share."""
+    """Seed this rank from `run_id`, which all ranks of a session share and no other session has."""
     seed_all(_derive(run_id.encode()))
 
 
 @contextlib.contextmanager
 def own_noise(group: Group) -> Iterator[None]:
-    """Start from rank 0's state; inside, other ranks draw their own numbers; afterwards restore rank 0's. Collective.
+    """Context manager: ranks other than 0 draw their own random numbers. Collective.
 
-    Not collective on exit by an exception: all ranks then derive a new state from the one at the start.
+    On entry, all ranks take rank 0's random state, and ranks other than 0 are then seeded from it and their rank. On
+    exit, all ranks take rank 0's state. After an exception, the exit is not collective: all ranks get the same state,
+    derived from the one on entry.
     """
     origin: _State = group.broadcast_object(_capture(group.device))
     _put_back(origin, group.device)
@@ -49,7 +51,10 @@ def own_noise(group: Group) -> Iterator[None]:
 
 @contextlib.contextmanager
 def rank_zeros(group: Group, loader: Any) -> Iterator[None]:
-    """Draw as rank 0 does, from the global states and from the loader's own. Collective."""
+    """Context manager: all ranks draw from rank 0's random states, the global ones and the loader's own. Collective.
+
+    On exit, the global random states of the other ranks are restored.
+    """
     shared = getattr(loader, "rng", None)
     state, shared_state = group.broadcast_object((_capture(), shared.getstate() if shared else None))
     own = _capture()

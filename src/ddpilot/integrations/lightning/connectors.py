@@ -50,11 +50,11 @@ def _resolving(environ: Mapping[str, str]) -> Callable[..., None]:
 
 
 def resolve_arguments(arguments: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
-    """Return a connector's `arguments`, with those for one process replaced by this job's.
+    """Return the `arguments` of a connector, with those of a single process replaced by this job's.
 
-    `devices` "auto", 1 or -1 become the number of ranks on this node, `num_nodes` 1 the number of nodes, and `strategy`
-    "auto" or one that would start processes from a notebook becomes "ddp", which uses the running ones. Other arguments
-    are unchanged.
+    `devices` "auto", 1 or -1 becomes the number of ranks on this node, and `num_nodes` 1 the number of nodes of the
+    job. `strategy` "auto", or one that would start processes from a notebook, becomes its "ddp" variant, which uses
+    running processes. Other values are kept, and all of them if the world size is 1.
     """
     local_world_size, world_size = int(environ["LOCAL_WORLD_SIZE"]), int(environ["WORLD_SIZE"])
     resolved = dict(arguments)

@@ -21,9 +21,9 @@ HEAVY = "ddpilot.integrations.lightning.heavy"
 
 
 class RanksStopped(BaseException):
-    """Ctrl-C or the stop button ended all ranks of a Trainer; no results were returned.
+    """The stop button or Ctrl-C ended the ranks of a Trainer or Fabric; none is left, and nothing was returned.
 
-    Not a KeyboardInterrupt, after which Lightning would ignore every later Ctrl-C of this process and exit.
+    It is not a KeyboardInterrupt: Lightning handles that by ignoring every later Ctrl-C and exiting the process.
     """
 
     def _render_traceback_(self) -> list[str]:
@@ -41,10 +41,11 @@ class RankServerLauncher:
         self._options = options
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        """Run `function(*args, **kwargs)` on one rank per device of the strategy, and return rank 0's result.
+        """Run `function(*args, **kwargs)` on one rank for each device of the strategy, and return rank 0's result.
 
-        With a `trainer`, its progress, metrics, callbacks, loggers and, after `fit`, the weights of its model are then
-        those of rank 0, and predictions of all ranks are in the order of the dataset.
+        With a `trainer`, its progress, metrics, callbacks and loggers, and after `fit` the weights of its model, are
+        set to those of rank 0, and predictions of all ranks are returned in the order of the dataset. Raises
+        RanksStopped after an interrupt.
         """
         try:
             if trainer is None:
@@ -97,7 +98,10 @@ class RankServerLauncher:
 
 
 def _name_parts(trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: ShipError) -> None:
-    """Raise the ShipError again with a path from an object of the user: a trainer's parts all refer to each other."""
+    """Raise a ShipError with a path from a part that the user made, as a trainer's own parts all refer to each other.
+
+    Returns if each of these parts can be pickled.
+    """
     parts = {
         "model": trainer.lightning_module,
         **{f"trainer.callbacks[{index}]": callback for index, callback in enumerate(trainer.callbacks)},

@@ -106,7 +106,7 @@ def _saved_state(callback: Any) -> dict[str, Any]:
 
 
 def _module_attributes(model: Any) -> dict[str, Any]:
-    # Attributes of Lightning and torch start with an underscore, except for one.
+    # Attributes of Lightning and torch start with an underscore, except `training`.
     return {name: value for name, value in plain_attributes(model).items() if name[0] != "_" and name != "training"}
 
 

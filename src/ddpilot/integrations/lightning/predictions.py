@@ -45,9 +45,10 @@ def join_predictions(ranks: Sequence[Loaders | None]) -> Any:
 
 
 def join_batches(batches: Sequence[Batch]) -> list[Any]:
-    """Return outputs in dataset order, each sample once, in batches of the largest size; whole batches without rows.
+    """Return the outputs in dataset order, each sample once, in batches of the largest size.
 
-    An output has rows if each part of it has one per sample: the first dimension of a tensor, the items of a list.
+    An output has rows if each part of it has one entry per sample: a tensor in its first dimension, a list by its
+    items. If an output has no rows, the batches are returned unchanged, sorted by their first sample.
     """
     in_order = sorted(batches, key=lambda batch: min(batch.samples, default=-1))
     if not all(_has_rows(batch.output, len(batch.samples)) for batch in in_order):

@@ -29,7 +29,7 @@ _DOC = """Lightning's `DDPStrategy` on ranks that are forked from ddpilot's rank
 
 
 class _OnRankServer:
-    """Mixin of ddpilot's strategies over Lightning's DDP strategies."""
+    """Mixin for Lightning's DDP strategies that starts ranks from the rank server."""
 
     cluster_environment: Any
 
@@ -89,7 +89,10 @@ def strategy_class(namespace: Namespace, *, for_fabric: bool = False) -> type:
 
 
 def default_strategy_class(*, for_fabric: bool = False) -> type:
-    """Return the strategy for the Lightning in use: one that is imported, otherwise one that is installed."""
+    """Return the strategy class for the Lightning package that is loaded, otherwise for the one that is installed.
+
+    Raises ImportError if neither package is installed.
+    """
     chosen = [each for each in NAMESPACES if each.is_loaded] or [each for each in NAMESPACES if each.is_installed]
     if not chosen:
         raise ImportError('neither `lightning` nor `pytorch_lightning` is installed; pip install "ddpilot[lightning]"')

@@ -65,10 +65,10 @@ def backend_of(device: torch.device) -> str:
 
 
 def join_pair() -> torch.device:
-    """Enter a group of both ranks on the accelerator's own backend and return this rank's device.
+    """Join a group of two ranks on the accelerator's own backend and return this rank's device. Collective.
 
-    Two ranks on a single NVIDIA device join NCCL as two hosts, connected over loopback: NCCL refuses two ranks of one
-    host on one device.
+    On a single NVIDIA device, the ranks join NCCL as two hosts that communicate over loopback, as NCCL rejects two
+    ranks of one host on one device.
     """
     rank = int(os.environ["RANK"])
     if accelerator_kind() != "cuda" or count_devices() >= int(os.environ["WORLD_SIZE"]):

@@ -18,7 +18,7 @@ from ddpilot.group.device import device_identity
 from ddpilot.group.devices_count import NvmlDevices, count_accelerators, read_nvml
 from ddpilot.group.enter import init_group
 
-# Calls the driver instead of torch, which takes 0.1 s per mask. 100: no device.
+# Calls the driver instead of torch, to take only 0.1 s per mask. `cuInit` returns 100 if there is no device.
 _COUNT = """
 import ctypes
 driver, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(0)
@@ -92,7 +92,7 @@ def mig_slices() -> Outcome:
 
 
 def ranks_on_one_device() -> Outcome:
-    """Two ranks that see one device share it over gloo, and the group's results are right."""
+    """Two ranks that see the same device share it over gloo, reduce correctly, and warn about it."""
     is_cuda = accelerator_kind() == "cuda"
     if not is_cuda and count_devices() > 1:
         raise CannotBeShownError("only CUDA_VISIBLE_DEVICES is known to hide a device")

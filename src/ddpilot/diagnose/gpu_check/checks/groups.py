@@ -66,7 +66,7 @@ def _allocated_bytes(device: torch.device) -> int:
 
 
 def pair_is_formed() -> Outcome:
-    """Two ranks on the accelerator's own backend get the right results from each kind of collective."""
+    """Two ranks on the accelerator's own backend get the right results from each kind of communication."""
     began = time.perf_counter()
     answers = run_ranks(_use_pair)
     evidence = "; ".join(dict.fromkeys(text for _, text in answers))
@@ -133,7 +133,7 @@ def _wait_in_item(done: Path) -> None:
     ends = [_end_of(wait)]
     took_s = time.monotonic() - began
     ends += [] if ends[0].startswith("raised") else [_end_of(optimizer.step), _end_of(wait)]
-    # NCCL's abort raises no error on the host; the program's next collective is refused.
+    # NCCL's abort raises no error on the host; the program's next operations raise.
     holds = _STUCK_S <= took_s < _STUCK_S + _FREE_LIMIT_S and all(end.startswith("raised") for end in ends[-2:])
     _answer(done, holds, f"after {took_s:.1f} s: {', then '.join(ends)}; {_said(freed)}")
 
@@ -196,10 +196,10 @@ def _wait_in_three(done: Path) -> None:
 
 
 def _judge_first(fn: Callable[[Path], None]) -> Outcome:
-    """Return rank 0's answer.
+    """Run `fn` on two ranks and return the outcome of rank 0.
 
-    Ranks are not watched, as the watch would end the launch first, and NCCL's watchdog ends no rank because the other
-    one aborted, as in sessions.
+    Watching is off, as it would stop the launch first. NCCL's watchdog does not terminate a rank because the other one
+    aborted, as in sessions.
     """
     env = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
     with tempfile.TemporaryDirectory() as folder:

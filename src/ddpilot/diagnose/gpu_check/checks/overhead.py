@@ -60,7 +60,10 @@ def _judge_overhead(num_ranks: int) -> Outcome:
 
 
 def _measure(folder: str) -> tuple[str, list[tuple[Block, Block]]]:
-    """Return milliseconds per step with and without, for each round, in alternating order; the first round warms up."""
+    """Return the backend and, for each round, the milliseconds per step with and without watch and guard.
+
+    The order of the two alternates between rounds. A first round is discarded as warm-up.
+    """
     device = join_pair()
     torch.manual_seed(0)
     net = _make_net(device)

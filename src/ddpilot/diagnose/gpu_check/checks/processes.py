@@ -61,7 +61,7 @@ def fork_after_imports() -> Outcome:
 
 
 def no_context_in_parent_or_server() -> Outcome:
-    """A launch uses the device in its rank only."""
+    """A launch initializes the CUDA driver in its ranks only."""
     began = time.perf_counter()
     ((before, total),) = run_ranks(_use_device, num_ranks=1)
     took_s = time.perf_counter() - began
@@ -127,7 +127,7 @@ def _hold_and_fail() -> None:
 
 
 def preloaded_module_is_named() -> Outcome:
-    """A preloaded module that uses CUDA at import is named, and the ranks start as new interpreters."""
+    """If a preloaded module initializes CUDA on import, ranks start as fresh interpreters and can use the device."""
     with tempfile.TemporaryDirectory() as folder:
         with open(os.path.join(folder, "touches_cuda.py"), "w") as file:
             file.write("import torch\ntorch.ones(1, device='cuda')\n")

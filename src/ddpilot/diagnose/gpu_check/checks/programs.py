@@ -38,7 +38,7 @@ def make_model() -> tuple[torch.device, DistributedDataParallel]:
 
 
 def end_early(note: Path) -> None:
-    """Let rank 1 leave the loop; `note` gets the time of the last step that both ranks started."""
+    """Rank 1 leaves the loop before rank 0. Rank 0 writes the time at which each of its steps began to `note`."""
     device, model = make_model()
     for step in range(6):
         if dist.get_rank() == 1 and step == 4:
@@ -53,7 +53,7 @@ def end_early(note: Path) -> None:
 
 
 def call_differently(note: Path) -> None:
-    """Call a different collective on each rank as the fourth one."""
+    """The ranks call different collectives after three equal ones. Rank 0 writes the time before its call to `note`."""
     device = join_pair()
     ones = torch.ones(1 << 16, device=device)
     for _ in range(3):
@@ -70,7 +70,7 @@ def call_differently(note: Path) -> None:
 
 
 def skip_backward(note: Path) -> None:
-    """Skip the last backward on rank 1."""
+    """Rank 1 skips the backward pass of the last step. Rank 0 writes the time before each backward pass to `note`."""
     device, model = make_model()
     for step in range(4):
         loss = model(torch.ones(4, 256, device=device)).sum()

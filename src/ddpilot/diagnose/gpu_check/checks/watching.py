@@ -40,7 +40,10 @@ def slow_ranks_are_left_alone() -> Outcome:
 
 
 def _expect_finding(name: str, codes: set[str], rank: int | None) -> Outcome:
-    """Return ok if the launch of a program ended in time with a finding of `codes` naming a line of it, and `rank`."""
+    """Return "ok" if the launch of a program ends in time with a finding of `codes` on one of its lines.
+
+    The finding also has to name `rank`, unless this is None.
+    """
     with tempfile.TemporaryDirectory() as folder:
         note, copy = Path(folder) / "note", import_copy(folder)
         try:
