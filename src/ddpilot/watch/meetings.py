@@ -131,17 +131,23 @@ def _find_meeting(view: JobView, progress: Progress) -> Meeting | None:
     lowest = min((at for rank, at in behind.items() if rank not in unknown), default=ahead)
     if lowest == ahead:
         return _find_full_meeting(progress, ahead, unknown)
-    seq = lowest + 1
-    arrived = {rank: entry for rank in progress.by_rank if (entry := progress.at(rank, seq)) is not None}
+    seq, arrived = lowest + 1, _arrived(progress, lowest + 1)
+    # The part of a broadcast's root may be over without the others: it waits in what needs them.
+    while arrived and all(each.state == "done" for each in arrived.values()) and (later := _arrived(progress, seq + 1)):
+        seq, arrived = seq + 1, later
     if not arrived:
         return None
     missing = tuple(rank for rank, at in behind.items() if at == lowest and rank not in unknown)
     return Meeting(progress, seq, arrived, missing, tuple(sorted(unknown - arrived.keys())))
 
 
+def _arrived(progress: Progress, seq: int) -> dict[int, Collective]:
+    return {rank: entry for rank in progress.by_rank if (entry := progress.at(rank, seq)) is not None}
+
+
 def _find_full_meeting(progress: Progress, seq: int, unknown: set[int]) -> Meeting | None:
     # All ranks whose progress can be seen have begun it.
-    arrived = {rank: entry for rank in progress.by_rank if (entry := progress.at(rank, seq)) is not None}
+    arrived = _arrived(progress, seq)
     return Meeting(progress, seq, arrived, (), tuple(sorted(unknown - arrived.keys()))) if arrived else None
 
 

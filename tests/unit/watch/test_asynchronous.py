@@ -67,6 +67,18 @@ def test_a_root_that_computes_after_it_has_given_its_part_waits_for_nobody(op: s
         assert bool(status) is is_held
 
 
+@pytest.mark.parametrize("more", [LATE, {}])
+def test_a_root_whose_part_is_over_waits_in_what_it_has_begun_since(more: dict[str, Any]) -> None:
+    """Its broadcast is done without rank 1, which has come to neither."""
+    zero, one = pair()
+    zero.call("broadcast", 5, root=0, **more)
+    assert look(alive(zero, COMPUTES), alive(one, COMPUTES)) == ([], ())
+    zero.wait("all_reduce", 6, **more)
+    codes, (status,) = look(alive(zero, COMPUTES), alive(one, COMPUTES))
+    assert codes == [("DDP218", "warning")]
+    assert "all_reduce (#2 of the default group)" in status
+
+
 def test_a_receive_that_returned_at_once_says_nothing_about_a_rank_that_computes() -> None:
     """Whether the sender has come or not; where the rank reads a number it waits for a message that is not sent."""
     for stack, is_held in ((COMPUTES, False), (AT_ITEM, True)):
