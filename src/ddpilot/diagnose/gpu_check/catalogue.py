@@ -199,6 +199,12 @@ CHECKS: tuple[Check, ...] = (
         num_devices=0,
     ),
     Check(
+        name="trainer_of_two_has_the_cpus_numbers",
+        module="training",
+        claim="Trainer's weights on two ranks are those of a plain loop on the CPU",
+        num_devices=0,
+    ),
+    Check(
         name="resume_continues_exactly",
         module="training",
         claim="a resumed run has the weights of one that ran through, bit for bit",

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import tempfile
 import warnings
@@ -13,8 +14,10 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from ddpilot.api.launch import Launcher
 from ddpilot.diagnose.gpu_check.check import CannotBeShownError, Outcome, judge
 from ddpilot.diagnose.gpu_check.checks.accelerator import (
+    LAUNCH_LIMIT_S,
     accelerator_kind,
     count_devices,
     first_device,
@@ -24,6 +27,7 @@ from ddpilot.diagnose.gpu_check.checks.accelerator import (
 )
 from ddpilot.errors import NonFiniteError, OutOfMemoryError
 from ddpilot.group.fake import FakeGroup
+from ddpilot.trainer.trainer import Trainer
 from ddpilot.training.loop import Loop
 
 _TOLERANCE = 1e-10
@@ -123,6 +127,27 @@ def train_in_float64(name: str, group: Any = None) -> Numbers:
             loop.step(optimizer)
     weights = [parameter.detach().cpu() for parameter in model.parameters()]
     return str(loop.device), [norm.item() for norm in norms if norm is not None], weights
+
+
+def trainer_of_two_has_the_cpus_numbers() -> Outcome:
+    """A fit of `Trainer` on two ranks, each on its accelerator, gives the weights of a plain loop on the CPU."""
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).double()
+    plain = copy.deepcopy(net)
+    x = torch.randn(4 * _BATCH, 8, dtype=torch.float64)
+    y = x.prod(1, keepdim=True)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
+    for rows, targets in zip(torch.split(x, _BATCH), torch.split(y, _BATCH), strict=True):
+        optimizer.zero_grad()
+        torch.autograd.backward(nn.functional.mse_loss(plain(rows), targets))
+        optimizer.step()
+    launcher = Launcher(timeout_s=LAUNCH_LIMIT_S)
+    trainer = Trainer(net, nn.functional.mse_loss, lambda own: torch.optim.SGD(own, lr=0.05), launcher=launcher)
+    options: dict[str, Any] = {"epochs": 1, "global_batch_size": _BATCH, "shuffle": False, "progress": False}
+    trainer.fit(TensorDataset(x, y), nproc_per_node=2, **options)
+    pairs = zip(plain.parameters(), trainer.model.parameters(), strict=True)
+    worst = max(_relative(ours.detach(), found.detach().cpu()) for ours, found in pairs)
+    return judge(worst < _TOLERANCE, f"4 updates on 2 ranks: largest relative difference {worst:.1e}")
 
 
 def fused_optimizer_trains() -> Outcome:
