@@ -37,6 +37,13 @@ def make_model() -> tuple[torch.device, DistributedDataParallel]:
     return device, model
 
 
+def _note_time(note: Path) -> None:
+    # A finding may end this process at any point: the time before stays readable.
+    draft = note.with_suffix(".new")
+    draft.write_text(str(time.monotonic()))
+    draft.replace(note)
+
+
 def end_early(note: Path) -> None:
     """Rank 1 leaves the loop before rank 0. Rank 0 writes the time at which each of its steps began to `note`."""
     device, model = make_model()
@@ -44,7 +51,7 @@ def end_early(note: Path) -> None:
         if dist.get_rank() == 1 and step == 4:
             break
         if dist.get_rank() == 0:
-            note.write_text(str(time.monotonic()))
+            _note_time(note)
         model(torch.ones(4, 256, device=device)).sum().backward()
     wait_for(device)
     if dist.get_rank() == 1:
@@ -60,7 +67,7 @@ def call_differently(note: Path) -> None:
         dist.all_reduce(ones)
     wait_for(device)
     if dist.get_rank() == 0:
-        note.write_text(str(time.monotonic()))
+        _note_time(note)
         dist.all_reduce(ones)
     else:
         dist.broadcast(ones, src=1)
@@ -77,7 +84,7 @@ def skip_backward(note: Path) -> None:
         if step == 3 and dist.get_rank() == 1:
             break
         if dist.get_rank() == 0:
-            note.write_text(str(time.monotonic()))
+            _note_time(note)
         loss.backward()
         wait_for(device)
     dist.barrier()
