@@ -107,6 +107,13 @@ def test_exit_and_quit_end_no_rank(start: Start, view: Kept) -> None:
     assert "session.stop()" in view.texts[0]
 
 
+def test_exit_below_another_line_ends_no_rank_and_is_no_error(start: Start, view: Kept) -> None:
+    """Only in a cell of one line IPython gives `exit` its shell; below `%%ddp` there are two."""
+    session = start(1)
+    session.execute("# a comment\nquit()")
+    assert "session.stop()" in view.texts[0]
+
+
 def test_semicolon_at_the_end_hides_the_value(start: Start, view: Kept) -> None:
     """As in IPython: also below a cell magic, and a cell without one shows its value again."""
     session = start(1)

@@ -59,6 +59,10 @@ class RankCompiler(XCachingCompiler):
 class RankExit(ZMQExitAutocall):
     """`exit` and `quit`; as the last line of a cell they show how to stop the ranks."""
 
+    def __call__(self, keep_kernel: bool = False) -> None:  # noqa: ARG002 - IPython's signature
+        """Print how to stop the ranks. IPython sets the shell of an autocall in cells of one line only."""
+        sys.stderr.write(f"{_NO_EXIT}\n")
+
     def __repr__(self) -> str:
         return _NO_EXIT
 
