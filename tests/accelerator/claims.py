@@ -98,6 +98,21 @@ def a_cnn_trains_with_the_cpus_numbers() -> None:
     same_numbers(make_cnn, lambda: (torch.randn(8, 3, 8, 8, dtype=torch.float64), torch.randint(0, 4, (8,))))
 
 
+def evaluation_and_empty_batches_have_the_cpus_numbers() -> None:
+    """A CNN in eval mode, without running statistics too, and a mean over no rows with its gradient equal the CPU's."""
+    x = torch.randn(4, 3, 8, 8, dtype=torch.float64)
+    for track in (True, False):
+        model = nn.Sequential(make_cnn(), nn.BatchNorm1d(4, track_running_stats=track)).double().eval()
+        there = copy.deepcopy(model).to("emu")(x.to("emu"))
+        assert float((model(x) - there.cpu()).abs().max()) < 1e-10, f"{track=}"
+    weight = torch.ones(2, device="emu", requires_grad=True)
+    loss = F.mse_loss(torch.zeros(0, 2, device="emu") * weight, torch.zeros(0, 2, device="emu"))
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert loss.isnan()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [0.0, 0.0]
+
+
 def a_gpt_trains_with_the_cpus_numbers() -> None:
     """A small GPT's losses and parameters equal the CPU's."""
     same_numbers(TinyGPT, lambda: (torch.randint(0, 17, (4, 12)), torch.randint(0, 17, (48,))))

@@ -348,8 +348,16 @@ class Call {
     try {
       const at::AutoDispatchBelowADInplaceOrView guard;
       op_.callBoxed(&results_);
+    } catch (pybind11::error_already_set& error) {
+      const pybind11::gil_scoped_acquire gil;
+      // Python's decomposition of a mean divides by the number of rows; the kernel of no row gives NaN.
+      if (error.matches(PyExc_ZeroDivisionError)) return false;
+      if (!error.matches(PyExc_NotImplementedError)) throw;
+      known = false;
     } catch (python_error& error) {
       const pybind11::gil_scoped_acquire gil;
+      error.persist();  // takes it from the interpreter, which keeps it until then
+      if (PyErr_GivenExceptionMatches(error.type, PyExc_ZeroDivisionError)) return false;
       if (!PyErr_GivenExceptionMatches(error.type, PyExc_NotImplementedError)) throw;
       known = false;
     } catch (const c10::NotImplementedError&) {
@@ -443,6 +451,8 @@ class Call {
       const auto& to = target.toTensor();
       if (!to.defined()) return;
       const auto& from = result.toTensor();
+      // In eval mode the CPU's kernel has no statistics of the batch to return, and nothing reads them.
+      if (from.defined() && from.numel() == 0 && name.find("batch_norm") != std::string::npos) return;
       TORCH_CHECK(from.defined() && from.sizes() == to.sizes(), name, " on the CPU returned a tensor of ",
                   from.defined() ? c10::str(from.sizes()) : "no", " sizes where Meta had said ", to.sizes());
       if (to.numel() > 0) to.copy_(from);
