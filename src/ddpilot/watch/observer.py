@@ -125,10 +125,9 @@ class Observer:
                 self._give_up(error)
 
     def _read_rest(self, *, reports: bool) -> None:
-        entries = self._gatherer.read_entries()
-        if not entries:  # as after most cells
-            return
-        news = self._told.new_findings(self._judge(entries, time.monotonic_ns()))
+        entries, now_ns = self._gatherer.read_entries(), time.monotonic_ns()
+        found = self._judge(entries, now_ns) if entries else []
+        news = self._told.new_findings([*found, *self._named(self._rules.pause(now_ns, is_ok=reports))])
         if news and reports:
             self._findings += news
             view, _ = self._look()

@@ -114,6 +114,13 @@ class RuleBook:
             found += self._ask(rule, partial(rule.look, now_ns))
         return found
 
+    def pause(self, now_ns: int, *, is_ok: bool) -> list[Finding]:
+        """Return the findings that wait for notes of other ranks, at the end of a cell; see `Rule.pause`."""
+        found: list[Finding] = []
+        for rule in tuple(self._rules):
+            found += self._ask(rule, partial(rule.pause, now_ns, is_ok=is_ok))
+        return found
+
     def finish(self, now_ns: int) -> list[Finding]:
         """Return the last findings, after the ranks have ended and all their entries have been fed."""
         found: list[Finding] = []

@@ -9,7 +9,7 @@ from typing import Any
 from ddpilot.findings.finding import Finding
 from ddpilot.record.journal import Entry
 from ddpilot.watch.rules.causes import LOCAL, NEVER_WRAPPED
-from ddpilot.watch.rules.comparison import Comparison
+from ddpilot.watch.rules.comparison import WAIT_NS, Comparison
 from ddpilot.watch.rules.newest import Newest
 from ddpilot.watch.rules.own_parts import OwnParts
 from ddpilot.watch.rules.reduced_order import ReducedOrder
@@ -81,6 +81,10 @@ class Divergence:
     def look(self, now_ns: int) -> Iterable[Finding]:
         """See `Rule.look`."""
         return self._judge(now_ns)
+
+    def pause(self, now_ns: int, *, is_ok: bool) -> Iterable[Finding]:  # noqa: ARG002 - as every rule
+        """See `Rule.pause`. Unlike at the end of the job, later steps may still prove or disprove a divergence."""
+        return self._judge(now_ns + WAIT_NS)
 
     def finish(self, now_ns: int) -> Iterator[Finding]:
         """See `Rule.finish`."""

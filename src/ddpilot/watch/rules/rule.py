@@ -47,6 +47,12 @@ class Rule(Protocol):
     def look(self, now_ns: int, /) -> Iterable[Finding]:
         """Return the findings after everything known at `now_ns` (CLOCK_MONOTONIC) has been fed."""
 
+    def pause(self, now_ns: int, /, *, is_ok: bool) -> Iterable[Finding]:
+        """Return the findings that wait for notes of other ranks, at the end of a cell; more entries may follow.
+
+        `is_ok`: False if the cell failed or was interrupted; the findings are then dropped.
+        """
+
     def finish(self, now_ns: int, /) -> Iterable[Finding]:
         """Return the last findings, when no more entries will follow; ``()`` if there are none."""
 
@@ -58,6 +64,10 @@ class PromptRule:
         self._context = context
 
     def look(self, now_ns: int, /) -> Iterable[Finding]:  # noqa: ARG002 - as every rule
+        """Return nothing."""
+        return ()
+
+    def pause(self, now_ns: int, /, *, is_ok: bool) -> Iterable[Finding]:  # noqa: ARG002 - as every rule
         """Return nothing."""
         return ()
 

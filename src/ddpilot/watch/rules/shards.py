@@ -69,6 +69,10 @@ class ShardsOverlap:
         """See `Rule.look`; returns findings about workers."""
         return self._workers.look(now_ns)
 
+    def pause(self, now_ns: int, *, is_ok: bool) -> Iterable[Finding]:
+        """See `Rule.pause`; returns findings about workers."""
+        return self._workers.pause(now_ns, is_ok=is_ok)
+
     def finish(self, now_ns: int) -> Iterable[Finding]:
         """See `Rule.finish`; returns findings about workers."""
         return self._workers.finish(now_ns)

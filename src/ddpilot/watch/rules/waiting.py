@@ -37,8 +37,18 @@ class WaitingRule(ABC):
             if (finding := self._finding(by_rank)) is not None:
                 yield finding
 
+    def pause(self, now_ns: int, *, is_ok: bool) -> Iterable[Finding]:
+        """See `Rule.pause`. A rule that `waits_for_more` keeps waiting after a cell that ended well.
+
+        The next cell may note what such a rule waits for, such as that the ranks gather what this one evaluated.
+        """
+        return () if self.waits_for_more and is_ok else self._take_all(now_ns)
+
     def finish(self, now_ns: int) -> Iterable[Finding]:
-        """Yield findings for everything that is still waiting."""
+        """Return findings for everything that is still waiting."""
+        return self._take_all(now_ns)
+
+    def _take_all(self, now_ns: int) -> Iterable[Finding]:
         return self.look(now_ns + self.patience_ns)
 
     @abstractmethod

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,9 @@ class Echo:
     def look(self, now_ns: int) -> Iterable[Finding]:
         """As `Rule.look`."""
         return [Finding(code="DDP998", name="time", severity="info", summary=str(now_ns))] if now_ns else ()
+
+    def pause(self, now_ns: int, *, is_ok: bool) -> Iterable[Finding]:
+        return ()
 
     def finish(self, _: int) -> Iterable[Finding]:
         """As `Rule.finish`."""
@@ -97,6 +101,27 @@ def test_what_a_later_cell_does_wrong_at_the_same_line_is_told_again(
         told.clear()
     journal.close()
     assert seen == [[code], [code]]
+
+
+@pytest.mark.parametrize("reports", [True, False], ids=["ok", "failed"])
+def test_what_one_rank_noted_last_in_a_cell_is_reported_at_its_end_and_not_in_the_next_cell(
+    tmp_path: Path, reports: bool
+) -> None:
+    """The rule that waits for the other ranks waits no longer. After a cell that failed, the finding is dropped."""
+    told: list[Report] = []
+    observer = Observer(tmp_path, 2, facts=dict, tell=told.append, options=WatchOptions())
+    site = {"file": "Cell In[1]", "line": 2, "function": "<module>", "text": "optimizer.step()"}
+    observer.resume(1, lambda: None)
+    with closing(JournalWriter(journal_path(tmp_path, 1), rank=1)) as journal:
+        journal.write("on_graph", {"case": "sum", "op": "all_reduce", "losses": 3, "numel": 1, "site": site})
+        observer._step()  # the last look in the cell, so that no entry is new when the cell ends
+        observer.pause(reports=reports)
+        codes = [finding.code for report in told for finding in report.findings]
+        observer.resume(2, lambda: None)
+        told.clear()
+        observer.finish()
+    assert codes == (["DDP410"] if reports else [])
+    assert told == []
 
 
 def test_every_rule_says_its_codes_and_kinds() -> None:
