@@ -9,6 +9,7 @@ address, so no other process can connect.
 from __future__ import annotations
 
 import array
+import errno
 import os
 import pickle
 import socket
@@ -41,7 +42,8 @@ def send(channel: socket.socket, body: Any, fds: Sequence[int] = ()) -> None:
 def receive(channel: socket.socket) -> tuple[Any, list[int]]:
     """Receive a frame and its descriptors, which the caller must close. Raises Closed if the other end was closed.
 
-    Blocks until a frame arrives; if `channel` is non-blocking, raises Closed if no frame is available.
+    Blocks until a frame arrives; if `channel` is non-blocking, raises Closed if no frame is available. Raises OSError
+    with EMFILE if the limit of open files of this process is reached.
     """
     fds: list[int] = []
     try:
@@ -53,7 +55,8 @@ def receive(channel: socket.socket) -> tuple[Any, list[int]]:
         raise Closed from error
     if len(fds) != num_fds:
         close_all(fds)
-        raise OSError(f"{num_fds} descriptors were sent and {len(fds)} came: the limit of open files is reached")
+        found = f"{num_fds} descriptors were sent and {len(fds)} came: the limit of open files is reached"
+        raise OSError(errno.EMFILE, found)
     return body, fds
 
 
