@@ -291,8 +291,9 @@ class Loop(PreparingLoop, KeepingLoop, LookingLoop):
         finite, and the error is raised once the ranks have exchanged their flags, about 0.1 s later (at most 32
         updates, and always before the end of the epoch and before a save). A backward pass after the error starts
         without gradients. Raises LoopError, at any number of ranks, for parameters that belong to no prepared model,
-        and in `batches` for gradients without any `loop.backward`; with several ranks also for gradients of a forward
-        pass that bypassed DDP. If that is intended, call `optimizer.step()`.
+        and in `batches` for gradients without any `loop.backward`, and for gradients of a backward pass before the last
+        step of a different optimizer, which that step did not clear, added to later ones; with several ranks also for
+        gradients of a forward pass that bypassed DDP. If that is intended, call `optimizer.step()`.
 
         `scheduler`: a ReduceLROnPlateau gets the update's mean loss over all ranks; it has to be prepared. `closure`:
         for optimizers that compute the loss several times per update (LBFGS, SAM): a function that runs forward and
@@ -319,6 +320,8 @@ class Loop(PreparingLoop, KeepingLoop, LookingLoop):
             raise LoopError("updating the weights", found=found, fix=fix, rank=self.rank)
         self._unprepared.check_optimizer(optimizer)
         self._updates.check_backward(optimizer)
+        if closure is None:  # which clears them before each call
+            self._updates.leftovers.check(optimizer)
         self._updates.settle()
         self._updates.check(optimizer)
         try:
@@ -328,7 +331,7 @@ class Loop(PreparingLoop, KeepingLoop, LookingLoop):
                 raise
             raise explain_out_of_memory(error, self.group, self._sharing, self._updates.batch) from error
         clear_gradients(optimizer)
-        self._updates.after_step()
+        self._updates.after_step(optimizer)
         if self._updates.batch is None:
             self._precision.settle(self._optimizers)
         if done and scheduler is not None:

@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detects backward passes that lose gradients: cleared during accumulation, or run twice through one forward pass."""
+"""Detects wrong gradients: cleared during accumulation, left from before a step, or of one forward pass twice."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from ddpilot.errors import LoopError
 from ddpilot.training.losses import walk
+from ddpilot.training.wrapping import class_name, unwrap
 
 
 class GroupWatch:
@@ -45,6 +49,101 @@ class GroupWatch:
                 if parameter.grad is not None:
                     self._added.append((parameter, parameter.grad, parameter.grad._version))
                     break
+
+
+class LeftoverWatch:
+    """Detects gradients that remained after the step of a different optimizer and were added to since.
+
+    A GAN's generator step leaves gradients in the discriminator, whose next update must not contain them. Gradients
+    that no later backward pass adds to are not refused: several optimizers may step after one backward pass.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._trained: dict[nn.Module, list[nn.Parameter]] = {}
+        self._others: WeakKeyDictionary[Optimizer, tuple[int, list[nn.Parameter]]] = WeakKeyDictionary()
+        self._left: dict[nn.Parameter, int] = {}  # with the version of the gradient
+        self._added: set[nn.Parameter] = set()
+        self._stepped: list[Optimizer] = []  # at the end of the current accumulation group
+
+    def watch(self, model: nn.Module) -> None:
+        """Watch `model`, which was just prepared, and its parameters that require a gradient now."""
+        self._trained[unwrap(model)] = [one for one in model.parameters() if one.requires_grad]
+        self._others.clear()
+
+    def begin_pass(self) -> list[RemovableHandle]:
+        """Before a backward pass, forget gradients that were cleared, and record which of the rest it adds to.
+
+        Remove the handles after the pass. Waits for a GPU only if a gradient was modified in place since the step.
+        """
+        if not self._left:
+            return []
+        self._left = {one: version for one, version in self._left.items() if _remains(one, version)}
+        self._added &= self._left.keys()
+        trained = [one for one in self._left if one.requires_grad]
+        return [one.register_post_accumulate_grad_hook(self._note) for one in trained]  # type: ignore[no-untyped-call]
+
+    def _note(self, parameter: torch.Tensor) -> None:
+        self._added.add(parameter)  # type: ignore[arg-type]
+        self._left[parameter] = parameter.grad._version  # type: ignore[index, union-attr]
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Raise LoopError if `optimizer` is about to apply such gradients. Not collective."""
+        if not self._added:
+            return
+        own = {one for group in optimizer.param_groups for one in group["params"] if one.grad is not None}
+        for model, parameters in self._trained.items():
+            if not own.isdisjoint(self._added.intersection(parameters)):
+                raise self._refuse(class_name(model), type(optimizer).__name__)
+
+    def note_step(self, optimizer: Optimizer, *, in_group: bool = False) -> None:
+        """Record which gradients remain after a step of `optimizer`, whose own gradients were cleared.
+
+        `in_group`: in an accumulation group of several batches, whose gradients remain for the steps of its end.
+        """
+        if in_group:
+            self._stepped.append(optimizer)
+            return
+        if self._left:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    self._left.pop(parameter, None)
+            self._added &= self._left.keys()
+        for parameter in self._not_in(optimizer):
+            if parameter.grad is not None:
+                self._left[parameter] = parameter.grad._version
+
+    def begin_group(self) -> None:
+        """Record which gradients remain after the steps of the accumulation group that has ended."""
+        stepped, self._stepped = self._stepped, []
+        for optimizer in stepped:
+            self.note_step(optimizer)
+
+    def _not_in(self, optimizer: Optimizer) -> list[nn.Parameter]:
+        number = sum(len(group["params"]) for group in optimizer.param_groups)
+        known, others = self._others.get(optimizer, (-1, []))
+        if known != number:
+            own = {one for group in optimizer.param_groups for one in group["params"]}
+            others = [one for parameters in self._trained.values() for one in parameters if one not in own]
+            self._others[optimizer] = number, others
+        return others
+
+    def _refuse(self, model: str, optimizer: str) -> LoopError:
+        return LoopError(
+            "updating the weights",
+            found=f"the gradients of {model} contain those of a loop.backward() that ran before the last loop.step() "
+            f"of a different optimizer, which clears only its own, so this {optimizer} would apply them, too",
+            fix="Write optimizer.zero_grad() for this optimizer before the loop.backward() that computes its "
+            "gradients, as in a plain PyTorch loop. If it is to apply the gradients of both, call loop.step() of the "
+            "other optimizer after both, or its own step() and zero_grad().",
+            rank=self._rank,
+        )
+
+
+def _remains(parameter: nn.Parameter, version: int) -> bool:
+    """True if the gradient that had `version` was not cleared, by None or by zeros."""
+    gradient = parameter.grad
+    return gradient is not None and (gradient._version == version or bool(gradient.any()))
 
 
 class GraphWatch:

@@ -21,7 +21,7 @@ from ddpilot.training.deciding import Decider, Decision
 from ddpilot.training.grouping import CurrentBatch
 from ddpilot.training.losses import NamedLoss, Objective, decode, encode, has_gather, read_losses, silencing
 from ddpilot.training.nonfinite import FiniteWatch, raise_nonfinite
-from ddpilot.training.passes import GraphWatch, GroupWatch
+from ddpilot.training.passes import GraphWatch, GroupWatch, LeftoverWatch
 from ddpilot.training.precision import parameters_of
 from ddpilot.training.reduction import Reductions, reduced
 from ddpilot.training.standing_in import StandIns
@@ -62,6 +62,8 @@ class Updates:
         self._checked: set[int] = set()
         self.reductions = Reductions(group.rank)
         """The parameters that DDP waits for, by name."""
+        self.leftovers = LeftoverWatch(group.rank)
+        """Detects gradients from before a step of a different optimizer."""
         self.bypasses = BypassWatch(group.rank)
         """Detects DDP models that an update bypasses."""
         self.models: list[nn.Module] = []
@@ -75,6 +77,7 @@ class Updates:
         """Train `model`, as `prepare` returns it; replaces an earlier one with the same module."""
         self.models = [*(one for one in self.models if unwrap(one) is not unwrap(model)), model]
         self.reductions.watch(model)
+        self.leftovers.watch(model)
         if isinstance(model, DistributedDataParallel):
             self.bypasses.watch(model, reduced(model).values())
             if self._watch is not None:
@@ -102,6 +105,7 @@ class Updates:
         if batch.is_first:
             self._totals.clear()
             self._groups.begin()
+            self.leftovers.begin_group()
             if self.objective is not None:
                 self.objective.begin()
             self._has_backward = False
@@ -219,6 +223,7 @@ class Updates:
             self.bypasses.check_graph(losses)
         if scaler is not None:
             losses = [scaler.scale(loss) for loss in losses]
+        hooks = self.leftovers.begin_pass()
         try:
             if torch.is_autocast_enabled(self._device_type):
                 with torch.autocast(self._device_type, enabled=False):
@@ -228,14 +233,18 @@ class Updates:
         except RuntimeError as error:
             self.reductions.explain(error)
             raise
+        finally:
+            for hook in hooks:
+                hook.remove()
         if self.is_update:
             self.reductions.order_buckets()
         if accumulates:
             self._groups.note(self.accumulating or self.models)
 
-    def after_step(self) -> None:
-        """Mark the accumulated gradients as applied and cleared."""
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Mark the accumulated gradients of `optimizer` as applied and cleared."""
         self._groups.begin()
+        self.leftovers.note_step(optimizer, in_group=self.batch is not None and self.batch.group_size > 1)
         if self.objective is not None:
             self.objective.end()
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from ddpilot import FakeGroup, RankError
 from ddpilot.errors import LoopError, NonFiniteError
@@ -87,6 +87,74 @@ def test_two_models_with_two_optimizers_train_alike_at_any_world_size() -> None:
     for results in others:
         for weights in results:
             assert weights == pytest.approx(alone, rel=1e-10)
+
+
+ORDERS = {
+    "discriminator first": "zero d, d, step d, zero g, g, step g",
+    "generator first": "zero g, g, step g, zero d, d, step d",
+    "two generator steps": "zero g, g, step g, zero g, g, step g, zero d, d, step d",
+    "two passes before a step": "zero d, d, penalty of d, step d, zero g, g, step g",
+    "one pass before two steps": "g, step g, step d",
+}
+"""What a GAN does with each batch, in order. The discriminator is never frozen."""
+
+
+def gan_loss(what: str, real: torch.Tensor, models: dict[str, nn.Module]) -> torch.Tensor:
+    """The mean loss of the generator or the discriminator, or one with a gradient penalty."""
+    if what == "penalty of d":
+        x = real.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(models["d"](x).sum(), x, create_graph=True)
+        return torch.as_tensor(gradient.pow(2).sum(1).mean() + models["d"](real).square().mean())
+    fake = models["g"](real.flip(1))
+    if what == "g":
+        return nn.functional.softplus(-models["d"](fake)).mean()
+    scores = models["d"](torch.cat([real, fake.detach()]))
+    return (nn.functional.softplus(-scores[: len(real)]) + nn.functional.softplus(scores[len(real) :])).mean()
+
+
+def train_unfrozen(order: str, *, is_plain: bool = False) -> list[float]:
+    """The weights of both models after two epochs, with `Loop` or in plain PyTorch."""
+    torch.set_default_dtype(torch.float64)
+    loop = Loop(seed=0, progress=False, group=FakeGroup() if is_plain else None)
+    torch.manual_seed(0)
+    models: dict[str, Any] = {"g": nn.Linear(2, 2), "d": nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))}
+    optimizers = {name: torch.optim.SGD(model.parameters(), lr=0.05) for name, model in models.items()}
+    if not is_plain:
+        models["g"], models["d"], *_ = loop.prepare(*models.values(), *optimizers.values())
+    loader = loop.loader(TensorDataset(X), global_batch_size=5)
+    for _ in range(2):
+        for (real,) in DataLoader(TensorDataset(X), batch_size=5) if is_plain else loop.batches(loader):
+            for what in order.split(", "):
+                optimizer = optimizers[what[-1]]
+                if what.startswith("zero"):
+                    optimizer.zero_grad()
+                elif what.startswith("step"):
+                    _ = optimizer.step() if is_plain else loop.step(optimizer)
+                else:
+                    loss = gan_loss(what, real, models)
+                    backward: Any = torch.autograd.backward if is_plain else loop.backward
+                    backward(loss)
+            if is_plain and "zero" not in order:
+                for optimizer in optimizers.values():
+                    optimizer.zero_grad()
+    return flat(models["g"]) + flat(models["d"])
+
+
+def train_unfrozen_in_each_order() -> Any:
+    """The weights by order, with `Loop` and in plain PyTorch; and what is said without the lines with `zero_grad`."""
+    found = {name: (train_unfrozen(order), train_unfrozen(order, is_plain=True)) for name, order in ORDERS.items()}
+    with pytest.raises(LoopError) as refused:
+        train_unfrozen("d, step d, g, step g")
+    return found, str(refused.value)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_an_unfrozen_discriminator_has_the_numbers_of_plain_pytorch_or_is_refused(num_ranks: int) -> None:
+    """The generator step leaves gradients in it, which must not get into its own next update."""
+    for found, refused in launch(num_ranks, train_unfrozen_in_each_order):
+        for name, (weights, expected) in found.items():
+            assert weights == pytest.approx(expected, rel=1e-10), name
+        assert "Write optimizer.zero_grad() for this optimizer" in refused
 
 
 class Rated(nn.Module):

@@ -111,9 +111,9 @@ def test_fp16_takes_a_smaller_scale_within_a_batch_only_if_no_gradient_waits() -
         loop.backward((model.a(x) + model.b(x)).mean())
         assert scaler.get_scale() == 32768.0
         assert loop.step(first)
-        loop.backward(model.b(x).mean())
+        loop.backward(model.a(x).mean())
         assert loop.step(second)
-    assert [model.a.weight.item(), model.b.weight.item()] == pytest.approx([0.9, 0.8], rel=1e-3)
+    assert [model.a.weight.item(), model.b.weight.item()] == pytest.approx([0.9, 0.9], rel=1e-3)
 
 
 def test_fp16_forgets_gradients_that_were_clipped_and_thrown_away() -> None:
@@ -207,6 +207,44 @@ def test_a_second_backward_of_a_step_and_changed_gradients_are_no_cleared_ones()
             nn.utils.clip_grad_value_(part.parameters(), 0.4)
             loop.step(optimizer)
     assert [weight.item() for weight in model.parameters()] == pytest.approx([0.96, 0.96])
+
+
+@pytest.mark.parametrize("clears", ["not", "to none", "to zeros"])
+@pytest.mark.parametrize("num_accumulated", [1, 2])
+def test_gradients_left_from_before_a_step_of_another_optimizer_are_refused(clears: str, num_accumulated: int) -> None:
+    """The second pass leaves a gradient in `a`, as a GAN's generator does in the discriminator. `b` may step late."""
+    loop, model, (of_a, of_b), loader = make(8 * num_accumulated, accumulate=num_accumulated)
+    for number, (x,) in enumerate(loop.batches(loader)):
+        if clears != "not" and number % num_accumulated == 0:
+            of_a.zero_grad(set_to_none=clears == "to none")
+        loop.backward(model.a(x).mean())
+        if clears == "not" and number == 2 * num_accumulated - 1:
+            with pytest.raises(LoopError, match=r"gradients of Two contain.*different optimizer.*zero_grad\(\)"):
+                loop.step(of_a)
+            return
+        loop.step(of_a)
+        loop.backward((model.a(x) + model.b(x)).mean() if loop.is_update else model.b(x).mean())
+        loop.step(of_b)
+    assert [weight.item() for weight in model.parameters()] == pytest.approx([0.8, 0.8])
+
+
+def test_gradients_that_no_later_pass_adds_to_are_applied_after_steps_of_other_optimizers() -> None:
+    """Of one backward pass, with a pass of the other weight in between; and of two passes before both steps."""
+    loop, model, (of_a, of_b), loader = make(8)
+    for (x,) in loop.batches(loader):
+        loop.backward(torch.cat(model(x)).mean())
+        loop.step(of_a)
+        loop.backward(model.a(x).mean())
+        loop.step(of_a)
+        loop.backward(model.a(x).mean())
+        loop.step(of_b)
+        of_a.zero_grad()
+        loop.backward(torch.cat(model(x)).mean())
+        loop.backward(torch.cat(model(x)).mean())
+        loop.step(of_a)
+        loop.step(of_b)
+    # each batch: a by 0.05, 0.1 and twice 0.05; b by 0.05 and twice 0.05
+    assert [weight.item() for weight in model.parameters()] == pytest.approx([0.5, 0.7])
 
 
 def test_two_backward_passes_of_one_forward_are_refused_on_one_rank_too() -> None:
