@@ -16,6 +16,8 @@ NUM_NEWEST = 64
 
 _DEFAULT = "0"
 """Name of the default group."""
+_FIRST = (0, 1)
+"""Attempt and incarnation of a process's first default group. A session's rebuild is a new attempt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +71,9 @@ def _newest_start_ns(collectives: Sequence[Collective]) -> int:
     groups = [
         (entry.group.attempt, entry.group.incarnation, entry.start_ns)
         for entry in collectives
-        if entry.group is not None and entry.group.name == _DEFAULT and entry.group.incarnation > 1
+        if entry.group is not None
+        and entry.group.name == _DEFAULT
+        and (entry.group.attempt, entry.group.incarnation) > _FIRST
     ]
     newest = max((group[:2] for group in groups), default=None)
     return min((start_ns for *age, start_ns in groups if tuple(age) == newest), default=0)

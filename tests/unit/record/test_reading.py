@@ -113,14 +113,17 @@ def test_layout_is_the_one_that_the_documentation_describes() -> None:
     assert all(f"\n| {place} | " in page for place in places)
 
 
-def test_read_now_waits_for_nothing_of_groups_that_a_rebuild_has_destroyed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("later", [{"incarnation": 2}, {"attempt": 1}], ids=["program", "session"])
+def test_read_now_waits_for_nothing_of_groups_that_a_rebuild_has_destroyed(
+    tmp_path: Path, later: dict[str, int]
+) -> None:
     """What nobody saw to its end there is not waited for: neither in the default group, nor in one made within it."""
     ring = open_ring(tmp_path / "ring", num_records=8)
     begin(ring, 10, name="1")
     begin(ring, 20)
-    ring.finish(begin(ring, 30, incarnation=2), 31, layout.DONE)
+    ring.finish(begin(ring, 30, **later), 31, layout.DONE)
     assert read_now(tmp_path / "ring").waiting is None
-    begin(ring, 40, name="1", incarnation=2)
+    begin(ring, 40, name="1", **later)
     waiting = read_now(tmp_path / "ring").waiting
     ring.close(50)
     assert waiting is not None
