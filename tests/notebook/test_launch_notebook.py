@@ -95,6 +95,26 @@ def stuck():
 ddpilot.Launcher(nproc_per_node=2, stop_grace_s=0.5).run(stuck)
 """
 
+SLOW = """
+def slow():
+    import warnings
+    warnings.warn("no data")
+    while True:
+        time.sleep(0.1)
+ddpilot.Launcher(nproc_per_node=1, timeout_s=2).run(slow)
+"""
+
+
+@pytest.mark.timeout(180)
+def test_stacks_of_a_timeout_and_warnings_name_the_cell(notebook: Notebook) -> None:
+    """Not the file under which the kernel compiled the cell, which nobody can open."""
+    ended = notebook.run(SLOW)
+    assert ended.error_name == "LaunchTimeoutError"
+    shown = ended.streams["stderr"]
+    assert re.search(r"Cell In\[\d+\]:3: UserWarning: no data", shown), shown
+    assert re.search(r"Cell In\[\d+\], line 5 in slow", shown), shown
+    assert "ipykernel_" not in shown
+
 
 @pytest.mark.timeout(180)
 def test_launch_in_a_notebook(notebook: Notebook) -> None:

@@ -11,10 +11,13 @@ from typing import BinaryIO
 from ddpilot.launching.output.collapse import Collapser
 from ddpilot.launching.output.display import Display
 from ddpilot.launching.output.lines import Line, LineSplitter, Progress
+from ddpilot.launching.shipping.sources import name_cells
 
 _CHUNK_BYTES = 1 << 16
 _MAX_PIPE_BYTES = 1 << 20
 _MAX_LAST_LINES = 200
+_CELL = "ipykernel_"
+"""Part of every file name under which a notebook's kernel compiles cells."""
 _HIDDEN_BYTES = 1 << 14
 """Bytes of each 64 KiB of hidden output that are split into lines, for error reports; splitting is the main cost."""
 
@@ -82,7 +85,7 @@ class OutputPump:
             text, is_progress = piece
             last_lines.append(text)
             if not is_progress:
-                add(rank, stream, text, now_s)
+                add(rank, stream, name_cells(text) if _CELL in text else text, now_s)
             elif rank == self._bars_rank:
                 self.show(now_s)
                 self.display.end_progress(stream, text, rank)
