@@ -27,10 +27,14 @@ _FIXES = {
 }
 
 
-def find_cause_of_end(findings: Iterable[Finding]) -> Finding | None:
-    """Return the finding that makes ranks waiting for others fail; None if there is none."""
-    ends = (each for each in findings if each.code.startswith(_NEEDS_OTHERS) and each.code != _GOES_ON)
-    return next((each for each in ends if each.severity == "error"), None)
+def find_cause_of_end(findings: Iterable[Finding], rank: int) -> Finding | None:
+    """Return the finding that makes `rank` fail as it waits for others; None if there is none.
+
+    How `rank` itself ended is no cause of its end.
+    """
+    errors = (each for each in findings if each.code.startswith(_NEEDS_OTHERS) and each.severity == "error")
+    others = (each for each in errors if each.code not in OF_ENDS or each.ranks != (rank,))
+    return next((each for each in others if each.code != _GOES_ON), None)
 
 
 def explain_death(view: JobView, ranks: Sequence[int], words: str) -> Finding:

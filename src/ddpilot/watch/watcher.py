@@ -185,8 +185,9 @@ class Watcher:
         if known is not None:
             error.fix = put_first(known, findings) or error.fix
         error.findings = Findings(self._repeated.without(findings))
-        cause = find_cause_of_end(found)
-        if cause is not None and failed is not None and failed.raised is not None and failed.raised.is_victim:
+        is_victim = failed is not None and failed.raised is not None and failed.raised.is_victim
+        cause = find_cause_of_end(found, failed.rank) if failed is not None and is_victim else None
+        if cause is not None:
             # It lost its connection to other ranks: show why first, and the fix for that.
             error.found, error.fix = f"{cause.summary} ({cause.code}). So {error.found}", ""
 
