@@ -6,6 +6,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -115,7 +116,7 @@ def test_layout_is_the_one_that_the_documentation_describes() -> None:
 
 @pytest.mark.parametrize("later", [{"incarnation": 2}, {"attempt": 1}], ids=["program", "session"])
 def test_read_now_waits_for_nothing_of_groups_that_a_rebuild_has_destroyed(
-    tmp_path: Path, later: dict[str, int]
+    tmp_path: Path, later: dict[str, Any]
 ) -> None:
     """What nobody saw to its end there is not waited for: neither in the default group, nor in one made within it."""
     ring = open_ring(tmp_path / "ring", num_records=8)
