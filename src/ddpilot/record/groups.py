@@ -10,6 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+_books: weakref.WeakSet[GroupBook] = weakref.WeakSet()
+"""The book of the recording in progress, if any."""
+
 MAX_GROUPS = 1 << 20
 """Maximum over the life of a process; only entries in use take memory."""
 
@@ -56,6 +59,7 @@ class GroupBook:
         self._by_id: dict[int, GroupEntry] = {}
         self._by_name: dict[str, list[GroupEntry]] = {}
         self._incarnations: Counter[tuple[str, int]] = Counter()
+        _books.add(self)
 
     def find(self, group: Any) -> GroupEntry:
         """Return the entry of `group`, a `ProcessGroup`, and create it at first use."""
@@ -63,6 +67,20 @@ class GroupBook:
         if entry is not None and entry.alive() is group:
             return entry
         return self._find_slowly(group)
+
+    def count(self) -> dict[str, int]:
+        """Return the number of collectives begun, without point-to-point operations, of each group in the registry.
+
+        Keys are a group's name and its ranks, such as "0 0-3".
+        """
+        counts = {}
+        for group in list(self._registry._world.pg_map):
+            entry = self._by_id.get(id(group))
+            if entry is not None and entry.alive() is group:
+                counts[f"{entry.fact['name']} {entry.fact['ranks']}"] = self.next_seqs[entry.number]
+            else:
+                counts[f"{group.group_name} {pack_ranks(self._registry.get_process_group_ranks(group))}"] = 0
+        return counts
 
     def _find_slowly(self, group: Any) -> GroupEntry:
         self._by_id = {key: entry for key, entry in self._by_id.items() if entry.alive()}
@@ -97,6 +115,11 @@ class GroupBook:
             seq = None
         fact = {"name": group.group_name, "desc": group.group_desc, "backend": str(backend), "size": group.size()}
         return {**fact, "rank": group.rank(), "ranks": pack_ranks(ranks), "backend_seq": seq}
+
+
+def count_by_group() -> dict[str, int]:
+    """Return `GroupBook.count` of the recording in progress; empty if collectives are not recorded."""
+    return next((book.count() for book in tuple(_books)), {})
 
 
 def _read_attempt() -> int:

@@ -13,6 +13,7 @@ from ddpilot.session.collectives import count_begun, has_unfinished, is_in_group
 from ddpilot.session.outcome import Outcome
 from ddpilot.session.ranks import Ranks
 from ddpilot.session.report import FREE, Report
+from ddpilot.session.uneven import find_uneven
 
 _FREE_AFTER_STOP_S = 0.5
 _AGAIN_AFTER_STOP_S = 1.2
@@ -115,6 +116,10 @@ class Ladder:
             else:
                 self._free()  # an interrupted rank leaves collectives of its peers unfinished
 
+    def free_after_end(self) -> None:
+        """Free the ranks after a cell that ended well but left its groups unusable."""
+        self._free()
+
     def take_answer(self, message_id: str, report: Report | None) -> None:
         """Record the reply of a rank on the control channel."""
         if report is not None and message_id in self._free_ids:
@@ -131,16 +136,18 @@ class Ladder:
     def _is_group_untouched(self) -> bool:
         """True if no rank has used the group in this cell, or all failed alike.
 
-        False if a rank is outside the group: it may have begun to enter it, and the store already counts it as a
-        member.
+        False if ranks have begun different numbers of collectives in a group, also in earlier cells. False if a rank is
+        outside the group: it may have begun to enter it, and the store already counts it as a member.
         """
         reports = [part.report for part in self._outcome.parts.values()]
         if self._ranks.standing.dead or any(report is None or not report.has_group for report in reports):
             return False
-        known = [report for report in reports if report is not None]
+        known_by_rank = {rank: part.report for rank, part in self._outcome.parts.items() if part.report is not None}
+        known = [*known_by_rank.values()]
         return (
             len({(report.num_groups, report.num_group_names) for report in known}) == 1
             and not any(report.in_backward for report in known)
+            and not find_uneven(known_by_rank)
             and (all(report.num_collectives == 0 for report in known) or self._have_failed_alike(known))
         )
 

@@ -51,6 +51,10 @@ class Outcome:
     """True if it failed but the group is intact: no rank had begun a collective and all returned without being freed,
     or all had finished their part and the error is about its result."""
 
+    is_uneven: bool = False
+    """True if it succeeded, but ranks have begun different numbers of collectives in a group, so that all were freed.
+    """
+
     @property
     def is_ok(self) -> bool:
         """True if every rank completed its part."""

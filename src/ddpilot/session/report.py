@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 REPORT_KEY = "ddpilot"
@@ -52,6 +52,9 @@ class Report:
 
     num_group_names: int = 0
     """Number of process groups that the rank has started to create since it entered the default one."""
+
+    group_counts: Mapping[str, int] = field(default_factory=dict)
+    """Number of collectives that the rank has begun in each of its process groups; see `GroupBook.count`."""
 
     type_name: str = ""
     message: str = ""

@@ -20,6 +20,7 @@ from ddpilot.session.outcome import Outcome, Part
 from ddpilot.session.ranks import Ranks
 from ddpilot.session.report import BEGUN, Report
 from ddpilot.session.stops import Stops
+from ddpilot.session.uneven import Uneven
 from ddpilot.session.view import RankMessage
 
 _LONGEST_WAIT_S = 0.5
@@ -42,7 +43,8 @@ class Lookout(Protocol):
 class Round:
     """Waits for `parts`, shows the output of the ranks, and ends all parts after a failure or an interrupt.
 
-    `lookout` may also end it, and adds evidence to the error with which it ends.
+    `lookout` may also end it, and adds evidence to the error with which it ends. `counts` compares how many collectives
+    the ranks have begun, if it ends well.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Round:
         lookout: Lookout | None = None,
         quiet: bool = False,
         patient: bool = False,
+        counts: Uneven | None = None,
     ) -> None:
         self._outcome = Outcome({part.rank: part for part in parts})
         self._by_id = {part.message_id: part for part in parts}
@@ -62,6 +65,7 @@ class Round:
         self._name = name
         self._events = events
         self._lookout = lookout
+        self._counts = counts
         self._quiet = quiet
         self._is_patient = patient
         self._failures: list[Failure] = []
@@ -69,6 +73,19 @@ class Round:
 
     def run(self, stops: Stops) -> Outcome:
         """Wait until every part is over. Failures of ranks are returned in the outcome, not raised."""
+        self._wait(stops)
+        if self._outcome.is_ok and self._counts is not None and (text := self._counts.describe(self._outcome)):
+            self._ranks.view.note(text)
+            self._outcome.is_uneven = True
+            self._ladder.free_after_end()
+            self._wait(stops)
+        error = self._lookout.close(is_ok=self._outcome.is_ok) if self._lookout is not None else None
+        if error is not None:
+            self._outcome.error, self._outcome.spared_group = error, not self._outcome.is_uneven
+            self._ranks.view.error(error)
+        return self._outcome
+
+    def _wait(self, stops: Stops) -> None:
         while not self._is_over():
             try:
                 self._take(self._events.get(timeout=self._wait_s()), stops)
@@ -81,16 +98,11 @@ class Round:
             self._judge(now)
             if self._outcome.was_cut:
                 self._ladder.climb(now)
-            elif self._lookout is not None:
+            elif self._lookout is not None and not self._outcome.is_uneven:
                 self._end_with(self._lookout.look(self._outcome.busy, now))
-        error = self._lookout.close(is_ok=self._outcome.is_ok) if self._lookout is not None else None
-        if error is not None:
-            self._outcome.error, self._outcome.spared_group = error, True
-            self._ranks.view.error(error)
-        return self._outcome
 
     def _is_over(self) -> bool:
-        if self._outcome.was_cut:
+        if self._outcome.was_cut or self._outcome.is_uneven:
             return not self._outcome.busy and self._ladder.is_done
         return not self._outcome.busy and not self._failures  # else the first failure in time has not been chosen yet
 

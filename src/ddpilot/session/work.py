@@ -24,6 +24,7 @@ from ddpilot.session.rebuilt import describe_differences, describe_rebuilt
 from ddpilot.session.report import REPORT_KEY, REQUEST, Report
 from ddpilot.session.round import Lookout, Round
 from ddpilot.session.stops import Stops
+from ddpilot.session.uneven import Uneven
 from ddpilot.session.watching import CellLookout
 
 
@@ -32,6 +33,7 @@ class Work:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
+        self._uneven = Uneven(ranks.ring_folder)
         self._wants_group = False
         self._backend: str | None = None
         self._is_broken = False
@@ -180,6 +182,7 @@ class Work:
                 lookout=None if sources is None else self._make_lookout(tuple(ids), name, now, sources),
                 patient=patient,
                 quiet=quiet,
+                counts=None if sources is None or len(ids) < ranks.world_size else self._uneven,
             ).run(stops)
         finally:
             ranks.view.end()
@@ -236,7 +239,9 @@ class Work:
     def _recover(self, outcome: Outcome, events: queue.SimpleQueue[Event], stops: Stops) -> None:
         reports = [part.report for part in outcome.parts.values() if part.report is not None]
         self._note_device_errors(outcome)
-        if outcome.is_ok or (outcome.spared_group and not self._ranks.standing.device_errors):
+        if (outcome.is_ok and not outcome.is_uneven) or (
+            outcome.spared_group and not self._ranks.standing.device_errors
+        ):
             self._wants_group = self._wants_group or any(report.has_group for report in reports)
             if outcome.spared_group and len(reports) == self._ranks.world_size and not _ended_alike(reports):
                 self._compare(events, stops)

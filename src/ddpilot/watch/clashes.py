@@ -174,6 +174,8 @@ def show_common(progress: Progress, seq: int) -> tuple[str, ...]:
     entries = [entry for rank in progress.by_rank if (entry := progress.at(rank, seq - 1)) is not None]
     if not entries or len(entries) < len(progress.by_rank):
         return ()
+    if len({(entry.op, entry.line and (entry.line.file, entry.line.line)) for entry in entries}) > 1:
+        return ()  # different calls that were matched by their number
     return (f"in common until #{seq - 1}: {say_call(entries[0])}",)
 
 

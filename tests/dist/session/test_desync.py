@@ -58,3 +58,22 @@ def test_sizes_that_differ_are_named_where_gloo_aborts(start: Start) -> None:
     (finding,) = caught.value.findings
     assert finding.severity == "error"
     assert (finding.place.file, finding.place.line) == ("Cell In[7]", 2)
+
+
+def test_a_collective_that_one_rank_alone_called_is_not_matched_with_the_next_cell(start: Start, view: Kept) -> None:
+    """A note names it and the group is rebuilt. Works that all ranks leave pending, and messages, are allowed."""
+    session = start(2)
+    session.execute(
+        "import torch, torch.distributed as dist\nx = torch.ones(1)\nwork = dist.all_reduce(x, async_op=True)"
+    )
+    session.execute("work.wait()\nif rank == 0:\n    sent = dist.isend(x, 1)\nelse:\n    dist.recv(x, 0)")
+    assert not view.notes
+    session.execute("if rank == 0:\n    y = torch.full((1,), 100.0)\n    dist.all_reduce(y, async_op=True)", cell=7)
+    assert view.notes[0].startswith(
+        "the ranks have begun different numbers of collectives in the default group: 2 on rank 0, 1 on rank 1; rank 1 "
+        "did not call #1: all_reduce, Cell In[7]:3. "
+    )
+    assert "rebuilt" in view.notes[1]
+    session.execute("x = torch.full((1,), rank + 1.0)\ndist.all_reduce(x)")
+    assert [each.item() for each in session.pull("x")] == [3.0, 3.0]
+    assert session.pull("y", rank=0).item() == 100.0

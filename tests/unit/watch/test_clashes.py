@@ -946,3 +946,11 @@ dist.all_reduce(total)
     (finding,) = analyze(view).findings
     assert (finding.code, finding.ranks) == ("DDP207", (1,))
     assert "`for x in loader:` (train.py:2) ended earlier on rank 1" in finding.why
+
+
+def test_calls_from_different_lines_are_not_said_to_be_in_common() -> None:
+    """They were only matched by their number, as with a collective that one rank alone called before."""
+    first, second = ranks = writers(BRANCH)
+    first.call("all_reduce", 2).wait("all_reduce", 5)
+    second.call("all_reduce", 5).wait("barrier", 4)
+    assert not [line for line in find(BRANCH, *ranks).evidence if "in common" in line]

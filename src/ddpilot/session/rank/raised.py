@@ -14,6 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 from ddpilot.launching.exitcode import exitcode_of
 from ddpilot.launching.messages import leave_out_guard, message_of
 from ddpilot.launching.victims import is_victim
+from ddpilot.record.groups import count_by_group
 from ddpilot.session.rank.device_errors import find_device_error
 from ddpilot.session.report import Report
 
@@ -76,12 +77,13 @@ def _explain(message: str) -> str:
 
 
 def group_state() -> dict[str, Any]:
-    """Return a report's fields about process groups: whether the rank is in one, and how many it has and created."""
+    """Return a report's fields about process groups: if the rank is in one, how many there are, and their counts."""
     world = c10d._world
     return {
         "has_group": dist.is_initialized(),
         "num_groups": len(world.pg_map),
         "num_group_names": world.group_count,
+        "group_counts": count_by_group(),
     }
 
 
