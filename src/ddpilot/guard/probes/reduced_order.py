@@ -14,7 +14,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ddpilot.guard.probe import Notes
 from ddpilot.guard.probes.fingerprint import Arriving, Fingerprinter, is_plain
-from ddpilot.guard.probes.groups import Eras, describe_group
+from ddpilot.guard.probes.groups import Eras, find_world
 from ddpilot.guard.probes.parameter_names import find_parameter_names
 from ddpilot.record.capturing import is_capturing
 from ddpilot.record.host_copies import HostCopies
@@ -43,7 +43,7 @@ class ReducedOrderProbe:
         self._calls: list[_Call] = []
         self._line: dict[str, Any] = {}
         self._num_steps = 0
-        self._num_noted = 0
+        self._num_noted: dict[str, int] = {}
         self._eras = Eras()
         self._copies = HostCopies()
         self._arriving: list[tuple[dict[str, Any], Arriving]] = []
@@ -73,7 +73,8 @@ class ReducedOrderProbe:
             before_step = self._notes.safely(self._before_step)
             self._looking.append(register_optimizer_step_pre_hook(before_step).remove)
         storage = _WeakRef(tensor.untyped_storage())
-        named = "world" if group is None else describe_group(group)
+        # Not its ranks: several groups may have the same, and each has its own order.
+        named = "world" if group is None or group is find_world() else str(group.group_name)
         if not self._line:
             self._line = self._notes.site()
         self._calls.append(_Call(named, storage, tensor.storage_offset(), tensor.numel()))
@@ -112,9 +113,9 @@ class ReducedOrderProbe:
             id(one): found.get(id(one), f"parameter {all_places.index(id(one)) + 1} {list(one.shape)}")
             for one in parameters
         }
-        self._num_noted += 1
+        number = self._num_noted[group] = self._num_noted.get(group, 0) + 1
         values = {
-            "key": [self._eras.name, group, self._num_noted],
+            "key": [self._eras.name, group, number],
             "names": list(names.values()),
             "order": ["" if one is None else names[id(one)] for one in reduced],
             "line": line,
