@@ -45,6 +45,7 @@ class ReducedOrderProbe:
         self._num_steps = 0
         self._num_noted: dict[str, int] = {}
         self._eras = Eras()
+        self._world: Any = None
         self._copies = HostCopies()
         self._arriving: list[tuple[dict[str, Any], Arriving]] = []
         self._looking: list[Callable[[], None]] = []
@@ -73,16 +74,27 @@ class ReducedOrderProbe:
             before_step = self._notes.safely(self._before_step)
             self._looking.append(register_optimizer_step_pre_hook(before_step).remove)
         storage = _WeakRef(tensor.untyped_storage())
+        self._forget_earlier_era()
         # Not its ranks: several groups may have the same, and each has its own order.
         named = "world" if group is None or group is find_world() else str(group.group_name)
         if not self._line:
             self._line = self._notes.site()
         self._calls.append(_Call(named, storage, tensor.storage_offset(), tensor.numel()))
 
+    def _forget_earlier_era(self) -> None:
+        """Start from zero with a new default group: the ranks may have left the one before at different calls."""
+        world = find_world()  # None before a first collective that enters the group, as in a session
+        if self._world is not None and world is not self._world:
+            self._calls, self._line, self._num_noted = [], {}, {}
+        self._world = world
+        if world is not None:
+            self._eras.has_changed()
+
     def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         self._write_arrived()
         if not self._calls or is_capturing():
             return
+        self._forget_earlier_era()
         calls, self._calls = self._calls, []
         self._line, line = {}, self._line
         self._num_steps += 1
@@ -105,7 +117,6 @@ class ReducedOrderProbe:
                 self._note(optimizer, group, parameters, line)
 
     def _note(self, optimizer: Optimizer, group: str, reduced: list[Tensor | None], line: dict[str, Any]) -> None:
-        self._eras.has_changed()
         parameters = list({id(one): one for one in reduced if one is not None}.values())
         found = find_parameter_names(optimizer, self._notes.user_frame())
         all_places = [id(one) for each in optimizer.param_groups for one in each["params"]]

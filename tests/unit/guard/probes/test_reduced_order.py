@@ -87,3 +87,21 @@ def test_the_default_group_has_one_name(begin: Callable[[], None], noted: Callab
     optimizer.step()
     (only,) = noted()
     assert only["order"] == ["", "model.weight", "model.bias"]
+
+
+def test_nothing_of_an_earlier_default_group_is_kept(
+    begin: Callable[[], None], noted: Callable[[], list[dict[str, Any]]]
+) -> None:
+    """Its steps and calls are not counted: another rank may have left it a step, or a call, earlier."""
+    model, optimizer = make_gradients()
+    begin()
+    dist.all_reduce(gradient_of(model.bias))
+    optimizer.step()
+    dist.all_reduce(gradient_of(model.bias))
+    begin()
+    dist.all_reduce(gradient_of(model.weight))
+    optimizer.step()
+    before, after = noted()
+    assert before["key"][0] != after["key"][0]
+    assert [before["key"][2], after["key"][2]] == [1, 1]
+    assert after["order"] == ["model.weight"]
