@@ -26,6 +26,8 @@ class NotFinite(WaitingRule):
     def __init__(self, context: RuleContext) -> None:
         super().__init__(context)
         self._seen: dict[int, dict[int, Any]] = {}
+        self._num_noted: dict[int, int] = {}
+        self._num_found = 0
 
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
         """See `Rule.feed`."""
@@ -35,10 +37,14 @@ class NotFinite(WaitingRule):
             if len(mine) > 64:
                 mine.pop(min(mine))
         else:
-            self._waiting.put(entry.values["time"], rank, entry.values, entry.time_ns)
+            # A rank may have missed an earlier one: it need not have gone on until its own loss was not finite.
+            number = max(self._num_noted.get(rank, 0), self._num_found)
+            self._num_noted[rank] = number + 1
+            self._waiting.put(number, rank, {**entry.values, "number": number}, entry.time_ns)
         return ()
 
     def _finding(self, spoiled: dict[int, Any]) -> Finding:
+        self._num_found = max(self._num_found, 1 + next(iter(spoiled.values()))["number"])
         # A rank whose own loss was finite notices it only in its next backward.
         last = min(values["backward"] for values in spoiled.values())
         firsts = {rank: _begin(mine, last) for rank, mine in self._seen.items() if last in mine}

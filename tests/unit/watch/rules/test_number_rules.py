@@ -12,11 +12,11 @@ from ddpilot.watch.rules.ddp_use import GradientsMissing
 from ddpilot.watch.rules.not_finite import NotFinite
 from ddpilot.watch.rules.on_graph import OnGraph
 from ddpilot.watch.rules.placement import OneDevice, SeveralDevices
-from ddpilot.watch.rules.rule import RuleContext
+from ddpilot.watch.rules.rule import RuleContext, no_log
 from ddpilot.watch.rules.same_batch import SameBatch
 from ddpilot.watch.rules.small_norm import SmallBatchNorm
 from ddpilot.watch.rules.streams import SameRandomStreams
-from tests.unit.watch.rules.feeding import SITE, Note, judge, model
+from tests.unit.watch.rules.feeding import SECOND, SITE, Note, judge, model
 
 
 def forwards(rank: int, states: list[tuple[int, int]], *, drawn: int = 0, library: str = "torch") -> list[Note]:
@@ -96,7 +96,7 @@ def bad(rank: int, backward: int, loss: str = "nan") -> Note:
 
 def spoiled(rank: int, backward: int) -> Note:
     """The step after `backward` spoilt weights of `rank`."""
-    return (rank, "spoiled", {"backward": backward, "time": 1, "parameters": ["0.weight"], "site": SITE})
+    return (rank, "spoiled", {"backward": backward, "parameters": ["0.weight"], "site": SITE})
 
 
 def test_what_is_not_finite_is_told_of_the_rank_that_was_first() -> None:
@@ -116,6 +116,18 @@ def test_what_is_not_finite_is_told_of_its_first_backward_in_an_accumulated_step
     assert "since backward 9" in finding.summary
     assert "its gradient was not" in finding.evidence[0]
     assert judge(NotFinite, [bad(0, 9), bad(1, 9)]) == []
+
+
+def test_what_is_not_finite_is_told_of_each_training() -> None:
+    """Once for all ranks, also if one of them has not noticed the first time."""
+    rule = NotFinite(RuleContext(world_size=2, log=no_log, sources=dict))
+    found: list[list[tuple[int, ...]]] = []
+    for notes in ([bad(0, 6), spoiled(0, 6)], [bad(0, 9), bad(1, 9), spoiled(0, 9), spoiled(1, 9)]):
+        now_ns = SECOND * (len(found) + 1)
+        for rank, kind, values in notes:
+            rule.feed(rank, Entry(1, now_ns, kind, values))
+        found.append([finding.ranks for finding in rule.look(now_ns + SECOND)])
+    assert found == [[(0,)], [(0, 1)]]
 
 
 def test_a_reduced_tensor_on_the_graph_is_told_by_its_line() -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -49,6 +50,26 @@ class _Backward:
         return {"backward": self.number, **batch, "site": self.site}
 
 
+class _Spoiled:
+    """Parameters that a step has made non-finite; they are held weakly."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, weakref.ref[torch.Tensor]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._by_id)
+
+    def __contains__(self, parameter: torch.Tensor) -> bool:
+        known = self._by_id.get(id(parameter))
+        return known is not None and known() is parameter
+
+    def update(self, stepped: Iterable[torch.Tensor], bad: Iterable[torch.Tensor]) -> None:
+        """Keep of the parameters `stepped` only those that are `bad`. Also drops those that no longer exist."""
+        finite = {id(one) for one in stepped}
+        kept = {key: known for key, known in self._by_id.items() if key not in finite and known() is not None}
+        self._by_id = kept | {id(one): weakref.ref(one) for one in bad}
+
+
 class LossEyes:
     """The part of the data probe that looks for non-finite values.
 
@@ -67,8 +88,8 @@ class LossEyes:
         self._num_noted = 0
         self._has_device_model = False
         self._suspected = 0  # number of the backward whose step's weights have not been checked
-        self._is_spoiled = False
-        self._num_spoiled = 0
+        self._spoiled = _Spoiled()
+        self._is_spoiled = False  # whatever is not finite now may be a consequence of what has been reported
         self._handles: list[Any] = []
         self._is_surely_finite: Callable[[Any], bool] = getattr(notes.compiled, "is_surely_finite", lambda _: False)
 
@@ -92,6 +113,7 @@ class LossEyes:
         """Check one gradient of `model` before it is reduced: an early layer's, which non-finite values reach."""
         if not returned:
             return
+        self._is_spoiled = False  # another training
         ignored = model.parameters_to_ignore
         candidates = [one for name, one in model.module.named_parameters() if one.requires_grad and name not in ignored]
         if not candidates:
@@ -166,19 +188,24 @@ class LossEyes:
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._gradients or self._pending:
             self._poll()
-        if not self._suspected or is_capturing():
+        if not (self._suspected or self._spoiled) or is_capturing():
             return
-        bad = _find_not_finite([one for group in optimizer.param_groups for one in group["params"]])
-        if bad and not self._is_spoiled:
-            self._num_spoiled += 1
-            names = _name_parameters(self._position.models, bad[:_MAX_NAMED])
-            more = [f"{len(bad) - _MAX_NAMED} more"] if len(bad) > _MAX_NAMED else []
-            facts = {"backward": self._suspected, "time": self._num_spoiled}
-            self._notes.write("spoiled", **facts, parameters=names + more, site=self._notes.site())
+        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        if not self._suspected and not any(one in self._spoiled for one in parameters):
+            self._is_spoiled = False
+            return
+        bad = _find_not_finite(parameters)
+        new = [one for one in bad if one not in self._spoiled]
+        if new and not self._is_spoiled:
+            names = _name_parameters(self._position.models, new[:_MAX_NAMED])
+            more = [f"{len(new) - _MAX_NAMED} more"] if len(new) > _MAX_NAMED else []
+            backward = self._suspected or self._number
+            self._notes.write("spoiled", backward=backward, parameters=names + more, site=self._notes.site())
+        if new or not bad:
+            self._num_noted = 0
+        self._spoiled.update(parameters, bad)
         self._is_spoiled = bool(bad)
         self._suspected = 0
-        if not bad:
-            self._num_noted = 0
 
 
 def _find_not_finite(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import FileStore
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data import dataloader as torch_loader
@@ -45,6 +46,18 @@ def guarded(path: Path, said: list[str] | None = None) -> Iterator[None]:
         yield
     finally:
         stop()
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[Callable[[], None]]:
+    """Begins a process group of this process alone, which ends with the test."""
+
+    def begin() -> None:
+        dist.init_process_group("gloo", store=FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+
+    yield begin
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def read(path: Path, kind: str) -> list[Entry]:
@@ -158,6 +171,61 @@ def test_spoilt_weights_are_noted_once_and_a_skipped_step_is_not(tmp_path: Path)
     (spoiled,) = read(tmp_path / "j", "spoiled")
     assert spoiled.values["backward"] == 4
     assert spoiled.values["parameters"] == ["one of shape (1, 2)", "one of shape (1,)"]
+
+
+def train(model: nn.Linear, optimizer: torch.optim.Optimizer, factors: str) -> None:
+    """A step per letter: the loss of "n" is NaN, that of "g" is not."""
+    for letter in factors:
+        loss: Any = model(torch.ones(1, 2)).sum() * (float("nan") if letter == "n" else 1.0)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    "second", ["another model", "another model, wrapped at once", "the same model, restored", "the same, not restored"]
+)
+def test_spoilt_weights_are_noted_again_in_another_training(
+    tmp_path: Path, second: str, alone: Callable[[], None]
+) -> None:
+    """With its loss; not where the same weights have never been finite again, nor while the first model lives."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    finite = {name: one.clone() for name, one in model.state_dict().items()}
+    with guarded(tmp_path / "j"):
+        train(model, optimizer, "gnn")
+        other, others = model, optimizer
+        if second.startswith("another"):
+            other = nn.Linear(2, 1)
+            others = torch.optim.SGD(other.parameters(), lr=0.1)
+        if second.endswith("wrapped at once"):
+            alone()
+            DistributedDataParallel(other)
+        elif second != "the same, not restored":
+            other.load_state_dict(finite)
+            train(other, others, "g")
+        train(other, others, "nn")
+        train(model, optimizer, "n")
+    noted = [entry.values["backward"] for entry in read(tmp_path / "j", "spoiled")]
+    losses_noted = {entry.values["backward"] for entry in read(tmp_path / "j", "not_finite")}
+    number = {"another model, wrapped at once": 4, "the same, not restored": 2}.get(second, 5)
+    assert noted == list(dict.fromkeys([2, number]))
+    assert losses_noted >= set(noted)
+
+
+def test_weights_that_others_have_spoilt_are_not_noted(tmp_path: Path) -> None:
+    """Of two models whose losses contain each other, the first is."""
+    models = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    with guarded(tmp_path / "j"):
+        for number in range(4):
+            for turn, optimizer in enumerate(optimizers):
+                loss: Any = models[1](models[0](torch.ones(1, 2))).sum() * (float("nan") if number == 2 - turn else 1.0)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    (spoiled,) = read(tmp_path / "j", "spoiled")
+    assert spoiled.values["backward"] == 4
 
 
 @pytest.mark.parametrize(
