@@ -68,8 +68,10 @@ PARAMETERS = Cause(
     "DDP325",
     "parameters-differ",
     "gradients are the same on all ranks and parameters are not: DDP copies rank 0's when it wraps a model and never "
-    "again, so that one rank's have been loaded, initialised or changed since",
-    "Load or initialise before the model is wrapped, or on every rank alike",
+    "again, so that one rank's have been loaded, initialised or changed since; or an error interrupted an update, "
+    "which not all ranks finished",
+    "Load or initialise before the model is wrapped, or on every rank alike; after an interrupted update, load a "
+    "checkpoint on all ranks",
 )
 RATES = Cause(
     "DDP325",
