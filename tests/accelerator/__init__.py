@@ -28,6 +28,8 @@ What is not:
 - An operation without a Meta kernel makes the host wait; on CUDA it may not. It is counted as data-dependent.
 - Sparse, quantized and nested tensors, torch.compile, graphs, memory pools, sharing of tensors between processes.
 - Freed memory goes back to the host when the work in flight is done: nothing is cached, `memory_reserved` only counts.
+- DDP needs a named backend, such as "cpu:gloo,emu:eccl": `init_process_group()` without one takes `eccl`, but torch
+  names gloo the group's default backend on every device other than CUDA.
 - Ranks on different devices share nothing: no peer-to-peer access, no limit of what several processes use of a device.
 """
 
