@@ -38,7 +38,6 @@ _DELETING_PREFIX = ".deleting-"
 class CheckpointDir:
     """The checkpoints of one run, in the directory `path`. One process writes; any process reads.
 
-    A relative `path` is relative to the working directory at construction, also after an `os.chdir`.
     `keep`: number of newest checkpoints to keep, 3 by default, at least 1; None keeps all. `best`: "max acc" or "min
     loss"; the best checkpoint by that metric is kept as well. `tell`: called with every message for the user, on the
     thread that called the method; stderr by default.
@@ -57,7 +56,7 @@ class CheckpointDir:
     ) -> None:
         if keep is not None and keep < 1:
             raise CheckpointError(f"keeping checkpoints in {path}", found=f"`keep` is {keep}", fix="Keep at least 1.")
-        self.path = Path(path).expanduser().absolute()  # the program may change its working directory
+        self.path = Path(path).expanduser()
         self._keep = keep
         self._best = parse_best(best)
         self._tell = tell

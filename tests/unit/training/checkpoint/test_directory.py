@@ -259,22 +259,6 @@ def test_a_directory_that_was_deleted_is_made_and_locked_again(tmp_path: Path) -
     ]
 
 
-def test_a_relative_directory_stays_where_it_was_after_chdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is told, and nothing is made in the new working directory."""
-    told: list[str] = []
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    monkeypatch.chdir(tmp_path)
-    with CheckpointDir("run", tell=told.append) as directory:
-        directory.check_writable()
-        save(directory, 1)
-        monkeypatch.chdir(elsewhere)
-        save(directory, 2)
-    assert steps(CheckpointDir(tmp_path / "run")) == [1, 2]
-    assert not told
-    assert not any(elsewhere.iterdir())
-
-
 def test_a_damaged_pointer_next_to_checkpoints_is_moved_aside(tmp_path: Path) -> None:
     """It is told by name, and the newest that is whole is gone on with; without checkpoints it is somebody else's."""
     for number, damage in enumerate((b"", b"\xff\xfe", None)):
