@@ -137,17 +137,22 @@ class FiniteWatch:
     def protect(self, parameters: Sequence[torch.Tensor]) -> None:
         """Set the gradients of `parameters` to zeros if `find` saw one that is not finite. On accelerators only.
 
-        Does not wait for the device. Finite gradients remain unchanged, bit for bit.
+        Does not wait for the device. Finite gradients remain unchanged, bit for bit. A check of more parameters than
+        these also applies to the rest of them, in a later call: the norm of one clip may cover several optimizers.
         """
         ids = set(map(id, parameters))
         flags = [flag for of, flag in self._unprotected if not of.isdisjoint(ids)]
-        self._unprotected = [(of, flag) for of, flag in self._unprotected if of.isdisjoint(ids)]
+        self._unprotected = [(rest, flag) for of, flag in self._unprotected if (rest := of - ids)]
         if not flags:
             return
         for one in parameters:  # elements may share memory in gradients that the user set
             if one.grad is not None and not one.grad.is_sparse and 0 in one.grad.stride():
                 one.grad = one.grad.clone(memory_format=torch.contiguous_format)
         zero_unless(flags, [one.grad for one in parameters if one.grad is not None])
+
+    def drop_unprotected(self) -> None:
+        """Forget which gradients `protect` has not seen: they are cleared or checked again before they are applied."""
+        self._unprotected.clear()
 
     def find_pending(self) -> bool:
         """True if gradients of an earlier `find` were not finite and have not been reported yet. Waits for the device.

@@ -59,7 +59,7 @@ class Updates:
         """The loss of the current update over its backward passes; None unless it is needed."""
         self._is_whole = False  # the last backward pass is known to have used all parameters
         self._reduced: set[int] = set()
-        self._checked: set[int] = set()
+        self._checked: set[int] = set()  # parameters whose gradients were checked since the last backward pass
         self.reductions = Reductions(group.rank)
         """The parameters that DDP waits for, by name."""
         self.leftovers = LeftoverWatch(group.rank)
@@ -99,7 +99,7 @@ class Updates:
             self._stand_ins.begin([unwrap(model) for model in self.models])
         self._is_due = batch.is_last and self._decider.next_update()
         self._is_whole = False
-        self._checked.clear()
+        self._forget_checks()
         if batch.is_last:
             self.bypasses.begin()
         if batch.is_first:
@@ -155,6 +155,7 @@ class Updates:
     ) -> None:
         """Implement `Loop.backward`. Collective if gradients are all-reduced or `count` is given."""
         self._drop_spoilt()
+        self._forget_checks()
         self._check_loss(loss)
         self._is_whole = False
         num_local = self._local_count(count)
@@ -176,6 +177,7 @@ class Updates:
     ) -> None:
         """Run `backward` for several named losses, each with or without its own count. Collective."""
         self._drop_spoilt()
+        self._forget_checks()
         if count is not None:
             raise self._refuse("`count` with several losses", 'Give each its own: {"box": (loss, count)}.')
         parts = self._read(losses)
@@ -261,7 +263,6 @@ class Updates:
         """
         objective = self.keep_objective()
         objective.begin()
-        self._checked.clear()
         clear_gradients(optimizer)
         with torch.enable_grad():
             closure()
@@ -371,6 +372,12 @@ class Updates:
             for model in self.models:
                 model.zero_grad(set_to_none=True)
             self._groups.begin()
+
+    def _forget_checks(self) -> None:
+        """Have `check` look again at all gradients: a backward pass adds to them."""
+        self._checked.clear()
+        if self._watch is not None:
+            self._watch.drop_unprotected()
 
     def _seed(self, loss: torch.Tensor, weight: float, name: str = "") -> torch.Tensor | float:
         return weight if self._watch is None else self._watch.seed(loss, weight, self.batch, name)

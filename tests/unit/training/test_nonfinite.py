@@ -134,3 +134,22 @@ def test_find_pending_waits_for_gradients_that_have_not_arrived() -> None:
     watch.protect([weight])
     assert weight.grad.tolist() == [0.0] * 3
     assert (watch.is_bad, watch.find_pending(), queue.num_waits) == (False, True, 1)
+
+
+def test_one_check_protects_the_gradients_of_every_optimizer_that_it_covers() -> None:
+    """A clip over two optimizers, which step one after the other; a dropped check zeroes no later gradients."""
+    watch = FiniteWatch(torch.device("cuda"), Queue())  # type: ignore[arg-type]
+    both = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    for one in both:
+        one.grad = torch.full_like(one, math.nan)
+    watch.find(both)
+    for one in both:
+        watch.protect([one])
+    assert [one.grad.tolist() for one in both if one.grad is not None] == [[0.0] * 2] * 2
+    both[0].grad = torch.full_like(both[0], math.nan)
+    watch.find(both)
+    watch.drop_unprotected()
+    watch.protect([both[1]])
+    both[1].grad = torch.ones(2)
+    watch.protect([both[1]])
+    assert both[1].grad.tolist() == [1.0] * 2
