@@ -335,8 +335,8 @@ class Updates:
         clipped = {id(parameter) for parameter in parameters}
         # The norm of gradients that were not all-reduced may differ between ranks.
         if self._watch is not None and clipped <= self._reduced:
-            self._checked |= clipped
             self._look(parameters, norm)
+            self._checked |= clipped
 
     def locate(self, error: DdpilotError) -> None:
         """Add the current batch to the message of `error`, unless it is there already."""
@@ -363,6 +363,7 @@ class Updates:
 
     def _raise_nonfinite(self, watch: FiniteWatch) -> NoReturn:
         self._is_spoilt = True
+        self._checked.clear()  # a program that catches the error may still step on these gradients
         raise_nonfinite(self._group, watch, self.models, self.batch)
 
     def _drop_spoilt(self) -> None:

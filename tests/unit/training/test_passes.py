@@ -312,3 +312,18 @@ def test_training_continues_after_a_nonfinite_error_that_is_caught() -> None:
         moved.append(before - model.a.weight.item())
     assert left_out == [(1, True)]
     assert moved == pytest.approx([0.1, 0.0, 0.1, 0.1])
+
+
+def test_a_step_after_a_clip_that_found_nan_raises_as_well() -> None:
+    """The weights stay as they were if the program catches the error of the clip and steps."""
+    loop, model, (optimizer, _), loader = make(8)
+    raised: list[str] = []
+    for (x,) in loop.batches(loader):
+        loop.backward(model(x)[0].mean() * (1.0 if raised else math.nan))
+        for update in (lambda: loop.clip_grad_norm_(model.a.parameters(), 1.0), lambda: loop.step(optimizer)):
+            try:
+                update()
+            except NonFiniteError as error:
+                raised.append(error.did)
+    assert raised == ["computing the loss", "computing gradients"]
+    assert model.a.weight.item() == pytest.approx(0.9)
