@@ -270,7 +270,7 @@ class Loop(PreparingLoop, KeepingLoop, LookingLoop):
         """Clip the gradient norm to `max_norm` and return the norm before clipping. Not collective.
 
         Returns None, without clipping, while gradients are being accumulated. Raises NonFiniteError, on all ranks
-        alike, if the norm is not finite (not with fp16, which skips the update).
+        alike, if the norm is not finite; fp16 skips the update of every optimizer that holds one of `parameters`.
         """
         if not self.is_update:
             return None
@@ -279,6 +279,7 @@ class Loop(PreparingLoop, KeepingLoop, LookingLoop):
         self._precision.unscale(given, self._optimizers)
         norm = nn.utils.get_total_norm([p.grad for p in given if p.grad is not None])
         self._updates.check_norm(given, norm)  # clipping by a NaN norm would make all gradients NaN
+        self._precision.note_norm(given, self._optimizers, norm)
         nn.utils.clip_grads_with_norm_(given, max_norm, norm)
         return norm
 

@@ -45,6 +45,16 @@ class _Scaler(torch.amp.GradScaler):
         del self._per_optimizer_states[id(optimizer)]
         return False
 
+    def note_norm(self, optimizer: Optimizer, norm: torch.Tensor) -> None:
+        """Skip the next step of `optimizer` if the `norm` (shape ()) of unscaled gradients is not finite.
+
+        Does not wait for the device.
+        """
+        if id(optimizer) in self._per_optimizer_states:
+            is_bad = ~torch.isfinite(norm.detach())
+            for found in self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+                found.logical_or_(is_bad.to(found.device, non_blocking=True))
+
     @property
     def has_looked(self) -> bool:
         """True if gradients were unscaled since the last `update`."""
@@ -91,12 +101,21 @@ class Precision:
 
     def unscale(self, parameters: Iterable[torch.Tensor], optimizers: Iterable[Optimizer]) -> None:
         """Unscale all gradients of the optimizers that hold any of `parameters`, once."""
-        if self.scaler is None:
-            return
-        clipped = {id(parameter) for parameter in parameters}
-        for optimizer in optimizers:
-            if not clipped.isdisjoint(map(id, parameters_of(optimizer))):
+        if self.scaler is not None:
+            for optimizer in _holding(parameters, optimizers):
                 self.scaler.unscale_once(optimizer)
+
+    def note_norm(
+        self, parameters: Iterable[torch.Tensor], optimizers: Iterable[Optimizer], norm: torch.Tensor
+    ) -> None:
+        """Skip the next steps of the optimizers that hold any of `parameters` if their `norm` is not finite.
+
+        Clipping by it spoils all of these gradients, also those of an optimizer whose own gradients did not overflow.
+        Call it after `unscale`. Does not wait for the device.
+        """
+        if self.scaler is not None:
+            for optimizer in _holding(parameters, optimizers):
+                self.scaler.note_norm(optimizer, norm)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         """Update the weights. Returns False, without an update, if fp16 gradients overflowed.
@@ -129,6 +148,12 @@ class Precision:
         """Call `settle` within a batch if a step has overflowed: a further backward pass needs a smaller scale."""
         if self._has_overflowed:
             self.settle(waiting)
+
+
+def _holding(parameters: Iterable[torch.Tensor], optimizers: Iterable[Optimizer]) -> list[Optimizer]:
+    """Return those of `optimizers` that hold any of `parameters`."""
+    ids = {id(parameter) for parameter in parameters}
+    return [optimizer for optimizer in optimizers if not ids.isdisjoint(map(id, parameters_of(optimizer)))]
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:

@@ -100,6 +100,22 @@ def test_fp16_waits_once_for_each_update(scale: float) -> None:
     assert done[0] is (scale < 65504)
 
 
+def test_fp16_skips_all_optimizers_whose_gradients_were_clipped_by_a_norm_that_is_not_finite() -> None:
+    """One of the two optimizers overflows; the clip makes the gradients of both NaN. A later update is made."""
+    loop, model, optimizers, loader = make(8, precision="fp16")
+    assert loop._precision.scaler is not None
+    loop._precision.scaler._init_scale = 1024.0
+    done = []
+    with Waits() as waits:  # type: ignore[no-untyped-call]
+        for number, (x,) in enumerate(loop.batches(loader)):
+            loop.backward((model.a(x) * (1.0 if number else math.nan) + model.b(x)).float().mean())
+            loop.clip_grad_norm_(model.parameters(), 1e6)
+            done += [loop.step(optimizer) for optimizer in optimizers]
+    assert done == [False, False, True, True]
+    assert waits.num == len(done)
+    assert [weight.item() for weight in model.parameters()] == pytest.approx([0.9, 0.9], rel=1e-3)
+
+
 def test_fp16_takes_a_smaller_scale_within_a_batch_only_if_no_gradient_waits() -> None:
     """An overflow of one optimizer lowers the scale at once where all have stepped, and at the end where one waits."""
     loop, model, (first, second), loader = make(4, precision="fp16")
