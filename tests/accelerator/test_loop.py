@@ -49,7 +49,7 @@ def test_loop_gives_the_numbers_of_the_cpu() -> None:
 
 
 def test_a_step_of_loop_makes_the_host_wait_for_nothing() -> None:
-    """With clipping, a schedule, a search for what is not finite, the stop flags and the loss on the progress bar."""
+    """With clipping, a schedule, reduced values, checks for NaN, the stop flags and the loss on the progress bar."""
     for counted in launch(training.count_all_syncs):
         assert counted == {"plain": {}, "gpt": {}, "accumulated": {}}
 

@@ -22,7 +22,8 @@ def weighted_mean(value: torch.Tensor, count: float, group: GroupLike) -> torch.
     """
     wide = torch.float32 if value.device.type == "mps" else torch.float64
     total = value.detach().to(wide) * count if count else torch.zeros_like(value, dtype=wide)
-    both = torch.cat([total.reshape(-1), total.new_tensor([count])])
+    # new_tensor() would copy from the host, which waits for the device.
+    both = torch.cat([total.reshape(-1), total.new_full((1,), float(count))])
     if group.world_size > 1:
         group.all_reduce(both)
     mean = (both[:-1] / both[-1]).reshape(value.shape)
@@ -36,7 +37,7 @@ def reduce_value(value: Any, op: str, count: float, group: GroupLike) -> torch.T
     """
     is_tensor = isinstance(value, torch.Tensor)
     try:
-        tensor = value.detach() if is_tensor else torch.tensor(value, dtype=torch.float64)
+        tensor = value.detach() if is_tensor else _make_tensor(value, group.device)
     except (TypeError, ValueError, RuntimeError) as error:
         raise LoopError(
             "reducing a value over ranks",
@@ -56,6 +57,13 @@ def reduce_value(value: Any, op: str, count: float, group: GroupLike) -> torch.T
             rank=group.rank,
         )
     return group.all_reduce(tensor.clone(), ops[op]) if group.world_size > 1 else tensor.clone()
+
+
+def _make_tensor(value: Any, device: torch.device) -> torch.Tensor:
+    """Return `value` in float64; a number is written on `device`, for which the host does not wait."""
+    if isinstance(value, (int, float)) and device.type != "mps":
+        return torch.full((), float(value), dtype=torch.float64, device=device)
+    return torch.tensor(value, dtype=torch.float64)
 
 
 def gather_rows(data: Any, group: GroupLike) -> Any:
