@@ -70,6 +70,7 @@ class Loop(PreparingLoop, KeepingLoop, LookingLoop):
             self._keeper.say_if_finished(num)
             while self.epoch < num:
                 self._leaving.settle()
+                self._updates.settle_left()
                 self._updates.settle_outside()
                 if self.should_stop:
                     self._keeper.leave()
@@ -80,6 +81,7 @@ class Loop(PreparingLoop, KeepingLoop, LookingLoop):
                     return
                 self._keeper.end_epoch()
             self._leaving.settle()
+            self._updates.settle_left()
             self._keeper.wait()
 
     def batches(self, loader: Loader) -> Iterator[Any]:
@@ -206,6 +208,7 @@ class Loop(PreparingLoop, KeepingLoop, LookingLoop):
             if is_next:
                 self._place.begin_epoch_outside()
         self._leaving.settle()
+        self._updates.settle_left()
         self._leaving.begin_pass()
         self._updates.share_owed_buffers()
         self._trained.begin()
@@ -290,11 +293,12 @@ class Loop(PreparingLoop, KeepingLoop, LookingLoop):
         ranks alike. Raises NonFiniteError on all ranks, on the CPU before anything is updated. On an accelerator the
         host does not wait: the optimizer gets zeros in place of gradients that are not finite, so the weights remain
         finite, and the error is raised once the ranks have exchanged their flags, about 0.1 s later (at most 32
-        updates, and always before the end of the epoch and before a save). A backward pass after the error starts
-        without gradients. Raises LoopError, at any number of ranks, for parameters that belong to no prepared model,
-        and in `batches` for gradients without any `loop.backward`, and for gradients of a backward pass before the last
-        step of a different optimizer, which that step did not clear, added to later ones; with several ranks also for
-        gradients of a forward pass that bypassed DDP. If that is intended, call `optimizer.step()`.
+        updates, and always before the end of the epoch, an evaluation and a save; after a `break` by the next
+        collective call of the loop other than `step`). A backward pass after the error starts without gradients. Raises
+        LoopError, at any number of ranks, for parameters that belong to no prepared model, and in `batches` for
+        gradients without any `loop.backward`, and for gradients of a backward pass before the last step of a different
+        optimizer, which that step did not clear, added to later ones; with several ranks also for gradients of a
+        forward pass that bypassed DDP. If that is intended, call `optimizer.step()`.
 
         `scheduler`: a ReduceLROnPlateau gets the update's mean loss over all ranks; it has to be prepared. `closure`:
         for optimizers that compute the loss several times per update (LBFGS, SAM): a function that runs forward and

@@ -32,7 +32,7 @@ class LookingLoop(LoopState):
         the ranks' local losses is then the mean over all samples. Outside of `batches` the default is 1, except for the
         loss tensor that `backward` was last called with, whose batch still determines it.
         """
-        self._leaving.meet()
+        self._meet()
         weight = self._updates.count_behind(value) if count is None else count
         return reduce_value(value, op, weight, self.group)
 
@@ -41,7 +41,7 @@ class LookingLoop(LoopState):
 
         `data`: tensors with any number of rows on each rank, tuples and dicts of them, or lists.
         """
-        self._leaving.meet()
+        self._meet()
         return gather_rows(data, self.group)
 
     def gather_batch(self, rows: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -52,7 +52,7 @@ class LookingLoop(LoopState):
         including 0; returns (sum of n, ...) in rank order. The backward pass is collective as well. Raises LoopError on
         all ranks if the shapes of a row or the dtypes differ.
         """
-        self._leaving.meet()
+        self._meet()
         return gather_batch(rows, self.group)
 
     def evaluate(
@@ -71,9 +71,10 @@ class LookingLoop(LoopState):
         torchmetrics MetricCollection. The value is NaN without samples. The model runs unwrapped, in eval mode, with
         rank 0's buffers, and not at all on a rank without samples. `forward(model, batch)` returns the arguments of the
         metrics; default: `(model(*batch[:-1]), batch[-1])`, or `(model(**batch), batch)` for a mapping. Torch's random
-        state is restored.
+        state is restored. Raises NonFiniteError on all ranks for an earlier update that has not been reported yet.
         """
-        self._leaving.meet()
+        self._meet()
+        self._updates.check_pending()
         self._keeper.say_resumed()
         with naming_rank(self.rank), self.autocast():
             return evaluate(model, self._divided(loader), metrics, self.group, forward)
@@ -94,9 +95,11 @@ class LookingLoop(LoopState):
         other ranks, unless `on_all_ranks`, and if there are no samples. `to`: a directory that rank 0 writes batch by
         batch, so that memory holds only one batch; read it with `read_predictions`; its path is returned on every rank.
         `forward(model, batch)`: default `model(*batch[:-1])` for a tuple, `model(batch[0])` for one item,
-        `model(**batch)` for a mapping, `model(batch)` for anything else.
+        `model(**batch)` for a mapping, `model(batch)` for anything else. Raises NonFiniteError on all ranks for an
+        earlier update that has not been reported yet.
         """
-        self._leaving.meet()
+        self._meet()
+        self._updates.check_pending()
         self._keeper.say_resumed()
         with naming_rank(self.rank), self.autocast():
             return predict(model, self._divided(loader), self.group, to=to, on_all_ranks=on_all_ranks, forward=forward)

@@ -107,6 +107,14 @@ class LoopState:
         check = self._updates.check_pending
         return Keeper(self.group, self._things, self._place, self._decider, check, options)
 
+    def _meet(self) -> None:
+        """Wait for the other ranks to leave `batches`, if this rank left it by `break`, before a collective call.
+
+        Raises NonFiniteError on all ranks for an update before the `break`.
+        """
+        self._leaving.meet()
+        self._updates.settle_left()
+
     @property
     def rank(self) -> int:
         """Rank of this process, 0 to `world_size` - 1."""

@@ -48,7 +48,7 @@ class Updates:
         self._decider = decider
         self._watch = watch
         self._totals: dict[tuple[int, ...], CountTotals] = {}
-        self._is_due = self._has_backward = self._is_spoilt = False
+        self._is_due = self._has_backward = self._is_spoilt = self._is_left = False
         self._groups = GroupWatch(group.rank)
         self._graphs = GraphWatch(group.rank)
         self._stand_ins = StandIns()
@@ -299,10 +299,22 @@ class Updates:
         self.settle()
         self.check_pending()
 
+    def settle_left(self) -> None:
+        """Raise NonFiniteError, on all ranks alike, for the updates before a `break` out of `batches`, once.
+
+        Collective after a `break` or an exception, and waits for the device; otherwise it does nothing.
+        """
+        if self._is_left and self._watch is not None:
+            self._is_left = False
+            self._watch.find_pending()
+            self._begin()  # an exception may have ended the last update of one rank before its check
+            self._finish()
+
     def check_pending(self) -> None:
         """Raise NonFiniteError, on all ranks alike, if gradients of an earlier update were not finite.
 
-        On an accelerator it waits for the device, whose results arrive late. Call it before weights are saved.
+        On an accelerator it waits for the device, whose results arrive late. Call it before weights are saved or
+        evaluated.
         """
         if self._watch is not None and self._watch.find_pending():
             self._raise_nonfinite(self._watch)
@@ -348,6 +360,7 @@ class Updates:
         """Leave the current batch. True if it was within an accumulation group, whose gradients are cleared."""
         unfinished = not self.is_update
         self.leave()
+        self._is_left = True
         for parameter in (parameter for model in self.models for parameter in model.parameters() if unfinished):
             parameter.grad = None
         return unfinished

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import math
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from ddpilot import FakeGroup
-from ddpilot.errors import LoopError
+from ddpilot.errors import LoopError, NonFiniteError
 from ddpilot.training.loop import Loop
+from ddpilot.training.nonfinite import FiniteWatch
 
 pytestmark = pytest.mark.usefixtures("compiler_is_loaded")
 
@@ -150,3 +153,68 @@ def test_a_checkpoint_dir_without_epochs_is_said_once_unless_the_user_saves(tmp_
             train(*parts, loader)
         train(*parts, loader)
         assert len(said) == 1
+
+
+class Behind:
+    """Stands for a device that the host runs ahead of: a number arrives only when the host waits for it."""
+
+    is_there = False
+
+    def __init__(self, number: torch.Tensor | None = None) -> None:
+        self.number = number
+
+    def send(self, number: torch.Tensor) -> Behind:
+        """As `Sender.send`."""
+        return Behind(number)
+
+    def read(self) -> float:
+        """As `Arriving.read`."""
+        assert self.number is not None
+        return self.number.item()
+
+
+def break_after_nan(loop: Loop, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """A pass that ends by `break` after an update with a loss that is NaN."""
+    for (x,) in loop.batches(make_loader(loop)):
+        loop.backward(model(x).mean() * math.nan)
+        loop.step(optimizer)
+        break
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda loop, _: loop.reduce(1.0),
+        lambda loop, _: loop.gather([1.0]),
+        lambda loop, model: loop.evaluate(model, make_loader(loop), {"a": lambda out: out[:, 0]}, forward=outputs),
+        lambda loop, model: loop.predict(model, make_loader(loop)),
+        lambda loop, _: list(loop.batches(make_loader(loop))),
+        lambda loop, _: list(loop.epochs(1)),
+    ],
+    ids=["reduce", "gather", "evaluate", "predict", "batches", "epochs"],
+)
+def test_nan_before_a_break_is_raised_by_the_next_collective_call(call: Callable[[Loop, nn.Module], Any]) -> None:
+    """Once, on an accelerator, whose checks have not arrived at the `break`; the weights remain finite."""
+    loop, model, optimizer = make()
+    loop._updates._watch = FiniteWatch(torch.device("cuda"), Behind())  # type: ignore[arg-type]
+    break_after_nan(loop, model, optimizer)
+    with pytest.raises(NonFiniteError, match="the loss is nan in epoch 0, batch 0"):
+        call(loop, model)
+    call(loop, model)
+    assert all(weight.isfinite().all() for weight in model.parameters())
+
+
+def test_nan_before_a_break_in_the_last_epoch_is_raised_at_the_end_of_epochs() -> None:
+    """On an accelerator."""
+    loop, model, optimizer = make()
+    loop._updates._watch = FiniteWatch(torch.device("cuda"), Behind())  # type: ignore[arg-type]
+    epochs = loop.epochs(1)
+    next(epochs)
+    break_after_nan(loop, model, optimizer)
+    with pytest.raises(NonFiniteError, match="the loss is nan in epoch 0, batch 0"):
+        next(epochs)
+
+
+def outputs(model: nn.Module, batch: Any) -> tuple[torch.Tensor]:
+    """The arguments of a metric without targets."""
+    return (model(batch[0]),)
