@@ -36,8 +36,7 @@ def _declare(torchvision: ModuleSpec | None) -> None:
         library = libraries.Library("torchvision", "DEF")
         library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        _finder.library = library  # type: ignore[attr-defined]
+        libraries.of_torchvision = library  # as long as torch: a garbage collection would take the operators away
 
 
-_finder = _Finder()
-sys.meta_path.insert(0, _finder)
+sys.meta_path.insert(0, _Finder())
