@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import linecache
 import sys
@@ -96,14 +97,13 @@ class Notes:
         return guarded
 
     def switch_off(self, error: Exception) -> None:
-        """Stop observing because of `error`, which is reported in one line and noted in the journal."""
+        """Stop observing because of `error`, which is noted in the journal and reported in one line."""
         self.is_off = True
         text = f"{type(error).__name__}: {error}"
-        try:
-            self._tell(f"guard no longer looks at {self.name}: {text}")
+        with contextlib.suppress(OSError, ValueError):  # the journal is closed
             self._journal.write("fault", {"probe": self.name, "text": text[:500]})
-        except Exception:  # noqa: BLE001, S110 - no way left to report it
-            pass
+        with contextlib.suppress(OSError, ValueError):  # stderr is closed
+            self._tell(f"guard no longer looks at {self.name}: {text}")
 
     def around(
         self,

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from IPython.core.error import StdinNotImplementedError
+
 from ddpilot.launching.options import Output
 from ddpilot.magics.comms import CommBridge
 from ddpilot.magics.places import Place, Places, Publisher
@@ -141,7 +143,7 @@ class NotebookView(ScreenView):
         question = f"[rank {rank}] {prompt}"
         try:
             return getpass.getpass(question) if password else input(question)
-        except NotImplementedError as error:  # raised by ipykernel if the notebook runs without a front end
+        except StdinNotImplementedError as error:  # the notebook runs without a front end
             raise EOFError(str(error)) from error
 
     def _publisher(self) -> Publisher:

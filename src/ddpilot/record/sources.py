@@ -24,6 +24,10 @@ from ddpilot.record.ring import RingWriter
 from ddpilot.record.sites import SiteFinder
 
 
+class _UnavailableError(Exception):
+    """This source is not there, for the stated reason; nothing is wrong."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Connection:
     """A source that writes into a ring through `recorder` until `disconnect` is called."""
@@ -56,7 +60,7 @@ def connect(ring: RingWriter, source: str, tell: Callable[[str], None]) -> Conne
         if source in ("auto", name):
             try:
                 return attempt(ring, tell)
-            except NotImplementedError as error:
+            except _UnavailableError as error:
                 problems.append(f"{name}: {error}")
             except Exception as error:  # noqa: BLE001 - a different torch may lack or refuse anything that this needs
                 problems.append(f"{name}: {type(error).__name__}: {error}")
@@ -68,7 +72,7 @@ def connect(ring: RingWriter, source: str, tell: Callable[[str], None]) -> Conne
 def _connect_native(ring: RingWriter, tell: Callable[[str], None]) -> Connection:
     path = native.built_path()
     if path is None or not path.exists():
-        raise NotImplementedError("not built, `ddpilot build-recorder` does")
+        raise _UnavailableError("not built, `ddpilot build-recorder` does")
     module = native.load(path)
     parts = _Parts()
     repeats = module.Repeats(ring.map, ring.num_records, parts.groups.next_seqs, parts.sites.kind_of)
@@ -96,7 +100,7 @@ def _connect_hooks(ring: RingWriter, tell: Callable[[str], None]) -> Connection:
     from torch.distributed import distributed_c10d as registry
 
     if not has_hooks():
-        raise NotImplementedError("this torch has none, 2.14 is the first that does")
+        raise _UnavailableError("this torch has none, 2.14 is the first that does")
     recorder = _Parts().recorder(ring, tell, unbox=lambda group: group, unbox_work=lambda work: work)
     disconnect = install_hooks(recorder, registry)
     left_out = {"c10d::monitored_barrier_": "torch calls no hook for it"}

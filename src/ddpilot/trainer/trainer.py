@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ddpilot.errors import LoopError, RankError
+from ddpilot.errors import LoopError
 from ddpilot.trainer.batches import Summands, check_attached, check_weighted, with_count
 from ddpilot.trainer.checking import check_fit, check_goal, naming_arguments
 from ddpilot.trainer.fitting import Fit, fit_here
@@ -96,13 +96,12 @@ class Trainer(LookingTrainer):
         before any rank starts.
         """
         check_goal(epochs, until_epoch)
-        sizes = {"global_batch_size": global_batch_size, "batch_size_per_rank": batch_size_per_rank}
         fit = Fit(
             train_set=train_set,
             val_set=val_set,
             epochs=1 if epochs is None else epochs,
             until_epoch=until_epoch,
-            sizes=sizes,
+            sizes={"global_batch_size": global_batch_size, "batch_size_per_rank": batch_size_per_rank},
             shuffle=shuffle,
             num_workers=num_workers,
             max_time_s=max_time_s,
@@ -115,20 +114,20 @@ class Trainer(LookingTrainer):
             ddp=ddp or {},
         )
         check_fit(self, fit, has_own_step=self._has_own_step)
-        if is_on_ranks():
-            say_ignored(nproc_per_node)
-            with StopSignals() as signals:
-                late = fit_here(self, fit, signals)
-        elif nproc_per_node == 0:
-            with StopSignals() as signals, as_it_was(self):
-                late = fit_here(self, fit, signals)
-        else:
-            late = self._fit_on_ranks(fit, nproc_per_node)
+        late = self._run_fit(fit, nproc_per_node)
         if late is not None:
             raise late
         return self.history
 
-    def _fit_on_ranks(self, fit: Fit, nproc_per_node: int | str | None) -> RankError | None:
+    def _run_fit(self, fit: Fit, nproc_per_node: int | str | None) -> Exception | None:
+        """Run `fit` on the existing ranks, in this process or on new ranks; returns a callback's late error."""
+        if is_on_ranks():
+            say_ignored(nproc_per_node)
+            with StopSignals() as signals:
+                return fit_here(self, fit, signals)
+        if nproc_per_node == 0:
+            with StopSignals() as signals, as_it_was(self):
+                return fit_here(self, fit, signals)
         self.nproc_per_node = self.nproc_per_node if nproc_per_node is None else nproc_per_node
         outcomes = run_on_ranks(self.launcher, self.nproc_per_node, "fit", self, fit)
         apply(self, outcomes[0])

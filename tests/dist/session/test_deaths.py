@@ -113,10 +113,14 @@ def test_restart_of_all_ranks_starts_over(start: Start) -> None:
 def test_after_a_restart_of_all_ranks_the_user_enters_the_group_again(start: Start) -> None:
     """Restart and run from the top: fresh ranks are as after the start, in no group."""
     session = start(2)
-    enter = "import torch, torch.distributed as dist\ndist.init_process_group('gloo')\ndist.all_reduce(torch.ones(1))"
+    enter = (
+        "import torch, torch.distributed as dist\ndist.init_process_group('gloo')\n"
+        "total = torch.ones(1)\ndist.all_reduce(total)"
+    )
     session.execute(enter)
     session.restart()
     session.execute(enter)
+    assert session.pull("total.item()") == [2.0, 2.0]
     session.restart()
     session.execute("group.barrier()")
 

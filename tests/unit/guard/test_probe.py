@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import warnings
 from collections.abc import Callable
@@ -176,6 +177,19 @@ def test_notes_survive_a_journal_that_fails(tmp_path: Path) -> None:
     assert notes.is_off
     assert len(said) == 1
     assert "not JSON serializable" in said[0]
+
+
+def test_a_probe_that_fails_while_stderr_is_closed_is_in_the_journal(tmp_path: Path) -> None:
+    """The line cannot be printed; training continues and the watch can still read why."""
+    journal = JournalWriter(tmp_path / "journal", rank=0)
+    closed = io.StringIO()
+    closed.close()
+    finder = SiteFinder(torch="/nowhere", ours="/nowhere")
+    notes = Notes("things", journal, rank=0, finder=finder, tell=lambda line: print(line, file=closed))
+    notes.safely(lambda: 1 / 0)()
+    assert notes.is_off
+    (entry,) = read_journal(tmp_path / "journal").entries
+    assert entry.values == {"probe": "things", "text": "ZeroDivisionError: division by zero"}
 
 
 @pytest.mark.parametrize("environ", [{}, {"DDPILOT_RING_DIR": "here", "DDPILOT_GUARD": "0"}])

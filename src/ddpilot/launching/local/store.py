@@ -16,13 +16,11 @@ def run_store(listen_fd: int) -> NoReturn:
     """Serve the store until this process is killed."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+    from ddpilot.group.store import host_on
+
     with socket.socket(fileno=os.dup(listen_fd)) as listener:
         host, port = listener.getsockname()
-    serve = functools.partial(TCPStore, host, port, None, True, wait_for_workers=False, master_listen_fd=listen_fd)
-    try:
-        store = serve()
-    except NotImplementedError:  # the libuv store of torch 2.6 does not accept a socket
-        store = serve(use_libuv=False)
+    store = host_on(listen_fd, functools.partial(TCPStore, host, port, None, True, wait_for_workers=False))
     outlive_stops()
     while store is not None:
         signal.pause()
