@@ -21,10 +21,11 @@ READY, DONE, ENDED = "ready", "done", "ended"
 class NodeState:
     """State of one node, published repeatedly; `beat` increases each time.
 
-    `attempt`: number of the restart, from 0; `phase`: "ready" (to start, or running), "done" (its ranks succeeded) or
-    "ended" (it leaves). `ranks_port`: on node 0, port of the store for the ranks of this attempt. `failure`: why it
-    ended `attempt` or leaves, as returned by `pack_error`. `letter`: number of letters that its companion has written
-    in `attempt`; `mark`: its companion's mark; `num_pieces`: number of pieces that its companion has appended.
+    `attempt`: number of the restart, from 0, or -1 until the node is ready for the first attempt; `phase`: "ready" (to
+    start, or running), "done" (its ranks succeeded) or "ended" (it leaves). `ranks_port`: on node 0, port of the store
+    for the ranks of this attempt. `failure`: why it ended `attempt` or leaves, as returned by `pack_error`. `letter`:
+    number of letters that its companion has written in `attempt`; `mark`: its companion's mark; `num_pieces`: number of
+    pieces that its companion has appended.
     """
 
     node_rank: int
@@ -35,7 +36,7 @@ class NodeState:
     target: str
     max_restarts: int = 0
     beat: int = 0
-    attempt: int = 0
+    attempt: int = -1
     phase: str = READY
     ranks_port: int = 0
     failure: Mapping[str, Any] | None = None

@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import HashStore
 from ddpilot.launching.elastic.nodes import NodeState
 from ddpilot.launching.elastic.post import NUM_SLOTS, Post
 
-ZERO = NodeState(node_rank=0, host="here", pid=7, nnodes=2, nproc_per_node=1, target="train.py")
+ZERO = NodeState(node_rank=0, host="here", pid=7, nnodes=2, nproc_per_node=1, target="train.py", attempt=0)
 ONE = replace(ZERO, node_rank=1, host="there")
 
 
