@@ -28,7 +28,7 @@ def test_interactive_trains_through_a_mistake_on_two_ranks(tmp_path: Path) -> No
 
     shown = stream(cells["mistake"], "stderr")
     assert shown.startswith("RankError: rank 1 raised IndexError: Target 10 is out of bounds.")
-    assert re.search(r"Cell In\[\d+\], line 5\n", shown)
+    assert re.search(r"Cell In\[\d+\], line 5\b", shown)
     assert "----> 5 loss = F.cross_entropy(model(images.to(device)), labels.to(device))" in shown
     assert re.search(r"freed and rebuilt in [\d.]+ s, variables are kept; 1 DDP model bound to it", shown)
     assert [output.ename for output in cells["mistake"].outputs if output.output_type == "error"] == ["RankError"]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,16 @@ MODULES = {
     "starts_thread": "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n",
     "fails_to_import": "raise RuntimeError('no licence')\n",
     "exits_on_import": "import os\nos._exit(5)\n",
+    "slow_to_import": (
+        "import os, pathlib, sys, time\n"
+        "class Finder:\n"
+        "    @staticmethod\n"
+        "    def find_spec(name, path=None, target=None):\n"
+        "        if name == 'torch._dynamo':\n"
+        "            pathlib.Path(__file__).with_name('server_pid').write_text(str(os.getpid()))\n"
+        "            time.sleep(60)\n"
+        "sys.meta_path.insert(0, Finder)\n"
+    ),
     "no_more_processes": (
         "import os\nfork, made = os.fork, []\n"
         "def limited():\n    made.append(1)\n    if len(made) > 2: raise BlockingIOError(11, 'no process left')\n"
@@ -213,3 +224,24 @@ def test_ranks_that_are_more_than_the_cores_find_imported_what_the_first_optimiz
         tmp_path,
     )
     assert outcome.out == "[True, True]\n"
+
+
+def test_server_exits_with_its_parent_while_it_imports(modules: Path) -> None:
+    """An import of the idle server may take seconds on a busy machine."""
+    pid_file = modules / "server_pid"
+    program = (
+        "import sys, time, ddpilot; sys.path.insert(0, sys.argv[1]); "
+        "ddpilot.Launcher(nproc_per_node=1, preload=('slow_to_import',)).run(int); time.sleep(60)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program, str(modules)])
+    try:
+        wait_until(lambda: pid_file.exists() and pid_file.read_text() != "", limit_s=60)
+    finally:
+        parent.kill()
+        parent.wait()
+    server = int(pid_file.read_text())
+    try:
+        wait_until(lambda: not is_alive(server), limit_s=2)
+    finally:
+        if is_alive(server):
+            os.kill(server, signal.SIGKILL)

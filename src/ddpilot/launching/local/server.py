@@ -21,7 +21,7 @@ import time
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from ddpilot.launching.contract import count_cores
@@ -41,6 +41,9 @@ _IMPORTS = (
 _LATER_IMPORTS = ("torch._dynamo",)
 """Modules that the first optimizer of a process imports (0.9 to 1.3 s measured). The server imports them while it is
 idle, and before it forks more ranks than there are cores, because each rank would otherwise import them."""
+
+_LOOK_S = 0.25
+"""Interval, in seconds, at which the server checks during an import whether the parent has exited."""
 
 
 def serve(channel_fd: int, parent_pid: int, preload: tuple[str, ...], may_fork: bool) -> NoReturn:
@@ -151,10 +154,27 @@ class Server:
 
     def _import_next(self) -> None:
         name = self._later_imports.pop(0)
-        importlib.import_module(name)
+        with self._exiting_with_parent():
+            importlib.import_module(name)
         self._clean.check(name)
         self._may_fork = self._may_fork and self._clean.dirty is None
         gc.freeze()
+
+    @contextlib.contextmanager
+    def _exiting_with_parent(self) -> Iterator[None]:
+        """Exit soon after the parent although the body, which takes seconds on a busy machine, keeps the loop waiting."""
+
+        def look(_number: int, _frame: object) -> None:
+            if os.getppid() != self._parent_pid:
+                self._on_parent_end()
+
+        before = signal.signal(signal.SIGALRM, look)
+        signal.setitimer(signal.ITIMER_REAL, _LOOK_S, _LOOK_S)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
 
     def _on_channel(self) -> None:
         try:
