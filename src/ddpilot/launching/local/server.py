@@ -162,7 +162,7 @@ class Server:
 
     @contextlib.contextmanager
     def _exiting_with_parent(self) -> Iterator[None]:
-        """Exit soon after the parent although the body, which takes seconds on a busy machine, keeps the loop waiting."""
+        """Exit soon after the parent although the body, which may take seconds, keeps the loop from noticing."""
 
         def look(_number: int, _frame: object) -> None:
             if os.getppid() != self._parent_pid:

@@ -8,11 +8,12 @@ import sys
 import zlib
 from array import array
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import dataloader as torch_loader
 
 from ddpilot.guard.probe import Notes
@@ -174,15 +175,18 @@ def _ignore(_: Pass) -> None:
 def _describe_batch(found: Pass, number: int, index: Any, data: Any) -> Given:
     indices = index[:_NUM_NAMED_SAMPLES] if isinstance(index, list) else ()
     named = tuple(one for one in indices if type(one) is int)
-    return Given(found, number, named, pointers_of(data))
+    storages = {
+        one.data_ptr(): StorageWeakRef(one.untyped_storage())  # type: ignore[no-untyped-call]
+        for one in _first_tensors(data)
+    }
+    return Given(found, number, named, storages)
 
 
 def pointers_of(data: Any) -> frozenset[int]:
     """Addresses of the first tensors in `data`, by which a batch is recognized."""
-    pointers = []
-    for _, tensor in tensors_in(data):
-        if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
-            pointers.append(tensor.data_ptr())
-        if len(pointers) == 4:
-            break
-    return frozenset(pointers)
+    return frozenset(one.data_ptr() for one in _first_tensors(data))
+
+
+def _first_tensors(data: Any) -> list[torch.Tensor]:
+    strided = (one for _, one in tensors_in(data) if type(one) is torch.Tensor and one.layout is torch.strided)
+    return list(islice(strided, 4))

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ddpilot.guard.probes.data.sketch import Sketch
 
@@ -54,8 +56,8 @@ class Given:
     """Counts from 1."""
     indices: tuple[int, ...]
     """The first sample indices; empty if there are none."""
-    pointers: frozenset[int]
-    """Addresses of its first tensors."""
+    storages: Mapping[int, StorageWeakRef]
+    """Storages of its first tensors by the tensors' addresses. The address of a freed one may be another tensor's."""
 
 
 @dataclass(eq=False)
@@ -82,6 +84,7 @@ class Position:
     def find_given(self, pointers: frozenset[int]) -> Given | None:
         """Return the newest batch that has one of these tensors, or else the newest one."""
         for given in reversed(self.given):
-            if given.pointers & pointers:
-                return given
+            for address, storage in given.storages.items():
+                if address in pointers and not storage.expired():  # type: ignore[no-untyped-call]
+                    return given
         return self.given[-1] if self.given else None
