@@ -82,9 +82,7 @@ def render_state(runs: Sequence[Run]) -> str:
 def render_checks() -> str:
     """A row for each check."""
     rows = ["| check | claim | needs |", "|---|---|---|"]
-    for check in CHECKS:
-        num = f"{check.num_devices} devices" if check.num_devices > 1 else "a device"
-        rows.append(f"| `{check.name}` | {check.claim} | {'NVIDIA' if check.only_cuda else num} |")
+    rows += [f"| `{check.name}` | {check.claim} | {check.needs} |" for check in CHECKS]
     return "\n".join(rows) + "\n"
 
 

@@ -17,15 +17,22 @@ HANGS_AND_MISMATCHES = (
 )
 """`group_order` of the zoo is no hang here, where both groups' collectives are queued before anyone waits; in
 `unused_on_one_rank` and `uneven_inputs_and_exit` a rank may come to its end before anything waits for the device."""
+OF_FOUR = ("collective_under_rank_guard", "early_stop_one_rank", "killed_rank", "size_mismatch")
 RIGHT = ("plain_ddp", "one_rank_is_late", "several_groups", "asynchronous", "gan", "root_goes_on", "receiver_computes")
 
 
 @pytest.mark.timeout(400)
 def test_hangs_and_mismatches_are_named() -> None:
     """Code, rank and line of each finding are those that the script says."""
-    assert call("tests.accelerator.zoo:judge_cases", HANGS_AND_MISMATCHES, limit_s=390) == {
-        name: [] for name in HANGS_AND_MISMATCHES
-    }
+    found = call("tests.accelerator.zoo:judge_cases", HANGS_AND_MISMATCHES, 2, limit_s=390)
+    assert found == {name: [] for name in HANGS_AND_MISMATCHES}
+
+
+@pytest.mark.timeout(300)
+def test_hangs_and_mismatches_of_four_ranks_are_named() -> None:
+    """Among three ranks that wait, the one that does not is found."""
+    found = call("tests.accelerator.zoo:judge_cases", OF_FOUR, 4, num_devices=4, limit_s=290)
+    assert found == {name: [] for name in OF_FOUR}
 
 
 @pytest.mark.timeout(300)

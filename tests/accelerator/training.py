@@ -19,7 +19,7 @@ from ddpilot.training.loop import Loop
 from ddpilot.training.structure import to_host
 from ddpilot.training.wrapping import unwrap
 
-KINDS = ("mlp", "gpt")
+KINDS = ("mlp", "cnn", "gpt")
 SHARES = {2: [2.0, 1.0]}
 WARM_UP = 5
 ROW = 1 << 18

@@ -8,18 +8,22 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.zoo import watched
-from tests.zoo.watched import judge, read_case, run_case, run_watched
+from tests.zoo.watched import Case, Watched, judge, read_case, run_case, run_watched
 
 ZOO = Path(watched.__file__).parent
 HERE = Path(__file__).parent / "programs"
 NUM_AT_ONCE = 2
 
 
-def judge_cases(names: Sequence[str]) -> dict[str, list[str]]:
-    """Of each of `names` what is not named as its script asks for; empty where all is."""
+def judge_cases(names: Sequence[str], num_ranks: int) -> dict[str, list[str]]:
+    """Of each of `names`, on `num_ranks` ranks, what is not named as its script asks for; empty where all is."""
     cases = {name: read_case(_find(name, "cases")) for name in names}
+
+    def run(case: Case) -> Watched:
+        return run_case(case, on_device=True, num_ranks=num_ranks)
+
     with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
-        runs = dict(zip(cases, pool.map(lambda case: run_case(case, on_device=True), cases.values()), strict=True))
+        runs = dict(zip(cases, pool.map(run, cases.values()), strict=True))
     return {name: list(judge(case, runs[name])) for name, case in cases.items()}
 
 

@@ -66,9 +66,15 @@ def read_cases(folder: Path) -> list[Path]:
 
 
 def run_watched(
-    script: Path, limit_s: float = 60.0, *, until: str = "", stall_warn_s: float = 30.0, on_device: bool = False
+    script: Path,
+    limit_s: float = 60.0,
+    *,
+    until: str = "",
+    stall_warn_s: float = 30.0,
+    on_device: bool = False,
+    num_ranks: int = 2,
 ) -> Watched:
-    """Run `script` on two ranks; every finding is kept, an error or the code `until` stops it.
+    """Run `script` on `num_ranks` ranks; every finding is kept, an error or the code `until` stops it.
 
     `on_device`: with its tensors on the ranks' accelerators, and the collectives of those.
     """
@@ -79,7 +85,7 @@ def run_watched(
         return "stop" if finding.severity == "error" or finding.code == until else None
 
     launcher = Launcher(
-        nproc_per_node=2,
+        nproc_per_node=num_ranks,
         backend=None if on_device else "gloo",
         output="silent",
         timeout_s=limit_s,
@@ -99,10 +105,10 @@ def run_watched(
     return Watched(findings=tuple(seen), error=error, seconds=time.monotonic() - began_s)
 
 
-def run_case(case: Case, *, on_device: bool = False) -> Watched:
+def run_case(case: Case, *, on_device: bool = False, num_ranks: int = 2) -> Watched:
     """Run the script of `case` until its finding is there; what is unproven is a warning after four seconds here."""
     before = set(os.listdir("/dev/shm"))
-    watched = run_watched(case.path, 40.0, until=case.code, stall_warn_s=4.0, on_device=on_device)
+    watched = run_watched(case.path, 40.0, until=case.code, stall_warn_s=4.0, on_device=on_device, num_ranks=num_ranks)
     for name in set(os.listdir("/dev/shm")) - before:
         if name.startswith("torch_") and unused_shared_memory([name]):  # of a loader's worker that was killed
             Path("/dev/shm", name).unlink(missing_ok=True)

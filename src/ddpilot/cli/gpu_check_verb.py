@@ -30,8 +30,4 @@ def check_gpus(names: Sequence[str], *, json_path: Path = REPORT, limit_s: float
 
 def list_checks() -> str:
     """One line for each check: its name, its requirement and its claim."""
-    rows = []
-    for check in CHECKS:
-        needs = "NVIDIA" if check.only_cuda else f"{check.num_devices} device" if check.num_devices else "any"
-        rows.append(f"{check.name:<33}  {needs:<8}  {check.claim}")
-    return "\n".join(rows)
+    return "\n".join(f"{check.name:<33}  {check.needs:<9}  {check.claim}" for check in CHECKS)

@@ -173,7 +173,7 @@ def test_an_exception_of_a_check_is_a_failure_with_its_place(monkeypatch: pytest
 def test_a_check_that_does_not_answer_is_ended() -> None:
     """At its limit, in a process group of its own."""
     ended = runner._run_child("group_of_one", 0.01)
-    assert (ended.value, ended.why) == (None, "no answer in 0 s")
+    assert (ended.value, ended.why) == (None, "timed out after 0.01 s (--time-limit-s)")
 
 
 def test_no_check_waits_longer_for_its_ranks_than_for_itself() -> None:
@@ -182,3 +182,14 @@ def test_no_check_waits_longer_for_its_ranks_than_for_itself() -> None:
 
     assert min(check.limit_s for check in CHECKS) > LAUNCH_LIMIT_S
     assert all(isinstance(check, Check) for check in CHECKS)
+
+
+def test_evidence_of_a_time_out_is_where_the_main_thread_was() -> None:
+    """faulthandler writes the innermost frame first, and the main thread last."""
+    stacks = (
+        'Thread 0x1 (most recent call first):\n  File "selectors.py", line 468 in select\n\n'
+        'Thread 0x2 (most recent call first):\n  File "train.py", line 5 in wait\n  File "run.py", line 9 in main\n'
+    )
+    assert runner._last_line(f"starting\n{stacks}") == 'File "train.py", line 5 in wait'
+    assert runner._last_line(f"{stacks}RuntimeError: lost") == "RuntimeError: lost"
+    assert runner._last_line("") == "it printed nothing"

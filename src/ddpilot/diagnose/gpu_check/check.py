@@ -43,6 +43,13 @@ class Check:
     limit_s: float = 90.0
     """Seconds after which it fails."""
 
+    @property
+    def needs(self) -> str:
+        """What the check requires, in words."""
+        if self.only_cuda:
+            return "NVIDIA"
+        return "any" if not self.num_devices else "a device" if self.num_devices == 1 else f"{self.num_devices} devices"
+
 
 def judge(holds: bool, evidence: str) -> Outcome:
     """Return ok if the claim `holds`, otherwise failed."""

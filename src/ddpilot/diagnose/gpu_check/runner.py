@@ -30,6 +30,7 @@ _EXIT_GRACE_S = 10.0
 """Seconds that a process may take to exit after it has written its result."""
 _POLL_S = 0.05
 _OUTPUT_CHARACTERS = 6000
+_INNERMOST_FIRST = "(most recent call first):"
 _LABELS: Mapping[Status, str] = {"ok": "ok", "failed": "FAILED", "cannot be shown": "-"}
 _LEFT_OUT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables set in the shell of a job, removed as the checks are separate jobs."""
@@ -176,7 +177,7 @@ def _wait(child: subprocess.Popen[bytes], result: Path, limit_s: float) -> str:
     end = time.monotonic() + limit_s
     while not result.exists() and child.poll() is None:
         if time.monotonic() > end:
-            return f"no answer in {limit_s:.0f} s"
+            return f"timed out after {limit_s:g} s (--time-limit-s)"
         time.sleep(_POLL_S)
     with suppress(subprocess.TimeoutExpired):
         child.wait(_EXIT_GRACE_S)
@@ -191,8 +192,13 @@ def _kill_group(child: subprocess.Popen[bytes]) -> None:
 
 
 def _last_line(text: str) -> str:
+    """Return the last line of output, or where the main thread was if the output ends with faulthandler's stacks."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1][:300] if lines else "it printed nothing"
+    if not lines:
+        return "it printed nothing"
+    stacks = [at for at, line in enumerate(lines[:-1]) if line.endswith(_INNERMOST_FIRST)]
+    is_stack = bool(stacks) and all(line.startswith('File "') for line in lines[stacks[-1] + 1 :])
+    return lines[stacks[-1] + 1 if is_stack else -1][:300]
 
 
 def render_result(result: Result) -> str:
