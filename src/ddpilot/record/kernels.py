@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """See every collective through kernels on the dispatch key that every `c10d::` operator passes first.
 
-These kernels also see what torch's hooks do not (the reduce-op, groups that are created later), from Python, C++ and
-compiled graphs alike. Functions import torch themselves: reading a ring imports this package and must work without it.
+They see collectives from Python, C++ and compiled graphs alike, of groups that are created later too. (The hooks on
+process groups that torch has from 2.14 on see neither reduce-op nor tag nor split sizes.) Functions import torch
+themselves: reading a ring imports this package and must work without it.
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ class RankLog:
     host: str
     torch: str
     source: str
-    """Source of the records: ``native``, ``kernels`` or ``hooks``."""
+    """Source of the records: ``native`` or ``kernels``."""
     started_ns: int
     """Start of the recording, on CLOCK_MONOTONIC like every other time here."""
     started_unix_ns: int

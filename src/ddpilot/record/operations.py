@@ -85,7 +85,7 @@ def plan_operation(operator: str, schema: Any) -> Operation | str:
     elif is_p2p and base.startswith("recv"):
         outputs = tensors
     return Operation(
-        name=spell(base),
+        name=_SPELLINGS.get(base, base.strip("_")),
         operator=operator,
         group_at=group_at,
         inputs_at=tuple(at for at in tensors if at not in outputs),
@@ -102,12 +102,6 @@ def plan_operation(operator: str, schema: Any) -> Operation | str:
         work_at=_find_work([str(result.type) for result in schema.returns]),
         is_p2p=is_p2p,
     )
-
-
-def spell(base: str) -> str:
-    """Return PyTorch's public name of the operator or hook operation `base`."""
-    variants = (base, f"{base}_", f"_{base}_")
-    return next((_SPELLINGS[variant] for variant in variants if variant in _SPELLINGS), base.strip("_"))
 
 
 def _first(values: Sequence[str], ending: str) -> int:

@@ -39,7 +39,7 @@ def is_handling_error() -> bool:
 
 
 class Recorder:
-    """Records every collective that a source (kernels or hooks) reports into `ring`.
+    """Records every collective that the kernels report into `ring`.
 
     `tell` prints one line. `is_in_group`: True if this process has a default group now; `has_used_group`: True if it
     has ever used one; `find_entering`: returns the init_process_group call in progress; `others`: works of collectives

@@ -27,7 +27,7 @@ NUM_RECORDS = 8192
 PAGE_BYTES = 256 * 1024
 ASK_INTERVAL_S = 0.05
 
-Source = Literal["auto", "native", "kernels", "hooks"]
+Source = Literal["auto", "native", "kernels"]
 
 SOURCE_VARIABLE = "DDPILOT_RECORDER"
 """Environment variable that selects the source for ``auto``, one of `Source`."""
@@ -36,8 +36,8 @@ SOURCE_VARIABLE = "DDPILOT_RECORDER"
 class Recording:
     """A recording of this process's collectives; a context manager that stops it.
 
-    `source`: how collectives are seen: ``native``, ``kernels`` or ``hooks``. `left_out`: operators that are not
-    recorded, each with the reason. `why_off`: why recording is not possible; empty if it is.
+    `source`: how collectives are seen: ``native`` or ``kernels``. `left_out`: operators that are not recorded, each
+    with the reason. `why_off`: why recording is not possible; empty if it is.
     """
 
     def __init__(
@@ -102,10 +102,9 @@ def start_recording(
 
     The file appears when it is readable and replaces an existing ring. It takes 128 bytes for each of the `num_records`
     newest collectives (default 8,192), twice `page_bytes` (default 256 KiB) for the data that they share, and 4 KiB.
-    `source`: ``native`` (compiled kernels, built by `ddpilot build-recorder`), ``kernels`` (in Python), ``hooks``
-    (torch 2.14 and later), or ``auto``: the source named by the environment variable DDPILOT_RECORDER, or the first
-    available one. `tell` prints a line (default: to stderr). Not collective; may be called before or after
-    init_process_group.
+    `source`: ``native`` (compiled kernels, built by `ddpilot build-recorder`), ``kernels`` (in Python), or ``auto``:
+    the source named by the environment variable DDPILOT_RECORDER, or the first available one. `tell` prints a line
+    (default: to stderr). Not collective; may be called before or after init_process_group.
 
     If there is no space for the file or no source is available, prints one line and returns a recording that is off.
     Raises `RecordError` if this process is already recording, if `path` exists and is not a ring, and for invalid

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connect a ring to what sees the collectives of this process: our dispatcher kernels or torch's hooks."""
+"""Connect a ring to what sees the collectives of this process: our dispatcher kernels, compiled or in Python."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from ddpilot.record.capturing import is_capturing
 from ddpilot.record.describe import Describer
 from ddpilot.record.entering import EntryFinder
 from ddpilot.record.groups import GroupBook
-from ddpilot.record.hooks import are_installed, has_hooks, install_hooks
 from ddpilot.record.kernels import find_watched, install_kernels, plan_operations
 from ddpilot.record.pending import PendingWorks, StreamMark
 from ddpilot.record.recorder import Recorder
@@ -41,9 +40,7 @@ class Connection:
 
 def refuse_second() -> None:
     """Raise `RecordError` if this process is already recording, or if other code has kernels on our dispatch key."""
-    from torch.distributed import distributed_c10d as registry
-
-    watched = find_watched(plan_operations()[0]) or ("process groups" if are_installed(registry) else "")
+    watched = find_watched(plan_operations()[0])
     if watched:
         raise RecordError(
             "starting to record",
@@ -55,7 +52,7 @@ def refuse_second() -> None:
 def connect(ring: RingWriter, source: str, tell: Callable[[str], None]) -> Connection | str:
     """Connect `ring` to `source`, as in `start_recording`. Returns the reasons as text if no source can be used."""
     problems = []
-    for attempt in (_connect_native, _connect_kernels, _connect_hooks):
+    for attempt in (_connect_native, _connect_kernels):
         name = attempt.__name__.removeprefix("_connect_")
         if source in ("auto", name):
             try:
@@ -78,7 +75,7 @@ def _connect_native(ring: RingWriter, tell: Callable[[str], None]) -> Connection
     repeats = module.Repeats(ring.map, ring.num_records, parts.groups.next_seqs, parts.sites.kind_of)
     alone = ring.next_index, ring.on_forget
     ring.next_index, ring.on_forget = repeats.next_index, repeats.forget
-    recorder = parts.recorder_for_kernels(ring, tell, repeats)
+    recorder = parts.recorder(ring, tell, repeats)
     operations, left_out = plan_operations()
     try:
         disconnect = native.install_both(module, repeats, recorder, operations)
@@ -91,24 +88,13 @@ def _connect_native(ring: RingWriter, tell: Callable[[str], None]) -> Connection
 
 def _connect_kernels(ring: RingWriter, tell: Callable[[str], None]) -> Connection:
     operations, left_out = plan_operations()
-    recorder = _Parts().recorder_for_kernels(ring, tell)
+    recorder = _Parts().recorder(ring, tell)
     disconnect = install_kernels(recorder, operations)
     return Connection(source="kernels", recorder=recorder, disconnect=disconnect, left_out=left_out)
 
 
-def _connect_hooks(ring: RingWriter, tell: Callable[[str], None]) -> Connection:
-    from torch.distributed import distributed_c10d as registry
-
-    if not has_hooks():
-        raise _UnavailableError("this torch has none, 2.14 is the first that does")
-    recorder = _Parts().recorder(ring, tell, unbox=lambda group: group, unbox_work=lambda work: work)
-    disconnect = install_hooks(recorder, registry)
-    left_out = {"c10d::monitored_barrier_": "torch calls no hook for it"}
-    return Connection(source="hooks", recorder=recorder, disconnect=disconnect, left_out=left_out)
-
-
 class _Parts:
-    """What every source needs from this process's torch."""
+    """What both sources need from this process's torch."""
 
     def __init__(self) -> None:
         import torch
@@ -126,25 +112,15 @@ class _Parts:
             return None
         return StreamMark(self._torch.accelerator.current_stream().record_event())
 
-    def recorder_for_kernels(self, ring: RingWriter, tell: Callable[[str], None], repeats: Any = None) -> Recorder:
-        """A recorder for kernels, whose arguments torch has boxed. `repeats`: a `Repeats` of the compiled recorder."""
+    def recorder(self, ring: RingWriter, tell: Callable[[str], None], repeats: Any = None) -> Recorder:
+        """Create a recorder that writes into `ring`. `repeats`: a `Repeats` of the compiled recorder."""
         from torch._C._distributed_c10d import ProcessGroup, Work
 
-        return self.recorder(ring, tell, unbox=ProcessGroup.unbox, unbox_work=Work.unbox, repeats=repeats)
-
-    def recorder(
-        self,
-        ring: RingWriter,
-        tell: Callable[[str], None],
-        *,
-        unbox: Callable[[Any], Any],
-        unbox_work: Callable[[Any], Any],
-        repeats: Any = None,
-    ) -> Recorder:
-        """Create a recorder that writes into `ring`."""
         buckets = BucketBook(self._torch.nn.parallel.DistributedDataParallel)
-        describer = Describer(ring, groups=self.groups, buckets=buckets, sites=self.sites, unbox=unbox, memory=repeats)
-        pending = PendingWorks(ring, unbox=unbox_work, is_capturing=is_capturing, mark_stream=self._mark_stream)
+        describer = Describer(
+            ring, groups=self.groups, buckets=buckets, sites=self.sites, unbox=ProcessGroup.unbox, memory=repeats
+        )
+        pending = PendingWorks(ring, unbox=Work.unbox, is_capturing=is_capturing, mark_stream=self._mark_stream)
         return Recorder(
             ring,
             describer,
