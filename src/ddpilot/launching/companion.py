@@ -74,18 +74,11 @@ class Carrier(Protocol):
         """The most recent letter from each other node that has written one, by node rank."""
 
     @property
-    def marks(self) -> Mapping[int, str]:
-        """The mark that each other node last set with `show`, by node rank."""
-
-    @property
     def fault(self) -> str:
         """Why messages are no longer exchanged; empty while the exchange works."""
 
     def write(self, text: str) -> None:
         """Publish `text` to the other nodes, replacing this node's previous letter."""
-
-    def show(self, mark: str) -> None:
-        """Publish `mark`, at most a few hundred characters, with this node's next heartbeat."""
 
     def append(self, text: str) -> None:
         """Append `text` to this node's stream. Node 0 reads every stream; the other nodes read node 0's."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exchange the state of ranks between nodes' observers: only checksums while all is well, else digests."""
+"""Exchange digests of ranks between nodes' observers: now and then while all is well, else as often as needed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from itertools import pairwise
 from ddpilot.launching.companion import Carrier, Letter
 from ddpilot.record.log import Collective
 from ddpilot.watch.digest import Digest, decode_digest, encode_digest, merge, move_clock
-from ddpilot.watch.marks import Marks
 from ddpilot.watch.relay import max_chars
 from ddpilot.watch.stall import Analysis
 from ddpilot.watch.view import JobView, RankView
@@ -40,11 +39,13 @@ _FRESH_NS = 1_900_000_000
 _OLD_NS = 10_000_000_000
 """The same if no rank here has begun a collective since."""
 
-_APART_NS = 5_000_000_000
-"""How long to request digests after the marks of another node differed from those here."""
+_ROUTINE_NS = 30_000_000_000
+"""Interval between digests while all is well: ranks of two nodes may call collectives with different reduce-ops, for
+which no rank waits.
+"""
 
-_APART_AGAIN_NS = 60_000_000_000
-"""Minimum interval between two such requests for one group, whose marks stay different once they differ."""
+_JUST_NOW_NS = 2_000_000_000
+"""The nodes write these at the same time: one follows another's of this age, so that the connections are idle else."""
 
 _NUM_LOOKED_AT = 64
 """Number of a rank's newest collectives whose pauses show when the next one is due."""
@@ -61,10 +62,8 @@ class Exchange:
         self._digests: dict[int, Digest] = {}
         self._heard_ns: dict[int, int] = {}
         self._unreadable: dict[int, str] = {}
-        self._marks = Marks()
-        self._apart: dict[str, int] = {}
         self._asking_ns: int | None = None
-        self._told_ns = 0
+        self._begun_ns = self._told_ns = 0
         self._gone: frozenset[int] = frozenset()
 
     def widen(self, view: JobView) -> JobView:
@@ -95,24 +94,14 @@ class Exchange:
 
         `analysis`: of all ranks that are known. `with_stacks`: returns the view with the stacks of all ranks here.
         """
-        is_asking = self._is_apart(view) or bool(analysis.findings or analysis.status)
-        is_asking |= any(map(_needs_others(view), view.ranks.values()))
+        is_asking = bool(analysis.findings or analysis.status) or any(map(_needs_others(view), view.ranks.values()))
         self._asking_ns = (self._asking_ns or view.now_ns) if is_asking else None
         gone = frozenset(rank for rank, each in view.ranks.items() if _is_gone(each))
-        if not (self._is_due(view.now_ns) or (is_asking and gone != self._gone)):
-            return
-        self._gone = gone
-        self._write(with_stacks(view), is_asking=is_asking)
-
-    def _is_apart(self, view: JobView) -> bool:
-        """True if ranks of another node were recently seen to call different collectives than those here."""
-        self._marks.feed([rank.log for rank in view.ranks.values() if rank.log is not None], view.now_ns)
-        self.carrier.show(self._marks.encode())
-        for text in self.carrier.marks.values():
-            for group in self._marks.find_different(text):
-                if view.now_ns - self._apart.get(group, -_APART_AGAIN_NS) >= _APART_AGAIN_NS:
-                    self._apart[group] = view.now_ns
-        return any(view.now_ns - since_ns < _APART_NS for since_ns in self._apart.values())
+        if self._is_due(view.now_ns) or (is_asking and gone != self._gone):
+            self._gone = gone
+            self._write(with_stacks(view), is_asking=is_asking)
+        elif self._is_routine_due(view.now_ns):
+            self._write(view, is_asking=False)  # a stack would take a signal to each rank
 
     def say_farewell(self, view: JobView) -> None:
         """Send the last digest of the ranks of `view`."""
@@ -130,6 +119,12 @@ class Exchange:
             return since_ns >= (_AGAIN_NS if now_ns - self._asking_ns < _SELDOM_AFTER_NS else _SELDOM_NS)
         asked_ns = max((self._heard_ns[node] for node, each in self._digests.items() if each.is_asking), default=0)
         return asked_ns > self._told_ns and since_ns >= _ANSWER_AGAIN_NS
+
+    def _is_routine_due(self, now_ns: int) -> bool:
+        self._begun_ns = self._begun_ns or now_ns
+        since_ns = now_ns - max(self._told_ns, self._begun_ns)
+        heard_ns = max(self._heard_ns.values(), default=0)
+        return since_ns >= (_ROUTINE_NS // 2 if now_ns - heard_ns < _JUST_NOW_NS else _ROUTINE_NS)
 
     def is_waiting(self, now_ns: int) -> bool:
         """True if other nodes have been asked and may still answer."""

@@ -7,6 +7,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import pytest
+
 from ddpilot.launching.companion import Letter, Piece
 from ddpilot.watch.exchange import Exchange
 from ddpilot.watch.stall import analyze
@@ -24,8 +26,6 @@ class Hand:
         self.places: Mapping[int, str] = {other: f"node {other} (there)"}
         self.letters: dict[int, Letter] = {}
         self.written: list[str] = []
-        self.marks: dict[int, str] = {}
-        self.mark = ""
         self.fault = ""
         self.appended: list[str] = []
         self.pieces: dict[int, list[Piece]] = {}
@@ -33,10 +33,6 @@ class Hand:
     def write(self, text: str) -> None:
         """Keep it."""
         self.written.append(text)
-
-    def show(self, mark: str) -> None:
-        """Keep it."""
-        self.mark = mark
 
     def append(self, text: str) -> None:
         """Keep it."""
@@ -200,17 +196,30 @@ def test_exchange_says_that_the_store_is_gone_only_where_it_is_needed() -> None:
     assert zero.exchange.has_heard_since(time.monotonic_ns())
 
 
-def test_exchange_asks_where_ranks_of_two_nodes_reduce_in_different_ways() -> None:
-    """Nobody waits for anybody: their marks say it, and the finding is that of one node."""
+def test_exchange_finds_a_different_reduce_op_on_another_node_without_a_rank_that_waits() -> None:
+    """A digest is written every 30 s while all is well; the node that reads it reports the finding and asks."""
     zero, one = Node(0), Node(1)
     ranks = [
         alive(Writer(0, WORLD).call("all_reduce", 1).call("all_reduce", 2)),
         alive(Writer(1, WORLD).call("all_reduce", 1).call("all_reduce", 2, reduce_op="MAX")),
     ]
-    one.look(ranks[1], 1.5)
-    zero.hand.marks[1] = one.hand.mark
-    zero.look(ranks[0], 1.5)
-    zero.hand.give(one.hand, 0, at(1.6))
-    (finding,) = analyze(one.look(ranks[1], 1.7)).findings
-    assert (finding.code, finding.severity) == ("DDP204", "error")
+    for after_s in (1.0, 30.0, 31.0):
+        one.look(ranks[1], after_s)
     assert len(one.hand.written) == 1
+    one.hand.give(zero.hand, 1, at(31.4))
+    (finding,) = analyze(zero.look(ranks[0], 31.5)).findings
+    assert (finding.code, finding.severity) == ("DDP204", "error")
+    assert len(zero.hand.written) == 1
+
+
+def test_exchange_writes_together_with_another_node_while_all_is_well() -> None:
+    """A digest that arrives is followed by the own one, without stacks, which take signals to the ranks; once."""
+    zero, one = Node(0), Node(1)
+    zero.look(busy(0), 1.0)
+    one.look(busy(1), 15.0)
+    zero.look(busy(0), 31.0)
+    zero.hand.give(one.hand, 0, at(31.2))
+    here = replace(job([busy(1)], after_s=31.3), world_size=2)
+    one.exchange.tell(here, analyze(one.exchange.widen(here)), lambda _: pytest.fail("stacks were taken"))
+    one.look(busy(1), 31.8)
+    assert [len(node.hand.written) for node in (zero, one)] == [1, 1]

@@ -24,8 +24,8 @@ class NodeState:
     `attempt`: number of the restart, from 0, or -1 until the node is ready for the first attempt; `phase`: "ready" (to
     start, or running), "done" (its ranks succeeded) or "ended" (it leaves). `ranks_port`: on node 0, port of the store
     for the ranks of this attempt. `failure`: why it ended `attempt` or leaves, as returned by `pack_error`. `letter`:
-    number of letters that its companion has written in `attempt`; `mark`: its companion's mark; `num_pieces`: number of
-    pieces that its companion has appended.
+    number of letters that its companion has written in `attempt`; `num_pieces`: number of pieces that its companion has
+    appended.
     """
 
     node_rank: int
@@ -41,7 +41,6 @@ class NodeState:
     ranks_port: int = 0
     failure: Mapping[str, Any] | None = None
     letter: int = 0
-    mark: str = ""
     num_pieces: int = 0
     failed_attempt: int = -1
     """The last attempt that ended with a failure on this node, or -1."""

@@ -122,9 +122,8 @@ class Peers:
         num_letters, num_pieces = post.send(store) if post is not None else (0, 0)
         with self._lock:
             is_open = post is not None and post.attempt == self._me.attempt
-            said = (num_letters, num_pieces, post.mark) if post is not None and is_open else (0, 0, "")
-            letter, num_pieces, mark = said
-            self._me = replace(self._me, beat=self._me.beat + 1, letter=letter, num_pieces=num_pieces, mark=mark)
+            letter, num_pieces = (num_letters, num_pieces) if is_open else (0, 0)
+            self._me = replace(self._me, beat=self._me.beat + 1, letter=letter, num_pieces=num_pieces)
             mine, known = self._me, set(self._states)
         store.set(_key(mine.node_rank), mine.encode())
         missing = [node for node in range(mine.nnodes) if node not in known]

@@ -29,7 +29,7 @@ class Post:
     """A `Carrier` for one attempt. The thread that owns the connection calls `send` and `fetch`; `wake` wakes it.
 
     An idle mailbox causes no store traffic: the numbers of letters and pieces travel in `NodeState.letter` and
-    `NodeState.num_pieces`, and the mark in `NodeState.mark`.
+    `NodeState.num_pieces`.
     """
 
     def __init__(self, me: NodeState, attempt: int, wake: Callable[[], None]) -> None:
@@ -41,8 +41,6 @@ class Post:
         self._number = self._sent = 0
         self._letters: dict[int, Letter] = {}
         self._places = {node: f"node {node}" for node in range(me.nnodes) if node != me.node_rank}
-        self._marks: dict[int, str] = {}
-        self._mark = ""
         self._unsent: deque[str] = deque(maxlen=NUM_SLOTS)
         self._num_appended = 0
         self._num_read: dict[int, int] = {}
@@ -69,18 +67,6 @@ class Post:
             return dict(self._letters)
 
     @property
-    def marks(self) -> Mapping[int, str]:
-        """The mark of each other node."""
-        with self._lock:
-            return dict(self._marks)
-
-    @property
-    def mark(self) -> str:
-        """The mark of this node."""
-        with self._lock:
-            return self._mark
-
-    @property
     def fault(self) -> str:
         """Why the connection was lost; empty while it works."""
         with self._lock:
@@ -99,11 +85,6 @@ class Post:
             self._number += 1
             self._busy_s = time.monotonic()
         self._wake()
-
-    def show(self, mark: str) -> None:
-        """Publish `mark` with the next heartbeat."""
-        with self._lock:
-            self._mark = mark
 
     def append(self, text: str) -> None:
         """Append `text` to this node's stream. Node 0 reads every stream; the other nodes read node 0's."""
@@ -146,7 +127,6 @@ class Post:
         read_ns = time.monotonic_ns()
         with self._lock:
             self._places.update({state.node_rank: state.place for state in here})
-            self._marks.update({state.node_rank: state.mark for state in here})
             for state, text in zip(new, texts, strict=True):
                 self._letters[state.node_rank] = Letter(text.decode(), state.letter, after_ns, read_ns)
                 self._busy_s = time.monotonic()
