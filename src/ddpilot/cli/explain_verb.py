@@ -9,7 +9,7 @@ from ddpilot.errors import DdpilotError
 from ddpilot.findings.catalog import Entry, all_entries, find_asked, find_entry
 
 _HANG = (218, 207, 208, 220, 201, 209, 215, 213)
-_WRONG = (401, 406, 320, 324, 321, 405, 333, 414, 408, 407)
+_WRONG = (401, 406, 320, 324, 321, 405, 414, 408, 407)
 _SUBJECTS: tuple[tuple[str, str, tuple[int, ...]], ...] = (
     (
         "hang",

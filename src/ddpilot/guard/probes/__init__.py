@@ -7,7 +7,6 @@ PROBES: tuple[str, ...] = (
     "ddpilot.guard.probes.device_errors:DeviceErrorProbe",
     "ddpilot.guard.probes.wraps:WrapProbe",
     "ddpilot.guard.probes.steps:StepProbe",
-    "ddpilot.guard.probes.undivided:UndividedProbe",
     "ddpilot.guard.probes.collectives:CollectiveProbe",
     "ddpilot.guard.probes.reduced_order:ReducedOrderProbe",
     "ddpilot.guard.probes.data_parallel:DataParallelProbe",

@@ -5,15 +5,11 @@ from __future__ import annotations
 
 import ast
 import inspect
-import linecache
-import re
 import textwrap
-from collections.abc import Iterator
 from types import FrameType
 
 _MAX_SOURCE = 200_000
 _MAX_FRAMES = 6
-_LR = re.compile(r"(^|_)lr(_|$)|learning_rate", re.IGNORECASE)
 _Loop = ast.For | ast.While
 _MEANS = ("sum", "mean", "fmean", "average")
 _JOINING = ("stack", "cat", "concat", "tensor", "as_tensor", "array")
@@ -32,25 +28,6 @@ def parse_function(frame: FrameType) -> tuple[ast.AST, int]:
     return ast.Module([], []), 1
 
 
-def is_accumulating(frame: FrameType) -> bool:
-    """True if the innermost loop around `frame` iterates over micro-batches.
-
-    That is a ``range`` with the optimizer's step after it, or a loop with a conditional step and a remainder (``%``).
-    Loops over tasks or over terms of a loss have neither.
-    """
-    outer: FrameType | None = frame
-    for _ in range(_MAX_FRAMES):
-        if outer is None:
-            return False
-        if (loop := _loop_around(outer)) is not None:
-            steps_on_condition = any(isinstance(node, ast.If) and _has_step(node) for node in ast.walk(loop))
-            if _has_step(loop):
-                return steps_on_condition and any(isinstance(node, ast.Mod) for node in ast.walk(loop))
-            return isinstance(loop, ast.For) and _is_range(loop.iter)
-        outer = outer.f_back
-    return False
-
-
 def reads_gradients(frame: FrameType) -> bool:
     """True if the innermost loop around `frame`, or a function on the way from it to `frame`, reads a ``.grad``."""
     outer: FrameType | None = frame
@@ -67,16 +44,6 @@ def reads_gradients(frame: FrameType) -> bool:
             return False
         outer = outer.f_back
     return False
-
-
-def divides_learning_rate(frame: FrameType) -> bool:
-    """True if the file of `frame` divides a learning rate."""
-    text = "".join(linecache.getlines(frame.f_code.co_filename))
-    try:
-        tree = ast.parse(text) if len(text) <= _MAX_SOURCE else ast.Module([], [])
-    except SyntaxError:  # a cell with magics
-        tree = ast.Module([], [])
-    return any(_has_division(value) for value in _learning_rates(tree))
 
 
 def is_averaged(frame: FrameType, function: str, position: int, keyword: str) -> bool:
@@ -195,33 +162,3 @@ def _loop_around(frame: FrameType) -> _Loop | None:
 
 def _is_in_body(loop: _Loop, line: int) -> bool:
     return loop.body[0].lineno <= line <= (loop.body[-1].end_lineno or 0)
-
-
-def _has_step(node: ast.AST) -> bool:
-    calls = (each.func for each in ast.walk(node) if isinstance(each, ast.Call))
-    return any(isinstance(function, ast.Attribute) and function.attr == "step" for function in calls)
-
-
-def _is_range(node: ast.expr) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("range", "trange")
-
-
-def _learning_rates(tree: ast.AST) -> Iterator[ast.AST]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.keyword):
-            if _LR.search(node.arg or ""):
-                yield node.value
-        elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            if any(map(_is_learning_rate, targets)):
-                yield node
-
-
-def _is_learning_rate(node: ast.expr) -> bool:
-    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-        return bool(_LR.search(str(node.slice.value)))
-    return bool(_LR.search(getattr(node, "id", "") or getattr(node, "attr", "")))
-
-
-def _has_division(node: ast.AST) -> bool:
-    return any(isinstance(each, ast.Div) for each in ast.walk(node))

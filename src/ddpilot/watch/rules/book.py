@@ -24,7 +24,6 @@ from ddpilot.watch.rules.shards import ShardsOverlap
 from ddpilot.watch.rules.small_norm import SmallBatchNorm
 from ddpilot.watch.rules.streams import SameRandomStreams
 from ddpilot.watch.rules.synced import AccumulationSynced
-from ddpilot.watch.rules.undivided import Undivided
 from ddpilot.watch.rules.unequal import UnequalBatches
 from ddpilot.watch.rules.workers import WorkersReadAlike
 
@@ -44,7 +43,6 @@ RULES: tuple[Callable[[RuleContext], Rule], ...] = (
     AllRanksSave,
     Divergence,
     NoSyncInVain,
-    Undivided,
     DataParallel,
     NeedlessFindUnused,
     GradientsMissing,
@@ -60,7 +58,6 @@ RULES_OF_ONE_RANK: tuple[Callable[[RuleContext], Rule], ...] = (
     OnGraph,
     SeveralDevices,
     NoSyncInVain,
-    Undivided,
     DataParallel,
     NeedlessFindUnused,
     GradientsMissing,

@@ -30,13 +30,6 @@ class Gathering(Generic[K, V]):
         """Return what `put` returned last for `key`; empty if there is nothing."""
         return self._values.get(key, {})
 
-    def __iter__(self) -> Iterator[K]:
-        return iter(self._values)
-
-    def pop(self, key: K) -> dict[int, V]:
-        """Remove `key` and return its values."""
-        return self._values.pop(key, {})
-
 
 class Waiting(Generic[K, V]):
     """Values that are ready once all of `world_size` ranks noted them, or some time after the first did."""
@@ -53,11 +46,6 @@ class Waiting(Generic[K, V]):
             return
         self._since.setdefault(key, now_ns)
         self._values.setdefault(key, {})[rank] = value
-
-    def drop(self, key: K) -> None:
-        """Remove `key`, which turned out not to apply."""
-        self._since.pop(key, None)
-        self._values.pop(key, None)
 
     def ready(self, now_ns: int, patience_ns: int, *, when_all_noted: bool) -> Iterator[dict[int, V]]:
         """Remove and yield the values, by rank, of each key that has waited for `patience_ns`.

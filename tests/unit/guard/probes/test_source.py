@@ -1,24 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the source says around a line: loops that accumulate, and learning rates that are divided."""
+"""What the source says around a line: lists that are averaged, tensors that are scaled, gradients that are read."""
 
 from __future__ import annotations
 
 import linecache
 import sys
 from collections.abc import Iterator
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from ddpilot.guard.probes.source import (
-    divides_learning_rate,
-    is_accumulating,
-    is_averaged,
-    is_scaled_later,
-    reads_gradients,
-)
+from ddpilot.guard.probes.source import is_averaged, is_scaled_later, reads_gradients
 
 NAME = "<a cell>"
 
@@ -28,75 +22,6 @@ def forgets_the_source() -> Iterator[None]:
     """Nothing is left of what was run."""
     yield
     linecache.cache.pop(NAME, None)
-
-
-def judge(source: str) -> tuple[bool, bool]:
-    """What is said of `source` at its first ``look()``."""
-    said: list[tuple[bool, bool]] = []
-
-    def look() -> None:
-        frame: FrameType = sys._getframe(1)
-        said.append((is_accumulating(frame), divides_learning_rate(frame)))
-
-    linecache.cache[NAME] = (len(source), None, source.splitlines(keepends=True), NAME)
-    known: dict[str, Any] = {"look": look, "optimizer": Optimizer(), "tasks": "ab", "k": 2}
-    exec(compile(source, NAME, "exec"), known)
-    return said[0]
-
-
-class Optimizer:
-    """Steps."""
-
-    def step(self) -> None:
-        """Nothing."""
-
-
-@pytest.mark.usefixtures("forgets_the_source")
-@pytest.mark.parametrize(
-    ("source", "accumulates"),
-    [
-        ("for _ in range(3):\n    look()\noptimizer.step()", True),
-        ("for _ in range(3):\n    for _ in range(2):\n        look()\n    optimizer.step()", True),
-        ("def micro():\n    look()\n\nfor _ in range(3):\n    micro()\noptimizer.step()", True),
-        ("for i, _ in enumerate(tasks):\n    look()\n    if (i + 1) % 2 == 0:\n        optimizer.step()", True),
-        ("for i, _ in enumerate(tasks):\n    last = i % 2\n    look()\n    if last:\n        optimizer.step()", True),
-        ("for _ in range(3):\n    look()\n    optimizer.step()", False),
-        ("for i in range(3):\n    look()\n    optimizer.step()\n    i % 2", False),
-        ("for task in tasks:\n    look()\noptimizer.step()", False),
-        ("for i in range(4):\n    for task in tasks:\n        look()\n    if i % 2:\n        optimizer.step()", False),
-        ("look()\noptimizer.step()", False),
-    ],
-)
-def test_is_accumulating_is_said_of_loops_that_count_micro_batches(source: str, accumulates: bool) -> None:
-    """Not of tasks or terms of a loss, nor where each round takes a step."""
-    assert judge(source) == (accumulates, False)
-
-
-@pytest.mark.usefixtures("forgets_the_source")
-@pytest.mark.parametrize(
-    ("source", "divides"),
-    [
-        ("dict(params=[], lr=0.1 / k)", True),
-        ("base_lr = 0.1 / k", True),
-        ("learning_rate: float = 0.1 / k", True),
-        ("group = {'lr': 0.1}\ngroup['lr'] /= k", True),
-        ("lr = 0.1 * k\nloss = 1 / k", False),
-        ("clr = 1 / k", False),
-    ],
-)
-def test_divides_learning_rate_is_said_wherever_it_stands(source: str, divides: bool) -> None:
-    """In an argument, a variable or a group of the optimizer."""
-    assert judge(f"{source}\nlook()") == (False, divides)
-
-
-@pytest.mark.usefixtures("forgets_the_source")
-def test_source_that_is_not_there_says_nothing() -> None:
-    """A line of which no source is known."""
-    frame = sys._getframe()
-    assert not divides_learning_rate(frame)
-    said: list[bool] = []
-    exec("for _ in range(3):\n    look()", {"look": lambda: said.append(is_accumulating(sys._getframe(1)))})
-    assert said == [False] * 3
 
 
 @pytest.mark.usefixtures("forgets_the_source")
