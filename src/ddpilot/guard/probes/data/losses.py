@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ddpilot.guard.probe import Notes
-from ddpilot.guard.probes.data.finite import is_finite
 from ddpilot.guard.probes.data.position import Given, Position
 from ddpilot.guard.probes.data.prints import tensors_in
 from ddpilot.record.capturing import is_capturing
@@ -151,7 +150,7 @@ class LossEyes:
                 if not gradient.is_cpu:
                     if not is_capturing():  # the sum would become part of the user's graph
                         self._look(gradient.sum(), "gradient")
-                elif not is_finite(gradient):
+                elif not torch.isfinite(gradient).all():
                     self._note(math.nan, self._present(), "gradient")
 
     def _look(self, value: torch.Tensor, what: str) -> None:
