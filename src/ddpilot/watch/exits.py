@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from ddpilot.watch.control import (
     Spot,
     call_name,
-    has_same_rounds,
     is_end_of_data,
     is_exit,
     line_of,
@@ -21,7 +20,6 @@ from ddpilot.watch.control import (
 from ddpilot.watch.source import Source
 
 _PASS_ON = ("enumerate", "tqdm", "trange", "iter", "map")
-_MAX_DEPTH = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +44,7 @@ def find_exits(source: Source, loops: Sequence[ast.AST], *, has_ended: bool) -> 
         for each in (*_early_exits(source, loop, has_ended=has_ended), *_own_ends(source, loop))
     ]
     of_data = tuple(spot for spot, is_of_data in found if is_of_data)
-    of_data = of_data or tuple(spot for loop in loops for spot in _ends_of_generators(source, loop))
     decided = [spot for spot, is_of_data in found if not is_of_data]
-    in_calls = [spot for loop in loops for spot in _exits_in_calls(source, loop)] if has_ended and not decided else []
-    if never_ends or all(has_same_rounds(source, loop) for loop in loops):
-        decided = decided or in_calls
-    decided = decided or [spot for spot in in_calls if spot.depends_on_rank]
     if never_ends and not (decided or of_data):
         decided = [spot for spot, _ in _early_exits(source, loops[0], has_ended=has_ended, also_same=True)]
     return Exits(tuple(decided), of_data)
@@ -74,19 +67,6 @@ def _never_ends(source: Source, value: ast.expr) -> bool:
         return True
     makers = source.functions_called(name)
     return bool(makers) and all(_yields_forever(maker) for maker in makers)
-
-
-def _ends_of_generators(source: Source, loop: ast.AST) -> Iterator[Spot]:
-    """Yield `return`s that may differ between ranks in a generator of this file that the loop iterates over."""
-    value = loop.iter if isinstance(loop, (ast.For, ast.AsyncFor)) else None
-    while isinstance(value, ast.Call) and call_name(value) in _PASS_ON and value.args:
-        value = value.args[-1 if call_name(value) == "map" else 0]
-    for maker in source.functions_called(call_name(value)) if isinstance(value, ast.Call) else ():
-        inside = list(walk(maker, [], nested=False))
-        if any(isinstance(node, (ast.Yield, ast.YieldFrom)) for node, _ in inside):
-            for node, tests in inside:
-                if isinstance(node, ast.Return) and tests and may_differ(source, tests):
-                    yield Spot(line_of(node), with_condition(source, node, tests), False)
 
 
 def _yields_forever(maker: ast.FunctionDef) -> bool:
@@ -132,31 +112,6 @@ def _asks_for_next(source: Source, test: ast.expr) -> bool:
     values = [test, *(value for name in names for value in source.values_of(name))]
     calls = [node for value in values for node in ast.walk(value) if isinstance(node, ast.Call)]
     return any(call_name(call) in ("next", "anext") and len(call.args) > 1 for call in calls)
-
-
-def _exits_in_calls(source: Source, loop: ast.AST) -> list[Spot]:
-    """Return where the loop calls a function of the same file that may end the program, or where that function does."""
-    found = []
-    for node, tests in walk(loop, [], nested=False):
-        if not isinstance(node, ast.Call):
-            continue
-        if tests and may_differ(source, tests) and any(_exits_of(source, node, _MAX_DEPTH, also_same=True)):
-            depends = any(map(source.depends_on_rank, tests))
-            found.append(Spot(node.lineno, with_condition(source, node, tests), depends))
-        else:
-            found += _exits_of(source, node, _MAX_DEPTH)
-    return found
-
-
-def _exits_of(source: Source, call: ast.Call, depth: int, *, also_same: bool = False) -> Iterator[Spot]:
-    """Yield exits of the program in functions of this file that `call` may refer to, and in those they call."""
-    for function in source.functions_called(call_name(call)) if depth else ():
-        for node, tests in walk(function, [], nested=False):
-            if _ends_well(node) and (also_same or may_differ(source, tests)):
-                depends = any(map(source.depends_on_rank, tests))
-                yield Spot(line_of(node), with_condition(source, node, tests), depends)
-            elif isinstance(node, ast.Call):
-                yield from _exits_of(source, node, depth - 1, also_same=also_same)
 
 
 def _ends_well(node: ast.AST) -> bool:

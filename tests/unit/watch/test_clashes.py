@@ -513,19 +513,16 @@ def test_rounds_without_exchange_are_named_where_they_are_not_the_same_on_all_ra
     assert "what `with nullcontext() if last else ddp.no_sync():` (train.py:3) is in a round" in finding.why
 
 
-def test_an_exit_in_a_function_that_the_loop_calls_is_named() -> None:
-    """The call, with its condition, is where the ranks parted."""
-    source = (
-        "def stop():\n    os._exit(0)\nfor i in range(9):\n    if rank == 1 and i == 4:\n        stop()\n"
-        "    y.backward()\n"
-    )
-    zero, one = (rank.call("all_reduce", 6, ddp=bucket()) for rank in writers(source))
-    zero.wait("all_reduce", 6, ddp=bucket())
+def test_an_exit_at_once_in_a_loop_is_named() -> None:
+    """With its condition."""
+    source = "for i in range(9):\n    if rank == 1 and i == 4:\n        os._exit(0)\n    y.backward()\n"
+    zero, one = (rank.call("all_reduce", 4, ddp=bucket()) for rank in writers(source))
+    zero.wait("all_reduce", 4, ddp=bucket())
     process = ProcessView(pid=4001, state="ended", exitcode=0)
     cut = RankView(rank=1, log=one.log(), process=process, returned=True)
     (finding,) = analyze(job([alive(zero), cut], sources={FILE: source})).findings
     assert (finding.code, finding.ranks) == ("DDP208", (1,))
-    assert "`if rank == 1 and i == 4: stop()` (train.py:5) is decided by each rank for itself" in finding.why
+    assert "`if rank == 1 and i == 4: os._exit(0)` (train.py:3) is decided by each rank for itself" in finding.why
     assert "has ended at once, as by os._exit(0)" in finding.summary
 
 

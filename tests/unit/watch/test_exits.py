@@ -10,17 +10,6 @@ from ddpilot.watch.stall import analyze
 from tests.unit.watch.logs import FILE, Writer, alive, bucket, group_of, job, returned, texts_of
 
 EARLY = {
-    "in a function": (
-        "def check(n):\n    if n > limit:\n        sys.exit(0)\nwhile True:\n    check(n)\n    go()  # HERE\n",
-        "`if n > limit: sys.exit(0)` (train.py:3)",
-    ),
-    "in a function of a function": (
-        (
-            "def end():\n    raise SystemExit\ndef check():\n    if late():\n        end()\n"
-            "while 1:\n    check()\n    go()  # HERE\n"
-        ),
-        "`raise SystemExit` (train.py:2)",
-    ),
     "by a setting": (
         "while True:\n    n += 1\n    if n >= args.limit:\n        sys.exit(0)\n    go()  # HERE\n",
         "`if n >= args.limit: sys.exit(0)` (train.py:4)",
@@ -59,10 +48,6 @@ EARLY = {
         "for x in tqdm(cycle(loader)):\n    step(x)\n    go()  # HERE\n",
         "`for x in tqdm(cycle(loader)):` (train.py:1), which has no end of its own",
     ),
-    "of a loop over data, by the rank": (
-        "def check():\n    if rank == 1:\n        sys.exit(0)\nfor x in loader:\n    check()\n    go()  # HERE\n",
-        "`if rank == 1: sys.exit(0)` (train.py:3)",
-    ),
 }
 EARLY |= {
     f"of data, on {name}": (
@@ -91,20 +76,6 @@ OF_DATA = {
             "    go()  # HERE\n"
         ),
         "as with fewer batches",
-    ),
-    "a generator with an end": (
-        (
-            "def batches(d):\n    while True:\n        if not d:\n            return\n        yield d.pop()\n"
-            "for x in batches(data):\n    go()  # HERE\n"
-        ),
-        "as with fewer batches, than on rank 0; it ends with its data at `if not d: return` (train.py:4)",
-    ),
-    "a generator with a limit of its own": (
-        (
-            "def within(d):\n    for x in d:\n        if budget.spent:\n            return\n        yield x\n"
-            "for i, x in enumerate(tqdm(within(data))):\n    go()  # HERE\n"
-        ),
-        "it ends with its data at `if budget.spent: return` (train.py:4)",
     ),
 }
 
