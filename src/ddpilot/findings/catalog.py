@@ -11,7 +11,7 @@ from importlib.resources import files
 from typing import cast, get_args
 
 from ddpilot.errors import DdpilotError
-from ddpilot.findings.finding import Severity
+from ddpilot.findings.finding import Finding, Place, Severity
 
 SECTIONS = ("What you see", "What it means", "Why it happens", "How to fix it", "Sources")
 """The headings of a page, in order."""
@@ -88,6 +88,36 @@ def find_entry(code_or_name: str) -> Entry:
         f"looking up {code_or_name!r}",
         found="no finding has this code or name",
         fix=f"Near it: {', '.join(alike[:8])}" if alike else "`ddpilot explain` lists all of them",
+    )
+
+
+def make_finding(
+    code: str,
+    *,
+    summary: str = "",
+    ranks: Sequence[int] = (),
+    line: Place | None = None,
+    evidence: Sequence[str] = (),
+    why: str = "",
+    fix: str = "",
+    severity: Severity | None = None,
+) -> Finding:
+    """Build a finding with the name and source of the page of `code`, and its severity, title and fix if not given.
+
+    `line`: the line of the user's code to look at first.
+    """
+    entry = find_entry(code)
+    return Finding(
+        code=entry.code,
+        name=entry.name,
+        severity=severity or entry.severity,
+        summary=summary or entry.title,
+        ranks=tuple(ranks),
+        place=line,
+        evidence=tuple(evidence),
+        why=why,
+        fix=fix or entry.first_fix,
+        source=f"ddpilot explain {entry.code}",
     )
 
 

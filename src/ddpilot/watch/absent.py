@@ -6,7 +6,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ddpilot.findings.finding import Severity
 from ddpilot.watch.stacks import innermost, passes
 from ddpilot.watch.view import Frame, RankView, StackView
 from ddpilot.watch.words import say_place, say_s
@@ -92,11 +91,6 @@ class Absence:
     """What the rank does, as a clause without its subject."""
     at: Frame | None
     moves: Moves
-
-    @property
-    def severity(self) -> Severity:
-        """Severity once the wait has lasted for `stall_warn_s`."""
-        return "info" if self.code == "DDP217" else "warning"
 
     @property
     def why(self) -> str:

@@ -18,30 +18,6 @@ from ddpilot.watch.words import describe_shortly, say_spot, show_file, who_does
 
 _FORWARD_PARTS = ("buffers", "bucket order")
 
-NAMES = {
-    "DDP201": "desync",
-    "DDP202": "size-mismatch",
-    "DDP203": "dtype-mismatch",
-    "DDP204": "reduce-op-mismatch",
-    "DDP205": "root-mismatch",
-    "DDP206": "group-order",
-    "DDP207": "uneven-data",
-    "DDP208": "finished-early",
-    "DDP209": "rank-died",
-    "DDP210": "swallowed-exception",
-    "DDP211": "rank-0-forward",
-    "DDP212": "unused-on-one-rank",
-    "DDP213": "data-worker-stuck",
-    "DDP214": "io-in-progress",
-    "DDP215": "rendezvous-waiting",
-    "DDP216": "teardown",
-    "DDP217": "slow-rank",
-    "DDP218": "missing-rank",
-    "DDP219": "p2p-unmatched",
-    "DDP220": "guarded-collective",
-    "DDP221": "compile-skew",
-}
-
 FIXES = {
     "DDP201": "let all ranks call the same collectives in the same order: move what differs out of the branch",
     "DDP202": "give tensors of the same size on all ranks; where sizes differ, gather the sizes first and pad, or use "

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from ddpilot.findings.catalog import find_entry
+from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.record.agreement import SILENT, find_clash, terms_of
 from ddpilot.record.exchange import EXCHANGES
 from ddpilot.record.log import Collective
-from ddpilot.watch.causes import FIXES, NAMES, Cause, Party, find_cause
+from ddpilot.watch.causes import FIXES, Cause, Party, find_cause
 from ddpilot.watch.joined import find_joined
 from ddpilot.watch.meetings import Meet, Progress
 from ddpilot.watch.reasons import Reason, find_reason, special_fix
@@ -96,22 +96,18 @@ def explain_clash(view: JobView, meet: Meet, sources: Sources) -> Finding:
     wraps = find_wrap_difference(view) if code in _OF_CONSTRUCTION.values() else None
     if wraps is not None:
         code, cause = wraps.code, Cause(code=wraps.code, ranks=wraps.ranks, why=wraps.why)
-    known = None if code in FIXES else find_entry(code)
     special = reason.fix if cause is None else cause.fix or special_fix(meet)
     smallest = min(sides, key=lambda ranks: (len(ranks), -ranks[0]))
     at = cause.at if cause is not None and cause.at is not None else _frame_of(meet.by_rank[smallest[0]])
-    return Finding(
-        code=code,
-        name=known.name if known is not None else NAMES[code],
-        severity="error",
+    return make_finding(
+        code,
         summary=_summarize(meet),
         ranks=(cause.ranks if cause is not None else ())
         or (smallest if len(sides) == 2 else tuple(sorted(meet.by_rank))),
-        place=place_of(at),
+        line=place_of(at),
         evidence=(*_show_sides(view, meet), *show_common(meet.progress, meet.seq)),
         why=cause.why if cause is not None else reason.why or _why(meet),
-        fix=special or (known.first_fix if known is not None else FIXES[code]),
-        source=f"ddpilot explain {code}",
+        fix=special or FIXES.get(code, ""),
     )
 
 

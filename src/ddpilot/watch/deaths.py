@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
-from ddpilot.watch.causes import NAMES
 from ddpilot.watch.stacks import chain_of
 from ddpilot.watch.view import JobView
 from ddpilot.watch.words import describe_shortly, place_of, say_call, say_place, who_does
@@ -46,15 +46,12 @@ def explain_death(view: JobView, ranks: Sequence[int], words: str) -> Finding:
     evidence = [f"its last was {f'{describe_shortly(last)}, {where}' if where else say_call(last)}"] if last else []
     signal_name = seen.process.signal_name or ""
     place = place_of(chain[-1]) if chain else place_of(last.line) if last is not None else None
-    return Finding(
-        code="DDP209",
-        name=NAMES["DDP209"],
-        severity="error",
+    return make_finding(
+        "DDP209",
         summary=who_does(ranks, words),
         ranks=tuple(ranks),
-        place=place,
+        line=place,
         evidence=tuple(evidence),
         why="the other ranks cannot continue without it: their later errors follow from it",
         fix=_FIXES.get(signal_name, "look at how it ended: at its last lines and its traceback"),
-        source="ddpilot explain DDP209",
     )

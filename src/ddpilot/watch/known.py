@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from ddpilot.findings.catalog import SHIP_ERROR, Entry, find_cause, find_known
+from ddpilot.findings.catalog import SHIP_ERROR, Entry, find_cause, find_known, make_finding
 from ddpilot.findings.finding import Finding, Place
 from ddpilot.findings.in_ranks import fix_in_rank
 from ddpilot.findings.user_files import is_users_line
@@ -49,17 +49,13 @@ def find_known_error(rank: int, error: ErrorView | None, last_lines: Sequence[st
     if not known:
         return None
     entry = known[0]
-    return Finding(
-        code=entry.code,
-        name=entry.name,
-        severity=entry.severity,
-        summary=entry.title,
+    return make_finding(
+        entry.code,
         ranks=(rank,),
-        place=_find_place(traceback) or _find_crash_place(last_lines),
+        line=_find_place(traceback) or _find_crash_place(last_lines),
         evidence=(_shorten(said),),
         why=" ".join(entry.section("What it means").partition("\n\n")[0].split()),
         fix=f"{fix_in_rank(entry)}.",
-        source=f"ddpilot explain {entry.code}",
     )
 
 

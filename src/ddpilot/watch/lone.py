@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
+from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.words import render_ranks
-from ddpilot.watch.causes import FIXES, NAMES, Cause, Party, find_cause
+from ddpilot.watch.causes import FIXES, Cause, Party, find_cause
 from ddpilot.watch.clashes import find_origin, make_party, show_common
 from ddpilot.watch.fates import Fate, first_deaths
 from ddpilot.watch.meetings import Meeting, Progress
@@ -50,17 +51,15 @@ def explain_gone(
     if has_died and cause is None:
         error_chain = chain_of(view.ranks[ranks[0]], None) if ranks[0] in view.ranks else ()
         at = error_chain[-1] if error_chain else at
-    return Finding(
-        code=code,
-        name=NAMES[code],
+    return make_finding(
+        code,
         severity="error",
         summary=f"{who_does(ranks, words)}, and {_wait_for(held)} {_it(ranks)} in {_say_what(wait)}",
         ranks=cause.ranks if cause is not None and cause.ranks else ranks,
-        place=place_of(at),
+        line=place_of(at),
         evidence=(*_show(view, wait, gone, fates), *_common(wait)),
         why=cause.why if cause is not None else _why(wait, ranks, words, has_died),
         fix=FIXES.get(code, _DEATH_FIX),
-        source=f"ddpilot explain {code}",
     )
 
 
@@ -160,17 +159,14 @@ def explain_circle(view: JobView, circle: Sequence[Wait], sources: Sources) -> F
     parties = [_party(view, wait, tuple(sorted(wait.held))) for wait in circle[:2]]
     cause = find_cause(parties[0], parties[1], sources) if len(parties) == 2 and not _say_tags(circle) else None
     first = min(held)
-    return Finding(
-        code=code,
-        name=NAMES[code],
-        severity="error",
+    return make_finding(
+        code,
         summary=_summarize_circle(code, circle),
         ranks=tuple(sorted(held)),
-        place=place_of(parties[0].chain[-1]) if parties[0].chain else place_of(held[first].line),
+        line=place_of(parties[0].chain[-1]) if parties[0].chain else place_of(held[first].line),
         evidence=lay_out(merge_rows(rows)),
         why=_why_circle(circle) + (f"; {cause.why}" if cause is not None else ""),
         fix=_BRANCH_FIX if code == "DDP206" and cause is not None and cause.is_branch else FIXES[code],
-        source=f"ddpilot explain {code}",
     )
 
 

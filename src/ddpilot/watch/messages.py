@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.record.log import Collective
-from ddpilot.watch.causes import NAMES
 from ddpilot.watch.view import JobView, RankView
 from ddpilot.watch.words import describe, lay_out, peer_of, place_of, say_place
 
@@ -104,18 +104,16 @@ def explain_message(view: JobView, message: Message) -> Finding:
     sides = ((message.sender, message.sent), (message.receiver, message.received))
     rows = [(f"rank {rank}", describe(entry) + _fate(view.ranks[rank]), say_place(entry.line)) for rank, entry in sides]
     gives, takes = f"{message.sent.num_bytes:,} bytes", f"{message.received.num_bytes:,}"
-    return Finding(
-        code="DDP202",
-        name=NAMES["DDP202"],
+    return make_finding(
+        "DDP202",
         # Over gloo, some programs allocate larger buffers on purpose, for messages of any size.
         severity="error" if message.sent.num_bytes > message.received.num_bytes else "warning",
         summary=f"rank {message.sender} sends {gives} to rank {message.receiver}, which has room for {takes}",
         ranks=(message.sender, message.receiver),
-        place=place_of(message.received.line),
+        line=place_of(message.received.line),
         evidence=lay_out(rows),
         why="gloo ends the process that has too little room, and leaves the rest as it was where there is too much",
         fix="give send and recv tensors of one size and dtype; where it varies, send the size before",
-        source="ddpilot explain DDP202",
     )
 
 

@@ -7,9 +7,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
+from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.words import render_ranks
-from ddpilot.watch.causes import FIXES, NAMES
+from ddpilot.watch.causes import FIXES
 from ddpilot.watch.fates import Fate
 from ddpilot.watch.unproven import Open, explain_open
 from ddpilot.watch.view import JobView, ProcessView, RankView
@@ -88,16 +89,14 @@ def _explain_closed(wait: Wait, late: tuple[int, ...]) -> Finding:
     words = (
         "closed its connections while others were" if len(late) == 1 else "closed their connections while others were"
     )
-    return Finding(
-        code="DDP216",
-        name=NAMES["DDP216"],
+    return make_finding(
+        "DDP216",
         severity="error",
         summary=f"{who_does(late, words)} in {describe_shortly(entry)} (#{wait.meeting.seq})",
         ranks=late,
-        place=place_of(entry.line),
+        line=place_of(entry.line),
         evidence=lay_out(merge_rows(rows)),
         why=f"{render_ranks(late)} did not end by itself and its connections did: it destroyed its process group, or "
         "closed it after an error of its own, without calling this",
         fix=FIXES["DDP216"],
-        source="ddpilot explain DDP216",
     )

@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.words import render_ranks
 from ddpilot.record.log import RankLog
 from ddpilot.watch.absent import describe_absence, say_where
-from ddpilot.watch.causes import NAMES
 from ddpilot.watch.fates import Fate
 from ddpilot.watch.stacks import innermost, passes
 from ddpilot.watch.vacant import Vacancy, explain_vacancy, find_vacancy, say_vacancy
@@ -163,18 +163,15 @@ def _say_all_inside(found: Rendezvous, view: JobView, earlier: JobView | None, i
     if waited_ns < warn_ns or not all(log is not None and log.left_ns for log in logs):
         return  # before the first group it is unknown for how long they have been there
     found.findings.append(
-        Finding(
-            code="DDP215",
-            name=NAMES["DDP215"],
-            severity="warning",
+        make_finding(
+            "DDP215",
             summary="all ranks are in init_process_group, after they have destroyed a group, and it does not end",
             ranks=tuple(inside),
-            place=place_of(line),
+            line=place_of(line),
             why="a rank that was faster has read the addresses that others left in the store for the old group, or has "
             "ended the store with it",
             fix="call dist.barrier() before destroy_process_group and give the new group a store or a port of its own; "
             "or keep the group; ddpilot.init_group() can be entered again",
-            source="ddpilot explain DDP215",
         )
     )
 
@@ -195,17 +192,15 @@ def _explain_rendezvous(
             f"{who_does(left, 'has')} left the process group and {render_ranks(missing)} not; a new one needs all ranks"
         )
         fix = "call destroy_process_group on all ranks or on none"
-    return Finding(
-        code="DDP215",
-        name=NAMES["DDP215"],
+    return make_finding(
+        "DDP215",
         severity="error" if is_proven else "warning",
         summary=summary,
         ranks=tuple(missing),
-        place=place_of(_line(view, inside[0])),
+        line=place_of(_line(view, inside[0])),
         evidence=evidence,
         why=why,
         fix=fix,
-        source="ddpilot explain DDP215",
     )
 
 

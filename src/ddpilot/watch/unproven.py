@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.words import render_ranks
 from ddpilot.watch.absent import Absence, describe_absence, say_where
-from ddpilot.watch.causes import NAMES
 from ddpilot.watch.clashes import show_common
 from ddpilot.watch.stacks import passes
 from ddpilot.watch.view import JobView
@@ -100,17 +100,15 @@ def explain_open(one: Open, has_lasted: bool) -> Finding | None:
     rows += [(rank, absence.words, say_where(absence)) for rank, absence in absences]
     common = show_common(one.wait.meeting.progress, one.wait.meeting.seq) if one.wait.meeting is not None else ()
     who = f"{render_ranks(one.wait.held)} {_verb(one.wait.held)} for {render_ranks(alike)}"
-    return Finding(
-        code=first.code,
-        name=NAMES[first.code],
-        severity="error" if proven is not None else first.severity,
+    return make_finding(
+        first.code,
+        severity="error" if proven is not None else None,
         summary=f"{who} in {describe_shortly(entry)}",
         ranks=alike,
-        place=place_of(first.at) or place_of(entry.line),
+        line=place_of(first.at) or place_of(entry.line),
         evidence=(*lay_out(merge_rows(rows)), *common, _say_how_long(one)),
         why=first.why,
         fix=first.fix,
-        source=f"ddpilot explain {first.code}",
     )
 
 
@@ -134,18 +132,15 @@ def _is_proven(one: Open, rank: int, absence: Absence) -> bool:
 
 def _explain_full(one: Open) -> Finding:
     entry = one.wait.held[min(one.wait.held)]
-    return Finding(
-        code="DDP218",
-        name=NAMES["DDP218"],
-        severity="warning",
+    return make_finding(
+        "DDP218",
         summary=f"all ranks are in {describe_shortly(entry)}, and it does not end",
         ranks=tuple(sorted(one.wait.held)),
-        place=place_of(entry.line),
+        line=place_of(entry.line),
         evidence=(
             *lay_out(merge_rows((rank, describe(each), say_place(each.line)) for rank, each in one.wait.held.items())),
             _say_how_long(one),
         ),
         why="they agree about it, so it is the data's way between them: a network, a firewall, or a peer-to-peer link",
         fix="look at the interfaces (NCCL_DEBUG=INFO; ddpilot explain DDP107, DDP108), and whether a rank was stopped",
-        source="ddpilot explain DDP218",
     )

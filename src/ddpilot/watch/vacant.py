@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ddpilot.findings.catalog import find_entry
+from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.words import render_ranks
 from ddpilot.record.log import RankLog
@@ -67,7 +67,7 @@ def _say_waiting(vacancy: Vacancy) -> str:
 
 def explain_vacancy(vacancy: Vacancy) -> Finding:
     """Return the finding: an error if it is proven, else a warning."""
-    entry, num_started, num_asked = find_entry("DDP105"), vacancy.view.world_size, max(vacancy.numbers) + 1
+    num_started, num_asked = vacancy.view.world_size, max(vacancy.numbers) + 1
     where = say_place(vacancy.line)
     rows = [
         (rank, f"asks to be rank {log.asked_rank} of {log.asked_world_size}", where)
@@ -79,15 +79,13 @@ def explain_vacancy(vacancy: Vacancy) -> Finding:
         why = "each rank of a group has a number of its own, and several ask for the same one"
     if not vacancy.is_proven:
         why += "; somebody else may still come, such as a process that a rank has started"
-    return Finding(
-        code=entry.code,
-        name=entry.name,
+    return make_finding(
+        "DDP105",
         severity="error" if vacancy.is_proven else "warning",
         summary=f"{_say_waiting(vacancy)}, and nobody asks to be {render_ranks(vacancy.numbers)}",
         ranks=tuple(vacancy.asking),
-        place=place_of(vacancy.line),
+        line=place_of(vacancy.line),
         evidence=lay_out(merge_rows(rows)),
         why=why,
         fix="leave `world_size=` and `rank=` out, so that they are those of the launcher, or start as many ranks",
-        source=f"ddpilot explain {entry.code}",
     )

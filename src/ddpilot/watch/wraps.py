@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from ddpilot.findings.catalog import find_entry
+from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.words import render_ranks
 from ddpilot.watch.view import Frame, JobView
@@ -37,19 +37,13 @@ def explain_wraps(view: JobView) -> Finding | None:
     found = find_wrap_difference(view)
     if found is None:
         return None
-    entry = find_entry(found.code)
     rows = [(rank, "in DDP's constructor", say_place(line)) for rank, line in found.lines.items()]
-    return Finding(
-        code=entry.code,
-        name=entry.name,
-        severity=entry.severity,
-        summary=entry.title,
+    return make_finding(
+        found.code,
         ranks=found.ranks,
-        place=place_of(found.lines[found.ranks[0]]),
+        line=place_of(found.lines[found.ranks[0]]),
         evidence=lay_out(merge_rows(rows)),
         why=found.why,
-        fix=entry.first_fix,
-        source=f"ddpilot explain {entry.code}",
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ddpilot.errors import DdpilotError
-from ddpilot.findings.catalog import Entry, all_entries, find_asked, find_entry, find_known, parse_page
+from ddpilot.findings.catalog import Entry, all_entries, find_asked, find_entry, find_known, make_finding, parse_page
 
 SOURCE = Path(__file__).parents[3] / "src" / "ddpilot"
 PAGE = """# DDP999 a-name: What it is
@@ -85,6 +85,16 @@ def test_general_pages_answer_a_person_and_explain_no_rank() -> None:
     both = "DistBackendError: NCCL error in: x.cpp, Duplicate GPU detected : rank 1 and rank 0 both on CUDA device"
     assert [entry.name for entry in find_asked(both)] == ["one-device", "nccl-error"]
     assert parse_page(PAGE.replace("warning\n", "warning\ngeneral: yes\n")).is_general
+
+
+def test_make_finding_takes_from_the_page_what_is_not_given() -> None:
+    """Name and source always; severity, title and fix unless the check knows better."""
+    entry = find_entry("DDP216")
+    plain = make_finding("DDP216", ranks=[1], why="because")
+    assert (plain.name, plain.source, plain.ranks) == (entry.name, "ddpilot explain DDP216", (1,))
+    assert (plain.severity, plain.summary, plain.fix) == (entry.severity, entry.title, entry.first_fix)
+    own = make_finding("DDP216", severity="error", summary="what happened", fix="do that", why="because")
+    assert (own.name, own.severity, own.summary, own.fix) == (entry.name, "error", "what happened", "do that")
 
 
 def test_every_code_in_the_source_has_a_page() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding, Place
 from ddpilot.record.log import Collective, Line, RankLog
 from ddpilot.watch.rules.causes import LEFT_OUT, UNLIKE
@@ -89,14 +90,13 @@ def tell_left_out(units: Units, first: Moment, proof: Moment, line: Line) -> Fin
     apart = first.difference.gradients.keys() | proof.difference.gradients.keys() | proof.difference.parameters.keys()
     names = [called[name] for name in unit["names"] if name in apart]
     shown = [(first, "gradient of", first.difference.gradients), (proof, "parameter", proof.difference.parameters)]
-    return Finding(
-        code=LEFT_OUT.code,
-        name=LEFT_OUT.name,
+    return make_finding(
+        LEFT_OUT.code,
         severity="warning",
         summary=f"gradients of {len(names)} of the optimizer's {len(called)} parameters are not averaged over the "
         f"ranks: {some(names)}",
         ranks=tuple(sorted(proof.steps)),
-        place=Place(file=line.file, line=line.line, function=line.function, text=line.text),
+        line=Place(file=line.file, line=line.line, function=line.function, text=line.text),
         evidence=(
             *(
                 f"step {moment.number}: {what} {called[name]}: {values}"
@@ -108,7 +108,6 @@ def tell_left_out(units: Units, first: Moment, proof: Moment, line: Line) -> Fin
         ),
         why=LEFT_OUT.why,
         fix=LEFT_OUT.fix,
-        source=f"ddpilot explain {LEFT_OUT.code}",
     )
 
 
@@ -117,14 +116,13 @@ def tell_unlike(units: Units, proof: Moment, line: Line, num_checked: int) -> Fi
     unit = units[min(proof.steps)]
     called = dict(zip(unit["names"], unit["called"], strict=True))
     differing = list(proof.difference.parameters.items())
-    return Finding(
-        code=UNLIKE.code,
-        name=UNLIKE.name,
+    return make_finding(
+        UNLIKE.code,
         severity="warning",
         summary=f"gradients are averaged, and {len(differing)} of {len(called)} parameters have differed between ranks "
         "from the first step on",
         ranks=proof.difference.ranks or tuple(sorted(proof.steps)),
-        place=Place(file=line.file, line=line.line, function=line.function, text=line.text),
+        line=Place(file=line.file, line=line.line, function=line.function, text=line.text),
         evidence=(
             *(f"step {proof.number}: parameter {called[name]}: {values}" for name, values in differing[:_MAX_LINES]),
             f"gradients were the same on all ranks in {num_checked} steps that were checked",
@@ -133,5 +131,4 @@ def tell_unlike(units: Units, proof: Moment, line: Line, num_checked: int) -> Fi
         ),
         why=UNLIKE.why,
         fix=UNLIKE.fix,
-        source=f"ddpilot explain {UNLIKE.code}",
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The causes of diverging ranks: name, reason and fix of each."""
+"""The causes of diverging ranks: reason and fix of each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ class Cause(NamedTuple):
     """A code with its texts."""
 
     code: str
-    name: str
     why: str
     fix: str
 
@@ -19,13 +18,11 @@ _RUNS_APART = "DDP averages gradients only in the backward of a forward that wen
 
 BYPASS = Cause(
     "DDP321",
-    "bypass",
     f"the model inside DDP was called directly: {_RUNS_APART}, so that each rank trains on its own data alone",
     "Call the DDP model itself, `ddp(x)` instead of `ddp.module(x)`; to reach another method, call it inside `forward`",
 )
 TWO_FORWARDS = Cause(
     "DDP322",
-    "two-forwards",
     "two forwards came before two backwards: DDP reduces one backward after each group of forwards, the first; the "
     "second one's gradients stay local",
     "Call backward once, on the sum of the losses, or each loss's backward before the next forward; or put all but the "
@@ -33,40 +30,34 @@ TWO_FORWARDS = Cause(
 )
 NO_SYNC = Cause(
     "DDP323",
-    "no-sync-left-on",
     "the last backward before this step ran for a forward inside `no_sync()`, which is where gradients stay local",
     "Leave `no_sync()` for the last micro-batch before each step, with its forward and its backward outside, also for "
     "the last, shorter group of an epoch",
 )
 TWICE = Cause(
     "DDP329",
-    "backward-twice",
     "backward ran twice for one forward: DDP reduced the first, the second one's gradients stay local",
     "Add the losses and call backward once, without `retain_graph=True`",
 )
 LATE = Cause(
     "DDP332",
-    "layers-changed",
     "DDP averages the parameters that the model had, and that were trainable, when it was wrapped; these came later or "
     "were unfrozen later",
     "Change or unfreeze layers first, and wrap the model in DDP again afterwards",
 )
 MOVED = Cause(
     "DDP331",
-    "wrapped-before-move",
     "the model was moved to another device or dtype after it was wrapped: DDP's hooks stay with what it was before, "
     "and gradients are not reduced any more",
     "Move first, then wrap: `DDP(model.to(device))`",
 )
 STEP = Cause(
     "DDP326",
-    "step-on-some-ranks",
     "the optimizer took a step on some ranks only; gradients were the same on all of them",
     "Call `optimizer.step()` on every rank, and skip a step on all ranks or on none (reduce the condition first)",
 )
 PARAMETERS = Cause(
     "DDP325",
-    "parameters-differ",
     "gradients are the same on all ranks and parameters are not: DDP copies rank 0's when it wraps a model and never "
     "again, so that one rank's have been loaded, initialised or changed since; or an error interrupted an update, "
     "which not all ranks finished",
@@ -75,14 +66,12 @@ PARAMETERS = Cause(
 )
 RATES = Cause(
     "DDP325",
-    "parameters-differ",
     "gradients are the same on all ranks and learning rates are not, so that each takes a step of another length: a "
     "schedule went by what only its own rank knows, such as its own loss or number of samples",
     "Reduce what the schedule goes by before it is asked, and step it on every rank alike",
 )
 CHANGED = Cause(
     "DDP325",
-    "parameters-differ",
     "parameters were the same on all ranks before, and gradients are: since then parameters, the optimizer's state or, "
     "for a step, gradients or learning rates were changed, loaded or zeroed on some ranks only, or on each with random "
     "numbers or data of its own",
@@ -96,7 +85,6 @@ CHANGED_AT_END = CHANGED._replace(
 )
 EPOCHS = Cause(
     "DDP325",
-    "parameters-differ",
     "gradients are the same on all ranks, and the ranks began to read their data again at different steps: what the "
     "program does between two epochs, such as a step of the schedule, came at another step on each",
     "Give every rank the same number of batches in each epoch (DistributedSampler, `drop_last=True`), or go by a "
@@ -104,20 +92,17 @@ EPOCHS = Cause(
 )
 UNKNOWN = Cause(
     "DDP320",
-    "gradients-differ",
     "every backward went through DDP, so that gradients were changed on some ranks after they were reduced",
     "Change gradients (clipping, masking, noise) on every rank alike; look at what runs between backward and step",
 )
 NO_BACKWARD = Cause(
     UNKNOWN.code,
-    UNKNOWN.name,
     "no backward ran through DDP before this step: it all-reduces in `backward()` alone, not what "
     "`torch.autograd.grad` returns or what is written into `.grad`",
     "Call `loss.backward()` instead of `torch.autograd.grad`; or all-reduce these gradients before the step",
 )
 NEVER_WRAPPED = Cause(
     "DDP324",
-    "never-wrapped",
     "no DDP model has these parameters, and no collective was large enough to average them: each rank trains a model "
     "of its own, on its own data",
     "Wrap the model, `model = DistributedDataParallel(model)`, and call it through the wrapper; where each rank is "
@@ -125,14 +110,12 @@ NEVER_WRAPPED = Cause(
 )
 DROPPED = Cause(
     NEVER_WRAPPED.code,
-    NEVER_WRAPPED.name,
     "the model was wrapped in DDP here, and the wrapper thrown away: the program continues with the model itself, of "
     "which each rank trains its own, on its own data",
     "Keep what DDP gives, and call that: `model = DistributedDataParallel(model)`",
 )
 UNLIKE = Cause(
     "DDP325",
-    "parameters-differ",
     "the program averages gradients by itself, without DDP, and the ranks began with different weights: DDP would have "
     "copied rank 0's. The same gradients keep them as far apart as they were, so that no rank has the model which the "
     "gradients are of",
@@ -141,7 +124,6 @@ UNLIKE = Cause(
 )
 LEFT_OUT = Cause(
     UNKNOWN.code,
-    UNKNOWN.name,
     "the program averages gradients by itself, without DDP, and leaves these out: each rank trains them on its own "
     "data alone",
     "Average the gradient of every parameter that an optimizer steps, of all modules and to the last; or wrap the "

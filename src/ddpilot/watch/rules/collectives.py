@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.words import render_ranks
 from ddpilot.record.journal import Entry
@@ -27,13 +28,11 @@ class NotAwaited(WaitingRule):
     def _finding(self, by_rank: dict[int, Any]) -> Finding:
         values = next(iter(by_rank.values()))
         used = "it was changed in place" if values["how"] == "changed" else "the optimizer took a step with it"
-        return Finding(
-            code=self.codes[0],
-            name="work-not-awaited",
-            severity="warning",
+        return make_finding(
+            "DDP222",
             summary=f"the result of an asynchronous {values['op']} is used, and nothing waits for it",
             ranks=tuple(by_rank),
-            place=place_of(values["site"]),
+            line=place_of(values["site"]),
             evidence=(
                 "the line throws away the work that it gets, or nothing reads the name that it is given",
                 f"{used}, a tensor of {values['numel']} elements, and no barrier came before that",
@@ -42,7 +41,6 @@ class NotAwaited(WaitingRule):
             "or a part of the result, as it happens",
             fix=f"Keep the work, `work = dist.{values['op']}(..., async_op=True)`, and call `work.wait()` before the "
             "tensor is used; or leave async_op out",
-            source="ddpilot explain DDP222",
         )
 
 
@@ -60,17 +58,14 @@ class NotMember(WaitingRule):
     def _finding(self, by_rank: dict[int, Any]) -> Finding:
         values = next(iter(by_rank.values()))
         ranks = render_ranks(by_rank)
-        return Finding(
-            code=self.codes[0],
-            name="not-in-group",
-            severity="warning",
+        return make_finding(
+            "DDP223",
             summary=f"{values['op']} did nothing on {ranks}, which {'is' if len(by_rank) == 1 else 'are'} not in its "
             "group",
             ranks=tuple(by_rank),
-            place=place_of(values["site"]),
+            line=place_of(values["site"]),
             why="`dist.new_group(ranks)` has to be called on every rank, and gives those that are not among `ranks` a "
             "placeholder: a collective on it returns at once, and its tensor stays as it was",
             fix="Call it on the members only, `if dist.get_rank() in ranks:`; or give the group all ranks that need "
             "the result",
-            source="ddpilot explain DDP223",
         )

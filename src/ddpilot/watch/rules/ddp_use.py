@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.record.journal import Entry
 from ddpilot.watch.rules.gathering import some
@@ -37,18 +38,15 @@ class NoSyncInVain(PromptRule):
         key = rank, line_of(site)
         self._num[key] = num = self._num.get(key, 0) + 1
         if num % _AGAIN_AFTER == NUM_IN_VAIN:
-            yield Finding(
-                code="DDP328",
-                name="no-sync-backward-only",
-                severity="warning",
+            yield make_finding(
+                "DDP328",
                 summary="no_sync() has no effect here: gradients were reduced in every backward",
                 ranks=(rank,),
-                place=place_of(site),
+                line=place_of(site),
                 evidence=(f"seen before {num} optimizer steps, last before step {entry.values['n']}",),
                 why="DDP reduces the first backward after a forward outside of `no_sync()`, of whichever forward it is",
                 fix="Put every forward of the model into `no_sync()` too (of a ddpilot.Loop: into `loop.accumulate`), "
                 "or run it under `torch.no_grad()` if its gradients are not needed",
-                source="ddpilot explain DDP328",
             )
 
 
@@ -60,16 +58,13 @@ class DataParallel(PromptRule):
 
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
         """See `Rule.feed`."""
-        yield Finding(
-            code="DDP330",
-            name="data-parallel",
-            severity="warning",
+        yield make_finding(
+            "DDP330",
             summary=f"nn.DataParallel trains a model in a job of {self._context.world_size} ranks",
             ranks=(rank,),
-            place=place_of(entry.values["site"]),
+            line=place_of(entry.values["site"]),
             why="DataParallel spreads a batch over the devices of one process; ranks learn nothing of each other by it",
             fix="Use `DistributedDataParallel(model)` instead, with one device per rank",
-            source="ddpilot explain DDP330",
         )
 
 
@@ -91,16 +86,13 @@ class NeedlessFindUnused(PromptRule):
             ranks.add(rank)
         group = values["group"]
         if len(ranks) == (self._context.world_size if group == "world" else len(group.split(","))):
-            yield Finding(
-                code="DDP502",
-                name="needless-find-unused",
-                severity="info",
+            yield make_finding(
+                "DDP502",
                 summary=f"no parameter was unused in the first {values['num_backwards']} backwards, on any rank",
                 ranks=tuple(sorted(ranks)),
-                place=place_of(values["site"]),
+                line=place_of(values["site"]),
                 why="find_unused_parameters=True walks the whole graph in each step, for nothing if none is unused",
                 fix="Leave it out, unless a branch that is taken later leaves parameters unused",
-                source="ddpilot explain DDP502",
             )
 
 
@@ -108,7 +100,6 @@ class _Failure(NamedTuple):
     """A failure of DDP's forward because of some parameters. `said`: the text for one parameter, and for several."""
 
     code: str
-    name: str
     said: tuple[str, str]
     why: str
     fix: str
@@ -117,14 +108,12 @@ class _Failure(NamedTuple):
 _FAILURES = {
     "frozen": _Failure(
         "DDP310",
-        "frozen-after-wrap",
         ("was frozen after the model was wrapped", "were frozen after the model was wrapped"),
         "DDP waits in each backward for the gradients of all that could be trained when it was constructed",
         "Freeze first, then wrap; wrap again where the set changes",
     ),
     "left_out": _Failure(
         "DDP308",
-        "unused-parameters",
         ("took no part in the backward pass", "took no part in the backward pass"),
         "DDP waits in each backward for a gradient of every parameter that could be trained when it was constructed; "
         "the loss of the round before did not depend on these",
@@ -147,14 +136,11 @@ class GradientsMissing(PromptRule):
         failure = _FAILURES[entry.kind]
         one, several = failure.said
         said = f"{num} parameters {several}" if num > 1 else f"1 parameter {one}"
-        yield Finding(
-            code=failure.code,
-            name=failure.name,
-            severity="error",
+        yield make_finding(
+            failure.code,
             summary=f"{said}: {some(names, total=num)}",
             ranks=(rank,),
-            place=place_of(entry.values["site"]),
+            line=place_of(entry.values["site"]),
             why=failure.why,
             fix=failure.fix,
-            source=f"ddpilot explain {failure.code}",
         )

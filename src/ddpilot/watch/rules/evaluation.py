@@ -9,6 +9,7 @@ from fractions import Fraction
 from itertools import islice
 from typing import Any
 
+from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.words import render_ranks
 from ddpilot.record.journal import Entry
@@ -80,18 +81,15 @@ class PaddedEvaluation(WaitingRule):
             said = f"gave each rank {read} samples of another part, together {repeated} more than there are"
         if not repeated or self._gather_samples(by_rank):
             return None
-        return Finding(
-            code=self.codes[0],
-            name="padded-evaluation",
-            severity="warning",
+        return make_finding(
+            "DDP405",
             summary=f"{repeated} of {samples} samples are evaluated twice",
             ranks=tuple(by_rank),
-            place=place_of(facts.get("site")),
+            line=place_of(facts.get("site")),
             evidence=(f"{sampler['kind']} {said}",),
             why="The metric counts these samples twice, and changes with the number of ranks.",
             fix="Give each rank its part without padding, as Subset(dataset, range(rank, len(dataset), world_size)), "
             "evaluate the unwrapped model, and sum metric and count over the ranks; loop.evaluate does all of that.",
-            source="ddpilot explain DDP405",
         )
 
 
@@ -230,14 +228,12 @@ def _say_mean_of_means(found: Mapping[int, Any], samples: Mapping[int, int], *, 
     true = sum(one["value"] * samples[rank] for rank, one in found.items()) / sum(samples.values())
     mean = sum(one["value"] for one in found.values()) / len(found)
     shown = list(found)[:8]
-    return Finding(
-        code="DDP406",
-        name="mean-of-means",
-        severity="warning",
+    return make_finding(
+        "DDP406",
         summary=f"a mean over {render_ranks(found)} takes their means as equal, which are of unequal numbers of "
         "samples",
         ranks=tuple(found),
-        place=place_of(first.get("site")),
+        line=place_of(first.get("site")),
         evidence=(
             *(f"rank {rank}: {found[rank]['value']:.6g} of {samples[rank]} samples" for rank in shown),
             *(
@@ -250,5 +246,4 @@ def _say_mean_of_means(found: Mapping[int, Any], samples: Mapping[int, int], *, 
         why="A rank with few samples weighs as much as one with many"
         + (", and so does a batch with few." if of_batches else "."),
         fix="Reduce the sum and the number of samples over the ranks, and divide then.",
-        source="ddpilot explain DDP406",
     )

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.words import render_ranks
 from ddpilot.record.journal import Entry
@@ -58,19 +59,16 @@ class NotFinite(WaitingRule):
             evidence.append(f"on {render_ranks(others)} loss and gradients were finite before the ranks' were averaged")
         evidence.append(f"weights that are not finite since that step: {some(parameters)}")
         who = tuple(culprits) or tuple(spoiled)
-        return Finding(
-            code=self.codes[0],
-            name="not-finite",
-            severity="error",
+        return make_finding(
+            "DDP409",
             summary=f"weights are not finite since backward {begun}"
             + (f"; it began on {render_ranks(who)}" if culprits else ""),
             ranks=who,
-            place=place_of(first.get("site")) or place_of(next(iter(spoiled.values())).get("site")),
+            line=place_of(first.get("site")) or place_of(next(iter(spoiled.values())).get("site")),
             evidence=tuple(evidence),
             why="DDP averages gradients over all ranks: one that is not finite makes them so everywhere.",
             fix="Look at the samples of that batch, at a division, logarithm or root in the loss, then at the learning "
             "rate. torch.autograd.set_detect_anomaly(True) finds the line of a gradient.",
-            source="ddpilot explain DDP409",
         )
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.record.journal import Entry
 from ddpilot.watch.rules.rule import line_of, place_of
@@ -31,15 +32,13 @@ class OnGraph(WaitingRule):
         values = next(iter(by_rank.values()))
         through = values["case"] == "backward"
         op = values["op"]
-        return Finding(
-            code=self.codes[0],
-            name="graph-kept",
-            severity="warning",
+        return make_finding(
+            "DDP410",
             summary=f"the backward goes through {op}, which has no gradient"
             if through
             else f"what {op} reduces holds the graphs of at least {values['losses']} steps",
             ranks=tuple(by_rank),
-            place=place_of(values.get("site")),
+            line=place_of(values.get("site")),
             evidence=(
                 f"{op} changed a tensor of {values['numel']} element{'s' * (values['numel'] != 1)} that has a grad_fn"
                 + (", and backward was called on it, or on what was made of it" if through else ""),
@@ -51,5 +50,4 @@ class OnGraph(WaitingRule):
             fix="Call backward first, and reduce a copy: value = loss.detach().clone()."
             if through
             else "Add loss.detach(), or loss.item() where waiting for the device does not matter.",
-            source="ddpilot explain DDP410",
         )

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.words import render_ranks
 from ddpilot.record.journal import Entry
@@ -51,19 +52,17 @@ class OneDevice(PromptRule):
             f"{render_ranks(together)} on {first['device']} of {host} ({uuid})"
             for (host, uuid), together in list(shared.items())[:4]
         ]
-        return Finding(
-            code=self.codes[0],
-            name="one-device",
+        return make_finding(
+            "DDP118",
             severity="warning" if idle else "info",
             summary=f"{render_ranks(ranks)} use the same device",
             ranks=tuple(ranks),
-            place=place_of(first.get("site")),
+            line=place_of(first.get("site")),
             evidence=(*lines, f"a rank can see {first['num_devices']} device{'s' * idle}"),
             why="They share its memory and its time, and NCCL refuses to connect them."
             + (" The other devices are idle." if idle else ""),
             fix="Call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before the model is made, and use no fixed "
             "'cuda:0'; start as many ranks as there are devices.",
-            source="ddpilot explain DDP118",
         )
 
 
@@ -80,13 +79,11 @@ class SeveralDevices(WaitingRule):
 
     def _finding(self, by_rank: dict[int, Any]) -> Finding:
         values = next(iter(by_rank.values()))
-        return Finding(
-            code=self.codes[0],
-            name="several-devices",
-            severity="error",
+        return make_finding(
+            "DDP412",
             summary=f"tensors on {some(sorted(values['by_device']))} met in one operation",
             ranks=tuple(by_rank),
-            place=place_of(values.get("site")),
+            line=place_of(values.get("site")),
             evidence=(
                 *(f"on {device}: {some(names, 8)}" for device, names in sorted(values["by_device"].items())),
                 values["message"],
@@ -94,5 +91,4 @@ class SeveralDevices(WaitingRule):
             why="An operation takes tensors of one device, and never moves them by itself.",
             fix="Move what is on the wrong one: model.to(device) before DDP wraps it, and batch, target and what "
             "the loss holds (weights of classes) with .to(device).",
-            source="ddpilot explain DDP412",
         )

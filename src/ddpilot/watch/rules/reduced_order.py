@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.record.journal import Entry
 from ddpilot.watch.rules.fingerprints import TOLERANCES, are_alike, unpack
@@ -52,14 +53,12 @@ def find_mixed_up(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[int]
 
 def _tell(first: int, one: Mapping[str, Any], second: int, other: Mapping[str, Any], mixed_up: list[int]) -> Finding:
     at = mixed_up[0]
-    return Finding(
-        code="DDP327",
-        name="parameter-order",
-        severity="error",
+    return make_finding(
+        "DDP327",
         summary=f"rank {second} all-reduces gradients in a different order than rank {first}: the gradient of "
         f"{other['order'][at]} is added to that of {one['order'][at]}",
         ranks=(first, second),
-        place=place_of(other["line"]),
+        line=place_of(other["line"]),
         evidence=(
             *(
                 f"all_reduce {place + 1} before the first step: rank {first} {one['order'][place]}, "
@@ -72,5 +71,4 @@ def _tell(first: int, one: Mapping[str, Any], second: int, other: Mapping[str, A
         "are averaged, and the weights of the ranks grow apart",
         fix="Reduce them in the same order on every rank: from a list, `model.parameters()` or sorted names, never "
         "from a set",
-        source="ddpilot explain DDP327",
     )

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.words import render_ranks
 from ddpilot.record.journal import Entry
@@ -118,18 +119,16 @@ class SameBatch(PromptRule):
             whose = "a stream" if mine.get("samples") is None else f"{mine['samples']} samples"
             evidence.append(f"so were {num_loaded} batches of the loader of {whose}")
             evidence.append(describe_sampler(mine))
-        return Finding(
-            code=self.codes[0],
-            name="same-batch",
+        return make_finding(
+            "DDP401",
             severity="error" if is_loaded and is_sure else "warning",
             summary=f"{render_ranks(ranks)} train on the same batches",
             ranks=tuple(ranks),
-            place=place_of(mine.get("site")) or place_of(values.get("site")),
+            line=place_of(mine.get("site")) or place_of(values.get("site")),
             evidence=tuple(evidence),
             why=(_SAME if is_sure else _NEARLY_SAME)
             + ("" if (mine.get("sampler") or {}).get("replicas") else " Nothing divides the samples among the ranks."),
             fix=_fix(mine),
-            source="ddpilot explain DDP401",
         )
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.words import render_ranks
 from ddpilot.record.journal import Entry
@@ -47,19 +48,16 @@ class AllRanksSave(WaitingRule):
             f"rank {rank}: {(one['start_ns'] - begun) / 1e6:.0f} to {(one['end_ns'] - begun) / 1e6:.0f} ms"
             for rank, one in list(by_rank.items())[:8]
         ]
-        return Finding(
-            code=self.codes[0],
-            name="all-ranks-save",
-            severity="warning",
+        return make_finding(
+            "DDP603",
             summary=f"{render_ranks(by_rank)} write {first['path']}",
             ranks=tuple(by_rank),
-            place=place_of(first.get("site")),
+            line=place_of(first.get("site")),
             evidence=tuple(times),
             why="Ranks that write one file at the same time can leave it torn, and one that reads it meanwhile "
             "finds a part of it.",
             fix="Save on rank 0 alone, to another name in the same folder, and rename it with os.replace; let the "
             "others wait at a barrier before they read.",
-            source="ddpilot explain DDP603",
         )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.record.journal import Entry
 from ddpilot.watch.rules.newest import Newest
@@ -99,19 +100,16 @@ class SetEpochForgotten(WaitingRule):
     def _finding(self, by_rank: dict[int, Any]) -> Finding:
         facts = next(iter(by_rank.values()))
         sampler = facts["sampler"]
-        return Finding(
-            code=self.codes[0],
-            name="set-epoch-forgotten",
-            severity="warning",
+        return make_finding(
+            "DDP402",
             summary=f"two epochs had the samples in the same order: {sampler['kind']} still is at epoch "
             f"{sampler.get('epoch')}",
             ranks=tuple(by_rank),
-            place=place_of(facts.get("site")),
+            line=place_of(facts.get("site")),
             evidence=(
                 f"{sampler['kind']}(seed={sampler.get('seed')}, shuffle=True), {facts['samples']} samples",
                 "two passes over them that trained the same model began with the same ones",
             ),
             why="The order is a function of seed and epoch, and the sampler does not count epochs by itself.",
             fix="Call sampler.set_epoch(epoch) at the beginning of each epoch, before the loop over the loader.",
-            source="ddpilot explain DDP402",
         )

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.words import render_ranks
 from ddpilot.record.journal import Entry
@@ -120,19 +121,16 @@ class ShardsOverlap:
     def _finding(self, passes: Mapping[int, Any], ranks: list[int], summary: str, evidence: str) -> Finding:
         first = passes[ranks[0]]
         lines = [f"rank {rank}: {describe_sampler(passes[rank])}" for rank in ranks[:4]]
-        return Finding(
-            code=self.codes[0],
-            name="shards-overlap",
-            severity="warning",
+        return make_finding(
+            "DDP403",
             summary=summary,
             ranks=tuple(ranks),
-            place=place_of(first.get("site")),
+            line=place_of(first.get("site")),
             evidence=(evidence, *lines),
             why="The parts of the ranks are no division of the dataset: in an epoch some samples come several times, "
             "or never.",
             fix="Use DistributedSampler(dataset) with its own num_replicas, rank and seed on every rank, and call "
             "set_epoch with the same number everywhere; cut subsets with a seed that all ranks share.",
-            source="ddpilot explain DDP403",
         )
 
 

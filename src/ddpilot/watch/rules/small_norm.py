@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.record.journal import Entry
 from ddpilot.watch.rules.gathering import some
@@ -33,13 +34,11 @@ class SmallBatchNorm(WaitingRule):
     def _finding(self, by_rank: dict[int, Any]) -> Finding:
         first = next(iter(by_rank.values()))
         rows = sorted({row for values in by_rank.values() for row in values["rows"]})
-        return Finding(
-            code=self.codes[0],
-            name="batch-norm-unsynced",
-            severity="warning",
+        return make_finding(
+            "DDP408",
             summary=f"BatchNorm takes its statistics from {rows[-1]} samples",
             ranks=tuple(by_rank),
-            place=place_of(first.get("site")),
+            line=place_of(first.get("site")),
             evidence=(
                 f"layers in training mode: {some(first['layers'])}",
                 f"samples of a rank in a batch: {', '.join(map(str, rows))}",
@@ -47,5 +46,4 @@ class SmallBatchNorm(WaitingRule):
             why="Each rank normalises with its own samples only, so results depend on the number of ranks, and "
             f"statistics of fewer than {MIN_SAMPLES} samples are noisy.",
             fix="Use GroupNorm or a larger batch; on GPUs SyncBatchNorm.convert_sync_batchnorm(model) helps too.",
-            source="ddpilot explain DDP408",
         )

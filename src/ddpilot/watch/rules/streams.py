@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding, Severity
 from ddpilot.findings.words import render_ranks
 from ddpilot.record.journal import Entry
@@ -151,16 +152,14 @@ class SameRandomStreams(PromptRule):
 def _make_finding(
     severity: Severity, summary: str, ranks: Iterable[int], values: Mapping[str, Any], evidence: tuple[str, ...]
 ) -> Finding:
-    return Finding(
-        code="DDP407",
-        name="same-random-streams",
+    return make_finding(
+        "DDP407",
         severity=severity,
         summary=summary,
         ranks=tuple(ranks),
-        place=place_of(values.get("site")),
+        line=place_of(values.get("site")),
         evidence=evidence,
         why="They were seeded alike, which is right for making the model, and not seeded again before training.",
         fix="After the model is made, seed with a number that depends on the rank: torch.manual_seed(seed + rank), and "
         "numpy and random where samples are augmented; in workers by worker_init_fn, from torch.initial_seed().",
-        source="ddpilot explain DDP407",
     )

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.record.journal import Entry
 from ddpilot.watch.rules.rule import line_of, place_of
@@ -29,14 +30,12 @@ class AccumulationSynced(WaitingRule):
         values = next(iter(by_rank.values()))
         least, most, num_bytes = values["least"], values["most"], values["num_bytes"]
         num = str(most) if least == most else f"{least} to {most}"
-        return Finding(
-            code=self.codes[0],
-            name="accumulation-synced",
-            severity="warning",
+        return make_finding(
+            "DDP505",
             summary=f"each update exchanges its gradients {num} times: {_say(most * num_bytes)} instead of "
             f"{_say(num_bytes)}",
             ranks=tuple(by_rank),
-            place=place_of(values["site"]),
+            line=place_of(values["site"]),
             evidence=(
                 f"{num} backwards add up to each step, and DDP all-reduces after each of them",
                 f"gradients of the model: {_say(num_bytes)}",
@@ -44,7 +43,6 @@ class AccumulationSynced(WaitingRule):
             why="DDP all-reduces in every backward, unless forward and backward run inside `no_sync()`; the sum that "
             "the step takes is the same where only the last one is reduced",
             fix="Run forward and backward of all but the last micro-batch before a step in `with model.no_sync():`",
-            source="ddpilot explain DDP505",
         )
 
 

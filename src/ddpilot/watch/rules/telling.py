@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.words import render_ranks
 from ddpilot.watch.rules import causes
@@ -39,37 +40,32 @@ def tell_divergence(
         loaded = ()
     left_out = skipped.ranks if skipped is not None else ()
     ranks = left_out or loaded or proof.difference.ranks or first.difference.ranks or tuple(sorted(first.steps))
-    return Finding(
-        code=cause.code,
-        name=cause.name,
-        severity="warning" if cause.code == causes.NEVER_WRAPPED.code or may_be_meant else "error",
+    return make_finding(
+        cause.code,
+        severity="warning" if may_be_meant else None,
         summary=_summary(first, proof, skipped),
         ranks=tuple(ranks),
-        place=place_of(_site(cause, comparison, first, proof)),
+        line=place_of(_site(cause, comparison, first, proof)),
         evidence=tuple(_evidence(cause, comparison, first, proof)),
         why=cause.why,
         fix=cause.fix,
-        source=f"ddpilot explain {cause.code}",
     )
 
 
 def tell_order(first: int, names: list[Any], second: int, values: Mapping[str, Any]) -> Finding:
     """Build the finding for parameters wrapped in a different order on two ranks; `values`: as noted by `second`."""
     at = next(at for at, (one, other) in enumerate(zip(names, values["names"], strict=True)) if one != other)
-    return Finding(
-        code="DDP327",
-        name="parameter-order",
-        severity="error",
+    return make_finding(
+        "DDP327",
         summary=f"the model's parameters stand in another order on rank {second} than on rank {first}",
         ranks=(first, second),
-        place=place_of(values["site"]),
+        line=place_of(values["site"]),
         evidence=tuple(
             f"parameter {at}: rank {rank} {each[at][0]} {each[at][1]}"
             for rank, each in ((first, names), (second, values["names"]))
         ),
         why="DDP matches parameters by their number, not by their name: gradients of different layers are averaged",
         fix="Create layers in the same order on every rank: from a list or a sorted one, never from a set",
-        source="ddpilot explain DDP327",
     )
 
 

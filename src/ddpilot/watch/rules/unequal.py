@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.words import render_ranks
 from ddpilot.record.journal import Entry
@@ -103,18 +104,15 @@ class UnequalBatches(PromptRule):
         most = max(lengths.values())
         long = [rank for rank in members if lengths[rank] == most]
         seen = [f"rank {rank}: {lengths[rank]} batches" for rank in members[:8]]
-        return Finding(
-            code=self.codes[0],
-            name="unequal-batches",
-            severity="warning",
+        return make_finding(
+            "DDP404",
             summary=f"{render_ranks(short)} {'has' if len(short) == 1 else 'have'} {lengths[short[0]]} batches in this "
             f"epoch, {render_ranks(long)} {'has' if len(long) == 1 else 'have'} {most}",
             ranks=tuple(short),
-            place=place_of(facts.get("site")),
+            line=place_of(facts.get("site")),
             evidence=tuple(seen),
             why="Each backward of DDP needs all ranks. Unless the loop is left before, those with more batches wait "
             "for those with fewer, for ever.",
             fix="Let a DistributedSampler divide the dataset, use drop_last=True, or put the loop in "
             "`with Join([model]):` (torch.distributed.algorithms.join).",
-            source="ddpilot explain DDP404",
         )

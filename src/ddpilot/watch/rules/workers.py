@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.record.journal import Entry
 from ddpilot.watch.rules.newest import Newest
@@ -44,13 +45,11 @@ class WorkersReadAlike(WaitingRule):
 
     def _finding(self, by_rank: dict[int, Any]) -> Finding:
         facts = next(iter(by_rank.values()))
-        return Finding(
-            code=self.codes[0],
-            name="shards-overlap",
-            severity="warning",
+        return make_finding(
+            "DDP403",
             summary=f"each batch comes {facts['workers']} times: the workers of the loader read the same stream",
             ranks=tuple(by_rank),
-            place=place_of(facts.get("site")),
+            line=place_of(facts.get("site")),
             evidence=(
                 f"{facts['dataset']} is an IterableDataset, of which each of {facts['workers']} workers has a copy",
                 "batches that they gave one after the other were the same, in round after round",
@@ -58,7 +57,6 @@ class WorkersReadAlike(WaitingRule):
             why="A stream is not divided among workers by itself: each reads all of it.",
             fix="Let `__iter__` yield a part only, by torch.utils.data.get_worker_info() and the rank: as "
             "islice(stream, rank * num_workers + id, None, world_size * num_workers).",
-            source="ddpilot explain DDP403",
         )
 
 
