@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, overload
 
 from ddpilot.errors import LaunchError
-from ddpilot.launching.shipping.pickling import map_parcel, open_parcel
+from ddpilot.launching.shipping.memory import map_private
+from ddpilot.launching.shipping.pickling import open_parcel
 
 
 class RankResults(Sequence[Any]):
@@ -18,9 +19,9 @@ class RankResults(Sequence[Any]):
     parent shipped come back as the parent's own objects.
     """
 
-    def __init__(self, parcels: Sequence[Sequence[int]], known: Sequence[Any]) -> None:
+    def __init__(self, parcels: Sequence[int], known: Sequence[Any]) -> None:
         # Mapped here: a notebook that keeps 300 unread results would otherwise run out of file descriptors.
-        self._parcels = {rank: map_parcel(fds) for rank, fds in enumerate(parcels)}
+        self._parcels = {rank: map_private(fd) for rank, fd in enumerate(parcels)}
         self._known = known
         self._values: dict[int, Any] = {}
         self._size = len(parcels)

@@ -117,7 +117,7 @@ class LocalRanks:
         try:
             handle = self._handles[rank] = start_rank(self._job, start, parcel)
         finally:
-            wire.close_all(parcel)
+            os.close(parcel)
         self._hub.watch(handle.control.fileno(), functools.partial(self._on_control, handle))
         for stream, fd in handle.pipes.items():
             os.set_blocking(fd, False)

@@ -23,8 +23,8 @@ class ParcelPort:
         self._listener.listen(16)
         self._listener.settimeout(_LIMIT_S)
 
-    def take(self, token: str) -> tuple[socket.socket, list[int]]:
-        """Return the connection and file descriptors sent with `token`. Those of interrupted requests are closed."""
+    def take(self, token: str) -> tuple[socket.socket, int | None]:
+        """Return the connection and the parcel, if any, sent with `token`. Those of interrupted requests are closed."""
         while True:
             channel, _ = self._listener.accept()
             channel.settimeout(_LIMIT_S)
@@ -34,7 +34,7 @@ class ParcelPort:
                 channel.close()
                 continue
             if found == token:
-                return channel, fds
+                return channel, fds[0] if fds else None
             wire.close_all(fds)
             channel.close()
 
@@ -46,17 +46,17 @@ class ParcelPort:
 class ParcelCall:
     """The parent's end for one request. Sends the parcel on construction; `answer` reads the reply."""
 
-    def __init__(self, path: Path, token: str, fds: list[int]) -> None:
+    def __init__(self, path: Path, token: str, parcel: int | None) -> None:
         self._channel = socket.socket(socket.AF_UNIX)
         try:
             self._channel.connect(str(path))
-            wire.send(self._channel, token, fds)
+            wire.send(self._channel, token, [] if parcel is None else [parcel])
         except BaseException:
             self._channel.close()
             raise
 
-    def answer(self) -> list[int]:
-        """Return the descriptors of the reply, which the caller owns.
+    def answer(self) -> int | None:
+        """Return the parcel of the reply, a file descriptor that the caller owns, or None if the rank sent none.
 
         Call it once the rank has reported that it is done. The reply is sent before that report: if there is none, the
         rank was interrupted before it could send one.
@@ -65,8 +65,8 @@ class ParcelCall:
         try:
             _, fds = wire.receive(self._channel)
         except wire.Closed:
-            return []
-        return fds
+            return None
+        return fds[0] if fds else None
 
     def close(self) -> None:
         """Close the connection without reading a reply."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import time
 import weakref
@@ -18,7 +19,8 @@ from ddpilot.launching.local import wire
 from ddpilot.launching.local.host import check_function
 from ddpilot.launching.results import RankResults
 from ddpilot.launching.shipping.blame import ship
-from ddpilot.launching.shipping.pickling import map_parcel, open_parcel
+from ddpilot.launching.shipping.memory import map_private
+from ddpilot.launching.shipping.pickling import open_parcel
 from ddpilot.launching.shipping.sources import collect_sources
 from ddpilot.session import arguments
 from ddpilot.session.choosing import choose, choose_one
@@ -185,12 +187,12 @@ class Session:
         outcome, answers = self._with_parcel("call", {}, chosen, parcel, name)
         try:
             error = outcome.error
-            if isinstance(error, RankError) and error.rank is not None and answers.get(error.rank):
+            if isinstance(error, RankError) and error.rank is not None and error.rank in answers:
                 error.__cause__ = self._open_error(answers[error.rank], known, error.rank)
             outcome.raise_failure(f"`{name}`")
             return RankResults([answers[rank] for rank in chosen], known)
         finally:
-            _close(answers)
+            wire.close_all(answers.values())
 
     def push(self, values: Mapping[str, Any], *, ranks: Iterable[int] | None = None) -> None:
         """Set variables on `ranks` (None: all live ranks). Each rank gets its own copy, also of tensors.
@@ -226,14 +228,14 @@ class Session:
         did = f"pulling {', '.join(f'`{each}`' for each in expressions)}"
         chosen = choose_one(self._ranks, rank, did)
         name = f"pull {' '.join(expressions)}"
-        outcome, answers = self._with_parcel("pull", {"expressions": expressions}, chosen, [], name)
+        outcome, answers = self._with_parcel("pull", {"expressions": expressions}, chosen, None, name)
         try:
             outcome.raise_failure("pull")
             if outcome.values:
                 raise make_refusal_error(did, outcome.values)
             values = [each[0] if is_one else each for each in RankResults([answers[each] for each in chosen], [])]
         finally:
-            _close(answers)
+            wire.close_all(answers.values())
         return values if rank is None else values[0]
 
     def restart(self, rank: int | Iterable[int] | None = None) -> None:
@@ -313,21 +315,22 @@ class Session:
                     with Stops(queue.SimpleQueue()):
                         self._finalizer()
 
-    def _open_error(self, fds: list[int], known: list[Any], rank: int) -> BaseException | None:
+    def _open_error(self, parcel: int, known: list[Any], rank: int) -> BaseException | None:
         try:
-            error, _ = open_parcel(map_parcel(fds), known)
+            error, _ = open_parcel(map_private(parcel), known)
         except Exception as failure:  # noqa: BLE001  # the exception's own code runs; its text is in the report
             self._ranks.note(f"the exception of rank {rank} could not be rebuilt here: {failure!r}")
             return None
         return error if isinstance(error, BaseException) else None
 
     def _with_parcel(
-        self, verb: str, arguments: dict[str, Any], ranks: Sequence[int], parcel: list[int], name: str
+        self, verb: str, arguments: dict[str, Any], ranks: Sequence[int], parcel: int | None, name: str
     ) -> Any:
         try:
             return self._work.call(verb, arguments, ranks, parcel, name)
         finally:
-            _close({0: parcel})
+            if parcel is not None:
+                os.close(parcel)
 
     def __enter__(self) -> Session:
         return self
@@ -358,8 +361,3 @@ def _start_ranks(options: SessionOptions, view: View) -> Ranks:
     except KeyboardInterrupt:
         raise LaunchInterrupted("starting the ranks was stopped: none of them runs") from None
     return ranks
-
-
-def _close(parcels: Mapping[int, list[int]]) -> None:
-    for fds in parcels.values():
-        wire.close_all(fds)

@@ -71,12 +71,12 @@ class Work:
             self._recover(outcome, events, stops)
         return outcome
 
-    def call(self, verb: str, arguments: dict[str, Any], ranks: Sequence[int], parcel: list[int], name: str) -> Any:
+    def call(self, verb: str, arguments: dict[str, Any], ranks: Sequence[int], parcel: int | None, name: str) -> Any:
         """Send a request with a parcel to `ranks`; return the outcome and, by rank, the parcels that they replied with.
 
         Recovers if the request fails.
         """
-        answers: dict[int, list[int]] = {}
+        answers: dict[int, int] = {}
         calls: dict[int, ParcelCall] = {}
         with self._ranks.turn(f"running {name}") as (events, stops):
             self._mend(events, stops)
@@ -90,11 +90,13 @@ class Work:
                 sources: dict[str, str] | None = {} if verb == "call" else None
                 outcome = self._watch(ids, name, events, stops, sources=sources, num_begun=num_begun)
                 for rank, part in outcome.parts.items():
-                    if part.report is not None and verb != "push" and (verb == "call" or part.report.status == "ok"):
-                        answers[rank] = calls[rank].answer()
+                    report = part.report
+                    has_replied = report is not None and verb != "push" and (verb == "call" or report.status == "ok")
+                    if has_replied and (answer := calls[rank].answer()) is not None:
+                        answers[rank] = answer
                 self._recover(outcome, events, stops)
             except BaseException:
-                wire.close_all([fd for fds in answers.values() for fd in fds])
+                wire.close_all(answers.values())
                 raise
             finally:
                 for each in calls.values():

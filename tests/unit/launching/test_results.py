@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from ddpilot.errors import LaunchError
-from ddpilot.launching.local import wire
 from ddpilot.launching.results import RankResults
 from ddpilot.launching.shipping.pickling import pack_parcel
 
@@ -27,8 +26,8 @@ def results_of(*values: Any) -> RankResults:
     try:
         return RankResults(parcels, [])
     finally:
-        for fds in parcels:
-            wire.close_all(fds)
+        for fd in parcels:
+            os.close(fd)
 
 
 def test_rank_results_is_a_sequence_by_rank() -> None:

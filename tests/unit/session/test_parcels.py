@@ -23,13 +23,15 @@ def test_take_gives_the_parcel_of_the_token_and_drops_older_ones() -> None:
             os.write(writer, b"%d" % number)
             os.close(writer)
             readers.append(reader)
-            calls.append(ParcelCall(path, f"token{number}", [reader]))
+            calls.append(ParcelCall(path, f"token{number}", reader))
         calls[0].close()
-        channel, (fd,) = port.take("token2")
+        channel, fd = port.take("token2")
+        assert fd is not None
         assert os.read(fd, 10) == b"2"
         wire.send(channel, None, [fd])
         channel.close()
-        (back,) = calls[2].answer()
+        back = calls[2].answer()
+        assert back is not None
         wire.close_all([fd, back, *readers])
         for call in calls:
             call.close()
@@ -41,12 +43,12 @@ def test_a_rank_that_was_interrupted_before_it_took_a_parcel_leaves_no_answer_to
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "parcels"
         port = ParcelPort(path)
-        call = ParcelCall(path, "never taken", [])
-        assert call.answer() == []
-        taken = ParcelCall(path, "taken", [])
+        call = ParcelCall(path, "never taken", None)
+        assert call.answer() is None
+        taken = ParcelCall(path, "taken", None)
         channel, _ = port.take("taken")
         channel.close()
-        assert taken.answer() == []
+        assert taken.answer() is None
         for one in (call, taken):
             one.close()
         port.close()

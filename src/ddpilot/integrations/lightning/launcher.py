@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,6 @@ from ddpilot.integrations.lightning.namespaces import namespace_of
 from ddpilot.integrations.lightning.on_rank import OnRank, run_fabric, run_trainer
 from ddpilot.integrations.lightning.outcome import apply_outcome
 from ddpilot.integrations.lightning.predictions import join_predictions
-from ddpilot.launching.local.wire import close_all
 from ddpilot.launching.shipping.blame import ship
 
 HEAVY = "ddpilot.integrations.lightning.heavy"
@@ -111,4 +111,4 @@ def _name_parts(trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], err
     }
     for name, part in parts.items():
         parcel, _ = ship("ddpilot-part", {name: part}, part, did=error.did, known=None)
-        close_all(parcel)
+        os.close(parcel)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ddpilot.launching.local import wire
 from ddpilot.launching.local.jobs import Start
@@ -26,8 +26,8 @@ class RankHandle:
     returned: Returned | None = None
     raised: Raised | None = None
     exited: Exited | None = None
-    parcel: list[int] = field(default_factory=list)
-    """File descriptors of the parcel with the rank's value or exception."""
+    parcel: int | None = None
+    """File descriptor of the parcel with the rank's value or exception."""
 
     exited_notice_at_s: float | None = None
 
@@ -54,12 +54,12 @@ class RankHandle:
     def close(self) -> None:
         """Close all file descriptors that are still open."""
         self.control.close()
-        wire.close_all([*self.pipes.values(), *self.parcel])
+        wire.close_all([*self.pipes.values(), *([] if self.parcel is None else [self.parcel])])
         self.pipes.clear()
-        self.parcel.clear()
+        self.parcel = None
 
 
-def start_rank(job: socket.socket, start: RankStart, parcel: list[int]) -> RankHandle:
+def start_rank(job: socket.socket, start: RankStart, parcel: int) -> RankHandle:
     """Ask the server to start a rank, and send it the `start` message. Raises wire.Closed if the server is gone."""
     control, theirs = socket.socketpair()
     handle = RankHandle(start.rank, control, {})
@@ -70,7 +70,7 @@ def start_rank(job: socket.socket, start: RankStart, parcel: list[int]) -> RankH
             writers.append(writer)
         wire.send(job, Start(start.rank), [theirs.fileno(), *writers])
         with contextlib.suppress(wire.Closed):  # the process was not started or has exited: the server reports why
-            wire.send(control, start, parcel)
+            wire.send(control, start, [parcel])
     except BaseException:
         handle.close()
         raise

@@ -72,7 +72,7 @@ def run_local(
                 raise
             raise LaunchInterrupted(f"{did} was stopped, before any of them ran it") from None
         finally:
-            wire.close_all(parcel)
+            os.close(parcel)
 
 
 def _run_shipped(
@@ -80,7 +80,7 @@ def _run_shipped(
     environ: Mapping[str, str],
     count: int,
     name: str,
-    parcel: list[int],
+    parcel: int,
     known: list[Any],
     display: Display,
     accompany: Callable[[str, int], Companion | None],
@@ -280,7 +280,7 @@ def _run_on(
     server: RankServer,
     make_start: Callable[..., RankStart],
     count: int,
-    parcel: list[int],
+    parcel: int,
     pump: OutputPump,
     options: LaunchOptions,
     name: str,
@@ -305,7 +305,8 @@ def _run_on(
                 if companion is not None:
                     companion.begin(handles, {name: "".join(lines) for name, lines in sources.items()})
                 Supervisor(job, handles, pump, options, name, known, interrupts, companion).run(answers)
-        return RankResults([handle.parcel for handle in handles], known)
+        # `run` raises unless every rank has returned a value.
+        return RankResults([handle.parcel for handle in handles if handle.parcel is not None], known)
     except wire.Closed as error:
         raise LaunchError(
             f"starting {count} ranks of `{name}`",

@@ -28,7 +28,8 @@ from ddpilot.launching.local.process import write_to
 from ddpilot.launching.local.report import Raised, RankStart, Returned, Taken
 from ddpilot.launching.messages import leave_out_guard, message_of
 from ddpilot.launching.shipping.blame import ship
-from ddpilot.launching.shipping.pickling import importable_from_main, map_parcel, open_parcel, pack_parcel
+from ddpilot.launching.shipping.memory import map_private
+from ddpilot.launching.shipping.pickling import importable_from_main, open_parcel, pack_parcel
 from ddpilot.launching.shipping.sources import install_sources
 from ddpilot.launching.unjoined import show_connections
 from ddpilot.launching.victims import is_victim
@@ -44,19 +45,19 @@ def run_rank(control_fd: int, out_fd: int, err_fd: int) -> NoReturn:
     interrupts = RankInterrupt(functools.partial(_say_taken, control))
     signal.signal(signal.SIGINT, interrupts)
     try:
-        start, parcel = wire.receive(control)
+        start, (parcel,) = wire.receive(control)
     except wire.Closed:  # the parent cancelled the launch before this rank started
         os._exit(1)
     code = _run(start, parcel, control, interrupts)
     _finish(code)
 
 
-def _run(start: RankStart, parcel: list[int], control: socket.socket, interrupts: RankInterrupt) -> int:
+def _run(start: RankStart, parcel: int, control: socket.socket, interrupts: RankInterrupt) -> int:
     known: list[Any] = []
     try:
         _become(start, parcel)
         threading.Thread(target=_obey, args=(control,), name="ddpilot-control", daemon=True).start()
-        (function, args, kwargs), known = open_parcel(map_parcel(parcel))
+        (function, args, kwargs), known = open_parcel(map_private(parcel))
         _bind(known)
         with interrupts:
             value = function(*args, **kwargs)
@@ -65,11 +66,11 @@ def _run(start: RankStart, parcel: list[int], control: socket.socket, interrupts
         return _send_error(control, start, error, known)
 
 
-def _become(start: RankStart, parcel: list[int]) -> None:
+def _become(start: RankStart, parcel: int) -> None:
     """Take over the parent's environment, directory, path and arguments; reseed; create an empty ``__main__``."""
     os.environ.clear()
     os.environ.update(start.environ)
-    os.environ[PARCEL_VARIABLE] = os.pathsep.join(f"/proc/{os.getpid()}/fd/{fd}" for fd in parcel)
+    os.environ[PARCEL_VARIABLE] = f"/proc/{os.getpid()}/fd/{parcel}"
     os.chdir(start.working_directory)
     sys.path[:] = start.sys_path
     sys.argv[:] = start.argv
@@ -127,14 +128,14 @@ def _say_taken(control: socket.socket) -> None:
 
 def _send_value(control: socket.socket, start: RankStart, value: Any, known: list[Any]) -> int:
     did = f"could not send back what `{start.function_name}` returned"
-    fds, _ = ship("ddpilot-result", {"result": value}, value, did=did, known=known)
+    parcel, _ = ship("ddpilot-result", {"result": value}, value, did=did, known=known)
     try:
-        wire.send(control, Returned(time.monotonic(), saw_interrupt()), fds)
+        wire.send(control, Returned(time.monotonic(), saw_interrupt()), [parcel])
     except OSError as closed:
         _say_closed(start, closed)
         return 1
     finally:
-        wire.close_all(fds)
+        os.close(parcel)
     return 0
 
 
@@ -145,7 +146,7 @@ def _send_error(control: socket.socket, start: RankStart, error: BaseException, 
         return 0
     show_connections(error)
     try:
-        fds, _ = pack_parcel("ddpilot-error", error, known)
+        fds = [pack_parcel("ddpilot-error", error, known)[0]]
     except Exception as unpicklable:  # the report with the traceback as text is sent anyway
         sys.stderr.write(f"ddpilot: {type(error).__name__} cannot be pickled: {unpicklable}\n")
         fds = []

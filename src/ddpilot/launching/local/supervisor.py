@@ -25,7 +25,8 @@ from ddpilot.launching.local.report import Exited, Raised, Returned, Taken
 from ddpilot.launching.local.stopping import Stopping
 from ddpilot.launching.options import LaunchOptions
 from ddpilot.launching.output.pump import OutputPump
-from ddpilot.launching.shipping.pickling import map_parcel, open_parcel
+from ddpilot.launching.shipping.memory import map_private
+from ddpilot.launching.shipping.pickling import open_parcel
 
 _SLOW_EXIT_NOTICE_S = 5.0
 _DEATH_LIMIT_S = 2.0
@@ -172,7 +173,8 @@ class Supervisor:
         except wire.Closed:
             self._selector.unregister(handle.control)
             return
-        handle.parcel.extend(fds)
+        if fds:
+            (handle.parcel,) = fds
         if isinstance(message, Returned):
             handle.returned = message
             handle.exited_notice_at_s = time.monotonic() + _SLOW_EXIT_NOTICE_S
@@ -215,10 +217,10 @@ class Supervisor:
         )
 
     def _open_error(self, handle: RankHandle) -> BaseException | None:
-        if handle.raised is None or not handle.parcel:
+        if handle.raised is None or handle.parcel is None:
             return None
         try:
-            error, _ = open_parcel(map_parcel(handle.parcel), self._known)
+            error, _ = open_parcel(map_private(handle.parcel), self._known)
         except Exception as failure:  # unpickling runs the exception's own code; the report has its text anyway
             self._pump.display.note(f"rank {handle.rank}'s exception could not be rebuilt here: {failure!r}")
             return None

@@ -14,7 +14,7 @@ import os
 import pickle
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 _HEADER = struct.Struct("!II")
@@ -79,7 +79,7 @@ def _receive_exactly(channel: socket.socket, size_bytes: int, fds: list[int]) ->
     return bytes(parts)
 
 
-def close_all(fds: Sequence[int]) -> None:
+def close_all(fds: Iterable[int]) -> None:
     """Close the file descriptors."""
     for fd in fds:
         os.close(fd)

@@ -11,15 +11,15 @@ from typing import Any
 
 
 def _shipped_definitions() -> dict[str, Any]:
-    from ddpilot.launching.local import wire
     from ddpilot.launching.local.rank import PARCEL_VARIABLE
-    from ddpilot.launching.shipping.pickling import importable_from_main, map_parcel, open_parcel
+    from ddpilot.launching.shipping.memory import map_private
+    from ddpilot.launching.shipping.pickling import importable_from_main, open_parcel
 
-    fds = [os.open(path, os.O_RDONLY) for path in os.environ[PARCEL_VARIABLE].split(os.pathsep)]
+    fd = os.open(os.environ[PARCEL_VARIABLE], os.O_RDONLY)
     try:
-        mapped = map_parcel(fds)
+        mapped = map_private(fd)
     finally:
-        wire.close_all(fds)
+        os.close(fd)
     _, definitions = open_parcel(mapped)
     return importable_from_main(definitions)
 

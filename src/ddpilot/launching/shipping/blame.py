@@ -21,7 +21,7 @@ _MAX_DEPTH = 50
 
 def ship(
     name: str, parts: Mapping[str, Any], value: Any, *, did: str, known: list[Any] | None, rank: int | None = None
-) -> tuple[list[int], list[Any]]:
+) -> tuple[int, list[Any]]:
     """Same as `pack_parcel(value)`, but a failure raises a ShipError with the path within `parts` and the object there.
 
     Raises LaunchError if everything can be pickled but a system limit is reached.

@@ -12,12 +12,19 @@ import os
 import sys
 import tempfile
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 _ALIGNMENT_BYTES = 64  # torch's own CPU allocator aligns to 64
 _PROT_READ_WRITE = 0x1 | 0x2
 _MAP_PRIVATE = 0x2
 _MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+class Span(NamedTuple):
+    """Location of data in a memory file: offset and length in bytes."""
+
+    offset: int
+    length: int
 
 
 class MemoryWriter:
@@ -27,17 +34,15 @@ class MemoryWriter:
         self.fd = _open_memory_file(name)
         self.size_bytes = 0
 
-    def reserve(self, length: int) -> int:
-        """Reserve `length` bytes at the end; returns their offset, a multiple of 64."""
-        offset = -(-self.size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        self.size_bytes = offset + length
-        return offset
-
-    def write_at(self, offset: int, view: memoryview) -> None:
-        """Write to reserved bytes."""
+    def write(self, data: bytes | memoryview) -> Span:
+        """Append `data` at the next offset that is a multiple of 64, and return where it is."""
+        view = memoryview(data).cast("B")
+        span = Span(-(-self.size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES, len(view))
         done = 0
         while done < len(view):  # one write moves at most 2 GiB - 4 KiB on Linux
-            done += os.pwrite(self.fd, view[done : done + (1 << 30)], offset + done)
+            done += os.pwrite(self.fd, view[done : done + (1 << 30)], span.offset + done)
+        self.size_bytes = span.offset + span.length
+        return span
 
     def seal(self) -> int:
         """Make the file immutable (on Linux) and return its descriptor, which the caller must close."""

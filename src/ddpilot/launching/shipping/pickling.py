@@ -2,7 +2,7 @@
 """Pickle objects into memory files and back; torch is imported only if there are tensors.
 
 Definitions in ``__main__`` (a script or a notebook's cells) are pickled by value. Tensor storages and NumPy buffers are
-stored next to the pickle, each once. A parcel ends with a footer, so that it can be opened from its files alone.
+stored next to the pickle, each once. A parcel ends with a footer, so that it can be opened from its file alone.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from typing import Any
 import cloudpickle
 from cloudpickle.cloudpickle import _function_setstate
 
-from ddpilot.launching.shipping.lanes import LaneWriter, Span
-from ddpilot.launching.shipping.memory import map_private
+from ddpilot.launching.shipping.memory import MemoryWriter, Span
 from ddpilot.launching.shipping.reductions import (
     ModuleGlobals,
     is_compiled,
@@ -174,13 +173,13 @@ def _typed_storage(untyped: Any, dtype: Any) -> Any:
     return torch.storage.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
 
 
-def pack_parcel(name: str, value: Any, known: Sequence[Any] | None = None) -> tuple[list[int], list[Any]]:
-    """Pickle `value` into new memory files. Returns their descriptors and the definitions that were pickled by value.
+def pack_parcel(name: str, value: Any, known: Sequence[Any] | None = None) -> tuple[int, list[Any]]:
+    """Pickle `value` into a new memory file. Returns its descriptor and the definitions that were pickled by value.
 
-    The parcel also contains those definitions. `known`: as for `ShipPickler`. There is one file, or several for large
-    data. Raises whatever pickling raises, after closing the files.
+    The parcel also contains those definitions. `known`: as for `ShipPickler`. Raises whatever pickling raises, after
+    closing the file.
     """
-    file = LaneWriter(name)
+    file = MemoryWriter(name)
     try:
         spans: list[Span] = []
         stream = io.BytesIO()
@@ -189,8 +188,8 @@ def pack_parcel(name: str, value: Any, known: Sequence[Any] | None = None) -> tu
         defined = _current_last(pickler.defined.values())
         pickler.dump(defined)
         body = file.write(stream.getbuffer())
-        index = file.write_first(pickle.dumps((body, spans)))
-        file.write_first(_FOOTER.pack(index.offset, index.length))
+        index = file.write(pickle.dumps((body, spans)))
+        file.write(_FOOTER.pack(index.offset, index.length))
         return file.seal(), defined
     finally:
         file.close()
@@ -224,23 +223,18 @@ def importable_from_main(definitions: Iterable[Any]) -> dict[str, Any]:
     return {each.__qualname__: each for each in of_main if "." not in each.__qualname__}
 
 
-def map_parcel(fds: Sequence[int]) -> list[memoryview]:
-    """Map the files of a parcel privately. `fds` stay open and may be closed by the caller."""
-    return [map_private(fd) for fd in fds]
-
-
 def open_parcel(
-    mapped: Sequence[memoryview], known: Sequence[Any] = (), uses: dict[str, Any] | None = None
+    mapped: memoryview, known: Sequence[Any] = (), uses: dict[str, Any] | None = None
 ) -> tuple[Any, list[Any]]:
-    """Unpickle a parcel's value and the definitions that came with it; large data stays in the mappings.
+    """Unpickle a parcel's value and the definitions that came with it; large data stays in the mapping.
 
     Functions from ``__main__`` share the globals of this process's ``__main__``: the names they refer to are set there
     and replace existing ones. With `uses`, they are stored in `uses` by name instead, and ``__main__`` is not changed.
     Raises whatever unpickling raises, such as ModuleNotFoundError.
     """
     loaded_torch()  # unpickling may import parts of torch while another thread is still importing it
-    offset, length = _FOOTER.unpack(mapped[0][-_FOOTER.size :])
-    body, spans = pickle.loads(mapped[0][offset : offset + length])
-    stream, *buffers = (mapped[span.lane][span.offset : span.offset + span.length] for span in (body, *spans))
+    offset, length = _FOOTER.unpack(mapped[-_FOOTER.size :])
+    body, spans = pickle.loads(mapped[offset : offset + length])
+    stream, *buffers = (mapped[span.offset : span.offset + span.length] for span in (body, *spans))
     unpickler = _Unpickler(io.BytesIO(stream), buffers, known, uses)
     return unpickler.load(), unpickler.load()

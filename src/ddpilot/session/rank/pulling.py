@@ -17,8 +17,8 @@ from ddpilot.session.rank.lazy import SessionGroup
 from ddpilot.session.refusals import MISSING, refuse
 
 
-def pack_pulled(expressions: Sequence[str], names: dict[str, Any]) -> tuple[list[int], dict[str, str] | None]:
-    """Return a parcel (file descriptors) with the values of `expressions`, and None; or an empty list and a refusal.
+def pack_pulled(expressions: Sequence[str], names: dict[str, Any]) -> tuple[int | None, dict[str, str] | None]:
+    """Return a parcel (a file descriptor) with the values of `expressions`, and None; or None and a refusal.
 
     Objects shared by several values, such as parameters of a model and its optimizer, are also shared in the parent.
     Exceptions raised by an expression propagate.
@@ -27,15 +27,15 @@ def pack_pulled(expressions: Sequence[str], names: dict[str, Any]) -> tuple[list
     for expression in expressions:
         value, refusal = _evaluate(expression, names)
         if refusal is not None:
-            return [], {**refusal, "expression": expression}
+            return None, {**refusal, "expression": expression}
         values[expression] = value
     if (incomplete := find_incomplete(values)) is not None:
         fix = f"Pull both at once, as in `%ddp pull {incomplete.kind} {incomplete.name}`, or its `state_dict()`"
-        return [], {**refuse(incomplete.found.format(verb="pulled"), fix), "expression": incomplete.name}
+        return None, {**refuse(incomplete.found.format(verb="pulled"), fix), "expression": incomplete.name}
     try:
         parcel, _ = ship("ddpilot-pull", values, [values[each] for each in expressions], did="", known=[])
     except ShipError as error:
-        return [], refuse(error.found, error.fix, path=error.path)
+        return None, refuse(error.found, error.fix, path=error.path)
     return parcel, None
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
 import types
@@ -19,7 +20,8 @@ from ddpilot.group.store import resolve_endpoint
 from ddpilot.launching.local import wire
 from ddpilot.launching.local.rank import user_traceback
 from ddpilot.launching.shipping.blame import ship
-from ddpilot.launching.shipping.pickling import importable_from_main, map_parcel, open_parcel, pack_parcel
+from ddpilot.launching.shipping.memory import map_private
+from ddpilot.launching.shipping.pickling import importable_from_main, open_parcel, pack_parcel
 from ddpilot.session.parcels import ParcelPort
 from ddpilot.session.rank.divergence import describe_divergence
 from ddpilot.session.rank.kernel import RankKernel
@@ -75,11 +77,12 @@ class Requests:
         )
 
     def _call(self, token: str) -> None:
-        channel, fds = self._port.take(token)
+        channel, sent = self._port.take(token)
         known: list[Any] = []
+        parcel: int | None
         with channel:
             try:
-                (function, args, kwargs), known = _open_apart(fds, self.space.names)
+                (function, args, kwargs), known = _open_apart(sent, self.space.names)
                 self._pushed.bind(importable_from_main(known))
                 value = function(*args, **kwargs)
                 parcel, _ = ship("ddpilot-result", {"result": value}, value, did="sending the result", known=known)
@@ -87,23 +90,20 @@ class Requests:
                 parcel = _pack_error(error, known)
                 raise
             finally:
-                wire.send(channel, None, parcel)
-                wire.close_all(parcel)
+                _send(channel, parcel)
 
     def _push(self, token: str) -> dict[str, Any] | None:
-        channel, fds = self._port.take(token)
+        channel, sent = self._port.take(token)
         uses: dict[str, Any] = {}
         with channel:
-            values, definitions = _open(fds, uses)
+            values, definitions = _open(sent, uses)
         return self._pushed.put(values, importable_from_main(definitions), uses)
 
     def _pull(self, token: str, expressions: list[str]) -> dict[str, str] | None:
-        channel, fds = self._port.take(token)
-        wire.close_all(fds)
+        channel, _ = self._port.take(token)
         with channel:
             parcel, refusal = pack_pulled(expressions, self.space.namespace)
-            wire.send(channel, None, parcel)
-            wire.close_all(parcel)
+            _send(channel, parcel)
         return refusal
 
     def _rebuild(self, generation: int, enter: bool, backend: str | None) -> dict[str, Any]:
@@ -140,15 +140,24 @@ class Requests:
         return {"disagreements": disagreements, "named": named}
 
 
-def _open(fds: list[int], uses: dict[str, Any] | None = None) -> tuple[Any, list[Any]]:
+def _send(channel: socket.socket, parcel: int | None) -> None:
+    fds = [] if parcel is None else [parcel]
     try:
-        mapped = map_parcel(fds)
+        wire.send(channel, None, fds)
     finally:
         wire.close_all(fds)
+
+
+def _open(parcel: int | None, uses: dict[str, Any]) -> tuple[Any, list[Any]]:
+    assert parcel is not None  # the requests that read a parcel are sent with one
+    try:
+        mapped = map_private(parcel)
+    finally:
+        os.close(parcel)
     return open_parcel(mapped, uses=uses)
 
 
-def _open_apart(fds: list[int], own: dict[str, Any]) -> tuple[Any, list[Any]]:
+def _open_apart(parcel: int | None, own: dict[str, Any]) -> tuple[Any, list[Any]]:
     """Open a parcel whose functions use globals of their own: the notebook's values, not this rank's variables.
 
     `own`: the session's names, which keep this rank's values: a `rank` from the notebook would be equal on all ranks.
@@ -157,16 +166,16 @@ def _open_apart(fds: list[int], own: dict[str, Any]) -> tuple[Any, list[Any]]:
     apart = sys.modules["__main__"] = types.ModuleType("__main__")
     uses: dict[str, Any] = {}
     try:
-        opened = _open(fds, uses)
+        opened = _open(parcel, uses)
         vars(apart).update({**own, **uses, **prefer_own(own, uses)})
         return opened
     finally:
         sys.modules["__main__"] = main
 
 
-def _pack_error(error: BaseException, known: list[Any]) -> list[int]:
+def _pack_error(error: BaseException, known: list[Any]) -> int | None:
     try:
         return pack_parcel("ddpilot-error", error, known)[0]
     except Exception as unpicklable:  # noqa: BLE001  # its text travels all the same
         sys.stderr.write(f"ddpilot: {type(error).__name__} cannot be pickled: {unpicklable}\n")
-        return []
+        return None

@@ -39,7 +39,7 @@ def test_start_rank_asks_the_server_and_tells_the_rank_who_it_is() -> None:
     before = num_descriptors()
     job, server = socket.socketpair()
     parcel = os.open(os.devnull, os.O_RDONLY)
-    handle = start_rank(job, START, [parcel])
+    handle = start_rank(job, START, parcel)
     request, (control_fd, out, err) = wire.receive(server)
     assert request == Start(1)
     control = socket.socket(fileno=control_fd)
@@ -72,7 +72,7 @@ def test_start_rank_closes_everything_when_the_server_is_gone() -> None:
     job, server = socket.socketpair()
     server.close()
     with pytest.raises(wire.Closed):
-        start_rank(job, START, [])
+        start_rank(job, START, 0)
     job.close()
     assert num_descriptors() == before
 
@@ -89,7 +89,7 @@ def test_start_rank_leaves_nothing_open_if_the_system_has_no_descriptors_left() 
             resource.setrlimit(resource.RLIMIT_NOFILE, (next_fd + spare, limits[1]))
             try:
                 with pytest.raises(OSError, match="Too many open files"):
-                    start_rank(job, START, [])
+                    start_rank(job, START, 0)
             finally:
                 resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         assert set(os.listdir("/proc/self/fd")) == before

@@ -16,10 +16,7 @@ from ddpilot.launching.shipping.memory import MemoryWriter, map_private
 def sealed(*pieces: bytes) -> tuple[int, list[int]]:
     """A finished file that holds `pieces`, and where each lies."""
     writer = MemoryWriter("test")
-    offsets = []
-    for piece in pieces:
-        offsets.append(writer.reserve(len(piece)))
-        writer.write_at(offsets[-1], memoryview(piece))
+    offsets = [writer.write(piece).offset for piece in pieces]
     return writer.seal(), offsets
 
 

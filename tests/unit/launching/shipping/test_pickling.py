@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -14,23 +15,23 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from ddpilot.launching.local import wire
-from ddpilot.launching.shipping.pickling import importable_from_main, map_parcel, open_parcel, pack_parcel
+from ddpilot.launching.shipping.memory import map_private
+from ddpilot.launching.shipping.pickling import importable_from_main, open_parcel, pack_parcel
 
 
 def there(value: Any) -> tuple[Any, list[Any], list[Any]]:
     """(`value` as a rank gets it, the parent's definitions, the rank's)."""
-    fds, defined = pack_parcel("test", value)
-    opened, definitions = open_parcel(map_parcel(fds))
-    wire.close_all(fds)
+    fd, defined = pack_parcel("test", value)
+    opened, definitions = open_parcel(map_private(fd))
+    os.close(fd)
     return opened, defined, definitions
 
 
 def back(value: Any, known_there: Sequence[Any], known_here: Sequence[Any]) -> Any:
     """`value` of a rank as the parent gets it."""
-    fds, _ = pack_parcel("test", value, known_there)
-    opened, _ = open_parcel(map_parcel(fds), known_here)
-    wire.close_all(fds)
+    fd, _ = pack_parcel("test", value, known_there)
+    opened, _ = open_parcel(map_private(fd), known_here)
+    os.close(fd)
     return opened
 
 
@@ -122,10 +123,10 @@ def test_pack_parcel_keeps_parameters_gradients_and_their_flags() -> None:
 def test_pack_parcel_keeps_what_shares_memory_shared() -> None:
     """A tensor, its view and a tied weight still are one memory, apart from the sender's; the file holds it once."""
     base = torch.zeros(1000, dtype=torch.float64)
-    fds, _ = pack_parcel("test", {"base": base, "view": base[10:20], "again": base})
-    opened, _ = open_parcel(map_parcel(fds))
-    size_bytes = sum(len(view) for view in map_parcel(fds))
-    wire.close_all(fds)
+    fd, _ = pack_parcel("test", {"base": base, "view": base[10:20], "again": base})
+    opened, _ = open_parcel(map_private(fd))
+    size_bytes = os.fstat(fd).st_size
+    os.close(fd)
     opened["view"].fill_(7)
     assert opened["base"][10] == opened["again"][19] == 7
     assert base.sum() == 0
@@ -134,10 +135,10 @@ def test_pack_parcel_keeps_what_shares_memory_shared() -> None:
 
 def test_open_parcel_gives_every_reader_its_own_writable_arrays() -> None:
     """Two ranks that open one parcel write without seeing each other."""
-    fds, _ = pack_parcel("test", (np.zeros(100), torch.zeros(100)))
-    (first, first_tensor), _ = open_parcel(map_parcel(fds))
-    (second, second_tensor), _ = open_parcel(map_parcel(fds))
-    wire.close_all(fds)
+    fd, _ = pack_parcel("test", (np.zeros(100), torch.zeros(100)))
+    (first, first_tensor), _ = open_parcel(map_private(fd))
+    (second, second_tensor), _ = open_parcel(map_private(fd))
+    os.close(fd)
     first += 1
     first_tensor.add_(1)
     assert first.sum() == first_tensor.sum() == 100
@@ -161,10 +162,10 @@ def test_open_parcel_leaves_the_parent_s_globals_alone_when_a_function_comes_bac
     parent_main = sys.modules["__main__"]
     train, here, known = there(parent["train"])
     sys.modules["__main__"] = rank_main()
-    fds, _ = pack_parcel("test", there(parent["train"])[0](), [])
+    fd, _ = pack_parcel("test", there(parent["train"])[0](), [])
     sys.modules["__main__"] = parent_main
-    lambda_here, _ = open_parcel(map_parcel(fds), here)
-    wire.close_all(fds)
+    lambda_here, _ = open_parcel(map_private(fd), here)
+    os.close(fd)
     assert lambda_here() == 2
     assert parent["x"] == 1
     assert train.__name__ == "train"
@@ -176,10 +177,10 @@ def test_open_parcel_shares_main_s_globals_among_functions_in_a_rank(
 ) -> None:
     """Two functions of a notebook see one global of the rank, and it stands in the rank's ``__main__``."""
     parent = cell("count = 0\ndef bump():\n    global count\n    count += 1\ndef read():\n    return count\n")
-    fds, _ = pack_parcel("test", (parent["bump"], parent["read"]))
+    fd, _ = pack_parcel("test", (parent["bump"], parent["read"]))
     main = rank_main()
-    (bump, read), _ = open_parcel(map_parcel(fds))
-    wire.close_all(fds)
+    (bump, read), _ = open_parcel(map_private(fd))
+    os.close(fd)
     bump()
     assert read() == 1
     assert main.__dict__["count"] == 1
@@ -296,10 +297,10 @@ def test_a_parametrized_module_of_a_cell_travels(
         "parametrize.register_parametrization(layer, 'weight', Twice())\n"
         "expected = layer.weight.detach()"
     )
-    fds, _ = pack_parcel("test", names["layer"])
+    fd, _ = pack_parcel("test", names["layer"])
     rank_main()
-    opened, _ = open_parcel(map_parcel(fds))
-    wire.close_all(fds)
+    opened, _ = open_parcel(map_private(fd))
+    os.close(fd)
     torch.testing.assert_close(opened.weight.detach(), names["expected"], rtol=0, atol=0)
     assert type(opened).__mro__[1].__name__ == "Layer"
 
