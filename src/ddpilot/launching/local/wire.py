@@ -8,7 +8,6 @@ address, so no other process can connect.
 
 from __future__ import annotations
 
-import array
 import errno
 import os
 import pickle
@@ -30,10 +29,9 @@ def send(channel: socket.socket, body: Any, fds: Sequence[int] = ()) -> None:
     data = pickle.dumps(body)
     if len(fds) > _MAX_FDS:
         raise ValueError(f"{len(fds)} descriptors in one frame, at most {_MAX_FDS}")
-    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
     try:
         header = _HEADER.pack(len(data), len(fds))
-        sent = channel.sendmsg([header], rights)
+        sent = socket.send_fds(channel, [header], list(fds)) if fds else 0
         channel.sendall(header[sent:] + data)
     except (BrokenPipeError, ConnectionResetError) as error:
         raise Closed from error
@@ -63,16 +61,10 @@ def receive(channel: socket.socket) -> tuple[Any, list[int]]:
 def _receive_exactly(channel: socket.socket, size_bytes: int, fds: list[int]) -> bytes:
     parts = bytearray()
     while len(parts) < size_bytes:
-        data, ancillary, _, _ = channel.recvmsg(
-            size_bytes - len(parts), socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
-        )
-        for level, kind, payload in ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                received = array.array("i")
-                received.frombytes(payload[: len(payload) - len(payload) % received.itemsize])
-                for fd in received:
-                    os.set_inheritable(fd, False)
-                fds.extend(received)
+        data, received, _, _ = socket.recv_fds(channel, size_bytes - len(parts), _MAX_FDS)
+        for fd in received:
+            os.set_inheritable(fd, False)
+        fds.extend(received)
         if not data:
             raise Closed
         parts += data
