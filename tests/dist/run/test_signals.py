@@ -7,14 +7,12 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from ddpilot.launching.elastic.waiting import check_endpoint, describe_endpoint
 from tests.dist.run.commands import RUN, finish, started, wait_for_line, write
 from tests.ports import kept_port
 
@@ -125,22 +123,9 @@ def test_run_can_be_stopped_while_torch_connects(tmp_path: Path) -> None:
         words = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-conf", "is_host=0", "-n", 1, "train.py"]
         with started([*RUN, *words], tmp_path) as process:
             assert process.stderr is not None
-            assert process.stderr.readline().endswith(f"something that is no torch store answers at {endpoint}\n")
+            said = process.stderr.readline()
+            assert said.startswith(f"ddpilot: waiting for the c10d rendezvous of 1 node at {endpoint}, for 5 s")
             process.send_signal(signal.SIGTERM)
             done = finish(process, 30)
     assert done.status == 128 + signal.SIGTERM
     assert done.notes() == ["ddpilot: `train.py` was stopped by SIGTERM before there were ranks"]
-
-
-@pytest.mark.timeout(120)
-def test_run_takes_a_port_that_a_store_of_torchs_holds(tmp_path: Path) -> None:
-    """Another agent of the same job may host it on this machine; anything else is named, and refused."""
-    line = (
-        "import time, torch.distributed as dist; "
-        "store = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False); "
-        "print('port', store.port, flush=True); time.sleep(60)"
-    )
-    with started([sys.executable, "-c", line], tmp_path) as process:
-        port = wait_for_line(process, "port").split()[1]
-        assert describe_endpoint(f"127.0.0.1:{port}") == f"torch's store answers at 127.0.0.1:{port}"
-        check_endpoint(f"127.0.0.1:{port}")

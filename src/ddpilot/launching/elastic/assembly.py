@@ -33,7 +33,7 @@ from ddpilot.launching.elastic.nodes import NodeState
 from ddpilot.launching.elastic.options import RunOptions
 from ddpilot.launching.elastic.screen import Screen
 from ddpilot.launching.elastic.stopping import RunStoppedError, StopSignal
-from ddpilot.launching.elastic.waiting import Result, Waiter, describe_endpoint
+from ddpilot.launching.elastic.waiting import Result, Waiter
 
 
 def run_assembled(
@@ -192,9 +192,9 @@ class _Patient(RendezvousHandler):
 
 def _wait(call: Callable[[], Result], options: RunOptions, say: Callable[[str], None]) -> Result:
     def describe(waited_s: float) -> str:
-        who = "" if not options.rdzv_endpoint else f": {describe_endpoint(options.rdzv_endpoint)}"
         fewest = f"{options.nnodes[0]} node{'s' * (options.nnodes[0] > 1)}"
-        return f"waiting for the {options.rdzv_backend} rendezvous of {fewest}, for {waited_s:.0f} s{who}"
+        where = f" at {options.rdzv_endpoint}" if options.rdzv_endpoint else ""
+        return f"waiting for the {options.rdzv_backend} rendezvous of {fewest}{where}, for {waited_s:.0f} s"
 
     return Waiter(call, say, describe).wait()
 

@@ -24,7 +24,7 @@ from ddpilot.launching.elastic.options import RunOptions
 from ddpilot.launching.elastic.screen import Screen
 from ddpilot.launching.elastic.stopping import RunStoppedError, StopSignal, signals_raise
 from ddpilot.launching.elastic.target import check_stream, check_target
-from ddpilot.launching.elastic.waiting import check_backend, check_endpoint
+from ddpilot.launching.elastic.waiting import check_backend
 from ddpilot.launching.limits import limits_explained
 from ddpilot.launching.output.display import Display
 
@@ -59,9 +59,6 @@ def prepare_run(options: RunOptions, environ: Mapping[str, str]) -> PreparedRun:
     if options.log_dir is not None:
         _check_log_dir(options.log_dir)
     display = Display("labelled", None)
-    is_torchs_store = options.rdzv_backend == "c10d" and options.rdzv_conf.get("store_type", "tcp") == "tcp"
-    if is_torchs_store and options.rdzv_endpoint and "is_host" not in options.rdzv_conf:
-        check_endpoint(options.rdzv_endpoint)
     notes: list[str] = []
     count = count_ranks(options.nproc_per_node, environ, notes.append)
     if options.kind == "script":
