@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-State = Literal["starting", "idle", "busy", "dead"]
+State = Literal["idle", "busy", "dead"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,6 @@ from ddpilot.session.status import RankStatus
 
 # JupyterLab's variables follow its theme; the fallbacks are readable on both light and dark backgrounds.
 _COLORS: dict[Mood, str] = {
-    "starting": "var(--jp-info-color1, #2b8a9e)",
     "idle": "var(--jp-ui-font-color3, #888)",
     "busy": "var(--jp-success-color1, #2e9e44)",
     "waiting": "var(--jp-warn-color1, #c77700)",

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 from ddpilot.session.status import CollectiveStatus, RankStatus
 
-Mood = Literal["starting", "idle", "busy", "waiting", "dead"]
+Mood = Literal["idle", "busy", "waiting", "dead"]
 """The state of a rank, with busy ranks that wait for other ranks as a separate value."""
 
 NO_VALUE = "-"
@@ -17,7 +17,7 @@ GPU_NOTE = (
     "A GPU at 100 % is no sign of progress: NCCL keeps it spinning while a rank waits for others in a collective."
 )
 _WAITS_AFTER_S = 1.0  # training loops spend much of their time in shorter ones
-_MOODS: tuple[Mood, ...] = ("dead", "waiting", "busy", "starting", "idle")
+_MOODS: tuple[Mood, ...] = ("dead", "waiting", "busy", "idle")
 
 
 class Phrase(NamedTuple):
@@ -30,16 +30,14 @@ class Phrase(NamedTuple):
 
 def describe(status: RankStatus, now_s: float) -> Phrase:
     """Describe what the rank is doing, such as ``waiting in all_reduce for 4 s at Cell In[7]:3``."""
-    age = format_duration(now_s - status.since_s)
     pending = status.collective
     if status.state == "dead":
         return Phrase("dead", f"dead: {status.reason or 'the reason is not known'}")
-    if status.state == "starting":
-        return Phrase("starting", f"starting for {age}")
     waits = pending is not None and now_s - pending.since_s >= _WAITS_AFTER_S
     if status.state == "idle":
         detail = f"{_name(pending)} is not over after {_age(pending, now_s)}" if pending and waits else ""
         return Phrase("idle", "idle", detail)
+    age = format_duration(now_s - status.since_s)
     doing = f"in cell {status.cell} for {age}" if status.cell is not None else f"busy for {age}"
     if pending is None or not waits:
         return Phrase("busy", doing)

@@ -22,7 +22,6 @@ DEAD = RankStatus(rank=2, state="dead", since_s=NOW_S - 3, reason="was killed by
 BUSY = RankStatus(
     rank=3, state="busy", since_s=NOW_S - 305, pid=14713, cell=7, cpu_percent=189.0, memory_bytes=1_412_000_000
 )
-STARTING = RankStatus(rank=4, state="starting", since_s=NOW_S - 1.2, pid=4714)
 HOSTILE = RankStatus(
     rank=5,
     state="dead",

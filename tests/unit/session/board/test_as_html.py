@@ -7,9 +7,9 @@ import re
 
 from ddpilot.session.board.as_html import render_board_html
 from tests.unit.findings.test_as_html import Reader
-from tests.unit.session.board.samples import BUSY, DEAD, HOSTILE, IDLE, NOW_S, ON_GPU, STARTING, WAITING
+from tests.unit.session.board.samples import BUSY, DEAD, HOSTILE, IDLE, NOW_S, ON_GPU, WAITING
 
-ALL = [WAITING, IDLE, DEAD, BUSY, STARTING, HOSTILE]
+ALL = [WAITING, IDLE, DEAD, BUSY, HOSTILE]
 
 
 def rows(html: str) -> list[list[str]]:

@@ -4,20 +4,19 @@
 from __future__ import annotations
 
 from ddpilot.session.board.as_text import render_board_text
-from tests.unit.session.board.samples import BUSY, DEAD, HOSTILE, IDLE, NOW_S, ON_GPU, STARTING, WAITING
+from tests.unit.session.board.samples import BUSY, DEAD, HOSTILE, IDLE, NOW_S, ON_GPU, WAITING
 
 
 def test_render_board_text_has_a_line_per_rank() -> None:
     """Numbers are aligned, words stand last where they need no room kept; nothing is said of GPUs without one."""
     board = """\
-5 ranks: 1 dead, 1 waiting, 1 busy, 1 starting, 1 idle
+4 ranks: 1 dead, 1 waiting, 1 busy, 1 idle
 rank    pid    CPU  memory  state
    0   4711  100 %  212 MB  waiting in all_reduce for 4 s at Cell In[7]:3 (collective 12, in cell 7 for 12 s)
    1   4712    0 %   45 MB  idle
    2      -      -       -  dead: was killed by SIGKILL (signal 9)
-   3  14713  189 %  1.4 GB  in cell 7 for 5 min 5 s
-   4   4714      -       -  starting for 1 s"""
-    assert render_board_text([WAITING, IDLE, DEAD, BUSY, STARTING], NOW_S) == board
+   3  14713  189 %  1.4 GB  in cell 7 for 5 min 5 s"""
+    assert render_board_text([WAITING, IDLE, DEAD, BUSY], NOW_S) == board
 
 
 def test_render_board_text_explains_a_busy_gpu() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from ddpilot.session.board.phrases import describe, format_bytes, format_duration, format_percent, summarize
 from ddpilot.session.status import CollectiveStatus, RankStatus
-from tests.unit.session.board.samples import BUSY, DEAD, IDLE, NOW_S, ON_GPU, STARTING, WAITING
+from tests.unit.session.board.samples import BUSY, DEAD, IDLE, NOW_S, ON_GPU, WAITING
 
 PENDING = CollectiveStatus(op="all_reduce", since_s=NOW_S - 4.9, site="Cell In[7]:3", seq=12)
 
@@ -17,7 +17,6 @@ PENDING = CollectiveStatus(op="all_reduce", since_s=NOW_S - 4.9, site="Cell In[7
 @pytest.mark.parametrize(
     ("status", "phrase"),
     [
-        (STARTING, ("starting", "starting for 1 s", "")),
         (IDLE, ("idle", "idle", "")),
         (
             replace(IDLE, collective=PENDING),
@@ -57,8 +56,8 @@ def test_describe_leaves_open_what_the_backend_does_not_tell() -> None:
 
 def test_summarize_counts_the_worst_first() -> None:
     """Dead ranks come before those that wait, and those before the others."""
-    statuses = [IDLE, WAITING, BUSY, DEAD, replace(IDLE, rank=4), STARTING]
-    assert summarize(statuses, NOW_S) == "6 ranks: 1 dead, 1 waiting, 1 busy, 1 starting, 2 idle"
+    statuses = [IDLE, WAITING, BUSY, DEAD, replace(IDLE, rank=4)]
+    assert summarize(statuses, NOW_S) == "5 ranks: 1 dead, 1 waiting, 1 busy, 2 idle"
     assert summarize([IDLE], NOW_S) == "1 rank: 1 idle"
     assert summarize([], NOW_S) == "0 ranks"
 
