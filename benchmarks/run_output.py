@@ -23,7 +23,7 @@ label = "" if same else f"rank {os.environ['RANK']} "
 for step in range(num_lines):
     print(f"{label}step {step} loss {step * 0.001:.4f}")
 """
-OURS = ("-m", "ddpilot.cli.app", "run")
+OURS = ("-m", "ddpilot", "run")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
 
 

@@ -153,7 +153,3 @@ def main() -> None:
     except DdpilotError as error:
         print(render_error(error), file=sys.stderr)
         sys.exit(ERROR_STATUS)
-
-
-if __name__ == "__main__":
-    main()

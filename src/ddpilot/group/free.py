@@ -30,10 +30,6 @@ _ENDS_TOGETHER = "which ends only when every rank has come: end this rank"
 class Freed:
     """Result of `free_group` on this rank."""
 
-    group_sockets: int = 0
-    """Number of gloo connections shut down."""
-    store_sockets: int = 0
-    """Number of connections to stores shut down."""
     aborted: tuple[str, ...] = ()
     """Names of the groups whose device communicators (NCCL) were aborted. A collective that was in progress there ends
     with partial sums and without an error on the host, and the device continues with the kernels queued after it: the
@@ -64,12 +60,12 @@ def free_group(endpoints: Iterable[tuple[str, int]] = ()) -> Freed:
     if not can_find_sockets():
         why = f"sockets cannot be found on {sys.platform}: end this rank and start it again"
         aborted, failures = abort_all({name: backend.abort for name, backend in own.items()}, ABORT_LIMIT_S)
-        return Freed(aborted=aborted, still_stuck=(why, *failures))
+        return Freed(aborted, (why, *failures))
     # Groups first: a rank freed from a store wait could otherwise enter a collective of a group that is still open.
-    group_sockets = shut(find_gloo_sockets())
-    store_sockets = shut(find_store_sockets({*endpoints, *_store_endpoints()}))
+    shut(find_gloo_sockets())
+    shut(find_store_sockets({*endpoints, *_store_endpoints()}))
     aborted, failures = abort_all({name: backend.abort for name, backend in own.items()}, ABORT_LIMIT_S)
-    return Freed(group_sockets, store_sockets, aborted, (*failures, *_unfreeable(connecting)))
+    return Freed(aborted, (*failures, *_unfreeable(connecting)))
 
 
 def uses_device() -> bool:

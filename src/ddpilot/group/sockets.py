@@ -64,9 +64,8 @@ def find_store_sockets(endpoints: Iterable[tuple[str, int]]) -> list[OpenSocket]
     return found
 
 
-def shut(sockets: Iterable[OpenSocket]) -> int:
-    """Shut down the connected `sockets` in both directions, waking threads that wait on them; return their number."""
-    count = 0
+def shut(sockets: Iterable[OpenSocket]) -> None:
+    """Shut down the connected `sockets` in both directions, waking threads that wait on them."""
     for found in sockets:
         try:
             duplicate = os.dup(found.fd)
@@ -77,10 +76,8 @@ def shut(sockets: Iterable[OpenSocket]) -> int:
                 try:
                     sock.getpeername()  # fails for a listening socket, which must keep listening
                     sock.shutdown(socket.SHUT_RDWR)
-                    count += 1
                 except OSError:
                     continue  # not connected, or the peer has closed it
-    return count
 
 
 def _hosted_store_ports() -> set[int]:

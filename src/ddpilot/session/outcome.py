@@ -56,11 +56,6 @@ class Outcome:
     """
 
     @property
-    def is_ok(self) -> bool:
-        """True if every rank completed its part."""
-        return not self.was_cut
-
-    @property
     def was_cut(self) -> bool:
         """True if a failure is known or the user interrupted it."""
         return self.error is not None or self.was_stopped

@@ -74,12 +74,12 @@ class Round:
     def run(self, stops: Stops) -> Outcome:
         """Wait until every part is over. Failures of ranks are returned in the outcome, not raised."""
         self._wait(stops)
-        if self._outcome.is_ok and self._counts is not None and (text := self._counts.describe(self._outcome)):
+        if not self._outcome.was_cut and self._counts is not None and (text := self._counts.describe(self._outcome)):
             self._ranks.view.note(text)
             self._outcome.is_uneven = True
             self._ladder.free_after_end()
             self._wait(stops)
-        error = self._lookout.close(is_ok=self._outcome.is_ok) if self._lookout is not None else None
+        error = self._lookout.close(is_ok=not self._outcome.was_cut) if self._lookout is not None else None
         if error is not None:
             self._outcome.error, self._outcome.spared_group = error, not self._outcome.is_uneven
             self._ranks.view.error(error)

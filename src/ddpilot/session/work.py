@@ -241,7 +241,7 @@ class Work:
     def _recover(self, outcome: Outcome, events: queue.SimpleQueue[Event], stops: Stops) -> None:
         reports = [part.report for part in outcome.parts.values() if part.report is not None]
         self._note_device_errors(outcome)
-        if (outcome.is_ok and not outcome.is_uneven) or (
+        if (not outcome.was_cut and not outcome.is_uneven) or (
             outcome.spared_group and not self._ranks.standing.device_errors
         ):
             self._wants_group = self._wants_group or any(report.has_group for report in reports)
@@ -271,7 +271,7 @@ class Work:
         live = self._ranks.standing.live
         ids = {rank: self._ask(rank, "compare", {}, live) for rank in live}
         outcome = self._watch(ids, "comparing DDP models", events, stops)
-        if not outcome.is_ok:
+        if outcome.was_cut:
             self._recover(outcome, events, stops)
             return
         for text in describe_differences(list(outcome.values.values())):
@@ -287,7 +287,7 @@ class Work:
         ids = {rank: self._ask(rank, "rebuild", arguments, live) for rank in live}
         outcome = self._watch(ids, "rebuilding the process group", events, stops, patient=True)
         self._note_device_errors(outcome)
-        self._is_broken = enter and not outcome.is_ok
+        self._is_broken = enter and outcome.was_cut
         self._is_down = not enter or self._is_broken
         if enter:
             self._say_rebuilt(outcome, time.monotonic() - began_s)
@@ -310,7 +310,7 @@ class Work:
     def _say_rebuilt(self, outcome: Outcome, duration_s: float) -> None:
         note: Callable[[str], None] = self._ranks.view.note
         values = list(outcome.values.values())
-        if not outcome.is_ok or not values:
+        if outcome.was_cut or not values:
             note("the process group could not be rebuilt; variables are kept, and the next cell tries again")
             return
         self._ranks.lost = tuple(sorted({*self._ranks.lost, *(text for value in values for text in value["lost"])}))

@@ -29,7 +29,7 @@ time.sleep = sleep
 """Notes at each pause whether the group's destructor is still to come."""
 
 TELL = f"{DESTROY}print('paused', bool(was_there) and all(was_there))\n"
-RUN = ("-m", "ddpilot.cli.app", "run", "-n", "1")
+RUN = ("-m", "ddpilot", "run", "-n", "1")
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "1")
 ENABLE = "import ddpilot.watch\nddpilot.watch.enable()\n"
 ENTER = "import ddpilot\nimport torch\ntorch.distributed.init_process_group('gloo')\nddpilot.init_group()\n"

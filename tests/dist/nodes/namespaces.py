@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-DDPILOT = (sys.executable, "-m", "ddpilot.cli.app", "run")
+DDPILOT = (sys.executable, "-m", "ddpilot", "run")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 _GONE_S = 10.0
 

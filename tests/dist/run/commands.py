@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-RUN = (sys.executable, "-m", "ddpilot.cli.app", "run")
+RUN = (sys.executable, "-m", "ddpilot", "run")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 LIMIT_S = 80.0
 _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "TORCHELASTIC_", "DDPILOT_LAUNCH", "PET_")

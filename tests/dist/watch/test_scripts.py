@@ -19,7 +19,7 @@ from ddpilot.watch.folders import JOBS_VARIABLE, list_jobs
 from tests.dist.launching.scripts import finish, run_script, running, wait_until
 from tests.dist.run.commands import environment
 
-RUN = ("-m", "ddpilot.cli.app", "run", "-n", "2")
+RUN = ("-m", "ddpilot", "run", "-n", "2")
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
 ENABLE = "import ddpilot.watch\nddpilot.watch.enable()\n"
 ENTER = """
@@ -149,7 +149,7 @@ def test_watch_explains_a_job_whose_parent_was_killed(tmp_path: Path) -> None:
         wait_until(lambda: (folder / "report.txt").exists(), limit_s=60)  # it has been said that rank 0 waits
         process.send_signal(signal.SIGKILL)
         finish(process)
-    command = [sys.executable, "-m", "ddpilot.cli.app", "watch"]
+    command = [sys.executable, "-m", "ddpilot", "watch"]
     listed = subprocess.run(command, env=variables(tmp_path), capture_output=True, text=True, timeout=60, check=True)
     assert f"{about.id}  ended" in listed.stdout
     explained = subprocess.run(

@@ -35,7 +35,7 @@ def test_find_store_sockets_takes_clients_of_that_address_and_port_only() -> Non
         found = find_store_sockets([("localhost", address[1])])
         assert [entry.fd for entry in found] == [near.fileno()]
         assert find_store_sockets([("10.0.0.1", address[1])]) == []
-        assert shut(found) == 1
+        shut(found)
         assert far.recv(1) == b""
         other.sendall(b"works")
 
@@ -43,16 +43,16 @@ def test_find_store_sockets_takes_clients_of_that_address_and_port_only() -> Non
 def test_shut_leaves_a_number_alone_that_another_socket_has_by_now() -> None:
     """A descriptor that was closed and used again since it was found is not that socket any more."""
     with _pair() as (near, far):
-        assert shut([OpenSocket(near.fileno(), os.fstat(far.fileno()).st_ino)]) == 0
+        shut([OpenSocket(near.fileno(), os.fstat(far.fileno()).st_ino)])
         near.sendall(b"x")
         assert far.recv(1) == b"x"
-    assert shut([OpenSocket(10**6, 1)]) == 0
+    shut([OpenSocket(10**6, 1)])
 
 
 def test_shut_leaves_a_listening_socket_alone() -> None:
     """What only listens goes on listening."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        assert shut([OpenSocket(server.fileno(), os.fstat(server.fileno()).st_ino)]) == 0
+        shut([OpenSocket(server.fileno(), os.fstat(server.fileno()).st_ino)])
         socket.create_connection(server.getsockname()).close()
 
 

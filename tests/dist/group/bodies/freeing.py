@@ -120,7 +120,7 @@ def free_and_rebuild(kinds: list[str]) -> list[dict[str, Any]]:
         _train_step(model, optimizer, group)
         weights = model.module.weight.flatten().tolist()
         seen.append({
-            "kind": kind, "seconds": seconds, "error": error, "sockets": freed.group_sockets,
+            "kind": kind, "seconds": seconds, "error": error,
             "still_stuck": freed.still_stuck, "rebound": rebuilt.rebound, "unbound": rebuilt.unbound,
             "disagreements": rebuilt.disagreements, "total": total, "weights": weights,
         })  # fmt: skip
