@@ -54,10 +54,6 @@ class Epoch:
     division: Division
     """How each batch is divided among the ranks."""
 
-    keys: NDArray[np.int64] | None = None
-    """A key per batch; batches with the same samples have the same key in all epochs. None if batches are not
-    repeated."""
-
     @property
     def num_batches(self) -> int:
         """Number of global batches."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +37,6 @@ def make_loader(
     weights: Sequence[float] | NDArray[np.float64] | None = None,
     num_draws: int | None = None,
     replacement: bool = True,
-    cache: bool = False,
     collate_fn: Collate | None = None,
     seed_samples: bool = True,
     num_workers: int = 0,
@@ -47,10 +46,6 @@ def make_loader(
 
     Exactly one of `global_batch_size` (of all ranks together; same results at any world size) and `batch_size_per_rank`
     is required. `shuffle`, `seed`, `drop_last`, `shares`, `weights`, `num_draws`, `replacement`: as for `Plan`.
-
-    `cache`: keep what was read and collated in memory; each rank caches only its own part. With `shuffle`, samples then
-    stay in their batches, and the order of the batches is drawn again in each epoch (`Plan.keep_batches`); random
-    augmentations stay as first drawn. Not with `weights`.
 
     `seed_samples`: while a sample is read, Python's, NumPy's and torch's random state is a function of (seed, epoch,
     sample index), so that augmentation does not depend on the number of ranks and workers. False: nothing is seeded,
@@ -63,19 +58,12 @@ def make_loader(
     _refuse_no_samples(dataset, rank)
     options = {"num_workers": num_workers, **options}
     check_options(options, rank, is_stream=False)
-    if cache and weights is not None:
-        refuse_cache("`weights`: a rank would have other samples in each epoch, and in the end keep all", rank)
     size = resolve_global_size(global_batch_size, batch_size_per_rank, world_size, shares, rank)
     given: dict[str, Any] = {"seed": seed, "shuffle": shuffle, "drop_last": drop_last, "shares": shares}
     drawn: dict[str, Any] = {"weights": weights, "num_draws": num_draws, "replacement": replacement}
-    plan = Plan(len(dataset), size, world_size=world_size, keep_batches=cache, **given, **drawn)
-    reading: dict[str, Any] = {"collate": collate_fn or default_collate, "seed_samples": seed_samples, "cache": cache}
+    plan = Plan(len(dataset), size, world_size=world_size, **given, **drawn)
+    reading: dict[str, Any] = {"collate": collate_fn or default_collate, "seed_samples": seed_samples}
     return ShardedLoader(dataset, plan, rank=rank, options=options, **reading)
-
-
-def refuse_cache(reason: str, rank: int) -> NoReturn:
-    """Raise `DataError` for `cache` with `reason`."""
-    raise DataError("making a loader", found=f"`cache` with {reason}", fix="Leave one of them out.", rank=rank)
 
 
 def _refuse_no_samples(dataset: Any, rank: int) -> None:

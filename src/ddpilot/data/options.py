@@ -32,7 +32,6 @@ _OF_STREAMS = {
     "shuffle": "An iterable dataset has the order that it yields: shuffle in it, with Python's, numpy's or torch's "
     "global random state, which is the same on all ranks.",
     "weights": "An iterable dataset has the order that it yields: draw by weight in it.",
-    "cache": "Leave it out, or give a dataset with `__len__` and `__getitem__`.",
 }
 _NAMES = (
     "global_batch_size",
@@ -43,13 +42,12 @@ _NAMES = (
     "weights",
     "num_draws",
     "replacement",
-    "cache",
     "collate_fn",
     "seed_samples",
     "seed",
     *WORKER_OPTIONS,
 )
-_OF_SHARDS = ("batch_size_per_rank", "shares", "cache", "divides_itself", "seed_samples", "empty_ranks", "seed")
+_OF_SHARDS = ("batch_size_per_rank", "shares", "divides_itself", "seed_samples", "empty_ranks", "seed")
 
 
 @contextmanager

@@ -60,10 +60,6 @@ class Plan:
     sampler: Callable[[int], NDArray[np.int64]] | None = None
     """The order as a function of the epoch, equal on every rank; returns `num_draws` sample indices."""
 
-    keep_batches: bool = False
-    """True if, with `shuffle`, the samples of a batch stay together, so that a rank has the same ones in every epoch.
-    Batches are drawn once; later epochs permute them, with a smaller last one at the end."""
-
     empty_ranks: bool = False
     """True if batches may have fewer samples than there are ranks, so that some ranks get empty batches. For
     evaluation; in training these ranks would contribute nothing."""
@@ -104,12 +100,7 @@ class Plan:
             return draw_weighted(weights, self.epoch_size, self.replacement, self.seed, epoch)
         if not self.shuffle:
             return np.arange(self.num_samples, dtype=np.int64)
-        if not self.keep_batches:
-            return draw_permutation(self.num_samples, self.seed, epoch)
-        drawn = draw_permutation(self.num_samples, self.seed, 0)
-        size = self.global_batch_size
-        kept = [drawn[key * size : (key + 1) * size] for key in self._keys(epoch)]
-        return np.concatenate([*kept, drawn[len(kept) * size :]])
+        return draw_permutation(self.num_samples, self.seed, epoch)
 
     def epoch(self, epoch: int) -> Epoch:
         """Return `order(epoch)` with its batches, computed once for all of them."""
@@ -117,9 +108,7 @@ class Plan:
         order.flags.writeable = False
         starts = range(0, (self.num_batches + 1) * self.global_batch_size, self.global_batch_size)
         ends = np.minimum(np.asarray(starts, dtype=np.int64), self.epoch_size)
-        are_drawn = self.weights is not None or self.sampler is not None
-        are_kept = not are_drawn and (self.keep_batches or not self.shuffle)
-        return Epoch(order, ends, self.division, self._keys(epoch) if are_kept else None)
+        return Epoch(order, ends, self.division)
 
     def fingerprint(self) -> str:
         """A hash of what must be equal on all ranks: otherwise they would silently train on different batches."""
@@ -133,14 +122,8 @@ class Plan:
     def batches_fingerprint(self) -> str:
         """A hash of what determines the global batches, the same at any world size and with any `shares`."""
         sizes = (self.num_samples, self.global_batch_size, self.num_draws)
-        flags = (self.seed, self.shuffle, self.drop_last, self.replacement, self.keep_batches)
+        flags = (self.seed, self.shuffle, self.drop_last, self.replacement)
         return digest(*sizes, *flags, self.weights, None if self.sampler is None else self.order(0))
-
-    def _keys(self, epoch: int) -> NDArray[np.int64]:
-        num_full = self.epoch_size // self.global_batch_size
-        is_other = self.shuffle and epoch > 0
-        full = draw_permutation(num_full, self.seed, epoch) if is_other else np.arange(num_full, dtype=np.int64)
-        return np.concatenate([full, np.arange(num_full, self.num_batches, dtype=np.int64)])
 
     def batch_size(self, batch: int) -> int:
         """Return the number of samples of all ranks in `batch`: `global_batch_size`, or fewer in a last one."""

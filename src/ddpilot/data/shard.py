@@ -18,7 +18,7 @@ from ddpilot.data.existing import (
     refuse_whole_batches,
 )
 from ddpilot.data.given import GivenBatches
-from ddpilot.data.loader import make_stream_loader, refuse_cache, resolve_global_size
+from ddpilot.data.loader import make_stream_loader, resolve_global_size
 from ddpilot.data.options import check_shard_options
 from ddpilot.data.plan import Plan
 from ddpilot.data.sharded import ShardedLoader
@@ -34,7 +34,6 @@ def shard_loader(
     batch_size_per_rank: bool = False,
     seed: int = 0,
     shares: Sequence[float] | None = None,
-    cache: bool = False,
     divides_itself: bool = False,
     seed_samples: bool = True,
     empty_ranks: bool = False,
@@ -50,23 +49,19 @@ def shard_loader(
     DistributedSampler is replaced, and its loader's batch size taken as that of a rank. Other samplers that divide
     samples among ranks are used unchanged; `is_joint` is then True.
 
-    `say` is called once, on rank 0 of several ranks, with the resulting batch sizes. `cache`: as for `make_loader`, for
-    sequential or shuffled loaders; `divides_itself`, `seed_samples`: as for `make_stream_loader`; `empty_ranks`: as for
-    `Plan`. Raises `DataError` if the loader cannot be divided exactly, and for other `options`.
+    `say` is called once, on rank 0 of several ranks, with the resulting batch sizes. `divides_itself`, `seed_samples`:
+    as for `make_stream_loader`; `empty_ranks`: as for `Plan`. Raises `DataError` if the loader cannot be divided
+    exactly, and for other `options`.
     """
     refuse_other_loaders(loader)
     check_shard_options(options, rank)
     refuse_whole_batches(loader)
     is_heard = say is not None and rank == 0 and world_size > 1
     said = say if say and is_heard else _say_nothing
-    job = _Job(rank, world_size, shares, batch_size_per_rank, cache, seed_samples, empty_ranks, said)
+    job = _Job(rank, world_size, shares, batch_size_per_rank, seed_samples, empty_ranks, said)
     if isinstance(loader.dataset, IterableDataset):
-        if cache:
-            refuse_cache("an iterable dataset, of which a rank reads everything", rank)
         return _shard_stream(loader, job, read_seed(loader, seed), divides_itself)
     reading = read_loader(loader, seed)
-    if cache and (reading.batches is not None or {"weights", "sampler"} & set(reading.plan)):
-        refuse_cache("an order of its sampler's: a rank would have other samples in each epoch", rank)
     return _shard_samples(loader, job, reading) if reading.batches is None else _shard_batches(loader, job, reading)
 
 
@@ -77,7 +72,6 @@ class _Job(NamedTuple):
     world_size: int
     shares: Sequence[float] | None
     is_per_rank: bool
-    cache: bool
     seed_samples: bool
     empty_ranks: bool
     say: Callable[[str], None]
@@ -115,7 +109,6 @@ def _shard_samples(loader: DataLoader[Any], job: _Job, reading: Reading) -> Shar
         seed=reading.seed,
         drop_last=reading.drop_last,
         shares=job.shares,
-        keep_batches=job.cache,
         empty_ranks=job.empty_ranks,
         **reading.plan,
     )
@@ -142,7 +135,6 @@ def _made(loader: DataLoader[Any], job: _Job, plan: Plan | GivenBatches, *, is_j
         rank=job.rank,
         collate=loader.collate_fn,
         seed_samples=job.seed_samples,
-        cache=job.cache,
         is_joint=is_joint,
         options=read_options(loader),
     )

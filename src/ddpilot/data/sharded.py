@@ -7,7 +7,6 @@ import copy
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
-import numpy as np
 from torch.utils.data import Sampler
 
 from ddpilot.data.batches import LocalBatch
@@ -56,7 +55,6 @@ class ShardedLoader:
         rank: int,
         collate: Collate,
         seed_samples: bool = True,
-        cache: bool = False,
         is_joint: bool = False,
         options: Mapping[str, Any],
     ) -> None:
@@ -65,7 +63,6 @@ class ShardedLoader:
         self.rank = rank
         self.is_joint = is_joint
         self._place = 0 if is_joint else rank
-        self._cache: dict[int, Any] | None = {} if cache else None
         self._pieces = _Pieces()
         self._reader = PieceReader(dataset, collate, plan.seed, seed_samples and draws_randomly(dataset, collate))
         self._workers = Workers(self._reader, self._pieces, rank, options)
@@ -88,7 +85,8 @@ class ShardedLoader:
             raise DataError(
                 f"starting at batch {first_batch}", found=found, fix="Batches count from 0.", rank=self.rank
             )
-        for index, data in self._read(epoch, division, first_batch):
+        batches = range(first_batch, division.num_batches)
+        for index, data in zip(batches, self._load(epoch, division, batches), strict=True):
             start, stop = division.piece(index, self._place)
             ids = division.order[start:stop]
             yield LocalBatch(data, index, stop - start, None if self.is_joint else division.batch_size(index), ids)
@@ -104,27 +102,7 @@ class ShardedLoader:
             self._epoch = epoch, self.plan.epoch(epoch)
         return self._epoch[1]
 
-    def _read(self, epoch: int, division: Epoch, first_batch: int) -> Iterator[tuple[int, Any]]:
-        """Yield each batch from `first_batch` on, with its number; cached batches are not read again."""
-        batches = range(first_batch, division.num_batches)
-        cache, keys = self._cache, division.keys
-        if cache is None or keys is None:
-            return zip(batches, self._load(epoch, division, batches), strict=True)
-        return self._read_through(cache, epoch, division, batches)
-
-    def _read_through(
-        self, cache: dict[int, Any], epoch: int, division: Epoch, batches: range
-    ) -> Iterator[tuple[int, Any]]:
-        keys = np.arange(division.num_batches) if division.keys is None else division.keys
-        loaded = self._load(epoch, division, [batch for batch in batches if int(keys[batch]) not in cache])
-        for batch in batches:
-            key = int(keys[batch])
-            if key not in cache:
-                cache[key] = next(loaded)
-            # A loop may change its batch in place.
-            yield batch, copy.deepcopy(cache[key])
-
-    def _load(self, epoch: int, division: Epoch, batches: range | list[int]) -> Iterator[Any]:
+    def _load(self, epoch: int, division: Epoch, batches: range) -> Iterator[Any]:
         if not batches:
             return
         self._pieces.orders = (self._order(epoch, division, batch) for batch in batches)

@@ -159,7 +159,7 @@ class PreparingLoop(LoopState):
         """Return this rank's loader for an existing DataLoader, with the batches of one process; not collective.
 
         Its `batch_size` counts the samples of all ranks, which is reported once; with `batch_size_per_rank=True`, those
-        of each rank. `options`: also `shares`, `cache`, `seed`, `divides_itself` and `seed_samples`; see docs/data.md.
+        of each rank. `options`: also `shares`, `seed`, `divides_itself` and `seed_samples`; see docs/data.md.
         Raises DataError.
         """
         job = {"rank": self.rank, "world_size": self.world_size, "seed": self.seed, "say": self._say_once}

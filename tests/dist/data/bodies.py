@@ -3,21 +3,18 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 from collections.abc import Iterator
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 import ddpilot
 from ddpilot.data.batches import LocalBatch
 from ddpilot.data.loader import ShardedLoader, make_loader, make_stream_loader
-from ddpilot.data.shard import shard_loader
 from ddpilot.errors import DataError
 from tests.unit.data.samples import Augmented, Resumable, Stream, rows
 
@@ -217,37 +214,3 @@ def read_skewed() -> list[int]:
         Skewed(), rank=0, world_size=1, global_batch_size=2, num_workers=2, divides_itself=True
     ).iterate(0)
     return [next(batches).count for _ in range(6)]
-
-
-class Heavy(Dataset[Any]):
-    """60 samples of 2 MB, made when they are read."""
-
-    num_read = 0
-
-    def __len__(self) -> int:
-        return 60
-
-    def __getitem__(self, number: int) -> torch.Tensor:
-        self.num_read += 1
-        return torch.full((500_000,), float(number))
-
-
-def give_freed_memory_back() -> None:
-    """What is freed leaves the process at once where it is over 64 KB, so that its size tells what it holds."""
-    m_mmap_threshold = -3  # of <malloc.h>
-    assert ctypes.CDLL(None).mallopt(m_mmap_threshold, 65_536) == 1
-
-
-def measure_cache() -> tuple[int, int, int]:
-    """Bytes by which this rank grew after one epoch and after three, and how many samples it has read."""
-    give_freed_memory_back()
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dataset = Heavy()
-    loader = shard_loader(DataLoader(dataset, batch_size=4, shuffle=True), rank=rank, world_size=world_size, cache=True)
-    grown, before = [], psutil.Process().memory_info().rss
-    for epoch in range(3):
-        for batch in loader.iterate(epoch):
-            assert batch.data.shape == (2, 500_000)
-        del batch
-        grown.append(psutil.Process().memory_info().rss - before)
-    return grown[0], grown[2], dataset.num_read

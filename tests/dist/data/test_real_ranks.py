@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ddpilot import Launcher
-from tests.dist.data.bodies import SIZE, measure_cache, read_everything, use_workers
+from tests.dist.data.bodies import SIZE, read_everything, use_workers
 
 
 def launch(num_ranks: int, fn: Any, *args: Any) -> list[Any]:
@@ -71,11 +71,3 @@ def test_workers_end_and_go_on_as_torchs_do() -> None:
     assert (states[5], end) == (None, [])
     assert rest == [6, 7, 8, 9, 10]
     assert seen["skewed"] == [1, 2, 2, 2, 0, 0]  # an empty batch in between might end the epoch for all ranks
-
-
-def test_a_cache_holds_the_ranks_shard_alone() -> None:
-    """Of 120 MB each of two ranks keeps 60 after the first epoch, no more after the third, and reads nothing again."""
-    for after_one, after_three, num_read in launch(2, measure_cache):
-        assert 55e6 < after_one < 90e6
-        assert after_three < 90e6
-        assert num_read == 30

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ from ddpilot import FakeGroup, Launcher, RankError
 from ddpilot.errors import LoopError
 from ddpilot.training.loop import Loop
 from ddpilot.training.predicting import read_predictions
-from tests.dist.data.bodies import give_freed_memory_back
 from tests.dist.training.bodies import launch
 
 SHIMS = Path(__file__).parents[2] / "notebook" / "shims"
@@ -147,6 +147,12 @@ def test_predict_says_on_every_rank_why_rank_0_could_not_write(tmp_path: Path, s
     assert isinstance(caught.value.__cause__, LoopError)
     assert ("not in the order of the dataset" if shuffle else "is there already") in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ([] if shuffle else ["out"])
+
+
+def give_freed_memory_back() -> None:
+    """What is freed leaves the process at once where it is over 64 KB, so that its size tells what it holds."""
+    m_mmap_threshold = -3  # of <malloc.h>
+    assert ctypes.CDLL(None).mallopt(m_mmap_threshold, 65_536) == 1
 
 
 def measure_memory(folder: Path) -> list[int]:

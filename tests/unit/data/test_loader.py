@@ -193,31 +193,6 @@ def test_loader_names_the_sample_that_cannot_be_read() -> None:
         list(loader.iterate(0))
 
 
-def test_loader_keeps_its_shard_and_nothing_else_in_memory() -> None:
-    """With `cache` each rank reads its samples once, whatever the epoch; the batches come in another order."""
-    datasets = [Counted(26), Counted(26)]
-    loaders = [
-        make_loader(dataset, rank=rank, world_size=2, global_batch_size=4, shuffle=True, cache=True)
-        for rank, dataset in enumerate(datasets)
-    ]
-    rest = read_world(loaders, 0, first_batch=3)
-    epochs = [read_world(loaders, epoch) for epoch in range(3)]
-    assert [dataset.num_read for dataset in datasets] == [13, 13]
-    assert epochs[0][3:] == rest
-    assert epochs[0] != epochs[1] != epochs[2]
-    assert sorted(map(sorted, epochs[1])) == sorted(map(sorted, epochs[0]))
-    alone = make_loader(Counted(26), rank=0, world_size=1, global_batch_size=4, shuffle=True, cache=True)
-    assert [[row[0] for row in batch] for batch in read_world([alone], 2)] == [[row[0] for row in b] for b in epochs[2]]
-
-
-def test_loader_hands_out_its_cache_unharmed_when_a_loop_changes_a_batch() -> None:
-    """A loop that normalises in place does so once per epoch, not twice."""
-    loader = world(TensorDataset(torch.ones(4)), 1, cache=True)[0]
-    for _ in range(2):
-        (batch,) = loader.iterate(0)
-        assert batch.data[0].mul_(3).tolist() == [3.0] * 4
-
-
 @pytest.mark.parametrize("num", [0, 1, 11, 12])
 def test_stream_loader_reads_the_same_batches_at_any_world_size(num: int) -> None:
     """Every rank sees the whole stream, its end too, so that nobody has to be asked how many samples there are."""
@@ -294,8 +269,6 @@ def test_make_loader_refuses_what_it_cannot_do() -> None:
         make_loader(SizedStream(3), rank=0, world_size=1, global_batch_size=2)
     with pytest.raises(DataError, match="generator has not both `__len__` and `__getitem__`"):
         make_loader((number for number in range(3)), rank=0, world_size=1, global_batch_size=2)
-    with pytest.raises(DataError, match="`cache` with `weights`"):
-        make_loader([1], rank=0, world_size=1, global_batch_size=1, weights=[1], cache=True)
     with pytest.raises(DataError, match="`drop_last` with `divides_itself`"):
         stream_world(Stream(3), 1, drop_last=True, divides_itself=True)
     with pytest.raises(DataError, match="a global batch of 1 sample among 2 ranks"):

@@ -46,7 +46,7 @@ def test_make_loader_answers_options_that_it_does_not_have(options: dict[str, An
     assert str(caught.value).startswith("[rank 1] making a loader")
 
 
-@pytest.mark.parametrize("option", ["shuffle", "weights", "cache"])
+@pytest.mark.parametrize("option", ["shuffle", "weights"])
 def test_make_stream_loader_answers_options_of_datasets_with_numbers(option: str) -> None:
     """A stream has one order, and is read as a whole by each rank."""
     options: dict[str, Any] = {option: True}

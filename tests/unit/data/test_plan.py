@@ -35,7 +35,6 @@ def batches_of(plan: Plan, epoch: int) -> list[list[int]]:
     epoch=st.integers(0, 9),
     shuffle=st.booleans(),
     drop_last=st.booleans(),
-    keep_batches=st.booleans(),
 )
 def test_plan_has_each_sample_of_an_epoch_once_in_the_same_batches_at_any_world_size(
     num_samples: int, size: int, shares: list[float] | None, seed: int, epoch: int, **flags: Any
@@ -85,19 +84,6 @@ def test_plan_order_follows_from_seed_and_epoch_alone() -> None:
     assert len(many) == 25
 
 
-def test_plan_keeps_samples_in_their_batches_but_not_batches_in_their_order() -> None:
-    """With `keep_batches` each epoch has the same batches in another order, the ragged one last."""
-    plan = Plan(41, 4, world_size=2, shuffle=True, keep_batches=True)
-    epochs = [batches_of(plan, epoch) for epoch in range(3)]
-    assert epochs[0] != epochs[1] != epochs[2]
-    assert [sorted(batches) for batches in epochs] == [sorted(epochs[0])] * 3
-    assert {len(batches[-1]) for batches in epochs} == {1}
-    for epoch, batches in enumerate(epochs):
-        keys = plan.epoch(epoch).keys
-        assert keys is not None
-        assert [epochs[0][key] for key in keys] == batches
-
-
 def test_plan_divides_an_epoch_as_its_pieces_say() -> None:
     """`epoch` computes the same pieces, all at once."""
     plan = Plan(23, 5, world_size=3, shuffle=True, shares=[1, 2, 1])
@@ -116,7 +102,6 @@ def test_plan_draws_by_weight_the_same_at_any_world_size() -> None:
     assert counts[1] == 0
     assert np.abs(counts - [1000, 0, 2000, 1000]).max() < 150
     assert plans[0].has_repeats
-    assert plans[0].epoch(0).keys is None  # no batch of one epoch is a batch of another
 
 
 def test_plan_draws_each_sample_once_without_replacement() -> None:

@@ -25,7 +25,7 @@ from torch.utils.data import (
 
 from ddpilot.data.shard import shard_loader
 from ddpilot.errors import DataError
-from tests.unit.data.samples import Counted, Stream, read_world
+from tests.unit.data.samples import Stream, read_world
 
 NUMBERS: Dataset[Any] = TensorDataset(torch.arange(13))
 
@@ -239,36 +239,6 @@ def test_shard_loader_refuses_what_it_cannot_keep_exact() -> None:
             list(shard_loader(loader, rank=0, world_size=2, **options).iterate(0))
         assert words in str(caught.value)
         assert caught.value.fix
-
-
-def test_shard_loader_keeps_its_shard_in_memory_with_cache() -> None:
-    """Shuffled batches are read once, each rank its own part; the same ones at any world size."""
-    datasets = [Counted(14), Counted(14)]
-    loaders = [
-        shard_loader(DataLoader(dataset, batch_size=4, shuffle=True), rank=rank, world_size=2, cache=True)
-        for rank, dataset in enumerate(datasets)
-    ]
-    first, second = (read_world(loaders, epoch) for epoch in range(2))
-    assert [dataset.num_read for dataset in datasets] == [7, 7]
-    assert first != second
-    assert sorted(map(sorted, first)) == sorted(map(sorted, second))
-    alone = shard_loader(DataLoader(Counted(14), batch_size=4, shuffle=True), rank=0, world_size=1, cache=True)
-    assert read_world([alone], 1) == second
-
-
-@pytest.mark.parametrize(
-    "loader",
-    [
-        DataLoader(NUMBERS, batch_size=4, sampler=WeightedRandomSampler([1.0] * 13, 5)),
-        DataLoader(NUMBERS, batch_size=4, sampler=SubsetRandomSampler(range(5))),
-        DataLoader(NUMBERS, batch_sampler=[[0, 1], [2]]),
-        DataLoader(Stream(5), batch_size=4),
-    ],
-)
-def test_shard_loader_refuses_a_cache_that_would_grow(loader: DataLoader[Any]) -> None:
-    """Where a rank has other samples in each epoch, or reads everything, a cache is no shard of the data."""
-    with pytest.raises(DataError, match="`cache` with an"):
-        shard_loader(loader, rank=0, world_size=2, cache=True)
 
 
 def test_shard_loader_says_nothing_where_both_readings_are_the_same() -> None:
