@@ -6,7 +6,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,6 @@ from ddpilot.data.devices import to_device
 from ddpilot.errors import LoopError
 from ddpilot.training.accelerator import peak_bytes, reset_peak
 from ddpilot.training.batch_norm import find_batch_norms
-from ddpilot.training.host_memory import limited_memory
 from ddpilot.training.memory import joint_try
 from ddpilot.training.preserving import preserved
 from ddpilot.training.wrapping import unwrap
@@ -89,14 +87,17 @@ def find_batch_size(
     buckets. `step(model, batch)` returns the loss of a batch on the device; it runs in the loop's precision.
     `dataset`: map-style; its first 16 samples are read once and repeated, so put the longest ones there if their sizes
     differ (`torch.utils.data.Subset`). `collate_fn`: takes a list of samples; None: torch's default. `max_per_rank`:
-    upper limit of samples per rank; None: the dataset's samples per rank. `headroom`: fraction of the largest size to
+    upper limit of samples per rank; None: the dataset's samples per rank. Required on the CPU, where the kernel kills
+    a process that uses too much memory instead of refusing an allocation. `headroom`: fraction of the largest size to
     leave free for other memory of a run, in [0, 1).
 
-    On the CPU under Linux, each trial may use the free memory divided by the number of ranks on the machine; without
-    that limit the kernel would kill a process instead of refusing an allocation. Raises LoopError, on all ranks, if not
-    even the first size fits.
+    Raises LoopError, on all ranks, if not even the first size fits.
     """
     check_search(max_per_rank, headroom, loop.rank)
+    if max_per_rank is None and loop.device.type == "cpu":
+        what = "no `max_per_rank` on the CPU, where the system ends a process that uses too much memory"
+        fix = "Give the largest number of samples on each rank to try, such as `max_per_rank=256`."
+        raise _refuse(loop.rank, what, fix)
     limit = max_per_rank or max(1, len(dataset) // loop.world_size)
     first = 2 if find_batch_norms([model]) else 1
     if limit < first:
@@ -199,12 +200,9 @@ class _Trying:
         return not outcome.ran_out
 
     def _take(self, size: int) -> None:
-        # The first size runs without a limit on free memory, since threads and libraries allocate theirs during it.
         is_first = not self.trials
-        limit = nullcontext() if is_first else limited_memory(self._loop.group)
-        with limit:
-            for _ in range(2 if is_first else 1):  # the optimizer has its state from the second step on
-                self._take_step(size)
+        for _ in range(2 if is_first else 1):  # the optimizer has its state from the second step on
+            self._take_step(size)
 
     def _take_step(self, size: int) -> None:
         try:

@@ -25,8 +25,8 @@ def test_find_batch_size_tries_the_trainers_own_step() -> None:
     trainer, other = make_trainer(), make_trainer()
     trainer.loss_fn = loss_fn
     state = torch.get_rng_state()
-    found = trainer.find_batch_size(DATA, nproc_per_node=0, headroom=0)
-    again = trainer.find_batch_size(DataLoader(DATA, batch_size=2), nproc_per_node=0, headroom=0)
+    found = trainer.find_batch_size(DATA, nproc_per_node=0, max_per_rank=10, headroom=0)
+    again = trainer.find_batch_size(DataLoader(DATA, batch_size=2), nproc_per_node=0, max_per_rank=10, headroom=0)
     assert (found.global_batch_size, again.global_batch_size) == (3, 3)
     assert torch.equal(torch.get_rng_state(), state)
     trainer.loss_fn = other.loss_fn
@@ -54,7 +54,7 @@ def test_find_batch_size_begins_with_two_samples_where_batch_norm_takes_no_singl
     """And refuses limits that make no sense, before a rank is started."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
     trainer = Trainer(model, torch.nn.functional.mse_loss, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
-    found = trainer.find_batch_size(DATA, nproc_per_node=0, headroom=0.9)
+    found = trainer.find_batch_size(DATA, nproc_per_node=0, max_per_rank=10, headroom=0.9)
     assert [trial.per_rank for trial in found.trials] == [2, 4, 8, 10]
     assert found.per_rank == 2
     with pytest.raises(LoopError, match="`max_per_rank` is 1, and the model has BatchNorm"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import operator
 import random
-import sys
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,6 @@ from torch.utils.data import TensorDataset
 from ddpilot import FakeGroup
 from ddpilot.errors import LoopError
 from ddpilot.training.batch_size import find_batch_size, largest_that
-from ddpilot.training.host_memory import available_bytes, limited_memory
 from ddpilot.training.loop import Loop
 
 pytestmark = pytest.mark.usefixtures("compiler_is_loaded")
@@ -89,7 +87,9 @@ def test_find_batch_size_leaves_everything_as_it_was(capsys: pytest.CaptureFixtu
     loop, model, optimizer, data = make()
     before = state(model, optimizer)
     moment = next(iter(optimizer.state.values()))["exp_avg"]
-    found = find_batch_size(loop, model, optimizer, data, lambda model, batch: run_out(model, batch, 2))
+    found = find_batch_size(
+        loop, model, optimizer, data, lambda model, batch: run_out(model, batch, 2), max_per_rank=100
+    )
     assert (found.largest, found.per_rank, found.global_batch_size) == (2, 1, 1)
     assert [(trial.per_rank, bool(trial.failed_ranks)) for trial in found.trials] == [
         (1, False),
@@ -105,10 +105,12 @@ def test_find_batch_size_leaves_everything_as_it_was(capsys: pytest.CaptureFixtu
 
 
 def test_find_batch_size_gives_a_new_optimizer_no_state() -> None:
-    """As if it had never stepped; and no batch is larger than the data."""
+    """As if it had never stepped; and no batch is larger than `max_per_rank`."""
     loop, model, _, data = make(50)
     optimizer = torch.optim.AdamW(model.parameters())
-    found = find_batch_size(loop, model, optimizer, data, lambda model, batch: run_out(model, batch, 10**6), headroom=0)
+    found = find_batch_size(
+        loop, model, optimizer, data, lambda model, batch: run_out(model, batch, 10**6), max_per_rank=50, headroom=0
+    )
     assert found.per_rank == 50
     assert not optimizer.state
 
@@ -117,7 +119,7 @@ def test_find_batch_size_says_so_when_nothing_fits() -> None:
     """With the rank, and what makes a model smaller."""
     loop, model, optimizer, data = make()
     with pytest.raises(LoopError, match=r"one sample does not fit into the memory of rank 0 \(cpu here\). Use prec"):
-        find_batch_size(loop, model, optimizer, data, lambda model, batch: run_out(model, batch, 0))
+        find_batch_size(loop, model, optimizer, data, lambda model, batch: run_out(model, batch, 0), max_per_rank=9)
     with pytest.raises(LoopError, match="`headroom` is 1"):
         find_batch_size(loop, model, optimizer, data, lambda model, batch: run_out(model, batch, 0), headroom=1)
 
@@ -127,19 +129,12 @@ def test_find_batch_size_lets_other_errors_through() -> None:
     loop, model, optimizer, data = make()
     before = state(model, optimizer)
     with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
-        find_batch_size(loop, model, optimizer, data, lambda model, batch: model(batch[0].T).sum())
+        find_batch_size(loop, model, optimizer, data, lambda model, batch: model(batch[0].T).sum(), max_per_rank=9)
     assert state(model, optimizer) == before
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
-def test_limited_memory_refuses_what_is_not_free() -> None:
-    """More than the machine has fails in the body, and the limit is gone after it."""
-    import resource
-
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    available = available_bytes()
-    with limited_memory(FakeGroup(world_size=2)):
-        torch.empty(available // 8, dtype=torch.uint8)
-        with pytest.raises(RuntimeError, match="can't allocate memory"):
-            torch.empty(int(available * 0.6), dtype=torch.uint8)
-    assert resource.getrlimit(resource.RLIMIT_AS) == before
+def test_find_batch_size_asks_for_a_limit_on_the_cpu() -> None:
+    """The kernel would end the process that takes too much, and no allocation would fail."""
+    loop, model, optimizer, data = make()
+    with pytest.raises(LoopError, match="no `max_per_rank` on the CPU, .* such as `max_per_rank=256`"):
+        find_batch_size(loop, model, optimizer, data, lambda model, batch: run_out(model, batch, 2))
