@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from ddpilot.trainer.calling import find_inner, trained_parts
 from ddpilot.trainer.history import measured
 from ddpilot.trainer.loading import NO_SIZES, make_loader_of
+from ddpilot.trainer.outcome import Outcome, collect
 from ddpilot.trainer.parts import relink
 from ddpilot.trainer.places import group_here
 from ddpilot.trainer.position import Position, Story
@@ -53,6 +54,13 @@ class Fit:
     progress: bool | None
     loader: Mapping[str, Any]
     ddp: Mapping[str, Any]
+
+
+def fit_on_rank(trainer: Trainer, fit: Fit) -> Outcome | None:
+    """Train on a rank that was started for it; returns on rank 0 what the parent loads. Collective."""
+    with StopSignals() as signals:
+        late = fit_here(trainer, fit, signals)
+        return collect(trainer, group_here(), late)
 
 
 def fit_here(trainer: Trainer, fit: Fit, signals: StopSignals) -> Exception | None:

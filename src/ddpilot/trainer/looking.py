@@ -22,31 +22,36 @@ from ddpilot.training.precision import Precision
 from ddpilot.training.predicting import predict
 
 if TYPE_CHECKING:
+    from ddpilot.trainer.trainer_looking import LookingTrainer
     from ddpilot.trainer.trainer_state import TrainerState
 
 
 def evaluate_here(
-    trainer: TrainerState, dataset: Any, metrics: Mapping[str, Any], forward: Forward, options: Mapping[str, Any]
+    trainer: TrainerState,
+    dataset: Any,
+    metrics: Mapping[str, Any],
+    forward: Forward | None,
+    options: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Implement `Trainer.evaluate`. Collective on ranks."""
+    """Implement `Trainer.evaluate`; `forward`: None for the trainer's. Collective on ranks."""
     group = group_here()
     model, loader = _place(trainer, dataset, options, group)
     with Precision(trainer.precision, group.device).autocast():
-        return evaluate(model, loader, metrics, group, forward)
+        return evaluate(model, loader, metrics, group, forward or trainer.forward)
 
 
 def predict_here(
-    trainer: TrainerState,
+    trainer: LookingTrainer,
     dataset: Any,
     to: str | os.PathLike[str] | None,
-    forward: Callable[[nn.Module, Any], Any],
+    forward: Callable[[nn.Module, Any], Any] | None,
     options: Mapping[str, Any],
 ) -> Any:
-    """Implement `Trainer.predict`. Collective on ranks."""
+    """Implement `Trainer.predict`; `forward`: None for the trainer's. Collective on ranks."""
     group = group_here()
     model, loader = _place(trainer, dataset, options, group)
     with Precision(trainer.precision, group.device).autocast():
-        return predict(model, loader, group, to=to, forward=forward)
+        return predict(model, loader, group, to=to, forward=forward or trainer.output_of)
 
 
 def call_here(trainer: TrainerState, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], ranks: str) -> Any:

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import nn
@@ -19,6 +20,9 @@ from ddpilot.group.fake import FakeGroup
 from ddpilot.group.protocol import GroupLike
 from ddpilot.launching.results import RankResults
 from ddpilot.trainer.settings import TorchSettings
+
+if TYPE_CHECKING:
+    from ddpilot.trainer.trainer_state import TrainerState
 
 HEAVY = "ddpilot.trainer.heavy"
 
@@ -56,30 +60,31 @@ def say_ignored(nproc_per_node: int | str | None) -> None:
         )
 
 
-class _Verb:
-    """A picklable method of the trainer, with the name of the public method that errors show.
+class _OnRank:
+    """Calls `function` on a rank, with the torch settings that affect results as they are in the parent.
 
-    It carries torch settings that affect results, as they are in the process that creates it.
+    `label`: the name of the public method, which errors show.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, function: Callable[..., Any], label: str) -> None:
         self._settings = TorchSettings()
-        self._name = f"_{name}_here"
-        self.__qualname__ = f"Trainer.{name}"
+        self._function = function
+        self.__qualname__ = label
 
-    def __call__(self, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any) -> Any:
         self._settings.apply()
-        return getattr(trainer, self._name)(*args, **kwargs)
+        return self._function(*args)
 
 
 def run_on_ranks(
-    launcher: Launcher | None, nproc_per_node: int | str | None, name: str, trainer: Any, *args: Any, **kwargs: Any
+    trainer: TrainerState, nproc_per_node: int | str | None, name: str, function: Callable[..., Any], *args: Any
 ) -> RankResults:
-    """Call `trainer._<name>_here` on ranks that are started for it. Raises what `Launcher.run` raises."""
-    launcher = launcher or Launcher()
+    """Call `function(trainer, *args)`, for the method `name`, on new ranks. Raises what `Launcher.run` raises."""
+    launcher = trainer.launcher or Launcher()
     count = launcher.nproc_per_node if nproc_per_node is None else nproc_per_node
     preload = (HEAVY, *launcher.preload)
-    return replace(launcher, nproc_per_node=count, preload=preload).run(_Verb(name), trainer, *args, **kwargs)
+    on_rank = _OnRank(function, f"Trainer.{name}")
+    return replace(launcher, nproc_per_node=count, preload=preload).run(on_rank, trainer, *args)
 
 
 def group_here() -> GroupLike:

@@ -33,7 +33,7 @@ class Search:
     headroom: float
 
 
-def find_batch_size_here(trainer: Trainer, search: Search, *, has_own_step: bool) -> BatchSizeSearch:
+def find_batch_size_here(trainer: Trainer, search: Search, has_own_step: bool) -> BatchSizeSearch:
     """Implement `Trainer.find_batch_size`. Collective."""
     _check(trainer, has_own_step)
     group = group_here()

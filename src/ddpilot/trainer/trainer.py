@@ -12,10 +12,10 @@ from torch import nn
 from ddpilot.errors import LoopError
 from ddpilot.trainer.batches import Summands, check_attached, check_weighted, with_count
 from ddpilot.trainer.checking import check_fit, check_goal, naming_arguments
-from ddpilot.trainer.fitting import Fit, fit_here
+from ddpilot.trainer.fitting import Fit, fit_here, fit_on_rank
 from ddpilot.trainer.history import History
-from ddpilot.trainer.outcome import Outcome, apply, as_it_was, collect, explain_late
-from ddpilot.trainer.places import group_here, is_on_ranks, run_on_ranks, say_ignored
+from ddpilot.trainer.outcome import apply, as_it_was, explain_late
+from ddpilot.trainer.places import is_on_ranks, run_on_ranks, say_ignored
 from ddpilot.trainer.run import Run
 from ddpilot.trainer.sizing import Search, find_batch_size_here
 from ddpilot.trainer.trainer_looking import LookingTrainer
@@ -129,15 +129,10 @@ class Trainer(LookingTrainer):
             with StopSignals() as signals, as_it_was(self):
                 return fit_here(self, fit, signals)
         self.nproc_per_node = self.nproc_per_node if nproc_per_node is None else nproc_per_node
-        outcomes = run_on_ranks(self.launcher, self.nproc_per_node, "fit", self, fit)
+        outcomes = run_on_ranks(self, self.nproc_per_node, "fit", fit_on_rank, fit)
         apply(self, outcomes[0])
         late = outcomes[0].late
         return None if late is None else explain_late(late, len(outcomes))
-
-    def _fit_here(self, fit: Fit) -> Outcome | None:
-        with StopSignals() as signals:
-            late = fit_here(self, fit, signals)
-            return collect(self, group_here(), late)
 
     def train_batch(self, run: Run, batch: Any) -> Any:
         """Process one batch: forward, backward, and an update if one is due. Override it for a different training step.
@@ -184,12 +179,10 @@ class Trainer(LookingTrainer):
         search = Search(dataset=dataset, max_per_rank=max_per_rank, headroom=headroom)
         nproc_per_node = self.nproc_per_node if nproc_per_node is None else nproc_per_node
         if is_on_ranks() or nproc_per_node == 0:
-            return self._find_batch_size_here(search)
-        found: BatchSizeSearch = run_on_ranks(self.launcher, nproc_per_node, "find_batch_size", self, search)[0]
+            return find_batch_size_here(self, search, self._has_own_step)
+        given = search, self._has_own_step
+        found: BatchSizeSearch = run_on_ranks(self, nproc_per_node, "find_batch_size", find_batch_size_here, *given)[0]
         return found
-
-    def _find_batch_size_here(self, search: Search) -> BatchSizeSearch:
-        return find_batch_size_here(self, search, has_own_step=self._has_own_step)
 
     @property
     def _has_own_step(self) -> bool:

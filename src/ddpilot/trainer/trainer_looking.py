@@ -41,15 +41,10 @@ class LookingTrainer(TrainerState):
         check_forward("evaluating", self.model, forward is not None or self.has_own_forward)
         check_whole("evaluating", "`dataset`", dataset)
         if is_on_ranks() or nproc_per_node == 0:
-            return self._evaluate_here(dataset, wanted, forward, options)
-        said = run_on_ranks(self.launcher, nproc_per_node, "evaluate", self, dataset, wanted, forward, options)
+            return evaluate_here(self, dataset, wanted, forward, options)
+        said = run_on_ranks(self, nproc_per_node, "evaluate", evaluate_here, dataset, wanted, forward, options)
         found: dict[str, Any] = said[0]
         return found
-
-    def _evaluate_here(
-        self, dataset: Any, metrics: dict[str, Any], forward: Forward | None, options: dict[str, Any]
-    ) -> dict[str, Any]:
-        return evaluate_here(self, dataset, metrics, forward or self.forward, options)
 
     def predict(
         self,
@@ -71,17 +66,8 @@ class LookingTrainer(TrainerState):
         check_forward("predicting", self.model, forward is not None or self.has_own_forward)
         check_whole("predicting", "`dataset`", dataset)
         if is_on_ranks() or nproc_per_node == 0:
-            return self._predict_here(dataset, to, forward, options)
-        return run_on_ranks(self.launcher, nproc_per_node, "predict", self, dataset, to, forward, options)[0]
-
-    def _predict_here(
-        self,
-        dataset: Any,
-        to: str | os.PathLike[str] | None,
-        forward: Callable[[nn.Module, Any], Any] | None,
-        options: dict[str, Any],
-    ) -> Any:
-        return predict_here(self, dataset, to, forward or self.output_of, options)
+            return predict_here(self, dataset, to, forward, options)
+        return run_on_ranks(self, nproc_per_node, "predict", predict_here, dataset, to, forward, options)[0]
 
     def output_of(self, model: nn.Module, batch: Any) -> Any:
         """Return the prediction for a batch; it needs a target in the batch only if `forward` does."""
@@ -103,9 +89,6 @@ class LookingTrainer(TrainerState):
         """
         check_choice(f"calling `{method}` of the model", "ranks", ranks, ("zero", "all"))
         if is_on_ranks() or nproc_per_node == 0:
-            return self._call_here(method, args, kwargs, ranks)
-        said = run_on_ranks(self.launcher, nproc_per_node, "call", self, method, args, kwargs, ranks)
+            return call_here(self, method, args, kwargs, ranks)
+        said = run_on_ranks(self, nproc_per_node, "call", call_here, method, args, kwargs, ranks)
         return list(said) if ranks == "all" else said[0]
-
-    def _call_here(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], ranks: str) -> Any:
-        return call_here(self, method, args, kwargs, ranks)
