@@ -7,8 +7,9 @@ attributes too. Errors can be pickled, since most of them are sent from a rank t
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
@@ -39,6 +40,17 @@ class DdpilotError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.__dict__.copy())
+
+
+def did_you_mean(
+    name: str, known: Iterable[str], *, show: Callable[[str], str] = "`{}`".format, cutoff: float = 0.6, num: int = 1
+) -> str:
+    """Return "Did you mean `...`?" with the names in `known` that are most similar to `name`, or "" if none is similar.
+
+    `show`: how a name is written; `cutoff`: the similarity that a name needs, 0 to 1; `num`: how many to show at most.
+    """
+    near = difflib.get_close_matches(name, list(known), num, cutoff)
+    return f"Did you mean {' or '.join(map(show, near))}?" if near else ""
 
 
 def is_known(type_name: str) -> bool:

@@ -7,12 +7,11 @@ comes first, the words up to `--` are ddpilot's options and the words after it b
 
 from __future__ import annotations
 
-import difflib
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ddpilot.errors import LaunchError
+from ddpilot.errors import LaunchError, did_you_mean
 from ddpilot.launching.elastic.target import LAUNCHERS
 
 _DID = "reading the options of `ddpilot run`"
@@ -176,9 +175,11 @@ def _unknown(word: str, advice: str) -> LaunchError:
     if name in _REFUSED:
         return LaunchError(_DID, found=f"{word} is not taken", fix=_REFUSED[name][0].upper() + _REFUSED[name][1:])
     names = [option.name for option in OPTIONS]
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.8) or [each for each in names if each.startswith(name)]
-    guess = f"Did you mean --{close[0]}? " if close else ""
-    return LaunchError(_DID, found=f"{word} is no option of `ddpilot run`", fix=f"{guess}{advice}")
+    begun = [each for each in names if each.startswith(name)]
+    guess = did_you_mean(name, names, show="--{}".format, cutoff=0.8) or (
+        f"Did you mean --{begun[0]}?" if begun else ""
+    )
+    return LaunchError(_DID, found=f"{word} is no option of `ddpilot run`", fix=f"{guess} {advice}".strip())
 
 
 def _stray(script: str, ours: list[str], args: list[str], at: int) -> str:

@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from ddpilot.errors import DataError, DdpilotError
+from ddpilot.errors import DataError, DdpilotError, did_you_mean
 
 WORKER_OPTIONS = (
     "num_workers",
@@ -91,8 +90,7 @@ def check_shard_options(options: Mapping[str, Any], rank: int) -> None:
 
 
 def _guess(name: str, names: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, names, 1)
-    return f"Did you mean `{close[0]}`?" if close else f"There are {', '.join(names)}."
+    return did_you_mean(name, names) or f"There are {', '.join(names)}."
 
 
 def check_size(name: str, size: object, rank: int) -> None:

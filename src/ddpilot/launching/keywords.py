@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
-from ddpilot.errors import LaunchError
+from ddpilot.errors import LaunchError, did_you_mean
 
 _T = TypeVar("_T")
 
@@ -74,7 +74,6 @@ def check_keywords(name: str, fn: Callable[..., Any], kwargs: Mapping[str, Any],
     known = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
     for keyword in kwargs:
         if keyword not in known:
-            near = next(iter(difflib.get_close_matches(keyword, known, 1, SURE)), "")
-            right = f"Did you mean `{near}`?" if near else fix(keyword)
+            right = did_you_mean(keyword, known, cutoff=SURE) or fix(keyword)
             takes = f"Its parameters are {', '.join(known)}" if known else "It takes no keyword"
             raise LaunchError(f"calling `{name}`", found=f"it has no parameter `{keyword}`", fix=right or takes)

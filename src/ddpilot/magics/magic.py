@@ -7,9 +7,10 @@ from typing import Any
 
 from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class, needs_local_scope
 
+from ddpilot.errors import did_you_mean
 from ddpilot.magics.cells import make_cell_parser, run_cell, run_on_ranks
 from ddpilot.magics.desk import Desk
-from ddpilot.magics.usage import Helped, MagicUsageError, suggest
+from ddpilot.magics.usage import Helped, MagicUsageError
 from ddpilot.magics.values import RETURNED, SCOPE
 from ddpilot.magics.verbs import VERBS
 
@@ -95,4 +96,4 @@ def overview() -> str:
 def _right(name: str) -> str:
     if name.startswith("-"):
         return f"Options without a verb are the cell magic's: write `%%ddp {name} ...` above the code"
-    return suggest(name, VERBS) or f"The verbs are {', '.join(VERBS)}; to run code, put it below `%%ddp`"
+    return did_you_mean(name, VERBS) or f"The verbs are {', '.join(VERBS)}; to run code, put it below `%%ddp`"

@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 import argparse
-import difflib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from ddpilot.errors import DdpilotError
+from ddpilot.errors import DdpilotError, did_you_mean
 
 
 class MagicUsageError(DdpilotError, ValueError):
@@ -39,7 +38,7 @@ class MagicParser(argparse.ArgumentParser):
         known, unknown = self.parse_known_args(words)
         if unknown:
             fix = self._hint(unknown[0]) if self._hint is not None else ""
-            fix = fix or suggest(unknown[0], (flag for action in self._actions for flag in action.option_strings))
+            fix = fix or did_you_mean(unknown[0], (flag for action in self._actions for flag in action.option_strings))
             if not fix:
                 self.error(f"unrecognized arguments: {' '.join(unknown)}")
             raise MagicUsageError(f"reading `{self.prog}`", found=f"`{' '.join(unknown)}`", fix=fix)
@@ -83,9 +82,3 @@ def parse_variable(text: str) -> tuple[str, str]:
     if not name or not equals:
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=value")
     return name, value
-
-
-def suggest(word: str, known: Iterable[str]) -> str:
-    """Return "Did you mean ...?" with the closest match in `known`, or "" if there is no close match."""
-    near = difflib.get_close_matches(word, list(known), 1)
-    return f"Did you mean `{near[0]}`?" if near else ""

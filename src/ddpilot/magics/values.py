@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from keyword import iskeyword
 from typing import Any
 
-from ddpilot.errors import LaunchError
+from ddpilot.errors import LaunchError, did_you_mean
 from ddpilot.findings.words import render_ranks
 from ddpilot.magics.desk import Desk, briefly
 from ddpilot.magics.names import is_on_a_rank
-from ddpilot.magics.usage import MagicUsageError, suggest
+from ddpilot.magics.usage import MagicUsageError
 from ddpilot.session.arguments import check_expression
 from ddpilot.session.own_names import own_names
 from ddpilot.session.session import Session
@@ -33,7 +33,7 @@ def push_values(desk: Desk, given: Mapping[str, Any]) -> None:
             raise MagicUsageError(
                 f"pushing `{name}`",
                 found="the notebook has no variable of that name",
-                fix=suggest(name, own_names(here)) or "Names of variables stand apart: `%ddp push x y`",
+                fix=did_you_mean(name, own_names(here)) or "Names of variables stand apart: `%ddp push x y`",
             )
     with briefly():
         session.push({name: here[name] for name in names}, ranks=given.get("ranks"))
@@ -160,7 +160,7 @@ def _check_names(call: ast.Call, names: Mapping[str, Any], session: Session) -> 
         if not isinstance(node, ast.Name) or node.id in names or node.id in given or hasattr(builtins, node.id):
             continue
         on_ranks = is_on_a_rank(node.id, session)
-        near = suggest(node.id, own_names(names))
+        near = did_you_mean(node.id, own_names(names))
         near = near or "`%ddp run` takes function and arguments from the notebook: define it there"
         raise MagicUsageError(
             f"running `{ast.unparse(call)}`",

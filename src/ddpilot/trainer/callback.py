@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
-from ddpilot.errors import LoopError
+from ddpilot.errors import LoopError, did_you_mean
 from ddpilot.trainer.run import Run
 from ddpilot.training.checkpoint.snapshot import can_hold
 
@@ -74,7 +73,6 @@ def check_callbacks(given: Sequence[object]) -> None:
         for name in dir(type(one)):
             if name.startswith("on_") and not hasattr(Callback, name) and callable(getattr(one, name)):
                 known = [each for each in vars(Callback) if each.startswith("on_")]
-                near = difflib.get_close_matches(name, known, 1)
-                fix = f"Did you mean `{near[0]}`?" if near else f"Those that are: {', '.join(known)}."
+                fix = did_you_mean(name, known) or f"Those that are: {', '.join(known)}."
                 found = f"{type(one).__name__}.{name}, which is never called"
                 raise LoopError("making a Trainer", found=found, fix=fix)

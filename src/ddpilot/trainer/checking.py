@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -18,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ddpilot.data.loader import make_loader, make_stream_loader
 from ddpilot.data.shard import shard_loader
-from ddpilot.errors import LoopError
+from ddpilot.errors import LoopError, did_you_mean
 from ddpilot.trainer.calling import trained_parts
 from ddpilot.trainer.history import BOOKKEEPING
 from ddpilot.training.keeping.options import KeepOptions
@@ -41,8 +40,7 @@ _OWN = ("self", "dataset", "loader", "rank", "world_size", "seed", "say", "optio
 def suggest(name: str, known: Iterable[str]) -> str:
     """Return "Did you mean 'x'?" with the most similar known name, or a list of all of them if none is similar."""
     known = list(dict.fromkeys(known))
-    near = difflib.get_close_matches(name, known, 1, cutoff=0.55)
-    return f"Did you mean {near[0]!r}?" if near else f"There is {', '.join(map(repr, known))}."
+    return did_you_mean(name, known, show=repr, cutoff=0.55) or f"There is {', '.join(map(repr, known))}."
 
 
 def naming_arguments(

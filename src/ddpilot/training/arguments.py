@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import math
@@ -12,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ddpilot.environments.detect import detect_topology
-from ddpilot.errors import LoopError, TopologyError
+from ddpilot.errors import LoopError, TopologyError, did_you_mean
 
 _Self = TypeVar("_Self")
 _Given = ParamSpec("_Given")
@@ -53,8 +52,7 @@ def _rank_to_be() -> int | None:
 def suggest(name: str, known: Iterable[str]) -> str:
     """Return the hint of an error: the one of `known` that is closest to `name`, or all of them."""
     names = list(known)
-    near = difflib.get_close_matches(name, names, 1, cutoff=0.5)
-    return f"Did you mean `{near[0]}`?" if near else f"There are {', '.join(names)}."
+    return did_you_mean(name, names, cutoff=0.5) or f"There are {', '.join(names)}."
 
 
 def check_numbers(*, seed: object, accumulate: object, max_time_s: object) -> None:

@@ -7,7 +7,7 @@ import argparse
 
 import pytest
 
-from ddpilot.magics.usage import Helped, MagicParser, MagicUsageError, parse_rank, parse_ranks, parse_variable, suggest
+from ddpilot.magics.usage import Helped, MagicParser, MagicUsageError, parse_rank, parse_ranks, parse_variable
 
 
 @pytest.mark.parametrize(
@@ -57,9 +57,3 @@ def test_parser_takes_no_option_by_its_beginning() -> None:
     parser.add_argument("--ranks")
     with pytest.raises(MagicUsageError, match="unrecognized arguments: --rank 0"):
         parser.parse_args(["--rank", "0"])
-
-
-def test_suggest_names_the_nearest_word() -> None:
-    """Nothing where nothing is near."""
-    assert suggest("strat", ["start", "stop"]) == "Did you mean `start`?"
-    assert suggest("xyz", ["start", "stop"]) == ""

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 
 from ddpilot.diagnose.gpu_check.check import Check
-from ddpilot.errors import DdpilotError
+from ddpilot.errors import DdpilotError, did_you_mean
 
 PAIR_ON_ONE_DEVICE = "pair_is_formed"
 """If this check fails on a single device, the other checks with two ranks are skipped there."""
@@ -295,12 +294,11 @@ def find_check(name: str) -> Check:
     for check in CHECKS:
         if check.name == name:
             return check
-    close = difflib.get_close_matches(name, [check.name for check in CHECKS], n=1)
-    guess = f"Did you mean {close[0]}? " if close else ""
+    guess = did_you_mean(name, [check.name for check in CHECKS], show=str)
     raise DdpilotError(
         "choosing checks",
         found=f"there is no check {name!r}",
-        fix=f"{guess}`ddpilot gpu-check --list` shows their names",
+        fix=f"{guess} `ddpilot gpu-check --list` shows their names".lstrip(),
     )
 
 

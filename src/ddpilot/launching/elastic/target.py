@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.machinery
 import importlib.util
 import os
@@ -17,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ddpilot.errors import LaunchError
+from ddpilot.errors import LaunchError, did_you_mean
 from ddpilot.launching.elastic.options import TargetKind
 
 _SUFFIXES = (*importlib.machinery.SOURCE_SUFFIXES, *importlib.machinery.BYTECODE_SUFFIXES)
@@ -107,9 +106,9 @@ def _suggest(path: Path) -> str:
         return f"Leave out `{path}`: `ddpilot run -n 2 train.py` starts Python by itself"
     folder = path.parent
     names = [each.name for each in folder.iterdir()] if folder.is_dir() else []
-    close = difflib.get_close_matches(path.name, names, n=1)
-    if close:
-        return f"Did you mean `{folder / close[0]}`?"
+    guess = did_you_mean(path.name, names, show=lambda name: f"`{folder / name}`")
+    if guess:
+        return guess
     if not folder.is_dir():
         return f"There is no folder `{folder}` either; for a module write -m"
     return f"{_name_script(folder)}; for a module write -m"

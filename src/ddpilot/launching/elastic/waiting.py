@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.metadata
 import queue
 import threading
@@ -11,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from ddpilot.errors import LaunchError
+from ddpilot.errors import LaunchError, did_you_mean
 
 Result = TypeVar("Result")
 
@@ -69,7 +68,6 @@ def check_backend(name: str) -> None:
     """Raise LaunchError if torch has no rendezvous backend of that name, including those of installed packages."""
     known = [*_BACKENDS, *sorted(entry.name for entry in importlib.metadata.entry_points(group=_BACKEND_ENTRIES))]
     if name not in known:
-        close = difflib.get_close_matches(name, known, n=1)
-        guess = f"Did you mean {close[0]}? " if close else ""
-        fix = f"{guess}Backends are {', '.join(known[:-1])} and {known[-1]}; static is ddpilot's own"
+        guess = did_you_mean(name, known, show=str)
+        fix = f"{guess} Backends are {', '.join(known[:-1])} and {known[-1]}; static is ddpilot's own".lstrip()
         raise LaunchError("reading --rdzv-backend", found=f"{name!r}", fix=fix)

@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpilot.errors import ShipError
+from ddpilot.errors import ShipError, did_you_mean
 from ddpilot.launching.shipping.blame import ship
 from ddpilot.session.own_names import own_names
 from ddpilot.session.pushed import find_incomplete
@@ -42,8 +41,7 @@ def pack_pulled(expressions: Sequence[str], names: dict[str, Any]) -> tuple[int 
 def _evaluate(expression: str, names: dict[str, Any]) -> tuple[Any, dict[str, str] | None]:
     """Return the value of the expression and None, or None and a refusal."""
     if expression.isidentifier() and expression not in names:
-        near = difflib.get_close_matches(expression, own_names(names), 3)
-        return None, refuse(MISSING, f"Did you mean {' or '.join(f'`{name}`' for name in near)}?" if near else "")
+        return None, refuse(MISSING, did_you_mean(expression, own_names(names), num=3))
     try:
         value = eval(expression, names)
     except NameError as error:

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from ddpilot.errors import LoopError
+from ddpilot.errors import LoopError, did_you_mean
 from ddpilot.trainer.history import flatten
 from ddpilot.trainer.run import Run
 
@@ -78,12 +77,11 @@ class Watched:
             return float(value)
         if run.loop.next_batch or (run.skips_validation and self.monitor.startswith("val_")):
             return None
-        close = difflib.get_close_matches(self.monitor, numbers(row), 1)
-        near = f"Did you mean {close[0]!r}? " if close else ""
+        near = did_you_mean(self.monitor, numbers(row), show=repr)
         raise LoopError(
             f"watching {self.monitor!r} in epoch {run.epoch}",
             found=f"its row has {', '.join(map(repr, numbers(row)))}",
-            fix=f"{near}Choose one of those; names that begin with 'val_' need a validation set.",
+            fix=f"{near} Choose one of those; names that begin with 'val_' need a validation set.".lstrip(),
             rank=run.loop.rank,
         )
 
