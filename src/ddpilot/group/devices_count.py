@@ -7,22 +7,10 @@ would make the GPU unusable in every process forked later. The driver's manageme
 
 from __future__ import annotations
 
-import ctypes
 import re
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping
 
-_UUID_BYTES = 96
-
-
-@dataclass(frozen=True)
-class NvmlDevices:
-    """Devices that NVML reports: `uuids` in NVML's order ("GPU-..."), `split`: indices of devices in MIG mode."""
-
-    uuids: tuple[str, ...]
-    split: frozenset[int] = frozenset()
+from ddpilot.environments.nvml import NvmlDevices, read_nvml
 
 
 def count_accelerators(environ: Mapping[str, str]) -> int:
@@ -68,79 +56,3 @@ def _leading_int(text: str) -> int | None:
 def _index_of_uuid(prefix: str, uuids: tuple[str, ...]) -> int | None:
     found = [index for index, uuid in enumerate(uuids) if uuid.startswith(prefix)]
     return found[0] if len(found) == 1 and prefix.startswith("GPU-") else None
-
-
-def read_nvml() -> NvmlDevices | None:
-    """The machine's NVIDIA devices according to NVML; None if NVML is missing or fails."""
-    with _open_nvml() as nvml:
-        return None if nvml is None else _read_devices(nvml)
-
-
-def find_pci_place(uuid: str) -> str:
-    """PCI location of the device with `uuid` (the "GPU-" prefix is optional), "00000000:3b:00"; "" if unknown.
-
-    For a MIG instance, the location of its GPU. Does not create a CUDA context.
-    """
-    with _open_nvml() as nvml:
-        if nvml is None or not uuid:
-            return ""
-        for name in (uuid, f"GPU-{uuid}", f"MIG-{uuid}"):
-            handle, info = ctypes.c_void_p(), _PciInfo()
-            if nvml.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(handle)) != 0:
-                continue
-            parent = ctypes.c_void_p()
-            if nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle, ctypes.byref(parent)) == 0:
-                handle = parent
-            if nvml.nvmlDeviceGetPciInfo_v3(handle, ctypes.byref(info)) == 0:
-                return f"{info.domain:08x}:{info.bus:02x}:{info.device:02x}"
-    return ""
-
-
-class _PciInfo(ctypes.Structure):
-    """`nvmlPciInfo_t` of nvml.h."""
-
-    _fields_ = [
-        ("bus_id_legacy", ctypes.c_char * 16),
-        ("domain", ctypes.c_uint),
-        ("bus", ctypes.c_uint),
-        ("device", ctypes.c_uint),
-        ("pci_device_id", ctypes.c_uint),
-        ("pci_subsystem_id", ctypes.c_uint),
-        ("bus_id", ctypes.c_char * 32),
-    ]
-
-
-@contextmanager
-def _open_nvml() -> Iterator[ctypes.CDLL | None]:
-    try:
-        nvml = ctypes.CDLL("nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1")
-    except OSError:
-        yield None
-        return
-    if nvml.nvmlInit_v2() != 0:
-        yield None
-        return
-    try:
-        yield nvml
-    finally:
-        nvml.nvmlShutdown()
-
-
-def _read_devices(nvml: ctypes.CDLL) -> NvmlDevices | None:
-    count = ctypes.c_uint(0)
-    if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
-        return None
-    uuids: list[str] = []
-    split: set[int] = set()
-    for index in range(count.value):
-        handle = ctypes.c_void_p()
-        if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)) != 0:
-            continue
-        current, pending = ctypes.c_uint(0), ctypes.c_uint(0)
-        asked = nvml.nvmlDeviceGetMigMode(handle, ctypes.byref(current), ctypes.byref(pending))
-        if asked == 0 and current.value == 1:
-            split.add(len(uuids))
-        text = ctypes.create_string_buffer(_UUID_BYTES)
-        named = nvml.nvmlDeviceGetUUID(handle, text, ctypes.c_uint(_UUID_BYTES)) == 0
-        uuids.append(text.value.decode("ascii", "replace") if named else f"unnamed-{index}")
-    return NvmlDevices(tuple(uuids), frozenset(split))

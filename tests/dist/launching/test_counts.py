@@ -9,8 +9,8 @@ import pytest
 
 import ddpilot
 from ddpilot import Launcher
+from ddpilot.environments.nvml import NvmlDevices
 from ddpilot.group import devices_count
-from ddpilot.group.devices_count import NvmlDevices
 from ddpilot.launching.contract import count_cores
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from ddpilot.group.devices_count import NvmlDevices, count_accelerators, find_pci_place, visible_count
+from ddpilot.environments.nvml import NvmlDevices
+from ddpilot.group.devices_count import count_accelerators, visible_count
 
 FOUR = NvmlDevices(("GPU-aa11", "GPU-aa22", "GPU-bb33", "GPU-cc44"))
 SPLIT = NvmlDevices(("GPU-aa11", "GPU-aa22"), split=frozenset({0, 1}))
@@ -50,12 +51,6 @@ def test_visible_count_is_at_most_one_when_a_device_is_split(visible: str | None
 def test_visible_count_counts_whole_devices_if_those_split_by_mig_are_hidden(visible: str | None, count: int) -> None:
     """One of four devices is split: the three others count where they alone are visible."""
     assert visible_count(visible, ONE_SPLIT) == count
-
-
-def test_find_pci_place_is_empty_for_a_device_that_nvml_does_not_know() -> None:
-    """Without NVML, or with a UUID of no device, there is no place."""
-    assert find_pci_place("00000000-0000-0000-0000-000000000000") == ""
-    assert find_pci_place("") == ""
 
 
 def test_visible_count_is_zero_without_devices() -> None:

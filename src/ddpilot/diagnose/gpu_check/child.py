@@ -6,7 +6,6 @@ The result is written to a file instead of stdout, to which libraries and ranks 
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import importlib
 import json
@@ -20,13 +19,13 @@ from typing import Any
 
 from ddpilot.diagnose.gpu_check.catalogue import find_check
 from ddpilot.diagnose.gpu_check.check import CannotBeShownError, Outcome
+from ddpilot.environments.nvml import read_driver_version
 
 FACTS = "facts"
 """Used instead of a check's name: the result is that of `read_facts`."""
 
 CHECKS_PACKAGE = "ddpilot.diagnose.gpu_check.checks"
 _STACKS_BEFORE_LIMIT_S = 5.0
-_DRIVER_VERSION_BYTES = 80
 
 
 def main(name: str, result: str, limit_s: str) -> None:
@@ -75,7 +74,7 @@ def read_facts() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
         "nccl": _nccl_version(),
-        "driver": _driver_version(),
+        "driver": read_driver_version(),
         "kind": kind,
         "devices": [_describe_device(module, index) for index in range(count_devices())],
     }
@@ -100,22 +99,6 @@ def _nccl_version() -> str | None:
     if not (dist.is_available() and dist.is_nccl_available()):
         return None
     return ".".join(str(part) for part in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
-
-
-def _driver_version() -> str | None:
-    """Return the NVIDIA driver's version as reported by NVML; None without it."""
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return None
-    if nvml.nvmlInit_v2() != 0:
-        return None
-    try:
-        text = ctypes.create_string_buffer(_DRIVER_VERSION_BYTES)
-        found = nvml.nvmlSystemGetDriverVersion(text, ctypes.c_uint(_DRIVER_VERSION_BYTES)) == 0
-        return text.value.decode("ascii", "replace") if found else None
-    finally:
-        nvml.nvmlShutdown()
 
 
 if __name__ == "__main__":

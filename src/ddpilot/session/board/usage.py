@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from ddpilot.session.board.gpus import GpuUse, read_gpus
+from ddpilot.environments.nvml import GpuUse, read_gpus
 
 
 @dataclass(frozen=True, kw_only=True)

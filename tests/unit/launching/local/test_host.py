@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from ddpilot.environments.nvml import NvmlDevices
 from ddpilot.errors import LaunchError
 from ddpilot.group import devices_count
-from ddpilot.group.devices_count import NvmlDevices
 from ddpilot.launching.contract import count_cores
 from ddpilot.launching.local.host import check_function, resolve_count, run_local
 from ddpilot.launching.options import LaunchOptions

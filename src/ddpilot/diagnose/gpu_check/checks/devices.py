@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 from ddpilot.diagnose.gpu_check.check import CannotBeShownError, Outcome, judge
 from ddpilot.diagnose.gpu_check.checks.accelerator import accelerator_kind, count_devices, run_ranks
+from ddpilot.environments.nvml import NvmlDevices, find_devices, open_nvml, read_nvml
 from ddpilot.group.device import device_identity
-from ddpilot.group.devices_count import NvmlDevices, count_accelerators, read_nvml
+from ddpilot.group.devices_count import count_accelerators
 from ddpilot.group.enter import init_group
 
 # Calls the driver instead of torch, to take only 0.1 s per mask. `cuInit` returns 100 if there is no device.
@@ -121,16 +122,11 @@ def _require_nvml() -> NvmlDevices:
 
 
 def _read_mig_uuids() -> list[str]:
-    nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    if nvml.nvmlInit_v2() != 0:
-        return []
-    try:
-        count, found = ctypes.c_uint(0), []
-        nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
-        for index in range(count.value):
-            device, num = ctypes.c_void_p(), ctypes.c_uint(0)
-            if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)) != 0:
-                continue
+    found = []
+    with open_nvml() as nvml:
+        devices = None if nvml is None else find_devices(nvml)
+        for _, device in devices or ():
+            num = ctypes.c_uint(0)
             if nvml.nvmlDeviceGetMaxMigDeviceCount(device, ctypes.byref(num)) != 0:
                 continue
             for number in range(num.value):
@@ -138,6 +134,4 @@ def _read_mig_uuids() -> list[str]:
                 has_slice = nvml.nvmlDeviceGetMigDeviceHandleByIndex(device, number, ctypes.byref(mig)) == 0
                 if has_slice and nvml.nvmlDeviceGetUUID(mig, text, ctypes.c_uint(_UUID_BYTES)) == 0:
                     found.append(text.value.decode("ascii", "replace"))
-        return found
-    finally:
-        nvml.nvmlShutdown()
+    return found

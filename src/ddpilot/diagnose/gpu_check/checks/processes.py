@@ -21,11 +21,11 @@ from ddpilot.diagnose.gpu_check.checks.accelerator import (
     run_ranks,
     wait_for,
 )
+from ddpilot.environments.nvml import read_gpus
 from ddpilot.errors import RankError
 from ddpilot.group.devices_count import count_accelerators
 from ddpilot.group.enter import init_group
 from ddpilot.launching.local.clean import count_threads, cuda_driver_in_use
-from ddpilot.session.board.gpus import read_gpus
 
 _HELD_BYTES = 2_000_000_000
 _RETURNED_WITHIN_S = 2.0

@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from ddpilot.session.board.gpus import GpuUse, read_gpus
+from ddpilot.environments.nvml import GpuUse, find_pci_place, read_gpus
 
 NOT_SUPPORTED = 3
 
@@ -68,3 +68,9 @@ def test_read_gpus_is_empty_when_the_driver_is_too_old() -> None:
     old = Old([(97, {})])
     assert read_gpus(old) == ()
     assert old.num_open == 0
+
+
+def test_find_pci_place_is_empty_for_a_device_that_nvml_does_not_know() -> None:
+    """Without NVML, or with a UUID of no device, there is no place."""
+    assert find_pci_place("00000000-0000-0000-0000-000000000000") == ""
+    assert find_pci_place("") == ""
