@@ -92,7 +92,7 @@ def _resolve_local(environ: Environ, rank: int, world_size: int, master_addr: st
     local_world_size = read_int(environ, "LOCAL_WORLD_SIZE", minimum=1)
     nnodes = read_int(environ, "GROUP_WORLD_SIZE", minimum=1)
     # Ranks whose master address is a loopback address are all on this machine.
-    one_node = nnodes == 1 or world_size == 1 or (nnodes is None and is_loopback(master_addr))
+    one_node = nnodes == 1 or world_size == 1 or (nnodes is None and is_loopback(master_addr or ""))
     if local_world_size is None and one_node:
         local_world_size = world_size
     if local_rank is None and (one_node or local_world_size == 1):

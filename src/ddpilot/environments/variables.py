@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import zlib
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
@@ -115,9 +116,14 @@ def read_master(environ: Environ) -> tuple[str | None, int | None]:
     return read_text(environ, "MASTER_ADDR"), port
 
 
-def is_loopback(address: str | None) -> bool:
-    """True for a loopback address of this machine."""
-    return address is not None and (address in ("localhost", "::1") or address.startswith("127."))
+def is_loopback(host: str) -> bool:
+    """True if `host` is this machine's loopback, by name or by address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def derive_port(job: str, step: int = 0) -> int:

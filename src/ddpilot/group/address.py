@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import errno
-import ipaddress
 import logging
 import os
 import queue
@@ -14,6 +13,7 @@ import time
 
 import psutil
 
+from ddpilot.environments.variables import is_loopback
 from ddpilot.errors import RendezvousError
 
 _RESOLVE_LIMIT_S = 2.5
@@ -45,16 +45,6 @@ def check_resolves(host: str, limit_s: float = _RESOLVE_LIMIT_S) -> None:
             found=f"the name does not resolve ({error.strerror or error})",
             fix="Set MASTER_ADDR to the host name or address of the machine that runs rank 0.",
         ) from error
-
-
-def is_loopback(host: str) -> bool:
-    """True if `host` is this machine's loopback, by name or by address."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def wait_for_port(host: str, port: int, timeout_s: float) -> None:

@@ -17,7 +17,8 @@ from urllib.parse import parse_qs, urlparse
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.constants import default_pg_timeout
 
-from ddpilot.group.address import check_resolves, is_loopback
+from ddpilot.environments.variables import is_loopback
+from ddpilot.group.address import check_resolves
 
 Handler = Callable[..., Iterator[tuple[Store, int, int]]]
 

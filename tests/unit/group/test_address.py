@@ -10,7 +10,7 @@ import time
 import pytest
 
 from ddpilot.errors import RendezvousError
-from ddpilot.group.address import check_resolves, is_loopback, listen, wait_for_port
+from ddpilot.group.address import check_resolves, listen, wait_for_port
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "10.1.2.3"])
@@ -30,15 +30,6 @@ def test_check_resolves_gives_up_when_the_resolver_does_not_answer(monkeypatch: 
     with pytest.raises(RendezvousError, match=r"MASTER_ADDR=slow: the name does not resolve \(no answer .* in 0.05 s"):
         check_resolves("slow", limit_s=0.05)
     answered.set()
-
-
-@pytest.mark.parametrize(
-    ("host", "expected"),
-    [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("localhost", True), ("node1", False)],
-)
-def test_is_loopback_knows_this_machines_own_addresses(host: str, expected: bool) -> None:
-    """Names other than localhost are not looked up."""
-    assert is_loopback(host) is expected
 
 
 def test_listen_stays_on_loopback_when_the_address_is_loopback() -> None:

@@ -11,8 +11,9 @@ from typing import Any
 
 import psutil
 
+from ddpilot.environments.variables import is_loopback
 from ddpilot.errors import LaunchError, RendezvousError
-from ddpilot.group.address import check_resolves, is_loopback, listen
+from ddpilot.group.address import check_resolves, listen
 from ddpilot.launching.contract import default_variables
 from ddpilot.launching.elastic.options import DEFAULT_PORT, RunOptions
 
@@ -96,7 +97,7 @@ def rank_network_variables(
         return {name: value for name, value in default_variables().items() if name not in environ}
     interfaces = {name: addresses for name, addresses in psutil.net_if_addrs().items() if _is_up(name)}
     reached = _interface_towards(endpoint, interfaces)
-    if options.node_rank == 0 and not _is_here(endpoint.addr, interfaces):
+    if options.node_rank == 0 and not _is_local_address(endpoint.addr, interfaces):
         mine = ", ".join(f"{address} on {name}" for name in interfaces for address in _ips(interfaces, name))
         say(f"--master-addr {endpoint.addr} is no address of this machine ({mine}): will the other nodes find node 0?")
     chosen = environ.get(GLOO_VARIABLE)
@@ -145,7 +146,7 @@ def _resolve(endpoint: Endpoint) -> list[tuple[socket.AddressFamily, socket.Sock
         return []
 
 
-def _is_here(addr: str, interfaces: Mapping[str, list[Any]]) -> bool:
+def _is_local_address(addr: str, interfaces: Mapping[str, list[Any]]) -> bool:
     mine = {ip for name in interfaces for ip in _ips(interfaces, name)}
     found = _resolve(Endpoint(addr=addr, port=DEFAULT_PORT))
     return any(str(address[0]) in mine or is_loopback(str(address[0])) for *_, address in found)
