@@ -10,18 +10,21 @@ from __future__ import annotations
 import errno
 import getpass
 import os
+import platform
+import re
 import shutil
 import stat
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _WITHOUT_LINKS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
 _ROOT = 0
-_UNLOCKED_S = 60.0
-"""Seconds after which a folder without a lock is considered left over from a killed process."""
+_TOKEN = r"[a-z0-9_]{8}"
+"""What `tempfile.mkdtemp` appends to a prefix."""
+_MARKER = ".ddpilot-scratch"
+"""File that marks a folder of `scratch_folder`; it names the folder and the machine."""
 
 
 def own_temporary_folder() -> Path:
@@ -41,31 +44,45 @@ def make_own_folder(folder: Path) -> Path:
 def scratch_folder(prefix: str) -> Iterator[Path]:
     """Context manager: a new folder of this user in the temporary directory, whose name starts with `prefix`.
 
-    It is locked, so that if this process is killed, the next call with this prefix removes it.
+    It is locked and then marked, so that if this process is killed, the next call with this prefix on this machine
+    removes it. Folders without the mark are never removed, and none on a file system without locks.
     """
-    parent = Path(tempfile.gettempdir())
-    with suppress(OSError):  # folders that cannot be listed are kept
-        for folder in parent.glob(f"{prefix}*"):
-            if time.time() - os.lstat(folder).st_mtime > _UNLOCKED_S:
-                _remove_if_left(folder)
+    _remove_left(Path(tempfile.gettempdir()), prefix)
     folder = Path(tempfile.mkdtemp(prefix=prefix))
     fd = os.open(folder, os.O_RDONLY | _WITHOUT_LINKS)
     try:
-        lock_file(fd, wait=False)
+        if _lock(fd, wait=False):
+            with suppress(OSError):  # a full disk
+                write_own_text(folder / _MARKER, _mark(folder))
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(fd)
 
 
+def _mark(folder: Path) -> str:
+    return f"{folder.name} on {platform.node()}: a folder of ddpilot, removed once the process that made it has ended\n"
+
+
+def _remove_left(parent: Path, prefix: str) -> None:
+    """Remove the folders in `parent` that `scratch_folder(prefix)` has made in processes that were killed."""
+    is_ours = re.compile(re.escape(prefix) + _TOKEN).fullmatch
+    names: list[str] = []
+    with suppress(OSError):
+        names = os.listdir(parent)
+    for folder in (parent / name for name in names if is_ours(name)):
+        with suppress(OSError):  # it belongs to another user, has no mark, or is gone
+            if read_own_text(check_own_folder(folder) / _MARKER) == _mark(folder):
+                _remove_if_left(folder)
+
+
 def _remove_if_left(folder: Path) -> None:
-    with suppress(OSError):  # it belongs to another user, or is gone
-        fd = os.open(check_own_folder(folder), os.O_RDONLY | _WITHOUT_LINKS)
-        try:
-            if lock_file(fd, wait=False):
-                shutil.rmtree(folder, ignore_errors=True)
-        finally:
-            os.close(fd)
+    fd = os.open(folder, os.O_RDONLY | _WITHOUT_LINKS)
+    try:
+        if _lock(fd, wait=False):
+            shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(fd)
 
 
 def check_own_folder(folder: Path) -> Path:
@@ -147,6 +164,11 @@ def lock_file(fd: int, *, wait: bool = True) -> bool:
 
     Returns True on a file system without locks.
     """
+    return _lock(fd, wait=wait) is not False
+
+
+def _lock(fd: int, *, wait: bool) -> bool | None:
+    """Return True if `fd` is locked by this call, False if it cannot be, and None on a file system without locks."""
     import fcntl
 
     try:
@@ -154,7 +176,7 @@ def lock_file(fd: int, *, wait: bool = True) -> bool:
     except BlockingIOError:
         return False
     except OSError as error:
-        return error.errno in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
+        return None if error.errno in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL) else False
     return True
 
 

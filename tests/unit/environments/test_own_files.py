@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import stat
-import time
 from pathlib import Path
 
 import pytest
@@ -74,22 +75,68 @@ def test_write_own_text_is_for_this_user_alone_whatever_the_umask(tmp_path: Path
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_scratch_folder_removes_what_a_killed_process_has_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not what another process uses, and not what is so new that it may not be locked yet."""
+@pytest.fixture
+def tempdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty temporary directory."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    hour_ago = time.time() - 3600
-    left, new = tmp_path / "run-left", tmp_path / "run-new"
-    for folder in (left, new):
-        folder.mkdir(mode=0o700)
-        (folder / "file").write_text("")
-    os.utime(left, (hour_ago, hour_ago))
+    return tmp_path
+
+
+def leave_scratch_folder(tempdir: Path) -> Path:
+    """Leave a scratch folder in `tempdir` as a process does that is killed in it."""
+    with scratch_folder("run-") as folder:
+        folder.rename(tempdir / "hidden")
+    return (tempdir / "hidden").rename(folder)
+
+
+def test_scratch_folder_removes_what_a_killed_process_has_left(tempdir: Path) -> None:
+    """Not what another process uses."""
+    left = leave_scratch_folder(tempdir)
     with scratch_folder("run-") as used:
         assert not left.exists()
-        os.utime(used, (hour_ago, hour_ago))
         with scratch_folder("run-") as other:
             assert used.exists()
             assert other != used
-    assert os.listdir(tmp_path) == ["run-new"]
+    assert os.listdir(tempdir) == []
+
+
+def test_scratch_folder_keeps_folders_of_the_user_that_have_its_prefix(tempdir: Path) -> None:
+    """Whatever their age, with a name as of its own too, and also where one of its own was copied or renamed."""
+    left = leave_scratch_folder(tempdir)
+    shutil.copytree(left, tempdir / "run-abcd1234")
+    left.rename(tempdir / "run-2024-results")
+    (tempdir / "run-checkpts").mkdir(mode=0o700)
+    for folder in tempdir.iterdir():
+        os.utime(folder, (1, 1))
+    with scratch_folder("run-"):
+        pass
+    assert sorted(os.listdir(tempdir)) == ["run-2024-results", "run-abcd1234", "run-checkpts"]
+
+
+def test_scratch_folder_removes_nothing_where_locks_do_not_exist(
+    tempdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder there may be in use."""
+    left = leave_scratch_folder(tempdir)
+    os.utime(left, (1, 1))
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", fail)
+    with scratch_folder("run-"):
+        pass
+    assert os.listdir(tempdir) == [left.name]
+
+
+def test_scratch_folder_removes_what_is_left_next_to_a_folder_that_vanishes(
+    tempdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where two runs start at once."""
+    left = leave_scratch_folder(tempdir)
+    monkeypatch.setattr("os.listdir", lambda _: ["run-vanished", left.name])
+    with scratch_folder("run-"):
+        assert not left.exists()
 
 
 def test_is_own_process_is_false_for_one_that_is_gone() -> None:
