@@ -19,7 +19,7 @@ from ddpilot.errors import CheckpointError, CorruptCheckpointError
 from ddpilot.training.checkpoint.aside import move_aside
 from ddpilot.training.checkpoint.background import Background
 from ddpilot.training.checkpoint.choosing import better, parse_best
-from ddpilot.training.checkpoint.files import Writer, WriterTakenError, probe, remove_stale, replace_text
+from ddpilot.training.checkpoint.files import TOKEN, Writer, WriterTakenError, probe, remove_stale, replace_text
 from ddpilot.training.checkpoint.manifest import Progress
 from ddpilot.training.checkpoint.names import plain_names
 from ddpilot.training.checkpoint.reading import Checkpoint, read_checkpoint
@@ -33,6 +33,8 @@ LATEST = "latest"
 BEST = "best"
 _NAME = re.compile(r"save-(\d{6,})-step-(\d+)")
 _DELETING_PREFIX = ".deleting-"
+_STALE = re.compile(rf"{re.escape(STAGING_PREFIX)}{_NAME.pattern}-{TOKEN}|{re.escape(_DELETING_PREFIX)}{_NAME.pattern}")
+"""Names of directories that a killed process was writing or deleting."""
 
 
 class CheckpointDir:
@@ -263,7 +265,7 @@ class CheckpointDir:
 
     def _write(self, contents: Contents) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
-        remove_stale(self.path, (f"{STAGING_PREFIX}save-", f"{_DELETING_PREFIX}save-"))
+        remove_stale(self.path, _STALE)
         names = self.names()
         number = 1 + int(names[0].split("-")[1]) if names else 1
         name = f"save-{number:06}-step-{contents.progress.step}"

@@ -8,6 +8,7 @@ import errno
 import fcntl
 import hashlib
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -23,6 +24,8 @@ CHUNK_BYTES = 1 << 24
 _LOCK = ".lock"
 _NEW = ".new"
 """Suffix of files and directories that a process creates and renames immediately."""
+TOKEN = "[0-9a-f]{8}"
+"""Regular expression of the token in names of files and directories that are renamed or removed later."""
 _WRITER = ".writer"
 _UNSUPPORTED = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 """Error numbers of file systems without locks."""
@@ -154,10 +157,10 @@ def publish(staged: Path, name: str) -> Path:
     return target
 
 
-def remove_stale(folder: Path, prefixes: tuple[str, ...]) -> None:
-    """Delete directories in `folder` that begin with one of `prefixes`, unless a live process is writing them."""
+def remove_stale(folder: Path, name: re.Pattern[str]) -> None:
+    """Delete the directories in `folder` whose whole name matches `name`, unless a live process is writing them."""
     for path in folder.iterdir():
-        if path.name.startswith(prefixes) and path.is_dir() and not _is_locked(path):
+        if name.fullmatch(path.name) and path.is_dir() and not _is_locked(path):
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -238,6 +241,8 @@ def _identity(facts: os.stat_result) -> tuple[int, int]:
 
 
 def _remove_new(folder: Path) -> None:
-    """Delete unfinished files of a killed process; called while no other process may write."""
-    for path in folder.glob(f".*{_NEW}"):
-        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+    """Delete what `staging` and `replace_text` left in a killed process; called while no other process may write."""
+    is_new = re.compile(rf"\.(.+\.)?{TOKEN}{re.escape(_NEW)}").fullmatch
+    for path in folder.iterdir():
+        if is_new(path.name):
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import shutil
 import socket
@@ -313,13 +314,27 @@ def test_save_refuses_what_cannot_be_saved(tmp_path: Path) -> None:
 
 def test_abandoned_saves_are_cleared_away_and_live_ones_are_not(tmp_path: Path) -> None:
     """What a killed process left half written goes with the next save; what another is writing stays."""
-    (tmp_path / ".writing-save-000001-step-1-abcd").mkdir()
+    (tmp_path / ".writing-save-000001-step-1-abcdef01").mkdir()
     (tmp_path / ".deleting-save-000000-step-0").mkdir()
+    (tmp_path / ".abcdef01.new").mkdir()
+    (tmp_path / ".latest.abcdef01.new").write_text("")
     from ddpilot.training.checkpoint.files import staging
 
     with staging(tmp_path, ".writing-save-000001-step-2-") as live, CheckpointDir(tmp_path) as directory:
         save(directory, 3)
         assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == [live.name, "save-000001-step-3"]
+        assert not (tmp_path / ".latest.abcdef01.new").exists()
+
+
+def test_save_keeps_files_and_directories_of_the_user(tmp_path: Path) -> None:
+    """Also with names that begin or end like those of unfinished saves."""
+    mine = {".deleting-save-old", ".writing-save-2024-results", ".config.new", ".results.new"}
+    for name in mine:
+        (tmp_path / name).mkdir()
+    (tmp_path / ".notes.new").write_text("")
+    with CheckpointDir(tmp_path) as directory:
+        save(directory, 1)
+    assert mine | {".notes.new"} <= {*os.listdir(tmp_path)}
 
 
 def test_files_have_the_rights_that_the_umask_leaves(tmp_path: Path) -> None:
