@@ -243,9 +243,12 @@ def list_jobs(root: Path | None = None) -> list[tuple[Path, JobAbout]]:
 
 
 def remove_old(root: Path, num_kept: int = NUM_KEPT) -> None:
-    """Remove the folders of ended jobs, except the newest `num_kept`, and unused folders without a readable job."""
+    """Remove the folders of ended jobs, except the newest `num_kept`, and unused folders without a readable job.
+
+    Only folders that have the name of their job are removed: a job's folder that was renamed or copied is the user's.
+    """
     jobs = list_jobs(root)
-    ended = [folder for folder, about in jobs if about.is_over]
+    ended = [folder for folder, about in jobs if about.is_over and folder.name == about.id]
     for folder in ended[num_kept:]:
         remove(folder)
     known = {folder for folder, _ in jobs}

@@ -69,6 +69,15 @@ def test_remove_old_keeps_the_newest_and_those_that_run(root: Path) -> None:
     assert running.exists()
 
 
+def test_remove_old_keeps_a_folder_that_the_user_has_renamed(root: Path) -> None:
+    """It is kept for what is in it."""
+    folder, about = make_job_folder("train", 1)
+    write_about(folder, replace(about, ended_s=1.0))
+    kept = folder.rename(root / "the-hang-of-monday")
+    remove_old(root, num_kept=0)
+    assert kept.exists()
+
+
 def test_a_job_of_another_machine_is_listed_with_its_name_and_ended_when_it_said_so(root: Path) -> None:
     """Its processes cannot be seen, and those with the same numbers here are not taken for them."""
     folder, about = make_job_folder("train", 1)
