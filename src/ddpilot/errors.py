@@ -8,9 +8,14 @@ attributes too. Errors can be pickled, since most of them are sent from a rank t
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+
+from ddpilot.user_files import user_frames
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -40,6 +45,40 @@ class DdpilotError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.__dict__.copy())
+
+    def _render_traceback_(self) -> list[str]:
+        """Used by IPython, in a notebook and on the ranks of a session: the user's lines and the message.
+
+        Only the message if the user called a magic.
+        """
+        shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+        with user_tracebacks(self):
+            if shell is None or self.__traceback__ is None:
+                return [f"{type(self).__name__}: {self.render()}"]
+            shown = shell.InteractiveTB.structured_traceback(type(self), self, self.__traceback__, tb_offset=0)
+            return list(shown)
+
+
+@contextmanager
+def user_tracebacks(error: BaseException) -> Iterator[None]:
+    """While entered, tracebacks of `error` and its causes hold the user's lines only; causes without any are hidden."""
+    links: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and all(link is not each for each in links):
+        links.append(link)
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+    kept = [(each, each.__traceback__, each.__cause__, each.__suppress_context__) for each in links]
+    try:
+        for each in links:
+            each.__traceback__ = user_frames(each.__traceback__)
+        for each, cause in itertools.pairwise(links):
+            if cause.__traceback__ is None:
+                each.__cause__ = None
+        yield
+    finally:
+        for each, frames, each_cause, suppresses in kept:
+            each.__traceback__, each.__cause__ = frames, each_cause
+            each.__suppress_context__ = suppresses
 
 
 def did_you_mean(
@@ -96,10 +135,6 @@ class RemoteRankError(GroupError):
 
 class LaunchError(DdpilotError, RuntimeError):
     """Ranks could not be started, or the launcher failed. No user code failed."""
-
-    def _render_traceback_(self) -> list[str]:
-        """Used by IPython: only the message, since the traceback contains only the launcher's frames."""
-        return [f"{type(self).__name__}: {self.render()}"]
 
 
 class ShipError(LaunchError, TypeError):

@@ -144,6 +144,12 @@ def test_launch_in_a_notebook(notebook: Notebook) -> None:
     )
     assert "caught ValueError" in caught.streams["stdout"]
 
+    # What ddpilot refuses before a rank starts is shown with the cell's line, and none of its own.
+    refused = notebook.run("ddpilot.Trainer(torch.nn.Linear(1, 1), None, None, precision='fp8')")
+    assert "----> 1 ddpilot.Trainer(" in refused.traceback
+    assert refused.traceback.count("Error: ") == 1
+    assert "checking.py" not in refused.traceback
+
     # "The stop button ... the notebook is usable after it."
     stopped = notebook.run(STUCK, interrupt_on="I wait")
     assert stopped.traceback.startswith("KeyboardInterrupt: the launch of `stuck` was stopped: rank 0 ")

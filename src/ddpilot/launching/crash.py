@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from ddpilot.findings.user_files import is_users_line, starts_ranks
+from ddpilot.user_files import is_users_line, starts_ranks
 
 _FRAME = re.compile(r'^\s+File "(?P<file>[^"]+)", line (?P<line>\d+)(?: in (?P<function>.+))?$')
 _RAISED_FRAME = re.compile(

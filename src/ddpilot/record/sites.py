@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from types import CodeType, FrameType
 from typing import Any
 
-from ddpilot.findings.user_files import is_generated, is_users
+from ddpilot.user_files import is_generated, is_users
 
 # Kinds of files that frames belong to. Integers, as comparing Enum members takes longer than the rest of a frame.
 USER = 1  # the user's code: a script, a module, a cell

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from ddpilot.findings.catalog import SHIP_ERROR, Entry, find_cause, find_known, make_finding
 from ddpilot.findings.finding import Finding, Place
 from ddpilot.findings.in_ranks import fix_in_rank
-from ddpilot.findings.user_files import is_users_line
 from ddpilot.launching.crash import find_raised_line
+from ddpilot.user_files import is_users_line
 from ddpilot.watch.view import ErrorView
 
 _FAULT_FRAME = re.compile(

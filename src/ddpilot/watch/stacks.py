@@ -6,8 +6,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from ddpilot.findings.user_files import is_users, is_users_line
 from ddpilot.record.log import Collective, Line
+from ddpilot.user_files import is_users, is_users_line
 from ddpilot.watch.view import Frame, RankView, StackView
 
 _TRACE = re.compile(

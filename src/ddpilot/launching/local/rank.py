@@ -20,7 +20,7 @@ import types
 from importlib.machinery import ModuleSpec
 from typing import Any, NoReturn
 
-from ddpilot.errors import DdpilotError
+from ddpilot.errors import DdpilotError, user_tracebacks
 from ddpilot.launching.exitcode import exitcode_of
 from ddpilot.launching.interrupts import RankInterrupt, saw_interrupt
 from ddpilot.launching.local import wire
@@ -185,6 +185,9 @@ def describe_raised(error: BaseException) -> Raised:
 
 def user_traceback(error: BaseException) -> str:
     """The traceback without the leading frames of ddpilot that call the user's function; "" if no others exist."""
+    if isinstance(error, DdpilotError):  # its message is complete: only the location in the user's code is useful
+        with user_tracebacks(error):
+            return "".join(traceback.format_exception(error)) if error.__traceback__ is not None else ""
     frames = error.__traceback__
     package = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
     leading = tuple(os.path.join(package, name) + os.sep for name in ("launching", "session", "trainer"))
@@ -195,11 +198,6 @@ def user_traceback(error: BaseException) -> str:
         return ""
     text = traceback.TracebackException(type(error), error, frames or first)
     _leave_out(text, os.path.join(package, "guard") + os.sep)
-    if isinstance(error, DdpilotError):  # its message is complete: only the location in the user's code is useful
-        package += os.sep
-        text.stack = traceback.StackSummary([frame for frame in text.stack if not frame.filename.startswith(package)])
-        if not text.stack:
-            return ""
     return "".join(text.format())
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from ddpilot.errors import DdpilotError, user_tracebacks
 from ddpilot.launching.exitcode import exitcode_of
 from ddpilot.launching.messages import leave_out_guard, message_of
 from ddpilot.launching.victims import is_victim
@@ -25,7 +26,10 @@ _TWICE = "trying to initialize the default process group twice"
 
 
 def cell_traceback(error: BaseException) -> str:
-    """Return the traceback in Python's format, starting at the cell's own frame."""
+    """Return the traceback in Python's format from the cell's own frame on; of ddpilot's errors, the user's lines."""
+    if isinstance(error, DdpilotError):
+        with user_tracebacks(error):
+            return "".join(traceback.format_exception(error))
     frames = error.__traceback__
     while frames is not None and not frames.tb_frame.f_code.co_filename.startswith(CELL):
         frames = frames.tb_next

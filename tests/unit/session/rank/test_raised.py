@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 
+from ddpilot.errors import GroupError
 from ddpilot.session.rank.raised import came_from_backward, cell_traceback, holds_group, report_error
 
 
@@ -25,6 +29,18 @@ def test_cell_traceback_begins_at_the_cell() -> None:
     text = cell_traceback(_raised("\nraise error", KeyError("k")))
     assert text.splitlines()[1].strip() == 'File "Cell In[7]", line 2, in <module>'
     assert "_raised" not in text
+
+
+def test_cell_traceback_of_an_error_of_ddpilot_has_the_users_lines_only() -> None:
+    """Where it is shown without IPython, in a hurry."""
+    library = compile("def enter(error):\n    raise error", "/usr/lib/python3/dist-packages/torch/x.py", "exec")
+    names: dict[str, Any] = {"error": GroupError("entering the group", found="rank 1 is missing")}
+    exec(library, names)
+    with pytest.raises(GroupError) as caught:
+        exec(compile("\nenter(error)", "Cell In[7]", "exec"), names)
+    text = cell_traceback(caught.value)
+    assert 'File "Cell In[7]", line 2, in <module>' in text
+    assert "torch/x.py" not in text
 
 
 def test_holds_group_also_where_it_was_raised_for_one() -> None:

@@ -8,9 +8,9 @@ import os
 import pytest
 
 import ddpilot
-from ddpilot.findings.user_files import is_users
 from ddpilot.launching.crash import find_crash_line, find_raised_line
 from ddpilot.record.sites import USER, SiteFinder
+from ddpilot.user_files import is_users
 from ddpilot.watch.known import find_known_error
 from ddpilot.watch.stacks import user_chain
 from ddpilot.watch.view import ErrorView, Frame

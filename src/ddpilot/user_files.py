@@ -6,8 +6,9 @@ from __future__ import annotations
 import os
 import sysconfig
 from functools import lru_cache
+from types import TracebackType
 
-_OURS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+_OURS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
 _STARTERS = os.path.join(_OURS, "launching", "")
 _LIBRARIES = tuple(
     os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib", "purelib", "platlib")
@@ -15,6 +16,7 @@ _LIBRARIES = tuple(
 _PACKAGES = ("/site-packages/", "/dist-packages/")
 _GENERATED = "torchinductor_"
 _INTERACTIVE = ("<ipython-input-", "<stdin>", "<string>", "<cell")
+_CALLER_OF_MAGICS = "IPython"
 _COMMAND = "<string>"
 """File name of ``python -c`` code, including ddpilot's own that starts ranks, and of methods of dataclasses."""
 
@@ -50,3 +52,22 @@ def is_users_line(file: str, function: str, called: str = "") -> bool:
     if file == _COMMAND and (starts_ranks(called) or (function.startswith("__") and function.endswith("__"))):
         return False
     return is_users(file)
+
+
+def user_frames(frames: TracebackType | None) -> TracebackType | None:
+    """Return a copy of the traceback `frames` with the user's lines only; None if there are none.
+
+    The line of a cell that calls a magic is left out too.
+    """
+    kept: list[TracebackType] = []
+    while frames is not None:
+        code, called = frames.tb_frame.f_code, frames.tb_next
+        if str(frames.tb_frame.f_globals.get("__name__")).partition(".")[0] == _CALLER_OF_MAGICS:
+            kept.clear()
+        elif is_users_line(code.co_filename, code.co_name, called.tb_frame.f_code.co_filename if called else ""):
+            kept.append(frames)
+        frames = called
+    copied: TracebackType | None = None
+    for each in reversed(kept):
+        copied = TracebackType(copied, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return copied
