@@ -10,24 +10,28 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ddpilot.environments.own_files import lock_file, open_own_file, own_temporary_folder
+from ddpilot.environments.own_files import lock_file, make_own_folder, open_own_file, own_temporary_folder
 
 
 @contextlib.contextmanager
 def one_at_a_time(what: str) -> Iterator[None]:
     """Context manager: hold the lock `what`, which one process of this user on this machine can hold at a time.
 
-    This is a lock and not a barrier, as a rank that comes later may find the file and never call this. Raises
-    `PermissionError` if another user has created a file at the lock's path.
+    This is a lock and not a barrier, as a rank that comes later may find the file and never call this. Without a folder
+    of this user in the temporary directory, as where another user has taken its name, there is no lock.
     """
     digest = hashlib.blake2b(what.encode(), digest_size=8).hexdigest()
-    path = own_temporary_folder().with_name(f"{own_temporary_folder().name}-{digest}.lock")
-    fd = _locked(path)
+    path = own_temporary_folder() / f"{digest}.lock"
+    fd = None
+    with contextlib.suppress(OSError):
+        make_own_folder(path.parent)
+        fd = _locked(path)
     try:
         yield
     finally:
-        path.unlink()
-        os.close(fd)
+        if fd is not None:
+            path.unlink(missing_ok=True)
+            os.close(fd)
 
 
 def _locked(path: Path) -> int:

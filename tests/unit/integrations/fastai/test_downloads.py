@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ddpilot.environments.own_files import own_temporary_folder
 from ddpilot.integrations.fastai.downloads import download_once, one_at_a_time, untar_once
 
 
@@ -20,7 +21,7 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     yield folder
-    assert not list(folder.iterdir())
+    assert not list(folder.rglob("*.lock"))
 
 
 def test_one_at_a_time_lets_a_second_one_in_after_the_first() -> None:
@@ -48,6 +49,16 @@ def test_one_at_a_time_lets_different_files_in_together() -> None:
     """Two downloads of different things do not wait for each other."""
     with one_at_a_time("a"), one_at_a_time("b"):
         pass
+
+
+def test_one_at_a_time_needs_no_lock_where_the_folder_cannot_be_this_users(own_folder: Path) -> None:
+    """Another user can take its name, and a download does not fail of that."""
+    own_temporary_folder().touch()
+    entered = []
+    with one_at_a_time("a"):
+        entered.append("a")
+    assert entered == ["a"]
+    assert [path.name for path in own_folder.iterdir()] == [own_temporary_folder().name]
 
 
 def test_download_once_passes_over_what_another_rank_has_loaded(tmp_path: Path) -> None:
