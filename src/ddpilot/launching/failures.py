@@ -15,7 +15,7 @@ from ddpilot.findings.words import render_ranks
 from ddpilot.launching.contract import EXIT_REQUEUE
 from ddpilot.launching.crash import find_crash_line, tidy_lines
 from ddpilot.launching.local.report import Exited, Raised
-from ddpilot.launching.messages import shorten_message
+from ddpilot.launching.messages import find_unsent, shorten_message
 from ddpilot.launching.processes import is_ending
 from ddpilot.launching.shipping.sources import name_cells
 
@@ -154,6 +154,9 @@ def describe_exit(exited: Exited, function_name: str, last_lines: Sequence[str])
         return f"crashed with {exited.signal_name}{where}; {peak}", ""
     if exited.signal_name is not None:
         return f"was killed by {exited.signal_name}; {peak}", ""
+    if find_unsent(last_lines, function_name):
+        how = f"closed the descriptor on which the outcome of `{function_name}` is sent, as `os.closerange` does"
+        return how, "Close only what you opened: descriptors of ddpilot and torch are open too"
     how = f"exited with code {exited.exitcode} before `{function_name}` returned"
     fix = "Look for `os._exit` or a C library that calls `exit`; return from the function instead"
     return how, fix if exited.exitcode else f"{fix}, or call `sys.exit(0)`: its value is then None"

@@ -4,11 +4,27 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 _MAX_HEADLINE_LINES = 3
 _GUARD_FRAME = re.compile(
     r'^([ \t]*)File "[^"\n]*/ddpilot/guard/[^"\n]*", line \d+, in .*\n(?:\1[ \t].*\n)*', re.MULTILINE
 )
+
+_UNSENT = "the outcome of `{}` cannot be sent ("
+
+
+def render_unsent(rank: int, function_name: str, reason: str) -> str:
+    """Line for stderr: neither value nor error of a rank can be sent to the parent; `find_unsent` finds it there."""
+    return (
+        f"ddpilot: rank {rank}: {_UNSENT.format(function_name)}{reason}): the program closed descriptors that are not "
+        "its own, as `os.closerange` does when a process becomes a daemon. Close only what you opened\n"
+    )
+
+
+def find_unsent(lines: Sequence[str], function_name: str) -> bool:
+    """True if a line of `render_unsent` is in `lines`."""
+    return any(line.startswith("ddpilot: rank ") and _UNSENT.format(function_name) in line for line in lines)
 
 
 def message_of(error: BaseException) -> str:

@@ -51,6 +51,8 @@ def test_a_function_that_closes_every_descriptor_is_told_so(function: object, sa
     with pytest.raises(RankError) as raised:
         ddpilot.launch(function, nproc_per_node=1)  # type: ignore[arg-type]  # a function
     assert said in str(raised.value)
+    assert raised.value.found.startswith("rank 0 closed the descriptor on which the outcome of `close_all")
+    assert "os._exit" not in str(raised.value)
     assert "Close only what you opened" in str(raised.value)
     assert "rank.py" not in str(raised.value)
 

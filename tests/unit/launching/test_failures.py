@@ -14,6 +14,7 @@ import pytest
 from ddpilot.errors import RankError
 from ddpilot.launching.failures import ENDING_LIMIT_S, SETTLE_S, VICTIM_GRACE_S, Failure, build_error, choose_failure
 from ddpilot.launching.local.report import Exited, Raised
+from ddpilot.launching.messages import render_unsent
 
 
 def raising(rank: int, at_s: float, *, since_s: float = 0.0, is_victim: bool = False, **fields: Any) -> Failure:
@@ -145,6 +146,18 @@ def test_build_error_names_the_python_line_of_a_crash() -> None:
     """The line comes from the fault handler's report in the rank's output."""
     lines = ("Current thread 0x1 (most recent call first):", '  File "net.py", line 3 in forward')
     assert "crashed with SIGSEGV at net.py:3 in forward;" in str(error_of(ending(0, signal.SIGSEGV), last_lines=lines))
+
+
+def test_build_error_says_that_the_control_descriptor_was_closed() -> None:
+    """The rank's own line says so; how its process then exited is of no interest."""
+    lines = ("Traceback", render_unsent(0, "train", "Bad file descriptor").rstrip())
+    error = error_of(ending(0, 1 << 8), last_lines=lines)
+    assert (
+        error.found == "rank 0 closed the descriptor on which the outcome of `train` is sent, as `os.closerange` does"
+    )
+    assert error.fix.startswith("Close only what you opened")
+    other = error_of(ending(0, 1 << 8), last_lines=("ddpilot: rank 0: the outcome of `other` cannot be sent (x)",))
+    assert "os._exit" in other.fix
 
 
 def test_build_error_says_sys_exit_with_its_code() -> None:

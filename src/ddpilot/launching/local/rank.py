@@ -26,7 +26,7 @@ from ddpilot.launching.interrupts import RankInterrupt, saw_interrupt
 from ddpilot.launching.local import wire
 from ddpilot.launching.local.process import write_to
 from ddpilot.launching.local.report import Raised, RankStart, Returned, Taken
-from ddpilot.launching.messages import leave_out_guard, message_of
+from ddpilot.launching.messages import leave_out_guard, message_of, render_unsent
 from ddpilot.launching.shipping.blame import ship
 from ddpilot.launching.shipping.memory import map_private
 from ddpilot.launching.shipping.pickling import importable_from_main, open_parcel, pack_parcel
@@ -132,7 +132,7 @@ def _send_value(control: socket.socket, start: RankStart, value: Any, known: lis
     try:
         wire.send(control, Returned(time.monotonic(), saw_interrupt()), [parcel])
     except OSError as closed:
-        _say_closed(start, closed)
+        sys.stderr.write(render_unsent(start.rank, start.function_name, str(closed.strerror)))
         return 1
     finally:
         os.close(parcel)
@@ -155,19 +155,10 @@ def _send_error(control: socket.socket, start: RankStart, error: BaseException, 
     except wire.Closed:
         traceback.print_exception(error)
     except OSError as closed:
-        _say_closed(start, closed)
         sys.stderr.write(report.traceback)
+        sys.stderr.write(render_unsent(start.rank, start.function_name, str(closed.strerror)))
     wire.close_all(fds)
     return report.exitcode
-
-
-def _say_closed(start: RankStart, error: OSError) -> None:
-    """Write to stderr that neither value nor error can be sent; the parent shows it as the rank's last output."""
-    sys.stderr.write(
-        f"ddpilot: rank {start.rank}: the outcome of `{start.function_name}` cannot be sent ({error.strerror}): the "
-        "program closed descriptors that are not its own, as `os.closerange` does when a process becomes a daemon. "
-        "Close only what you opened\n"
-    )
 
 
 def describe_raised(error: BaseException) -> Raised:
