@@ -38,6 +38,11 @@ def test_explain_prints_the_page(words: str) -> None:
         ("EADDRINUSE", "port-in-use"),
         ("device-side assert", "device-side-assert"),
         ("Some NCCL operations have failed or timed out", "missing-rank"),
+        ("SIGTERM", "child-failed"),
+        ("SIGKILL", "killed"),
+        ("sigsegv", "crashed"),
+        ("SIGABRT", "crashed"),
+        ("SIGBUS", "crashed"),
     ],
 )
 def test_explain_knows_the_usual_messages(message: str, name: str) -> None:
