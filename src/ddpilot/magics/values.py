@@ -128,6 +128,8 @@ def _bind(desk: Desk, name: str, value: object, source: str) -> None:
 
 
 def _describe(value: object) -> str:
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
     shape = getattr(value, "shape", None)
     size = f" of shape {tuple(shape)}" if shape is not None else ""
     if not size and isinstance(value, (list, tuple, dict, set)):

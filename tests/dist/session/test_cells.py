@@ -129,7 +129,8 @@ def test_cells_find_their_history_and_exit_says_what_it_does(start: Start, view:
     session.execute("first = 1", cell=3)
     session.execute("print(In[3], In[-1])\n%history\nexit", cell=4)
     assert view.texts[0].startswith("first = 1 print(In[3]")
-    assert "first = 1\nprint(In[3], In[-1])" in view.texts[0]
+    assert "\nfirst = 1\nprint(In[3], In[-1])" in view.texts[0]
+    assert "\n\n" not in view.texts[0]
     assert "session.stop()" in view.results()[0]
 
 

@@ -19,6 +19,7 @@ from ipykernel.compiler import XCachingCompiler
 from ipykernel.ipkernel import IPythonKernel
 from ipykernel.zmqshell import ZMQInteractiveShell
 from IPython.core.autocall import ZMQExitAutocall
+from IPython.core.history import HistoryManager
 from torch.distributed import distributed_c10d as c10d
 from traitlets import Instance
 
@@ -54,6 +55,14 @@ class RankCompiler(XCachingCompiler):
     def get_code_name(self, _raw_code: str, _code: str, number: int) -> str:
         """Return the file name of a cell's code object."""
         return f"{CELL}{number}]"
+
+
+class RankHistory(HistoryManager):
+    """The cells of a rank, without the empty entries of those that ran elsewhere."""
+
+    def get_range(self, *args: Any, **kwargs: Any) -> list[tuple[int, int, Any]]:
+        """Return the session, number and text of each cell, as IPython does for `%history`."""
+        return [each for each in super().get_range(*args, **kwargs) if each[2] and each[2] != ("", None)]
 
 
 class RankExit(ZMQExitAutocall):
@@ -138,6 +147,11 @@ class RankShell(ZMQInteractiveShell):
             self._store_input(self.unstored, raw_cell, transformed_cell or raw_cell)
             self.unstored = None
         return await super().run_cell_async(raw_cell, *args, transformed_cell=transformed_cell, **kwargs)
+
+    def init_history(self) -> None:
+        """Create the history."""
+        self.history_manager = RankHistory(shell=self, parent=self)
+        self.configurables.append(self.history_manager)  # type: ignore[arg-type]  # IPython annotates no type
 
     def _store_input(self, number: int, raw: str, parsed: str) -> None:
         """Make `parsed` the last entry of `In`, at index `number`; entries of cells that ran elsewhere are ""."""
