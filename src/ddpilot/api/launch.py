@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from ddpilot.errors import RankError
 from ddpilot.launching.keywords import SURE, check_keywords, explain_unknown, option_meant
 from ddpilot.launching.local.host import check_function, run_local
 from ddpilot.launching.options import LaunchOptions
@@ -43,7 +44,13 @@ class Launcher(LaunchOptions, WatchOptions):
         have exited.
         """
         check_keywords(check_function(fn), fn, kwargs, lambda keyword: _fix_option(keyword, kwargs, "run"))
-        return run_local(self, fn, args, kwargs, self._accompany)
+        try:
+            return run_local(self, fn, args, kwargs, self._accompany)
+        except RankError as error:
+            if isinstance(error.__cause__, TypeError) and not error.rank_traceback:  # a function without a signature
+                hints = (_fix_option(keyword, kwargs, "run") for keyword in kwargs)
+                error.fix = error.fix or next(filter(None, hints), "")
+            raise
 
     def _accompany(self, name: str, count: int) -> Watcher | None:
         return Watcher(self, name, count) if self.watch else None

@@ -240,3 +240,12 @@ def test_launch_chains_an_exception_whose_class_only_the_rank_has() -> None:
     with pytest.raises(RankError, match=r"raised .*OfTheRankError: made there") as caught:
         QUIET.run(fail)
     assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_launch_names_the_option_that_a_function_without_a_signature_was_given() -> None:
+    """Only the call itself shows that it does not take it."""
+    with pytest.raises(
+        RankError, match=r"TypeError.*Options go to the launcher: `Launcher\(nproc_per_node=2\)"
+    ) as caught:
+        QUIET.run(int, nprocs=2)
+    assert not caught.value.rank_traceback
