@@ -59,7 +59,7 @@ def install(
 
     show = tell or (lambda text: _print_line(rank, text))
     journal = JournalWriter(path, rank=rank)
-    compiled = native.find(os.environ.get(SOURCE_VARIABLE, "auto"))
+    compiled = native.find(os.environ.get(SOURCE_VARIABLE, "auto"), show)
     if compiled is not None:
         journal.use_compiled(compiled)
     finder = SiteFinder(torch=os.path.dirname(torch.__file__), ours=str(Path(__file__).parents[1]))

@@ -107,15 +107,30 @@ def _compile(compiler: str, path: Path) -> Path:
     return path
 
 
-def find(source: str) -> Any:
-    """Load the module if it is built, with `source` as in `start_recording`; None if it is not or cannot be loaded."""
+def find(source: str, tell: Callable[[str], None]) -> Any:
+    """Load the module if it is built, with `source` as in `start_recording`; None if it is not or cannot be loaded.
+
+    `tell` prints why it cannot be loaded, unless this process has printed that already.
+    """
     if source not in ("auto", "native"):
         return None
     try:
         path = built_path()
         return load(path) if path is not None and path.exists() else None
-    except Exception:  # noqa: BLE001 - the recording reports the reason
+    except Exception as error:  # noqa: BLE001 - guard takes notes in Python
+        tell_refused(error, tell)
         return None
+
+
+_refused: set[str] = set()
+"""Reasons that were printed, as both recording and guard load the module."""
+
+
+def tell_refused(error: Exception, tell: Callable[[str], None]) -> None:
+    """Print with `tell` why the module cannot be used, once per process and reason."""
+    if str(error) not in _refused:
+        _refused.add(str(error))
+        tell(f"the compiled part of recording cannot be used, the one in Python is ({error})")
 
 
 @lru_cache(maxsize=1)  # its types can be registered only once in a process

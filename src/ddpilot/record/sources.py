@@ -62,7 +62,7 @@ def connect(ring: RingWriter, source: str, tell: Callable[[str], None]) -> Conne
             except Exception as error:  # noqa: BLE001 - a different torch may lack or refuse anything that this needs
                 problems.append(f"{name}: {type(error).__name__}: {error}")
                 if attempt is _connect_native and source == "auto":
-                    tell(f"the compiled part of recording cannot be used, the one in Python is ({error})")
+                    native.tell_refused(error, tell)
     return "; ".join(problems)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from ddpilot.errors import LaunchError
 from ddpilot.findings.words import render_ranks
-from ddpilot.session.events import Ended, Event, Interrupted, Said
+from ddpilot.session.events import Ended, Event, Interrupted, Said, Wrote
 from ddpilot.session.hub import Hub
 
 _LIMIT_S = 120.0
@@ -24,8 +24,10 @@ def await_ready(
     """Request kernel info from each of `ranks` until it has replied and one of its iopub messages was received.
 
     Raises LaunchError if a rank ends (`say_end` describes how; it returns None for the end of an earlier process) or
-    does not reply within two minutes, and KeyboardInterrupt after an interrupt.
+    does not reply within two minutes, and KeyboardInterrupt after an interrupt. What the ranks write is put back into
+    `events`.
     """
+    written = []
     waiting, heard = set(ranks), set[int]()
     did = f"starting {render_ranks(sorted(waiting))}"
     ask_again_s = dict.fromkeys(waiting, 0.0)
@@ -52,4 +54,8 @@ def await_ready(
                     raise LaunchError(did, found=f"rank {event.rank} ended: {reason}", rank=event.rank)
             elif isinstance(event, Interrupted):
                 raise KeyboardInterrupt
+            elif isinstance(event, Wrote):
+                written.append(event)
         waiting -= {rank for rank in waiting if rank in heard and 0 < ask_again_s[rank] < limit_s}
+    for event in written:
+        events.put(event)

@@ -23,7 +23,7 @@ def compiled() -> Any:
     """The compiled part of recording."""
     if not ((built := native.built_path()) is not None and built.exists()):
         pytest.skip("the compiled part of recording is not built: `ddpilot build-recorder`")
-    return native.find("native")
+    return native.find("native", print)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])

@@ -73,7 +73,7 @@ def test_built_path_does_not_depend_on_the_working_directory(monkeypatch: pytest
     assert path is None or path.is_absolute()
     monkeypatch.setattr("os.path.expanduser", lambda text: text)
     assert native.built_path() is None
-    assert native.find("native") is None
+    assert native.find("native", print) is None
     with pytest.raises(RecordError, match="no home folder.*XDG_CACHE_HOME"):
         native.build()
 
@@ -86,6 +86,20 @@ def test_load_refuses_what_others_can_write_to(cache: Path) -> None:
     path.chmod(0o666)
     with pytest.raises(ImportError, match="other users can write to"):
         native.load(path)
+
+
+def test_find_tells_once_why_the_module_is_refused(cache: Path) -> None:
+    """Also where recording has told it before."""
+    path = native.built_path()
+    assert path is not None
+    cache.mkdir()
+    path.write_bytes(b"")
+    path.chmod(0o666)
+    told: list[str] = []
+    for _ in range(2):
+        assert native.find("auto", told.append) is None
+    assert len(told) == 1
+    assert f"cannot be used, the one in Python is (other users can write to {path}" in told[0]
 
 
 def test_build_without_a_place_says_how_to_name_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
