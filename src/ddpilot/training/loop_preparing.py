@@ -91,6 +91,7 @@ class PreparingLoop(LoopState):
             if not any(one is optimizer for one in self._optimizers):
                 self._optimizers.append(optimizer)
             self._prepared.add_optimizer(optimizer)
+            self._updates.groups.watch(optimizer)
             return optimizer
         if has_state(thing):
             if isinstance(thing, ReduceLROnPlateau):
@@ -114,6 +115,7 @@ class PreparingLoop(LoopState):
             self._optimizers = [*rest[:place], optimizer, *rest[place:]]
             self._things.replace(old, optimizer)
             self._prepared.forget_optimizer(old)
+            self._updates.groups.forget(old)
             self._replaced = self._replaced or WeakSet()
             self._replaced.add(old)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -18,37 +18,95 @@ from ddpilot.training.wrapping import class_name, unwrap
 
 
 class GroupWatch:
-    """Detects gradients of an accumulation group that were cleared before its update."""
+    """Detects gradients of an accumulation group that were cleared before its update.
+
+    It looks at one parameter of each model for each optimizer, as optimizers clear the gradients of their own
+    parameters.
+    """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._added: list[tuple[nn.Parameter, torch.Tensor, int]] = []
+        self._optimizers: WeakSet[Optimizer] = WeakSet()
+        self._parts: WeakKeyDictionary[nn.Module, tuple[list[tuple[int, int]], list[list[nn.Parameter]]]]
+        self._parts = WeakKeyDictionary()
+        self._added: dict[nn.Module, list[_Added]] = {}
+
+    def watch(self, optimizer: Optimizer) -> None:
+        """Watch the parameters of `optimizer`, which was just prepared or has just stepped for the first time."""
+        self._optimizers.add(optimizer)
+
+    def forget(self, optimizer: Optimizer) -> None:
+        """Do not watch the parameters of `optimizer` by themselves: a later optimizer has replaced it."""
+        self._optimizers.discard(optimizer)
 
     def begin(self) -> None:
-        """Forget all gradients: an accumulation group begins, or its update was made."""
+        """Forget all gradients: an accumulation group begins, or they were cleared on purpose."""
         self._added.clear()
 
     def check(self, batch: Any) -> None:
         """Raise LoopError if gradients of the group of `batch` are gone. Waits for a GPU only if one was modified."""
-        for parameter, gradient, version in self._added:
-            now = parameter.grad
-            if now is None or (now is gradient and now._version != version and not bool(now.any())):
-                raise LoopError(
-                    "running backward",
-                    found=f"the gradients of the earlier batches of this accumulation group (of {batch.group_size}) "
-                    "were cleared, by zero_grad() or by setting them to None, so the update would leave those out",
-                    fix="Remove optimizer.zero_grad(): loop.step(optimizer) clears the gradients after the update.",
-                    rank=self._rank,
-                )
+        for found in self._added.values():
+            for one in found:
+                if one.is_cleared():
+                    raise LoopError(
+                        "running backward",
+                        found="the gradients of the earlier batches of this accumulation group (of "
+                        f"{batch.group_size}) were cleared, by zero_grad() or by setting them to None, so the update "
+                        "would leave those out",
+                        fix="Remove optimizer.zero_grad(): loop.step(optimizer) clears the gradients after the update.",
+                        rank=self._rank,
+                    )
 
     def note(self, models: Iterable[nn.Module]) -> None:
-        """Record one gradient of each of `models`, after a backward pass."""
-        self._added.clear()
+        """Record gradients of `models` after a backward pass, in place of those of an earlier one."""
         for model in models:
-            for parameter in model.parameters():
-                if parameter.grad is not None:
-                    self._added.append((parameter, parameter.grad, parameter.grad._version))
-                    break
+            self._added[model] = []
+            for part in self._parts_of(model):
+                first = next((one for one in part if one.grad is not None), None)
+                if first is not None:
+                    self._added[model].append(_Added(first, part))
+
+    def note_step(self, optimizer: Optimizer) -> None:
+        """Forget the gradients of `optimizer`, which were applied and cleared."""
+        self.watch(optimizer)
+        if self._added:
+            own = {one for group in optimizer.param_groups for one in group["params"]}
+            for model, found in self._added.items():
+                self._added[model] = [one for one in found if one.parameter not in own]
+
+    def _parts_of(self, model: nn.Module) -> list[list[nn.Parameter]]:
+        """Return the parameters of `model` by optimizer, and as the last part those that no known optimizer holds."""
+        sizes = [(id(one), sum(len(group["params"]) for group in one.param_groups)) for one in self._optimizers]
+        known, parts = self._parts.get(model, (None, []))
+        if known != sizes:
+            rest, parts = dict.fromkeys(model.parameters()), []
+            for optimizer in self._optimizers:
+                own = {one for group in optimizer.param_groups for one in group["params"]}
+                parts.append([one for one in model.parameters() if one in own])
+                for one in parts[-1]:
+                    rest.pop(one, None)
+            parts = [part for part in (*parts, list(rest)) if part]
+            self._parts[model] = sizes, parts
+        return parts
+
+
+class _Added:
+    """The gradient of one parameter after a backward pass, in place of those of all parameters of `part`."""
+
+    def __init__(self, parameter: nn.Parameter, part: list[nn.Parameter]) -> None:
+        assert parameter.grad is not None  # checked by the caller
+        self.parameter = parameter
+        self._gradient, self._version = parameter.grad, parameter.grad._version
+        self._part = part
+
+    def is_cleared(self) -> bool:
+        """True if the gradients were set to None, or all to zeros in place."""
+        now = self.parameter.grad
+        if now is None or now is not self._gradient or now._version == self._version:
+            return now is None
+        self._version = now._version
+        # The gradient of one parameter may be zero by itself.
+        return not any(one.grad is not None and bool(one.grad.any()) for one in (self.parameter, *self._part))
 
 
 class LeftoverWatch:

@@ -49,7 +49,6 @@ class Updates:
         self._watch = watch
         self._totals: dict[tuple[int, ...], CountTotals] = {}
         self._is_due = self._has_backward = self._is_spoilt = self._is_left = False
-        self._groups = GroupWatch(group.rank)
         self._graphs = GraphWatch(group.rank)
         self._stand_ins = StandIns()
         self._loss: weakref.ref[torch.Tensor] | None = None
@@ -62,6 +61,8 @@ class Updates:
         self._checked: set[int] = set()  # parameters whose gradients were checked since the last backward pass
         self.reductions = Reductions(group.rank)
         """The parameters that DDP waits for, by name."""
+        self.groups = GroupWatch(group.rank)
+        """Detects gradients of an accumulation group that were cleared before its update."""
         self.leftovers = LeftoverWatch(group.rank)
         """Detects gradients from before a step of a different optimizer."""
         self.bypasses = BypassWatch(group.rank)
@@ -104,7 +105,7 @@ class Updates:
             self.bypasses.begin()
         if batch.is_first:
             self._totals.clear()
-            self._groups.begin()
+            self.groups.begin()
             self.leftovers.begin_group()
             if self.objective is not None:
                 self.objective.begin()
@@ -218,7 +219,7 @@ class Updates:
             return
         accumulates = self.batch is not None and self.batch.group_size > 1
         if accumulates:
-            self._groups.check(self.batch)
+            self.groups.check(self.batch)
         if (retain_graph or self._graphs.has_graph) and self.is_update:
             self._graphs.look(losses, self.models, retains=retain_graph)
         if self.batch is not None and self.batch.is_last and self.bypasses.looks_at_graphs:
@@ -241,11 +242,11 @@ class Updates:
         if self.is_update:
             self.reductions.order_buckets()
         if accumulates:
-            self._groups.note(self.accumulating or self.models)
+            self.groups.note(self.accumulating or self.models)
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Mark the accumulated gradients of `optimizer` as applied and cleared."""
-        self._groups.begin()
+        self.groups.note_step(optimizer)
         self.leftovers.note_step(optimizer, in_group=self.batch is not None and self.batch.group_size > 1)
         if self.objective is not None:
             self.objective.end()
@@ -385,7 +386,7 @@ class Updates:
             self._is_spoilt = False
             for model in self.models:
                 model.zero_grad(set_to_none=True)
-            self._groups.begin()
+            self.groups.begin()
 
     def _forget_checks(self) -> None:
         """Have `check` look again at all gradients: a backward pass adds to them."""

@@ -214,6 +214,41 @@ def test_gradients_that_are_cleared_within_an_accumulation_group_are_refused(set
         break
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("cleared", [0, 1])
+@pytest.mark.parametrize("kind", ["two models", "two optimizers"])
+def test_gradients_of_any_model_and_optimizer_that_are_cleared_within_a_group_are_refused(
+    kind: str, cleared: int, set_to_none: bool
+) -> None:
+    """Of each of two models with a backward pass of its own; of each of two optimizers of one model."""
+    loop, model, optimizers, loader = make(8, accumulate=2)
+    parts = loop.prepare(model.a, model.b) if kind == "two models" else (model,)
+
+    def train() -> None:
+        for (x,) in loop.batches(loader):
+            optimizers[cleared].zero_grad(set_to_none=set_to_none)
+            for part in parts:
+                with loop.accumulate(part):
+                    loop.backward(part(x).mean() if kind == "two models" else torch.cat(model(x)).mean())
+            for optimizer in optimizers:
+                loop.step(optimizer)
+
+    with pytest.raises(LoopError, match=r"cleared, by zero_grad\(\).*Remove optimizer.zero_grad"):
+        train()
+
+
+def test_zero_gradients_of_a_group_that_are_changed_in_place_are_no_cleared_ones() -> None:
+    """The first weight's gradient is zero by itself, and all gradients are clipped in every batch."""
+    loop, model, _, loader = make(8, accumulate=2)
+    optimizer = loop.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    for (x,) in loop.batches(loader):
+        a, b = model(x)
+        loop.backward((a * 0 + b).mean())
+        nn.utils.clip_grad_value_(model.parameters(), 1.0)
+        loop.step(optimizer)
+    assert [weight.item() for weight in model.parameters()] == pytest.approx([1.0, 0.9])
+
+
 def test_a_second_backward_of_a_step_and_changed_gradients_are_no_cleared_ones() -> None:
     """Two models with a step each in the last batch of a group; gradients clipped in every batch."""
     loop, model, optimizers, loader = make(8, accumulate=2)
