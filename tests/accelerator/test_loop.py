@@ -67,6 +67,13 @@ def test_a_nan_is_reported_on_all_ranks_and_never_reaches_the_weights() -> None:
         assert all(other["weights"] == first["weights"] for other in others)
 
 
+def test_a_loss_with_ignored_targets_and_no_count_is_refused_once_the_device_has_come_to_it() -> None:
+    """Within the pass, for its first batch; the host does not wait for it."""
+    ((num, said),) = Launcher(nproc_per_node=1, timeout_s=300).run(training.train_on_ignored_targets)
+    assert num <= 8
+    assert "in batch 0 of epoch 0: the loss contains a cross entropy that ignores targets of -100 and" in said
+
+
 def test_a_run_resumes_exactly_with_the_random_state_of_the_device(tmp_path: Path) -> None:
     """Two epochs in one run are bit for bit those of two runs, dropout on the device included."""
     for whole, parts in launch(training.train_and_resume, tmp_path):

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from benchmarks.same_training import train_with_loop
 from benchmarks.small_models import make_data, make_model
-from ddpilot.errors import NonFiniteError, OutOfMemoryError
+from ddpilot.errors import LoopError, NonFiniteError, OutOfMemoryError
 from ddpilot.training.batch_size import find_batch_size
 from ddpilot.training.loop import Loop
 from ddpilot.training.structure import to_host
@@ -58,7 +58,7 @@ def count_syncs(kind: str, num_steps: int, **options: Any) -> tuple[dict[str, in
         if number == WARM_UP + num_steps:
             counted = emu().host_syncs()
         with loop.accumulate(model):
-            loss = nn.functional.cross_entropy(model(x).flatten(0, -2), y.flatten())
+            loss = nn.functional.cross_entropy(model(x).flatten(0, -2), y.flatten().clamp(min=0))
             loop.backward(loss)
         loop.clip_grad_norm_(model.parameters(), 1.0)
         loop.step(optimizer, schedule)
@@ -103,6 +103,23 @@ def train_over_nan(clips: bool) -> dict[str, Any]:
 def train_over_each_nan() -> list[dict[str, Any]]:
     """Clipped and not."""
     return [train_over_nan(clips) for clips in (False, True)]
+
+
+def train_on_ignored_targets() -> tuple[int, str]:
+    """How many batches of eight were trained on until a loss without its count was refused, and the error."""
+    loop = Loop(progress=False)
+    model = nn.Linear(2, 3)
+    model, optimizer = loop.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    targets = torch.tensor([0, 1, -100, 2]).repeat(8)
+    num = 0
+    try:
+        for x, y in loop.batches(loop.loader(TensorDataset(torch.ones(32, 2), targets), global_batch_size=4)):
+            loop.backward(nn.functional.cross_entropy(model(x), y))
+            loop.step(optimizer)
+            num += 1
+    except LoopError as error:
+        return num, str(error)
+    return num, ""
 
 
 def train_and_resume(folder: Path) -> tuple[list[float], list[float]]:

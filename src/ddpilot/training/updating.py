@@ -20,6 +20,7 @@ from ddpilot.training.bypassing import BypassWatch
 from ddpilot.training.deciding import Decider, Decision
 from ddpilot.training.grouping import CurrentBatch
 from ddpilot.training.losses import NamedLoss, Objective, decode, encode, has_gather, read_losses, silencing
+from ddpilot.training.means import MeanWatch
 from ddpilot.training.nonfinite import FiniteWatch, raise_nonfinite
 from ddpilot.training.passes import GraphWatch, GroupWatch, LeftoverWatch
 from ddpilot.training.precision import parameters_of
@@ -50,6 +51,7 @@ class Updates:
         self._totals: dict[tuple[int, ...], CountTotals] = {}
         self._is_due = self._has_backward = self._is_spoilt = self._is_left = False
         self._graphs = GraphWatch(group.rank)
+        self._means = MeanWatch(group.rank, group.device)
         self._stand_ins = StandIns()
         self._loss: weakref.ref[torch.Tensor] | None = None
         self._last_count = 0
@@ -160,6 +162,8 @@ class Updates:
         self._check_loss(loss)
         self._is_whole = False
         num_local = self._local_count(count)
+        if count is None:
+            self._means.check(loss, self.batch)
         self._loss = weakref.ref(loss)
         self._has_backward = True
         total, correction = self._total(count)
@@ -182,6 +186,9 @@ class Updates:
         if count is not None:
             raise self._refuse("`count` with several losses", 'Give each its own: {"box": (loss, count)}.')
         parts = self._read(losses)
+        for one in parts:
+            if one.count is None:
+                self._means.check(one.value, self.batch, one.name)
         self._is_whole = False
         self._loss = None
         self._has_backward = True
@@ -319,6 +326,7 @@ class Updates:
         """
         if self._watch is not None and self._watch.find_pending():
             self._raise_nonfinite(self._watch)
+        self._means.check_arrived(waits=True)
 
     def check(self, optimizer: Optimizer) -> None:
         """Raise NonFiniteError, on all ranks alike, if gradients that `optimizer` is about to apply are not finite."""

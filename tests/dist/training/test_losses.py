@@ -195,7 +195,7 @@ def misuse() -> list[str]:
     said = [refuse(loop, lambda: loop.gather_batch(rows))]
     for x, y, labels in loop.batches(loop.loader(make_data(), global_batch_size=BATCH_SIZE)):
         value, scores = model(x)
-        loss, other = mse_loss(value, y), cross_entropy(scores, labels, ignore_index=-1)
+        loss, other = mse_loss(value, y), cross_entropy(scores, labels.clamp(min=0))
         named = {"value": loss, "label": (other, 1)} if loop.rank else {"value": loss}
         said.append(refuse(loop, lambda named=named: loop.backward(named)))  # type: ignore[misc]
         loop.backward(loss + other, retain_graph=True)
