@@ -341,7 +341,8 @@ class Loop(PreparingLoop, KeepingLoop, LookingLoop):
             self._precision.settle(self._optimizers)
         if done and scheduler is not None:
             self._step_scheduler(scheduler)
-        self._place.num_updates += done and (not self._optimizers or optimizer is self._optimizers[0])
+        if done and self._updates.begins_update(optimizer):
+            self._place.num_updates += 1
         return done
 
     def _update(self, optimizer: Optimizer, closure: Callable[[], object] | None) -> bool:

@@ -158,7 +158,10 @@ class LoopState:
 
     @property
     def num_updates(self) -> int:
-        """Number of updates made by `step`, without skipped ones; with several optimizers, those of the first."""
+        """Number of updates made by `step`, without skipped ones; one step of each of several optimizers is one update.
+
+        The first step after a batch begins an update, and so does each further step of an optimizer of that update.
+        """
         return self._place.num_updates
 
     @property

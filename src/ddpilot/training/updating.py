@@ -55,6 +55,7 @@ class Updates:
         self._stand_ins = StandIns()
         self._loss: weakref.ref[torch.Tensor] | None = None
         self._last_count = 0
+        self._stepped: set[Optimizer] = set()  # in the current update
         self._had_samples: bool | None = None  # in a batch of which some rank has no samples
         self.objective: Objective | None = None
         """The loss of the current update over its backward passes; None unless it is needed."""
@@ -106,6 +107,7 @@ class Updates:
         if batch.is_last:
             self.bypasses.begin()
         if batch.is_first:
+            self._stepped.clear()
             self._totals.clear()
             self.groups.begin()
             self.leftovers.begin_group()
@@ -257,6 +259,17 @@ class Updates:
         self.leftovers.note_step(optimizer, in_group=self.batch is not None and self.batch.group_size > 1)
         if self.objective is not None:
             self.objective.end()
+
+    def begins_update(self, optimizer: Optimizer) -> bool:
+        """True if the step that `optimizer` has just made is the first one of an update.
+
+        An update is at most one step of each optimizer: one that steps a second time begins the next update.
+        """
+        begins = not self._stepped or optimizer in self._stepped
+        if begins:
+            self._stepped.clear()
+        self._stepped.add(optimizer)
+        return begins
 
     def keep_objective(self) -> Objective:
         """Start to record the loss of each update for `objective`."""

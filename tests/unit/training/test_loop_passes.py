@@ -95,6 +95,25 @@ def test_an_optimizer_with_all_parameters_of_an_earlier_one_takes_its_place() ->
     assert loop.num_updates == 6
 
 
+def test_updates_are_counted_whichever_optimizers_step() -> None:
+    """An optimizer of a part of the parameters that replaces one of all; two per batch; one twice per batch."""
+    loop, model, old = make()
+    loader = make_loader(loop)
+    train(loop, model, old, loader)
+    part = loop.prepare(torch.optim.Adam([model.bias]))
+    train(loop, model, part, loader)
+    assert loop.num_updates == 4
+    for (x,) in loop.batches(loader):
+        loop.backward(model(x).mean())
+        for optimizer in (old, part, old, part):
+            loop.step(optimizer)
+    assert loop.num_updates == 8
+    loop.backward(model(torch.ones(1, 1)).mean(), count=1)
+    loop.step(part)
+    loop.step(old)
+    assert loop.num_updates == 9
+
+
 class Pair(nn.Module):
     """Takes one or two inputs, and draws in `eval()` too."""
 
