@@ -74,6 +74,20 @@ def test_passes_over_two_datasets_of_one_shape_are_one_epoch() -> None:
     assert seen == [0, 1, 2]
 
 
+def test_passes_over_two_datasets_made_in_each_epoch_are_one_epoch() -> None:
+    """The line of the program tells them apart, also that of a call of a function."""
+    loop, model, optimizer = make()
+    seen = []
+    for _ in range(3):
+        train(loop, model, optimizer, make_loader(loop))
+        seen.append(loop.epoch)
+        train(loop, model, optimizer, make_loader(loop, 10.0))
+        seen.append(loop.epoch)
+        list(loop.batches(make_loader(loop, 20.0)))
+        seen.append(loop.epoch)
+    assert seen == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+
+
 def test_an_optimizer_with_all_parameters_of_an_earlier_one_takes_its_place() -> None:
     """In the count of updates and in checkpoints, with its schedulers; one that was replaced steps no more."""
     loop, model, old = make()
@@ -100,8 +114,11 @@ def test_updates_are_counted_whichever_optimizers_step() -> None:
     loop, model, old = make()
     loader = make_loader(loop)
     train(loop, model, old, loader)
-    part = loop.prepare(torch.optim.Adam([model.bias]))
+    weight, bias = model.parameters()
+    part = loop.prepare(torch.optim.Adam([bias]))
+    weight.requires_grad_(False)
     train(loop, model, part, loader)
+    weight.requires_grad_(True)
     assert loop.num_updates == 4
     for (x,) in loop.batches(loader):
         loop.backward(model(x).mean())

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -15,6 +18,40 @@ from ddpilot.training.seeding import seed_epoch, seed_middle
 
 Facts = dict[str, Any]
 _MAX_FACTS = 64
+_PACKAGE = __name__.partition(".")[0]
+
+
+@dataclass(frozen=True, eq=False)
+class _Data:
+    """The data of a pass, as far as a later pass can be compared with it."""
+
+    dataset: Callable[[], object]
+    """Returns the dataset while it exists, then None."""
+    calls: tuple[tuple[CodeType, int], ...]
+    """Code and line of each frame of the program in which the pass was begun, from the outermost one."""
+
+    @classmethod
+    def of(cls, loader: object) -> _Data:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == _PACKAGE:
+            frame = frame.f_back
+        calls = []
+        while frame is not None:
+            calls.append((frame.f_code, frame.f_lineno))
+            frame = frame.f_back
+        return cls(_refer_to(loader), tuple(reversed(calls)))
+
+    def may_be(self, now: _Data) -> bool:
+        """True if the dataset is that of `now`, or if it no longer exists and the line of the program may be the same.
+
+        A line that differs within one function or cell is a different pass of the same epoch.
+        """
+        if (before := self.dataset()) is not None:
+            return before is now.dataset()
+        for (code, line), (now_code, now_line) in zip(self.calls, now.calls, strict=False):
+            if code is not now_code or line != now_line:
+                return code is not now_code
+        return True
 
 
 class Place:
@@ -36,7 +73,7 @@ class Place:
         self._world_size = world_size
         self._passes = 0
         self._facts: list[Facts] = []
-        self._data: list[Callable[[], object]] = []
+        self._data: list[_Data] = []
         self._num_to_skip = 0
         self._num_outside = 0
         self._resumed: Progress | None = None
@@ -60,13 +97,10 @@ class Place:
         """True if a pass over `loader`, outside of `Loop.epochs`, would be the second one over its data in this epoch.
 
         The data is the same if the dataset is; or if the earlier dataset no longer exists, as when each epoch creates
-        one, and length and batch sizes are equal.
+        one, and length, batch sizes and the line of the program that began the pass are equal.
         """
-        facts, dataset = describe_data(loader), getattr(loader, "dataset", None)
-        return any(
-            known == facts and ((before := refer()) is None or before is dataset)
-            for known, refer in zip(self._facts, self._data, strict=True)
-        )
+        facts, now = describe_data(loader), _Data.of(loader)
+        return any(known == facts and data.may_be(now) for known, data in zip(self._facts, self._data, strict=True))
 
     def begin_epoch_outside(self) -> None:
         """Advance to the next epoch, with a pass outside of `Loop.epochs`."""
@@ -83,14 +117,14 @@ class Place:
         if self._passes < self._num_to_skip:
             self._passes += 1
             self._facts.append(dict(self._resumed_facts[index]) if index < len(self._resumed_facts) else {})
-            self._data.append(_refer_to(loader))
+            self._data.append(_Data.of(loader))
             return False
         facts = describe_data(loader)
         if self._resumed is not None and index < len(self._resumed_facts):
             self._check(facts, self._resumed_facts[index])
         if index < _MAX_FACTS:
             self._facts.append(facts)
-            self._data.append(_refer_to(loader))
+            self._data.append(_Data.of(loader))
         self._set_random_state(device)
         return True
 
