@@ -37,7 +37,8 @@ class StandIns:
     def begin(self, models: Sequence[nn.Module]) -> None:
         """Until `end`, let `forward` of `models` (not DDP models) run on dummy rows if it raises for zero rows.
 
-        The result has zero rows. Buffers and random states are unchanged.
+        The result has zero rows. Buffers and random states are unchanged; numbers and tensors in other attributes of
+        modules, such as a step counter, are as after one forward pass.
         """
         for model in models:
             # Statistics over all ranks are collectives: those of a second forward pass would be paired with different
@@ -66,12 +67,13 @@ def _forward(model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs
     if not _has_no_rows((args, kwargs)):
         return forward(*args, **kwargs)
     with _borrowed_buffers(model), _kept_random_state(model):
+        attributes = _Attributes(model)
         try:
             return forward(*args, **kwargs)
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             for fill in fills(model):
                 try:
-                    return _run_on_rows(forward, args, kwargs, fill)
+                    return _run_on_rows(forward, args, kwargs, fill, attributes)
                 except (RuntimeError, ValueError, IndexError, TypeError):
                     continue
             raise error
@@ -83,10 +85,11 @@ def fills(model: nn.Module) -> tuple[int, ...]:
     return _FILLS_ON_CPU if is_on_cpu else _FILLS_ELSEWHERE
 
 
-def _run_on_rows(forward: Callable[..., Any], args: Any, kwargs: Any, fill: int) -> Any:
+def _run_on_rows(forward: Callable[..., Any], args: Any, kwargs: Any, fill: int, attributes: _Attributes) -> Any:
     """Return the result for dummy rows with these rows removed, and with the graph of a forward pass with rows."""
 
     def run(num: int) -> Any:
+        attributes.restore()
         more, named = map_tensors((args, kwargs), lambda tensor: _with_rows(tensor, num, fill))
         return forward(*more, **named)
 
@@ -112,6 +115,26 @@ def _has_no_rows(data: Any) -> bool:
 
     map_tensors(data, note)
     return any(tensor.numel() == 0 for tensor in tensors)
+
+
+class _Attributes:
+    """The numbers and tensors in plain attributes of a model's modules, for repeated forward passes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        plain = [(vars(layer), name, value) for layer in model.modules() for name, value in vars(layer).items()]
+        self._numbers = [one for one in plain if isinstance(one[2], bool | int | float | complex)]
+        tensors = [one for one in plain if isinstance(one[2], torch.Tensor) and not one[2].is_inference()]
+        self._tensors = [(*one, one[2]._version, one[2].detach().clone()) for one in tensors]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Give each attribute the object and the value that it had."""
+        for attributes, name, number in self._numbers:
+            attributes[name] = number
+        for attributes, name, tensor, version, copy in self._tensors:
+            attributes[name] = tensor
+            if tensor._version != version:
+                tensor.copy_(copy)
 
 
 @contextmanager

@@ -69,6 +69,27 @@ def test_a_model_that_fails_on_zero_rows_gives_out_none() -> None:
     assert "forward" not in vars(model)
 
 
+def test_counters_in_plain_attributes_count_one_forward_pass() -> None:
+    """A number, and a tensor that is changed in place, of a model that fails on zero rows after it has counted."""
+
+    class Counter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 1)
+            self.num, self.steps = 0, torch.zeros(())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.num += 1
+            self.steps += 1
+            x.max()  # fails without elements
+            return torch.as_tensor(self.layer(x)) / (1 + self.num)
+
+    model = Counter()
+    for number in (1, 2):
+        assert len(run_empty(model, lambda: model(torch.ones(0, 2)))) == 0
+        assert (model.num, model.steps.item()) == (number, number)
+
+
 def test_a_model_runs_as_it_is_where_it_can() -> None:
     """On rows, and on zero rows that it takes; and an error of its own is the one that is raised."""
     seen = []
