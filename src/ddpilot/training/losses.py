@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import torch
 from ddpilot.group.protocol import GroupLike
 
 NUM_COUNTS = 8
-"""Counts are padded to a multiple of this number, so that ranks with different losses send messages of one size."""
+"""Counts that are sent with the names, padded to this number, so that ranks with different losses send equal sizes."""
 _NAME_VALUES = 1 << 20
 
 
@@ -50,15 +49,18 @@ def _count(said: Any) -> Any:
 
 
 def encode(losses: Sequence[NamedLoss], counts: Sequence[float]) -> list[float]:
-    """Return the values that the ranks sum: padded `counts`, and a hash that reveals different losses."""
+    """Return the values that the ranks sum: the first of `counts`, padded, and a hash that reveals different losses.
+
+    Always NUM_COUNTS + 2 values. The rest of the counts is summed once `decode` shows that the losses are the same.
+    """
     said = "\n".join(f"{one.name}{' counted' * (one.count is not None)}" for one in losses)
     number = int.from_bytes(hashlib.sha256(said.encode()).digest()[:8], "little") % _NAME_VALUES
-    num_padded = max(1, math.ceil(len(counts) / NUM_COUNTS)) * NUM_COUNTS - len(counts)
-    return [float(number), float(number**2), *counts, *[0.0] * num_padded]
+    first = counts[:NUM_COUNTS]
+    return [float(number), float(number**2), *first, *[0.0] * (NUM_COUNTS - len(first))]
 
 
 def decode(sums: Sequence[float], world_size: int) -> tuple[float, ...] | None:
-    """Return the counts over all ranks, padded; None if the ranks have different losses. The same on every rank."""
+    """Return the first counts over all ranks, padded, or None for different losses. The same on every rank."""
     names, squares, *counts = sums
     return tuple(counts) if names * names == world_size * squares else None
 

@@ -19,7 +19,16 @@ from ddpilot.training.accelerator import wire_device
 from ddpilot.training.bypassing import BypassWatch
 from ddpilot.training.deciding import Decider, Decision
 from ddpilot.training.grouping import CurrentBatch
-from ddpilot.training.losses import NamedLoss, Objective, decode, encode, has_gather, read_losses, silencing
+from ddpilot.training.losses import (
+    NUM_COUNTS,
+    NamedLoss,
+    Objective,
+    decode,
+    encode,
+    has_gather,
+    read_losses,
+    silencing,
+)
 from ddpilot.training.means import MeanWatch
 from ddpilot.training.nonfinite import FiniteWatch, raise_nonfinite
 from ddpilot.training.passes import GraphWatch, GroupWatch, LeftoverWatch
@@ -503,6 +512,9 @@ class Updates:
                 "Give the same names on every rank, and a count of 0 where there is nothing: "
                 '{"box": (output.sum() * 0, 0)}.',
             )
+        if rest := own[NUM_COUNTS:]:
+            self._begin(more=rest)
+            totals += self._finish().more
         of_ranks = iter(totals)
         in_group = 0.0 if self.batch is None else float(self.batch.group_count)
         return [(num, in_group if one.count is None else next(of_ranks)) for num, one in zip(local, parts, strict=True)]

@@ -18,6 +18,7 @@ from ddpilot.errors import LoopError
 from ddpilot.group.enter import seed_all
 from ddpilot.training.inside import run_inside
 from ddpilot.training.loop import Loop
+from ddpilot.training.losses import NUM_COUNTS
 from ddpilot.training.wrapping import unwrap
 from tests.dist.training.bodies import launch
 
@@ -188,7 +189,7 @@ def refuse(loop: Loop, call: Callable[[], object]) -> str:
 
 
 def misuse() -> list[str]:
-    """What is refused on this rank: other names, rows that do not fit, and a forward pass with two backward passes."""
+    """What is refused on this rank: other names, more losses, rows that do not fit, a forward with two backwards."""
     loop = Loop(progress=False)
     model = loop.prepare(TwoHeads().double())
     rows = torch.ones(loop.rank, 3 + loop.rank)
@@ -198,6 +199,8 @@ def misuse() -> list[str]:
         loss, other = mse_loss(value, y), cross_entropy(scores, labels.clamp(min=0))
         named = {"value": loss, "label": (other, 1)} if loop.rank else {"value": loss}
         said.append(refuse(loop, lambda named=named: loop.backward(named)))  # type: ignore[misc]
+        many = {str(number): (loss, 1) for number in range(NUM_COUNTS + loop.rank)}
+        said.append(refuse(loop, lambda many=many: loop.backward(many)))  # type: ignore[misc]
         loop.backward(loss + other, retain_graph=True)
         said.append(refuse(loop, lambda other=other: loop.backward(other)))  # type: ignore[misc]
         break
@@ -224,10 +227,11 @@ def misuse_of_forwards() -> list[str]:
 
 def test_ranks_that_do_not_fit_together_are_refused_on_all_of_them() -> None:
     """Before the backward pass, with what this rank has."""
-    for rank, (rows, names, twice, later) in enumerate(launch(2, misuse)):
+    for rank, (rows, names, numbers, twice, later) in enumerate(launch(2, misuse)):
         assert "ran before another loop.backward(), which exchanged" in later
         assert f"(*, {3 + rank})" in rows
         assert "the ranks have different losses: 'value'" in names
+        assert ("'8' here" if rank else "'7' here") in numbers
         assert "call backward once" in twice
 
 

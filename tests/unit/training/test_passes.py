@@ -164,6 +164,15 @@ def test_several_losses_are_weighted_by_their_counts_and_none_by_a_mean_over_not
         break
 
 
+def test_each_of_many_losses_is_weighted_by_its_own_count() -> None:
+    """Of more losses than one message holds."""
+    loop, model, _, loader = make(4)
+    for (x,) in loop.batches(loader):
+        a, _ = model(x)
+        loop.backward({str(number): (number * a.mean(), number % 2) for number in range(NUM_COUNTS + 3)})
+    assert gradients(model)[0] == sum(number for number in range(NUM_COUNTS + 3) if number % 2)
+
+
 def test_several_losses_are_refused_where_they_cannot_be_weighted() -> None:
     """No losses, a count beside them, counts in an accumulation group; by samples they accumulate."""
     loop, model, _, loader = make(8, accumulate=2)
@@ -187,8 +196,9 @@ def test_ranks_with_other_losses_see_that_in_what_they_add_up() -> None:
     """Counts of ranks with the same losses are summed; other names or kinds give no counts, on both ranks."""
     loss = torch.ones(())
     own = encode(read_losses({"a": loss, "b": (loss, 1)}), [3.0])
-    for other in ({"b": (loss, 2)}, {"a": loss, "c": (loss, 2)}, {"a": (loss, 2), "b": loss}):
-        said = encode(read_losses(other), [5.0])
+    many = {str(number): (loss, 1) for number in range(NUM_COUNTS + 1)}
+    for other in ({"b": (loss, 2)}, {"a": loss, "c": (loss, 2)}, {"a": (loss, 2), "b": loss}, many):
+        said = encode(read_losses(other), [5.0] * len(many if other is many else "b"))
         assert len(own) == len(said) == NUM_COUNTS + 2
         assert decode([x + y for x, y in zip(own, said, strict=True)], 2) is None
     sums = decode([x + y for x, y in zip(own, own, strict=True)], 2)
