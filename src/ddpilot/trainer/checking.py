@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import LBFGS
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ddpilot.data.loader import make_loader, make_stream_loader
 from ddpilot.data.shard import shard_loader
@@ -147,6 +147,7 @@ def check_fit(trainer: Trainer, fit: Fit, *, has_own_step: bool) -> None:
     if fit.train_set is None:
         raise LoopError(_FITTING, found="`train_set` is None", fix="Give a dataset or a DataLoader.")
     for name, data in (("train_set", fit.train_set), ("val_set", fit.val_set)):
+        _check_single(name, data)
         _check_samples(name, data)
     check_whole(_FITTING, "`val_set`", fit.val_set)
     if not _is_count(fit.validate_every) or fit.validate_every < 1:
@@ -163,6 +164,20 @@ def check_fit(trainer: Trainer, fit: Fit, *, has_own_step: bool) -> None:
     if not has_own_step or fit.val_set is not None:
         check_forward(_FITTING, trainer.model, trainer.has_own_forward)
     _check_watched(trainer, fit, has_own_step)
+
+
+def _check_single(name: str, data: object) -> None:
+    """Raise LoopError for several datasets in a mapping or a sequence."""
+    if isinstance(data, Mapping) and data and 0 not in data:
+        several = f"a {type(data).__name__} of {', '.join(map(repr, data))}"
+    elif isinstance(data, list | tuple) and any(isinstance(one, Dataset | DataLoader) for one in data):
+        several = f"a {type(data).__name__} of {len(data)}: {', '.join(type(one).__name__ for one in data[:4])}"
+    else:
+        return
+    fix = "Give one dataset; torch.utils.data.ConcatDataset joins several."
+    if name == "val_set":
+        fix += " trainer.evaluate(data) measures each of the others after the fit."
+    raise LoopError(_FITTING, found=f"`{name}` is {several}, and a fit takes one dataset", fix=fix)
 
 
 def _check_samples(name: str, data: object) -> None:

@@ -77,6 +77,13 @@ def test_trainer_refuses_arguments_that_say_something_else(options: dict[str, An
         ({}, {"train_set": [], "global_batch_size": 1}, "`train_set` is empty: a list of 0 samples"),
         ({}, {"train_set": DataLoader(TensorDataset(torch.ones(0, 1)), 1)}, "`train_set` is empty: a TensorDataset"),
         ({}, {"val_set": TensorDataset(torch.ones(0, 1))}, "`val_set` is empty: a TensorDataset of 0 samples"),
+        (
+            {},
+            {"val_set": {"a": DATA, "b": DATA}},
+            r"`val_set` is a dict of 'a', 'b', and .* trainer\.evaluate\(data\) me",
+        ),
+        ({}, {"val_set": [DATA, DATA]}, "`val_set` is a list of 2: TensorDataset, TensorDataset, and a fit takes one"),
+        ({}, {"train_set": {"train": DATA}}, "`train_set` is a dict of 'train', and a fit takes one dataset. Give one"),
         ({}, {"batch_size": 20}, r"an argument `batch_size=20`\. Say `global_batch_size`, of all ranks together, or"),
         ({}, {"epoch": 2}, r"an argument `epoch=2`\. Did you mean 'epochs'\?"),
         ({"model": nn.ModuleDict({"g": nn.Linear(2, 1)})}, {}, "a ModuleDict of 'g', which has no forward pass of its"),
