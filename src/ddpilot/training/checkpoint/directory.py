@@ -19,7 +19,15 @@ from ddpilot.errors import CheckpointError, CorruptCheckpointError
 from ddpilot.training.checkpoint.aside import move_aside
 from ddpilot.training.checkpoint.background import Background
 from ddpilot.training.checkpoint.choosing import better, parse_best
-from ddpilot.training.checkpoint.files import TOKEN, Writer, WriterTakenError, probe, remove_stale, replace_text
+from ddpilot.training.checkpoint.files import (
+    TOKEN,
+    NotAFileError,
+    Writer,
+    WriterTakenError,
+    probe,
+    remove_stale,
+    replace_text,
+)
 from ddpilot.training.checkpoint.manifest import Progress
 from ddpilot.training.checkpoint.names import plain_names
 from ddpilot.training.checkpoint.reading import Checkpoint, read_checkpoint
@@ -101,7 +109,8 @@ class CheckpointDir:
         """Lock the directory for writing by this process, until `close`; it may hold the lock already.
 
         Raises CheckpointError if a different live process holds it, on this machine or, with a file system that shares
-        locks, on a different one. If the directory was deleted since, that is reported and it is created again.
+        locks, on a different one, and if the lock file is not a regular file. If the directory was deleted since, that
+        is reported and it is created again.
         """
         if self._writer is not None:
             if self._writer.is_of(self.path):
@@ -117,6 +126,12 @@ class CheckpointDir:
                 f"making ready to save in {self.path}",
                 found=f"another job writes its checkpoints there: {error.owner}",
                 fix="Give this one a `checkpoint_dir` of its own, or wait until that job has ended.",
+            ) from error
+        except NotAFileError as error:
+            raise CheckpointError(
+                f"making ready to save in {self.path}",
+                found=str(error),
+                fix="Remove it, or choose a `checkpoint_dir` in which other users cannot write.",
             ) from error
 
     def set_aside(self) -> Path | None:

@@ -12,12 +12,15 @@ import re
 import secrets
 import shutil
 import socket
+import stat
 import tempfile
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+
+from ddpilot.environments.own_files import open_own_file
 
 CHUNK_BYTES = 1 << 24
 """Number of bytes hashed and written at a time."""
@@ -183,6 +186,10 @@ class WriterTakenError(Exception):
         super().__init__(owner)
 
 
+class NotAFileError(OSError):
+    """The name of a lock file belongs to a symbolic link or to something else that is not a regular file."""
+
+
 class Writer:
     """The lock with which one process writes to a directory, until it is garbage-collected or the process ends.
 
@@ -198,7 +205,7 @@ class Writer:
     def is_of(self, folder: Path) -> bool:
         """False if the lock file in `folder` was removed or replaced, so that it excludes no other process."""
         try:
-            return _identity(os.stat(folder / _WRITER)) == self._file
+            return _identity(os.lstat(folder / _WRITER)) == self._file
         except (FileNotFoundError, NotADirectoryError):
             return False
         except OSError:  # a file system that does not respond now
@@ -206,15 +213,23 @@ class Writer:
 
     @classmethod
     def of(cls, folder: Path) -> Writer | None:
-        """Lock the existing directory `folder`; None if it cannot be locked. Raises WriterTakenError."""
+        """Lock the existing directory `folder`; None if it cannot be locked.
+
+        Raises WriterTakenError, and NotAFileError for a symbolic link in place of the lock file, which another user of
+        a shared directory may have made.
+        """
         path = folder / _WRITER
         with contextlib.suppress(FileNotFoundError):
-            held = _held.get(_identity(os.stat(path)))
+            held = _held.get(_identity(os.lstat(path)))
             if held is not None and held.pid == os.getpid():
                 return held
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except OSError:  # e.g. a different user's: `probe` checks whether the directory is writable
+            descriptor = open_own_file(path, os.O_RDWR | os.O_CREAT)
+        except PermissionError:  # a different user's: `probe` checks whether the directory is writable
+            return None
+        except OSError as error:
+            if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
+                raise NotAFileError(f"{path} is {_kind(path)}, where a file of this user is needed") from error
             return None
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -234,6 +249,10 @@ class Writer:
 
 _held: weakref.WeakValueDictionary[tuple[int, int], Writer] = weakref.WeakValueDictionary()
 """Keyed by device and inode of the lock file. Closing a second descriptor of it would release the process's lock."""
+
+
+def _kind(path: Path) -> str:
+    return "a symbolic link" if path.is_symlink() else "not a regular file"
 
 
 def _identity(facts: os.stat_result) -> tuple[int, int]:

@@ -238,6 +238,25 @@ def test_one_process_writes_in_a_directory(tmp_path: Path) -> None:
     assert subprocess.run(command, input="", capture_output=True, text=True, check=True).stdout == "True\n"
 
 
+@pytest.mark.parametrize("kind", ["link", "fifo"])
+def test_a_lock_file_that_is_not_a_file_is_refused(kind: str, tmp_path: Path) -> None:
+    """Another user of a shared directory may have made it; nothing is written through a symbolic link."""
+    folder, victim = tmp_path / "run", tmp_path / "victim"
+    folder.mkdir()
+    victim.write_text("kept")
+    if kind == "link":
+        (folder / ".writer").symlink_to(victim)
+    else:
+        os.mkfifo(folder / ".writer")
+    what = "a symbolic link" if kind == "link" else "not a regular file"
+    with (
+        CheckpointDir(folder) as directory,
+        pytest.raises(CheckpointError, match=rf"\.writer is {what}.*Remove it, or"),
+    ):
+        directory.check_writable()
+    assert victim.read_text() == "kept"
+
+
 def test_a_directory_that_was_deleted_is_made_and_locked_again(tmp_path: Path) -> None:
     """The next save says what is gone, once, and no other process may write there; the same for the lock's file."""
     told: list[str] = []
