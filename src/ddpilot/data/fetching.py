@@ -16,7 +16,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, defa
 
 from ddpilot.data.batches import without_rows
 from ddpilot.data.rows import find_rows
-from ddpilot.data.seeding import RandomState, mix_seed, seed_random
+from ddpilot.data.seeding import mix_seed, random_apart, seed_random
 from ddpilot.errors import DataError
 
 Collate = Callable[[list[Any]], Any]
@@ -68,101 +68,73 @@ def catch_failure(doing: str, advice: str, error: Exception) -> Failure:
 
 
 def draws_randomly(dataset: Any, collate: Collate) -> bool:
-    """True unless the dataset is known to return stored values unchanged, so that reading may use random state."""
-    if isinstance(dataset, Subset):
+    """True unless `dataset` is known to return stored values unchanged and `collate` only stacks them.
+
+    Subclasses are not known: their own `__getitem__` may augment.
+    """
+    if type(dataset) is Subset:
         return draws_randomly(dataset.dataset, collate)
-    if isinstance(dataset, ConcatDataset):
+    if type(dataset) is ConcatDataset:
         return any(draws_randomly(part, collate) for part in dataset.datasets)
     plain = (TensorDataset, torch.Tensor, np.ndarray, list, tuple, range)
     return type(dataset) not in plain or collate is not default_collate
 
 
-class Piece(NamedTuple):
-    """The result of one order."""
-
-    data: Any
-    """Collated data, or a `Failure`."""
-
-    has_drawn: bool
-    """True if reading used random state."""
-
-
 class PieceReader(Dataset[Any]):
-    """A dataset of whole pieces: `reader.__getitems__([order])` is the collated piece.
+    """A dataset of whole pieces: `reader.__getitems__([order])` is the collated piece, or a `Failure`.
 
     With `seeded`, random state is a function of (seed, epoch, sample index) while a sample is read, and of (seed,
-    epoch, batch) while the piece is collated, in any rank and worker; the previous state is restored afterwards.
-
-    Seeding costs more than reading a plain sample. The first piece is read with seeds, as a dataset may cache what it
-    draws. If this piece used no random state, the following ones are read without seeds until one has used it; that
-    piece is then read again with seeds.
+    epoch, batch) while the piece is collated, in any rank and worker; the previous state of the rank is restored
+    afterwards. Seeding costs more than reading a plain sample, but no sample of a dataset that may draw can be left
+    out: the dataset may keep what it draws, so that reading the sample again with a seed would come too late.
     """
 
     def __init__(self, dataset: Any, collate: Collate, seed: int, seeded: bool) -> None:
         self.dataset = dataset
         self.collate = collate
-        self.seeded = seeded
-        self.has_drawn = False
-        self.has_looked = False
-        """True once a first piece was read with seeds."""
+        self.seeded = seeded and draws_randomly(dataset, collate)
+        self._seeds_samples = seeded and draws_randomly(dataset, default_collate)
         self._seed = seed
-        self._after_seed: RandomState | None = None
         self._epoch = -1
-        self._rows = None if seeded else find_rows(dataset, collate)
+        self._rows = None if self.seeded else find_rows(dataset, collate)
 
-    def __getitems__(self, orders: Sequence[Order]) -> Piece:
+    def __getitems__(self, orders: Sequence[Order]) -> Any:
         (order,) = orders
         self._tell_epoch(order.epoch)
-        if not self.seeded:
-            return Piece(self._make(order, seeded=False), False)
-        before = RandomState()
-        try:
-            if self.has_looked and not self.has_drawn:
-                data = self._make(order, seeded=False)
-                if before.is_current():
-                    return Piece(data, False)
-                self.has_drawn = True
-            data = self._make(order, seeded=True)
-            self.has_looked, self._after_seed = True, None
-        except BaseException:  # also for Ctrl-C, after which the loop may continue
-            before.restore()
-            raise
-        before.restore()
-        return Piece(data, self.has_drawn)
+        with random_apart(self.seeded):
+            return self._make(order)
 
     def _tell_epoch(self, epoch: int) -> None:
         if epoch != self._epoch and hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
         self._epoch = epoch
 
-    def _make(self, order: Order, *, seeded: bool) -> Any:
+    def _make(self, order: Order) -> Any:
         if self._rows is not None and not order.is_empty:
             return self._rows(order.sample_ids)
-        samples = self._read(order, seeded)
+        samples = self._read(order)
         if isinstance(samples, Failure):
             return samples
-        if seeded:
+        if self.seeded:
             self._seed_for(order.epoch, order.batch, 1)
         try:
             data = self.collate(samples)
-            self._look()
             return without_rows(data, self.collate([*samples, *samples])) if order.is_empty else data
         except Exception as error:  # noqa: BLE001 - the rank raises it, with its number
             doing = f"collating samples {order.sample_ids.tolist()} (batch {order.batch} of epoch {order.epoch})"
             return catch_failure(doing, "Call `collate_fn` with these samples, without workers.", error)
 
-    def _read(self, order: Order, seeded: bool) -> list[Any] | Failure:
+    def _read(self, order: Order) -> list[Any] | Failure:
         place, numbers = 0, order.sample_ids.tolist()
         try:
-            if not self.seeded and (many := getattr(self.dataset, "__getitems__", None)):
+            if not self._seeds_samples and (many := getattr(self.dataset, "__getitems__", None)):
                 return list(many(numbers))
             samples = []
             for place, number in enumerate(numbers):
-                if seeded:
+                if self._seeds_samples:
                     draw = 0 if order.draws is None else order.draws[place] + 1
                     self._seed_for(order.epoch, number, draw, 0)
                 samples.append(self.dataset[number])
-                self._look()
         except Exception as error:  # noqa: BLE001 - the rank raises it, with its number
             number = numbers[place]
             doing = f"reading sample {number} (batch {order.batch} of epoch {order.epoch})"
@@ -171,9 +143,3 @@ class PieceReader(Dataset[Any]):
 
     def _seed_for(self, *parts: int) -> None:
         seed_random(mix_seed(self._seed, *parts))
-        self._after_seed = None if self.has_looked or self.has_drawn else RandomState()
-
-    def _look(self) -> None:
-        """While the first piece is read, detect whether random state was used since the last seed."""
-        if self._after_seed is not None and not self.has_drawn:
-            self.has_drawn = not self._after_seed.is_current()

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
 import torch
+from torch.utils.data import get_worker_info
 
 _MASK = (1 << 64) - 1
 
@@ -33,38 +33,23 @@ def seed_random(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
 
 
-class RandomState:
-    """Python's, NumPy's and torch's CPU random state at the time of creation."""
-
-    def __init__(self) -> None:
-        self._python = random.getstate()
-        self._numpy = np.random.get_state(legacy=False)
-        self._torch = torch.default_generator.get_state()
-
-    def is_current(self) -> bool:
-        """True if the random state has not changed since."""
-        numpy: Any = np.random.get_state(legacy=False)
-        before: Any = self._numpy
-        return (
-            torch.equal(self._torch, torch.default_generator.get_state())
-            and numpy["state"]["pos"] == before["state"]["pos"]
-            and numpy["has_gauss"] == before["has_gauss"]
-            and np.array_equal(numpy["state"]["key"], before["state"]["key"])
-            and self._python == random.getstate()
-        )
-
-    def restore(self) -> None:
-        """Restore the state."""
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
-        torch.default_generator.set_state(self._torch)
-
-
 @contextmanager
 def random_kept() -> Iterator[None]:
     """Restore Python's, NumPy's and torch's CPU random state on exit, so that the model's draws are not affected."""
-    before = RandomState()
+    before_python = random.getstate()
+    before_numpy = np.random.get_state(legacy=False)
+    before_torch = torch.default_generator.get_state()
     try:
         yield
-    finally:
-        before.restore()
+    finally:  # also for Ctrl-C, after which the loop may continue
+        random.setstate(before_python)
+        np.random.set_state(before_numpy)
+        torch.default_generator.set_state(before_torch)
+
+
+def random_apart(seeded: bool) -> AbstractContextManager[None]:
+    """Return a context manager for reading samples, which preserves the random state of the rank.
+
+    It does nothing in a worker, whose random state nothing else uses, and if the samples are not `seeded`.
+    """
+    return random_kept() if seeded and get_worker_info() is None else nullcontext()

@@ -11,7 +11,7 @@ from torch.utils.data import Sampler
 
 from ddpilot.data.batches import LocalBatch
 from ddpilot.data.division import Epoch
-from ddpilot.data.fetching import Collate, Failure, Order, PieceReader, draws_randomly
+from ddpilot.data.fetching import Collate, Failure, Order, PieceReader
 from ddpilot.data.seeding import mix_seed
 from ddpilot.data.workers import Workers
 from ddpilot.errors import DataError
@@ -64,7 +64,7 @@ class ShardedLoader:
         self.is_joint = is_joint
         self._place = 0 if is_joint else rank
         self._pieces = _Pieces()
-        self._reader = PieceReader(dataset, collate, plan.seed, seed_samples and draws_randomly(dataset, collate))
+        self._reader = PieceReader(dataset, collate, plan.seed, seed_samples)
         self._workers = Workers(self._reader, self._pieces, rank, options)
         self._epoch: tuple[int, Epoch] | None = None
 
@@ -106,10 +106,7 @@ class ShardedLoader:
         if not batches:
             return
         self._pieces.orders = (self._order(epoch, division, batch) for batch in batches)
-        for data, has_drawn in self._workers.read(mix_seed(self.plan.seed, epoch, self.rank)):
-            # The next epoch's workers start with what this one has detected.
-            self._reader.has_drawn |= has_drawn
-            self._reader.has_looked = True
+        for data in self._workers.read(mix_seed(self.plan.seed, epoch, self.rank)):
             if isinstance(data, Failure):
                 data.throw(self.rank)
             yield data
@@ -127,7 +124,7 @@ class ShardedLoader:
     def _go_on_empty(self, epoch: int, division: Epoch) -> Iterator[LocalBatch]:
         data = None
         if len(division.order):
-            data, _ = self._reader.__getitems__([Order(epoch, 0, division.order[:1], None, True)])
+            data = self._reader.__getitems__([Order(epoch, 0, division.order[:1], None, True)])
             if isinstance(data, Failure):
                 data.throw(self.rank)
         index = division.num_batches

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from ddpilot.data.batches import without_rows
 from ddpilot.data.division import Division, digest
 from ddpilot.data.fetching import Collate, Failure, catch_failure
 from ddpilot.data.glimpses import Glimpse, glimpse
-from ddpilot.data.seeding import mix_seed, random_kept, seed_random
+from ddpilot.data.seeding import mix_seed, random_apart, seed_random
 
 
 class StreamOrder(NamedTuple):
@@ -96,7 +96,7 @@ class StreamReader(Dataset[Any]):
     def __getitems__(self, orders: Sequence[StreamOrder]) -> StreamPiece | Failure:
         (order,) = orders
         try:
-            with _random_apart(self._seeded), self._seen_as_whole_or_part():
+            with random_apart(self._seeded), self._seen_as_whole_or_part():
                 self._start(order)
                 return self._read(order)
         except Exception as error:  # noqa: BLE001 - the rank raises it, with its number
@@ -180,8 +180,3 @@ class StreamReader(Dataset[Any]):
             yield
         finally:
             torch_worker._worker_info = info
-
-
-def _random_apart(seeded: bool) -> AbstractContextManager[None]:
-    """Context manager: preserve the random state of the rank if it reads in its own process. No-op in a worker."""
-    return random_kept() if seeded and get_worker_info() is None else nullcontext()

@@ -114,26 +114,37 @@ def test_loader_seeds_nothing_when_told_or_where_nothing_can_draw() -> None:
     assert read_world(world(nested, 2, shuffle=True)) == read_world(world(nested, 1, shuffle=True))
 
 
-def test_loader_notices_when_a_dataset_first_draws() -> None:
-    """Up to then it seeds nothing, which costs more than to read a plain sample; from then on all is as if it had."""
+def test_loader_seeds_what_a_subclass_of_a_plain_dataset_draws() -> None:
+    """The `__getitem__` of a Subset or ConcatDataset of one's own may augment what a plain dataset stores."""
 
-    class Late(Counted):
+    class Noisy(Subset[Any]):
+        def __getitem__(self, number: Any) -> Any:
+            return self.dataset[number], random.random()
+
+        def __getitems__(self, numbers: list[int]) -> list[Any]:
+            return [self[number] for number in numbers]
+
+    class Joined(ConcatDataset[Any]):
         def __getitem__(self, number: int) -> Any:
-            self.num_read += 1
-            return number, random.random() if number >= 6 else 0.0
+            return self.datasets[0][number], random.random()
 
-    expected = [row[1] for batch in read_world(world(Augmented(12), 1)) for row in batch]
-    for world_size in (1, 2):
-        dataset = Late(12)
-        loaders = world(dataset, world_size)
-        batches = read_world(loaders)
-        assert [row[1] for batch in batches for row in batch][6:] == expected[6:]
-        assert dataset.num_read == 12 + 4  # one piece of each rank is read a second time
-        assert read_world(loaders) == batches
-        assert all(loader._reader.has_drawn for loader in loaders)
+    numbers = list(range(9))
+    for dataset in (Noisy(numbers, numbers), Joined([numbers])):  # type: ignore[arg-type, list-item]
+        assert read_world(world(dataset, 2)) == read_world(world(dataset, 1))
 
 
-def test_loader_seeds_the_first_sample_of_a_dataset_that_keeps_what_it_draws() -> None:
+def test_loader_seeds_only_the_collating_of_stored_samples() -> None:
+    """A list draws nothing by itself; what its `collate_fn` draws is that of the batch."""
+
+    def collate(samples: list[Any]) -> Any:
+        return torch.tensor(samples) + random.random()
+
+    expected = read_world(world(Counted(9), 1, collate_fn=lambda rows: collate([number for (number,) in rows])))
+    assert read_world(world(list(range(9)), 1, collate_fn=collate)) == expected
+
+
+@pytest.mark.parametrize("first_drawn", [0, 6])
+def test_loader_seeds_each_sample_of_a_dataset_that_keeps_what_it_draws(first_drawn: int) -> None:
     """Samples made at the first access are those of one process with any number of ranks and workers, read once."""
 
     class Lazy(Counted):
@@ -143,9 +154,11 @@ def test_loader_seeds_the_first_sample_of_a_dataset_that_keeps_what_it_draws() -
 
         def __getitem__(self, number: int) -> Any:
             self.num_read += 1
-            return number, self.kept.setdefault(number, random.random())
+            if number not in self.kept:
+                self.kept[number] = random.random() if number >= first_drawn else 0.0
+            return number, self.kept[number]
 
-    expected = [row for batch in read_world(world(Augmented(12), 1, seed_samples=True)) for row in batch]
+    expected = [row for batch in read_world(world(Augmented(12), 1)) for row in batch]
     for world_size, num_workers in ((1, 0), (2, 0), (1, 1)):
         datasets = [Lazy(12) for _ in range(world_size)]
         loaders = [
@@ -153,7 +166,7 @@ def test_loader_seeds_the_first_sample_of_a_dataset_that_keeps_what_it_draws() -
             for rank, each in enumerate(datasets)
         ]
         read = [row for batch in read_world(loaders) for row in batch]
-        assert read == [(number, drawn) for number, drawn, *_ in expected]
+        assert read == [(number, drawn if number >= first_drawn else 0.0) for number, drawn, *_ in expected]
         assert num_workers or [each.num_read for each in datasets] == [12 // world_size] * world_size
 
 
