@@ -56,11 +56,14 @@ def read_loader(loader: Any, seed: int) -> Reading:
         return Reading(seed, 0, False, batches=batch_sampler, are_divided=_is_divided(batch_sampler))
     sampler: Any = batch_sampler.sampler
     size, drop_last = batch_sampler.batch_size, batch_sampler.drop_last
+    num_samples = len(loader.dataset)
     if type(sampler) is DistributedSampler:
-        return Reading(sampler.seed, size, drop_last, {"shuffle": sampler.shuffle}, are_divided=True)
+        num_first = _count_source(sampler, sampler.dataset, num_samples)
+        order = _order_first(num_first, num_samples, sampler.shuffle, sampler.seed)
+        return Reading(sampler.seed, size, drop_last, order, are_divided=True)
     if _is_divided(sampler):
         return Reading(seed, size, drop_last, batches=batch_sampler, are_divided=True)
-    return Reading(seed, size, drop_last, _read_sampler(sampler, seed, len(loader.dataset)))
+    return Reading(seed, size, drop_last, _read_sampler(sampler, seed, num_samples))
 
 
 def read_seed(loader: DataLoader[Any], seed: int) -> int:
@@ -105,10 +108,7 @@ def refuse_whole_batches(loader: Any) -> None:
 def _read_sampler(sampler: Any, seed: int, num_samples: int) -> dict[str, Any]:
     kind = type(sampler)
     if kind is SequentialSampler:
-        num_first = _count_source(sampler, num_samples)
-        if num_first == num_samples:
-            return {}
-        return {"sampler": lambda epoch: np.arange(num_first, dtype=np.int64), "num_draws": num_first}
+        return _order_first(_count_source(sampler, sampler.data_source, num_samples), num_samples, False, seed)
     if kind is RandomSampler:
         return _read_random(sampler, seed, num_samples)
     if kind is WeightedRandomSampler:
@@ -121,11 +121,9 @@ def _read_sampler(sampler: Any, seed: int, num_samples: int) -> dict[str, Any]:
 
 
 def _read_random(sampler: RandomSampler, seed: int, num_samples: int) -> dict[str, Any]:
-    num_first, num_draws = _count_source(sampler, num_samples), sampler.num_samples
+    num_first, num_draws = _count_source(sampler, sampler.data_source, num_samples), sampler.num_samples
     if not sampler.replacement and num_draws == num_first:
-        if num_first == num_samples:
-            return {"shuffle": True}
-        return {"sampler": _subset_order(range(num_first), seed), "num_draws": num_first}
+        return _order_first(num_first, num_samples, True, seed)
     if not sampler.replacement and num_draws > num_first:
         raise DataError(
             _DID,
@@ -136,9 +134,18 @@ def _read_random(sampler: RandomSampler, seed: int, num_samples: int) -> dict[st
     return {"weights": weights, "num_draws": num_draws, "replacement": sampler.replacement}
 
 
-def _count_source(sampler: SequentialSampler | RandomSampler, num_samples: int) -> int:
-    """Return the number of samples that `sampler` takes: the length of its own `data_source`."""
-    num_first = len(sampler.data_source)
+def _order_first(num_first: int, num_samples: int, shuffle: bool, seed: int) -> dict[str, Any]:
+    """Return the arguments of `Plan` for the first `num_first` of `num_samples` samples, each once."""
+    if num_first == num_samples:
+        return {"shuffle": shuffle}
+    if shuffle:
+        return {"sampler": _subset_order(range(num_first), seed), "num_draws": num_first}
+    return {"sampler": lambda epoch: np.arange(num_first, dtype=np.int64), "num_draws": num_first}
+
+
+def _count_source(sampler: Any, source: Any, num_samples: int) -> int:
+    """Return the number of samples that `sampler` takes: the length of the `source` that it was made of."""
+    num_first = len(source)
     if num_first > num_samples:
         raise DataError(
             _DID,

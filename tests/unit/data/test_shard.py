@@ -261,6 +261,12 @@ def test_shard_loader_takes_the_samples_of_the_samplers_own_source(world_size: i
     assert len(set(some)) == 3
     drawn = DataLoader(NUMBERS, 3, sampler=RandomSampler(range(5), replacement=True, num_samples=40))
     assert set(flat(numbers(drawn, world_size))) == {0, 1, 2, 3, 4}
-    for sampler in (SequentialSampler(range(14)), RandomSampler(range(14), replacement=True)):
+    distributed: list[Any] = [
+        DistributedSampler(range(num), num_replicas=2, rank=0, shuffle=shuffle)  # type: ignore[arg-type]
+        for num, shuffle in ((5, False), (5, True), (14, True))
+    ]
+    assert flat(numbers(DataLoader(NUMBERS, 3, sampler=distributed[0]), world_size)) == [0, 1, 2, 3, 4]
+    assert sorted(flat(numbers(DataLoader(NUMBERS, 3, sampler=distributed[1]), world_size))) == [0, 1, 2, 3, 4]
+    for sampler in (SequentialSampler(range(14)), RandomSampler(range(14), replacement=True), distributed[2]):
         with pytest.raises(DataError, match=r"Sampler is of 14 samples, and its dataset has 13\. Make the sampler of"):
             shard_loader(DataLoader(NUMBERS, 3, sampler=sampler), rank=0, world_size=world_size)
