@@ -27,7 +27,9 @@ class Wait:
 
     @property
     def since_ns(self) -> int:
-        """When the first of the ranks began to wait."""
+        """When the wait began: for ranks that have not come, with the first that waits; after that, with the last."""
+        if self.meeting is not None and not (self.missing or self.unknown):
+            return self.meeting.newest_ns
         return min(entry.start_ns for entry in self.held.values())
 
 

@@ -95,6 +95,19 @@ def test_a_wait_that_lasts_on_is_the_same_finding() -> None:
     assert newest([first, later]) == [later]
 
 
+def test_a_wait_without_missing_ranks_counts_from_the_last_that_has_come() -> None:
+    """A rank that came late leaves the others no time to end the collective: it is not one that does not end."""
+    late_s = 30.0
+    for after_s, found in ((late_s + 1.0, []), (late_s + 31.0, [("DDP218", "warning")])):
+        zero, one = pair()
+        zero.wait("barrier", 9, is_watched=True)
+        one.wait("barrier", 9, is_watched=True, start_ns=100 * S + int(late_s * S))
+        analysis = analyze(job([alive(zero), alive(one)], after_s=after_s))
+        assert codes(analysis) == found
+        assert analysis.is_stalled is bool(found)
+    assert analysis.findings[0].evidence[-1] == "for 31 s now"
+
+
 @pytest.mark.parametrize(
     ("inner", "text", "code"),
     [
