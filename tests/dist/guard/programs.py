@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import itertools
 import os
@@ -361,6 +362,58 @@ def optimizer_left_out_by_hand() -> None:
             gradient.copy_(averaged.view_as(gradient) / dist.get_world_size())
         for optimizer in optimizers:
             optimizer.step()
+
+
+def _train_by_hand(num_steps: int, swap: Callable[[int, nn.Module, list[Tensor]], None]) -> None:
+    """Gradients are averaged by hand; `swap` has the model before each step, and a moving average of its weights."""
+    model = make_model()
+    optimizer = torch.optim.Adam(model.parameters())
+    mean = [parameter.detach().clone() for parameter in model.parameters()]
+    for step, batch in enumerate(make_batches(num_steps)):
+        swap(step, model, mean)
+        optimizer.zero_grad()
+        loss_of(model(batch)).backward()
+        _average_gradients(model.parameters())
+        optimizer.step()  # line: changed_by_hand
+        for parameter, average in zip(model.parameters(), mean, strict=True):
+            average.lerp_(parameter.detach(), 0.1)
+    swap(num_steps, model, mean)
+
+
+def _swap_in(model: nn.Module, weights: Iterable[Tensor]) -> list[Tensor]:
+    """Returns the weights before."""
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    for parameter, weight in zip(model.parameters(), weights, strict=True):
+        parameter.data.copy_(weight)
+    return before
+
+
+def _swap_at(changed: int, step: int, model: nn.Module, mean: list[Tensor]) -> None:
+    if step == changed and dist.get_rank() == 1:
+        _swap_in(model, mean)
+
+
+def changed_by_hand() -> None:
+    """Rank 1 swaps in the average long before the end."""
+    _train_by_hand(127, functools.partial(_swap_at, 20))
+
+
+def changed_by_hand_late() -> None:
+    """Rank 1 swaps in the average four steps before the end."""
+    _train_by_hand(40, functools.partial(_swap_at, 36))
+
+
+def evaluated_by_hand() -> None:
+    """The average is swapped in for evaluations, some of them of one rank, and at the end rank 0 keeps it."""
+
+    def swap(step: int, model: nn.Module, mean: list[Tensor]) -> None:
+        if step == 40:
+            if dist.get_rank() == 0:
+                _swap_in(model, mean)
+        elif step % 3 == dist.get_rank() or step % 10 == 5:
+            _swap_in(model, _swap_in(model, mean))
+
+    _train_by_hand(40, swap)
 
 
 def loaded_on_one_rank() -> None:
@@ -1050,6 +1103,8 @@ WRONG: Mapping[str, str] = {
     "never_wrapped_on_shards": "DDP324",
     "head_left_out_by_hand": "DDP320",
     "optimizer_left_out_by_hand": "DDP320",
+    "changed_by_hand": "DDP325",
+    "changed_by_hand_late": "DDP325",
     "loaded_on_one_rank": "DDP325",
     "initialised_on_one_rank": "DDP325",
     "initialised_by_apply": "DDP325",
@@ -1075,6 +1130,7 @@ RIGHT: tuple[Program, ...] = (
         local_sgd_by_no_sync,
         local_sgd_by_hook,
         gradients_by_hand,
+        evaluated_by_hand,
         averaged_as_one_tensor,
         body_by_gradients_and_head_by_weights,
         tensor_parallel_by_hand,

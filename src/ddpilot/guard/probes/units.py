@@ -53,7 +53,7 @@ class Unit:
         self.model = model
         self.fingerprinter = Fingerprinter([])
         self.windows: LastWindows | None = None
-        """Windows of the parameters of a DDP model; None for other parameters."""
+        """Windows of the parameters; None if none can be copied in part."""
         self.newest = _NO_STEP
         """Number of the step before which `windows` were copied, and number of collectives started by then."""
         self.digest = 0
@@ -206,7 +206,7 @@ class UnitBook:
         self._num_of_key.clear()
 
     def note_last_steps(self) -> None:
-        """Note, for each DDP model, its parameters before the newest step, unless already noted.
+        """Note, for each unit, its parameters before the newest step, unless already noted.
 
         Called when no step may follow: at the end of a cell, of the group, of the program.
         """
@@ -436,7 +436,7 @@ class UnitBook:
             # A program that averages gradients itself forgets mostly the last parameters, or the first.
             ends = () if unit.model else {*range(len(members))[:2], *range(len(members))[-2:]}
             unit.fingerprinter = Fingerprinter(parameters, always=late or ends)
-            unit.windows = LastWindows.of(parameters) if unit.model else None
+            unit.windows = LastWindows.of(parameters)
             unit.newest = _NO_STEP
         digest = zlib.crc32(repr((names, late, moved)).encode())
         if digest == unit.digest:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding, Place
 from ddpilot.record.log import Collective, Line, RankLog
-from ddpilot.watch.rules.causes import LEFT_OUT, UNLIKE
+from ddpilot.watch.rules.causes import LEFT_OUT, UNLIKE, Cause
 from ddpilot.watch.rules.fingerprints import seen_gradients
 from ddpilot.watch.rules.gathering import some
 from ddpilot.watch.rules.other_reductions import MIN_EXCHANGED
@@ -131,4 +131,31 @@ def tell_unlike(units: Units, proof: Moment, line: Line, num_checked: int) -> Fi
         ),
         why=UNLIKE.why,
         fix=UNLIKE.fix,
+    )
+
+
+def tell_changed(cause: Cause, units: Units, proof: Moment, line: Line, alike_at: int) -> Finding:
+    """Return the finding for weights that were equal at step `alike_at`, and differ at `proof`.
+
+    The program averages their gradients at `line`.
+    """
+    unit = units[min(proof.steps)]
+    called = dict(zip(unit["names"], unit["called"], strict=True))
+    differing = list(proof.difference.parameters.items())
+    return Finding(
+        code=cause.code,
+        name=cause.name,
+        severity="warning",
+        summary=f"gradients are averaged, and parameters differ between ranks before step {proof.number}",
+        ranks=proof.difference.ranks or tuple(sorted(proof.steps)),
+        place=place_of(unit["site"]),
+        evidence=(
+            *(f"step {proof.number}: parameter {called[name]}: {values}" for name, values in differing[:_MAX_LINES]),
+            f"parameters were the same on all ranks before step {alike_at}",
+            f"gradients are averaged at {line.place}",
+            f"optimizer steps at {place_of(unit['site'])}",
+        ),
+        why=cause.why,
+        fix=cause.fix,
+        source=f"ddpilot explain {cause.code}",
     )

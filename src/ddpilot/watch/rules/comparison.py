@@ -12,7 +12,7 @@ from ddpilot.findings.finding import Finding
 from ddpilot.record.journal import Entry
 from ddpilot.record.log import Line, RankLog
 from ddpilot.watch.rules import causes
-from ddpilot.watch.rules.by_hand import Averaged, find_averaging, tell_left_out, tell_unlike
+from ddpilot.watch.rules.by_hand import Averaged, find_averaging, tell_changed, tell_left_out, tell_unlike
 from ddpilot.watch.rules.causes import Cause
 from ddpilot.watch.rules.fingerprints import compare
 from ddpilot.watch.rules.moment import Moment, When
@@ -69,6 +69,7 @@ class Comparison:
         self._first_bad: Moment | None = None
         self._began_alike: bool | None = None
         self._is_apart = False
+        self._has_own_gradients = False
         self._num_steps = 0
         self._num_local = 0
         self._num_reduced = 0
@@ -195,6 +196,7 @@ class Comparison:
         moment.difference = difference = compare(names, fingerprints)
         self._weighed = moment
         self._num_steps += 1
+        self._has_own_gradients |= bool(difference.gradients)
         if self._began_alike is None:
             self._began_alike = not difference.parameters
         if self.is_free and (finding := self._unlike(moment)):
@@ -222,21 +224,22 @@ class Comparison:
 
     def _weigh_last(self, moment: Moment, lasts: dict[int, Entry]) -> Finding | None:
         """Return a finding if parameters that were equal at an earlier step differ in the sample of the last one.
-        DDP must have reduced the last step. Equal samples prove nothing: they are a small part of the parameters.
+        DDP, or the program itself, must have averaged the gradients of the last step. Equal samples prove nothing: they
+        are a small part of the parameters.
         """
-        if (
-            self.is_free
-            or not self.alike_at
-            or self._is_apart
-            or not moment.is_reduced
-            or moment.steps.keys() != {*lasts}
-        ):
+        is_apart = not self.is_free and (self._is_apart or not moment.is_reduced)
+        if not self.alike_at or is_apart or moment.steps.keys() != {*lasts}:
             return None
         names = {rank: [moment.units[rank]["names"][at] for at in last.values["at"]] for rank, last in lasts.items()}
         difference = compare(names, {rank: last.values["f"] for rank, last in lasts.items()}, of="of some elements ")
         if not difference.parameters:
             return None
+        line = self._find_own_averaging(moment) if self.is_free else None
+        if self.is_free and line is None:
+            return None
         moment.difference = difference
+        if line is not None:
+            return tell_changed(causes.CHANGED_AT_END, moment.units, moment, line, self.alike_at)
         first = self._first_bad or moment
         cause = self._cause(first)
         return self._tell(causes.CHANGED_AT_END if cause is causes.CHANGED else cause, first, moment)
@@ -302,16 +305,25 @@ class Comparison:
         return None
 
     def _unlike(self, moment: Moment) -> Finding | None:
-        """Return the finding if the program averages gradients itself and the weights have differed from the start."""
-        if self._began_alike or moment.difference.gradients or not moment.difference.parameters:
+        """Return the finding if the program averages gradients itself and the weights differ check after check."""
+        if moment.difference.gradients or not moment.difference.parameters:
             self._num_unlike = 0
             return None
         self._num_unlike += 1
         if self._num_unlike < NUM_UNLIKE:
             return None
-        own = Averaged(moment.units, moment, are_weights_apart=True)
-        line = self._find_averaging(moment, [own]) if own.least else None
+        line = self._find_own_averaging(moment)
+        if line is not None and self.alike_at:
+            return tell_changed(causes.CHANGED, moment.units, moment, line, self.alike_at)
         return None if line is None else tell_unlike(moment.units, moment, line, self._num_unlike)
+
+    def _find_own_averaging(self, moment: Moment) -> Line | None:
+        """Return the line at which the program averages all gradients, if they were the same at every check."""
+        weighed = self._weighed
+        if weighed is None or (self._began_alike and self._has_own_gradients):
+            return None
+        own = Averaged(weighed.units, weighed, are_weights_apart=True)
+        return self._find_averaging(moment, [own]) if own.least else None
 
     def _cause(self, moment: Moment) -> Cause:
         if self.is_free:
