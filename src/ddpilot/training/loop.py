@@ -250,7 +250,8 @@ class Loop(PreparingLoop, KeepingLoop, LookingLoop):
         boxes); it costs a small collective. For several losses that are means over different items, pass a mapping,
         such as `{"box": (loss, num_boxes), "class": loss}`: one backward pass and one small collective; every rank
         passes the same names, with a count of 0 for an empty mean (which may be NaN). Collective with the last batch of
-        an accumulation group, and with a count or several losses. Raises LoopError for invalid losses and counts.
+        an accumulation group, and with a count or several losses. Raises LoopError for invalid losses and counts, and
+        for a mean cross entropy with class weights or ignored targets without its count.
         """
         scaler = self._precision.scaler
         if scaler is not None:
@@ -327,6 +328,7 @@ class Loop(PreparingLoop, KeepingLoop, LookingLoop):
         self._updates.check_backward(optimizer)
         if closure is None:  # which clears them before each call
             self._updates.leftovers.check(optimizer)
+            self._updates.shared.check(optimizer)
         self._updates.settle()
         self._updates.check(optimizer)
         try:

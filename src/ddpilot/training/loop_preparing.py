@@ -92,6 +92,7 @@ class PreparingLoop(LoopState):
                 self._optimizers.append(optimizer)
             self._prepared.add_optimizer(optimizer)
             self._updates.groups.watch(optimizer)
+            self._updates.shared.watch(optimizer, self._optimizers)
             return optimizer
         if has_state(thing):
             if isinstance(thing, ReduceLROnPlateau):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detects wrong gradients: cleared during accumulation, left from before a step, or of one forward pass twice."""
+"""Detects wrong gradients: cleared too early, left from before a step, or of one forward pass twice."""
 
 from __future__ import annotations
 
@@ -196,6 +196,51 @@ class LeftoverWatch:
             "other optimizer after both, or its own step() and zero_grad().",
             rank=self._rank,
         )
+
+
+class SharedWatch:
+    """Detects optimizers that step after one of the same parameters, which has applied and cleared their gradients.
+
+    Both may be used in turn, each after a backward pass of its own.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._sharing: WeakKeyDictionary[Optimizer, WeakSet[Optimizer]] = WeakKeyDictionary()
+        self._stepped: WeakSet[Optimizer] = WeakSet()  # since the last backward pass
+
+    def watch(self, optimizer: Optimizer, others: Iterable[Optimizer]) -> None:
+        """Watch `optimizer`, which was just prepared, next to `others`."""
+        own = {one for group in optimizer.param_groups for one in group["params"]}
+        for other in others:
+            if other is not optimizer and any(one in own for group in other.param_groups for one in group["params"]):
+                self._sharing.setdefault(optimizer, WeakSet()).add(other)
+                self._sharing.setdefault(other, WeakSet()).add(optimizer)
+
+    def begin_pass(self) -> None:
+        """Forget the steps before a backward pass."""
+        if self._sharing:
+            self._stepped.clear()
+
+    def note_step(self, optimizer: Optimizer) -> None:
+        """Record a step of `optimizer`, whose gradients were cleared."""
+        if optimizer in self._sharing:
+            self._stepped.add(optimizer)
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Raise LoopError if `optimizer` is about to step without gradients that a different one has cleared."""
+        if not self._stepped:
+            return
+        for other in self._sharing.get(optimizer, ()):
+            if other in self._stepped:
+                name, before = type(optimizer).__name__, type(other).__name__
+                raise LoopError(
+                    "updating the weights",
+                    found=f"this {name} has parameters of a different optimizer ({before}), whose loop.step() applied "
+                    "and cleared their gradients after the last loop.backward(), so this one would not change them",
+                    fix="Give each parameter to one optimizer; or call loop.backward() before the step of each.",
+                    rank=self._rank,
+                )
 
 
 def _remains(parameter: nn.Parameter, version: int) -> bool:

@@ -31,7 +31,7 @@ from ddpilot.training.losses import (
 )
 from ddpilot.training.means import MeanWatch
 from ddpilot.training.nonfinite import FiniteWatch, raise_nonfinite
-from ddpilot.training.passes import GraphWatch, GroupWatch, LeftoverWatch
+from ddpilot.training.passes import GraphWatch, GroupWatch, LeftoverWatch, SharedWatch
 from ddpilot.training.precision import parameters_of
 from ddpilot.training.reduction import Reductions, reduced
 from ddpilot.training.standing_in import StandIns
@@ -77,6 +77,8 @@ class Updates:
         """Detects gradients of an accumulation group that were cleared before its update."""
         self.leftovers = LeftoverWatch(group.rank)
         """Detects gradients from before a step of a different optimizer."""
+        self.shared = SharedWatch(group.rank)
+        """Detects optimizers whose gradients were cleared by one of the same parameters."""
         self.bypasses = BypassWatch(group.rank)
         """Detects DDP models that an update bypasses."""
         self.models: list[nn.Module] = []
@@ -244,6 +246,7 @@ class Updates:
             self.bypasses.check_graph(losses)
         if scaler is not None:
             losses = [scaler.scale(loss) for loss in losses]
+        self.shared.begin_pass()
         hooks = self.leftovers.begin_pass()
         try:
             if torch.is_autocast_enabled(self._device_type):
@@ -265,6 +268,7 @@ class Updates:
     def after_step(self, optimizer: Optimizer) -> None:
         """Mark the accumulated gradients of `optimizer` as applied and cleared."""
         self.groups.note_step(optimizer)
+        self.shared.note_step(optimizer)
         self.leftovers.note_step(optimizer, in_group=self.batch is not None and self.batch.group_size > 1)
         if self.objective is not None:
             self.objective.end()

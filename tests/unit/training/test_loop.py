@@ -83,6 +83,7 @@ def test_each_pass_outside_of_epochs_has_another_order() -> None:
     assert list(loop.epochs(2)) == [0, 1]
     loop.epoch = 1
     assert passes(loop)[0] == seen[1]
+    assert len(list(loop.batches(loader))) == 2
     loop.stop(everywhere=True)
     assert list(loop.batches(loader)) == []
 

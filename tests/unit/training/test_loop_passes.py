@@ -109,6 +109,22 @@ def test_an_optimizer_with_all_parameters_of_an_earlier_one_takes_its_place() ->
     assert loop.num_updates == 6
 
 
+def test_an_optimizer_whose_gradients_one_of_the_same_parameters_has_cleared_is_refused() -> None:
+    """In one call of `prepare` or two, of all parameters or a part; used in turn, both are fine."""
+    loop, model, first = make()
+    second = loop.prepare(torch.optim.Adam(list(model.parameters())[:1]))
+    for (x,) in loop.batches(make_loader(loop)):
+        for optimizer, other in ((first, second), (second, first)):
+            loop.backward(model(x).mean())
+            loop.step(optimizer)
+            with pytest.raises(
+                LoopError, match=r"parameters of a different optimizer.*would not change them.*Give each"
+            ):
+                loop.step(other)
+            second.zero_grad()
+            first.zero_grad()
+
+
 def test_updates_are_counted_whichever_optimizers_step() -> None:
     """An optimizer of a part of the parameters that replaces one of all; two per batch; one twice per batch."""
     loop, model, old = make()
@@ -120,14 +136,15 @@ def test_updates_are_counted_whichever_optimizers_step() -> None:
     train(loop, model, part, loader)
     weight.requires_grad_(True)
     assert loop.num_updates == 4
+    other = loop.prepare(torch.optim.SGD([weight], lr=0.1))
     for (x,) in loop.batches(loader):
         loop.backward(model(x).mean())
-        for optimizer in (old, part, old, part):
+        for optimizer in (other, part, other, part):
             loop.step(optimizer)
     assert loop.num_updates == 8
     loop.backward(model(torch.ones(1, 1)).mean(), count=1)
     loop.step(part)
-    loop.step(old)
+    loop.step(other)
     assert loop.num_updates == 9
 
 

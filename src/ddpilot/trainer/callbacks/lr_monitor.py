@@ -30,7 +30,7 @@ class LRMonitor(Callback):
 
     def on_fit_start(self, run: Run) -> None:
         self.rows = [row for row in self.rows if row["update"] <= run.update]
-        self._hooks = BeforeSteps(run, lambda name, optimizer: self._look(run, name, optimizer))
+        self._hooks = BeforeSteps(run, lambda *step: self._look(run, *step))
 
     def on_update_end(self, run: Run) -> None:
         if run.update % self._every == 0:
@@ -46,8 +46,8 @@ class LRMonitor(Callback):
     def state_dict(self) -> dict[str, Any]:
         return {"rows": self.rows}
 
-    def _look(self, run: Run, name: str, optimizer: Optimizer) -> None:
-        if (run.update + 1) % self._every:
+    def _look(self, run: Run, name: str, optimizer: Optimizer, update: int) -> None:
+        if update % self._every:
             return
         for place, group in enumerate(optimizer.param_groups):
             for what in self._names:

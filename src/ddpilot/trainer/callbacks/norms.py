@@ -34,7 +34,7 @@ class Norms(Callback):
 
     def on_fit_start(self, run: Run) -> None:
         self.rows = [row for row in self.rows if row["update"] <= run.update]
-        self._hooks = BeforeSteps(run, lambda name, optimizer: self._look(run, name, optimizer))
+        self._hooks = BeforeSteps(run, lambda *step: self._look(run, *step))
 
     def on_epoch_end(self, run: Run) -> None:
         self._read()
@@ -49,8 +49,7 @@ class Norms(Callback):
         self._read()
         return {"rows": self.rows}
 
-    def _look(self, run: Run, name: str, optimizer: Optimizer) -> None:
-        update = run.update + 1
+    def _look(self, run: Run, name: str, optimizer: Optimizer, update: int) -> None:
         if update % self._every:
             return
         if self._waiting.get("update") != update:
