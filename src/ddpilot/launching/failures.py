@@ -125,14 +125,16 @@ def build_error(
     error = RankError(
         f"running `{function_name}` on {num_ranks} rank{'s' * (num_ranks > 1)}",
         found=found,
-        fix=fix or _describe_known(raised, last_lines),
+        fix=fix
+        or _say_who_left_first(failure, returned, "ended" if is_script else "returned")
+        or _describe_known(raised, last_lines),
         rank=failure.rank,
         host=platform.node(),
         exitcode=exitcode,
         signal_name=None if exited is None or raised is not None else exited.signal_name,
         rank_traceback="" if raised is None or is_requeue else name_cells(raised.traceback),
         last_lines=tuple(map(name_cells, tidy_lines(last_lines))),
-        others=_describe_others(failure, victims, returned, "ended" if is_script else "returned"),
+        others=_describe_victims(victims),
     )
     error.__cause__ = failure.error
     return error
@@ -188,13 +190,15 @@ def find_words_of_child(raised: Raised, last_lines: Sequence[str]) -> tuple[str,
     return tuple(dict.fromkeys(told))[-5:]
 
 
-def _describe_others(failure: Failure, victims: Sequence[int], returned: Sequence[int], ended: str) -> str:
-    parts = []
-    if failure.is_victim and returned:
-        who = render_ranks(returned).capitalize()
-        parts.append(
-            f"{who} had already {ended}, so nobody answered: do all ranks run the same steps, with the same shapes?"
-        )
-    if victims:
-        parts.append(f"{render_ranks(victims).capitalize()} failed because of it (a connection to a rank went away).")
-    return " ".join(parts)
+def _say_who_left_first(failure: Failure, returned: Sequence[int], ended: str) -> str:
+    """Return a sentence about the ranks that had left before `failure` lost its connection; empty if there is none."""
+    if not (failure.is_victim and returned):
+        return ""
+    who = render_ranks(returned).capitalize()
+    return f"{who} had already {ended}, so nobody answered: do all ranks run the same steps, with the same shapes?"
+
+
+def _describe_victims(victims: Sequence[int]) -> str:
+    if not victims:
+        return ""
+    return f"{render_ranks(victims).capitalize()} failed because of it (a connection to a rank went away)."

@@ -169,8 +169,11 @@ def test_build_error_says_sys_exit_with_its_code() -> None:
 
 def test_build_error_asks_for_the_number_of_steps_when_a_rank_returned_early() -> None:
     """A victim without a cause, beside a rank that returned, means unequal numbers of steps."""
-    error = error_of(raising(1, 1.0, is_victim=True), returned=[0])
-    assert "Rank 0 had already returned, so nobody answered: do all ranks run the same steps, with" in str(error)
+    lost: Any = {"type_name": "RuntimeError", "message": "Connection closed by peer [127.0.0.1]:4000"}
+    error = error_of(raising(1, 1.0, is_victim=True, traceback="Traceback ...", **lost), returned=[0])
+    asked = "Rank 0 had already returned, so nobody answered: do all ranks run the same steps, with the same shapes?"
+    assert str(error).partition("\n")[0].endswith(f"). {asked}")
+    assert "no rank is known to have failed" not in str(error)
 
 
 def test_error_of_a_rank_that_asks_to_be_started_again_says_so() -> None:
