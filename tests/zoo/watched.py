@@ -99,7 +99,7 @@ def run_watched(
         launcher.run(_run_on_device if on_device else _run_script, str(script))
     except (RankError, WatchError) as caught:
         error = caught
-        seen += caught.findings
+        seen += [finding for finding in caught.findings if finding not in seen]
     except LaunchTimeoutError as caught:
         error = caught
     return Watched(findings=tuple(seen), error=error, seconds=time.monotonic() - began_s)
