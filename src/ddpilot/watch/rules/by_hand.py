@@ -142,13 +142,12 @@ def tell_changed(cause: Cause, units: Units, proof: Moment, line: Line, alike_at
     unit = units[min(proof.steps)]
     called = dict(zip(unit["names"], unit["called"], strict=True))
     differing = list(proof.difference.parameters.items())
-    return Finding(
-        code=cause.code,
-        name=cause.name,
+    return make_finding(
+        cause.code,
         severity="warning",
         summary=f"gradients are averaged, and parameters differ between ranks before step {proof.number}",
         ranks=proof.difference.ranks or tuple(sorted(proof.steps)),
-        place=place_of(unit["site"]),
+        line=place_of(unit["site"]),
         evidence=(
             *(f"step {proof.number}: parameter {called[name]}: {values}" for name, values in differing[:_MAX_LINES]),
             f"parameters were the same on all ranks before step {alike_at}",
@@ -157,5 +156,4 @@ def tell_changed(cause: Cause, units: Units, proof: Moment, line: Line, alike_at
         ),
         why=cause.why,
         fix=cause.fix,
-        source=f"ddpilot explain {cause.code}",
     )
