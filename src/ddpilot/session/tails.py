@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from ddpilot.launching.output.lines import Line, LineSplitter
+from ddpilot.launching.output.lines import LineSplitter, texts_of
 
 _MAX_LINES = 200
 _MAX_BYTES = 1 << 14
@@ -22,7 +22,7 @@ class Tails:
         """Add output of a rank. Only the last 16 KiB of `data` are split into lines, which is the expensive part."""
         splitter = self._splitters.setdefault((rank, stream), LineSplitter())
         kept = self._lines.setdefault(rank, deque(maxlen=_MAX_LINES))
-        kept.extend(piece.text for piece in splitter.feed(data[-_MAX_BYTES:]) if isinstance(piece, Line))
+        kept.extend(texts_of(splitter.feed(data[-_MAX_BYTES:])))
 
     def last_lines(self, rank: int) -> tuple[str, ...]:
         """Return the last lines of a rank, oldest first."""

@@ -61,26 +61,35 @@ class Display:
 
     def line(self, ranks: Sequence[int], stream: str, text: str) -> None:
         """Show one line, labelled with `ranks`."""
-        self._write(stream, self._labelled(ranks, text))
+        if self._limit_bytes is not None:
+            self._count_shown(ranks, text)
+        self._write(stream, f"{self._label(ranks)}{text}\n")
 
     def lines(self, entries: Iterable[Waiting]) -> None:
         """Show lines, with one write for consecutive lines of the same stream."""
-        stream = ""
+        stream, label = "", ""
+        ranks: list[int] = []
         texts: list[str] = []
         for entry in entries:
             if entry.stream != stream and texts:
                 self._write(stream, "".join(texts))
                 texts = []
             stream = entry.stream
-            texts.append(self._labelled(entry.ranks, entry.text))
+            if entry.ranks != ranks:
+                ranks = entry.ranks
+                label = self._label(ranks)
+            texts.append(f"{label}{entry.text}\n")
+            if self._limit_bytes is not None:
+                self._count_shown(ranks, entry.text)
         if texts:
             self._write(stream, "".join(texts))
 
-    def _labelled(self, ranks: Sequence[int], text: str) -> str:
-        if self._limit_bytes is not None:
-            for rank in ranks:
-                self._shown_bytes[rank] = self._shown_bytes.get(rank, 0) + len(text) + 1
-        return f"{_label(tuple(ranks))}{text}\n" if self._mode == "labelled" else f"{text}\n"
+    def _label(self, ranks: Sequence[int]) -> str:
+        return _label(tuple(ranks)) if self._mode == "labelled" else ""
+
+    def _count_shown(self, ranks: Sequence[int], text: str) -> None:
+        for rank in ranks:
+            self._shown_bytes[rank] = self._shown_bytes.get(rank, 0) + len(text) + 1
 
     def progress(self, stream: str, text: str, rank: int = 0) -> None:
         """Redraw the progress bar; only one rank's bars are shown."""

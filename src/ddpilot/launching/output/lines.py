@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 _MAX_LINE_BYTES = 64 * 1024
@@ -15,6 +16,12 @@ class Line(NamedTuple):
 
     text: str
     is_progress: bool = False
+
+
+class Lines(NamedTuple):
+    """Complete lines without their line breaks, none of which is the last state of a progress bar."""
+
+    texts: list[str]
 
 
 class Progress(NamedTuple):
@@ -29,16 +36,16 @@ class LineSplitter:
     def __init__(self) -> None:
         self._pending = b""
 
-    def feed(self, data: bytes) -> list[Line | Progress]:
+    def feed(self, data: bytes) -> list[Lines | Line | Progress]:
         """The lines that `data` completes, and the current progress bar if it is unfinished."""
         without_moves = _CURSOR_MOVES.sub(b"", data)
         moved = len(without_moves) != len(data)
         complete, end, rest = (self._pending + without_moves).rpartition(b"\n")
-        found: list[Line | Progress] = []
+        found: list[Lines | Line | Progress] = []
         if moved or b"\r" in complete:
             found += [_line(raw) for raw in complete.split(b"\n") if raw.strip() or not moved] if end else []
         elif end:
-            found += map(Line, complete.decode(errors="replace").split("\n"))
+            found.append(Lines(complete.decode(errors="replace").split("\n")))
         while len(rest) > _MAX_LINE_BYTES and b"\r" not in rest:
             found.append(_line(rest[:_MAX_LINE_BYTES]))
             rest = rest[_MAX_LINE_BYTES:]
@@ -52,10 +59,19 @@ class LineSplitter:
         self._pending = rest
         return found
 
-    def close(self) -> list[Line | Progress]:
+    def close(self) -> list[Lines | Line | Progress]:
         """The last line, if it had no line break."""
         rest, self._pending = self._pending, b""
         return [_line(rest)] if rest.strip() else []
+
+
+def texts_of(pieces: Iterable[Lines | Line | Progress]) -> Iterator[str]:
+    """Yield the complete lines of `pieces`."""
+    for piece in pieces:
+        if isinstance(piece, Lines):
+            yield from piece.texts
+        elif isinstance(piece, Line):
+            yield piece.text
 
 
 def _line(raw: bytes) -> Line:

@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 from ddpilot.launching.output.collapse import Collapser
 from ddpilot.launching.output.display import Display
-from ddpilot.launching.output.lines import Line, LineSplitter, Progress
+from ddpilot.launching.output.lines import Line, Lines, LineSplitter, Progress, texts_of
 from ddpilot.launching.shipping.sources import name_cells
 
 _CHUNK_BYTES = 1 << 16
@@ -59,7 +59,7 @@ class OutputPump:
         if self.display.hides(rank):
             self.display.count_hidden(rank, len(data))
             pieces = splitter.feed(data[-_HIDDEN_BYTES:]) if data else splitter.close()
-            self._last_lines[rank].extend(piece.text for piece in pieces if isinstance(piece, Line))
+            self._last_lines[rank].extend(texts_of(pieces))
             return bool(data)
         self._take(rank, stream, splitter.feed(data) if data else splitter.close(), now_s)
         return bool(data)
@@ -74,21 +74,23 @@ class OutputPump:
         except BlockingIOError:
             self._take(rank, stream, self._splitters.get((rank, stream), LineSplitter()).close(), now_s)
 
-    def _take(self, rank: int, stream: str, pieces: Sequence[Line | Progress], now_s: float) -> None:
-        last_lines, add = self._last_lines[rank], self._collapser.add
+    def _take(self, rank: int, stream: str, pieces: Sequence[Lines | Line | Progress], now_s: float) -> None:
+        last_lines = self._last_lines[rank]
         for piece in pieces:
-            if isinstance(piece, Progress):
-                if rank == self._bars_rank:
+            if isinstance(piece, Lines):
+                last_lines.extend(piece.texts[-_MAX_LAST_LINES:])
+                texts = (name_cells(text) if _CELL in text else text for text in piece.texts)
+                self._collapser.add_lines(rank, stream, texts, now_s)
+            elif isinstance(piece, Line):
+                last_lines.append(piece.text)
+                if not piece.is_progress:
+                    self._collapser.add(rank, stream, name_cells(piece.text), now_s)
+                elif rank == self._bars_rank:
                     self.show(now_s)
-                    self.display.progress(stream, piece.text, rank)
-                continue
-            text, is_progress = piece
-            last_lines.append(text)
-            if not is_progress:
-                add(rank, stream, name_cells(text) if _CELL in text else text, now_s)
+                    self.display.end_progress(stream, piece.text, rank)
             elif rank == self._bars_rank:
                 self.show(now_s)
-                self.display.end_progress(stream, text, rank)
+                self.display.progress(stream, piece.text, rank)
 
     def show(self, now_s: float) -> None:
         """Show the lines that have waited long enough for the same line of other ranks."""

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 
 from ddpilot.launching.output.collapse import Collapser, Waiting
-from ddpilot.launching.output.lines import Line, Progress
+from ddpilot.launching.output.lines import Line, Lines, Progress
 from ddpilot.session.shown.rich import Rich
 from ddpilot.session.shown.screen import Screen
 from ddpilot.session.shown.unfinished import OpenLineSplitter, UnfinishedLines
@@ -137,8 +137,10 @@ class CellOutput:
             self.screen.end_progress(*self._unshown_bars[rank], rank)
         self.screen.close()
 
-    def _take(self, rank: int, stream: str, piece: Line | Progress, now_s: float) -> None:
-        if isinstance(piece, Line) and not piece.is_progress:
+    def _take(self, rank: int, stream: str, piece: Lines | Line | Progress, now_s: float) -> None:
+        if isinstance(piece, Lines):
+            self._collapser.add_lines(rank, stream, piece.texts, now_s)
+        elif isinstance(piece, Line) and not piece.is_progress:
             self._collapser.add(rank, stream, piece.text, now_s)
         elif not self._draws_bars(rank, now_s):
             self._unshown_bars[rank] = stream, piece.text
