@@ -136,6 +136,10 @@ class RemoteRankError(GroupError):
 class LaunchError(DdpilotError, RuntimeError):
     """Ranks could not be started, or the launcher failed. No user code failed."""
 
+    def _render_traceback_(self) -> list[str]:
+        """Used by IPython: only the message, since the only line of the user is the call that launches."""
+        return [f"{type(self).__name__}: {self.render()}"]
+
 
 class ShipError(LaunchError, TypeError):
     """A value cannot be sent between parent and ranks. `path` locates it, such as ``args[0].loader.fn``."""

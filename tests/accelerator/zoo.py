@@ -15,7 +15,7 @@ HERE = Path(__file__).parent / "programs"
 NUM_AT_ONCE = 2
 
 
-def judge_cases(names: Sequence[str], num_ranks: int) -> dict[str, list[str]]:
+def judge_cases(names: Sequence[str], num_ranks: int = 2) -> dict[str, list[str]]:
     """Of each of `names`, on `num_ranks` ranks, what is not named as its script asks for; empty where all is."""
     cases = {name: read_case(_find(name, "cases")) for name in names}
 

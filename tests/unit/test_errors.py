@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ddpilot.errors import DdpilotError, GroupError, LaunchError, LoopError, did_you_mean
+from ddpilot.errors import DataError, DdpilotError, GroupError, LaunchError, LoopError, WatchError, did_you_mean
 from ddpilot.launching.local.rank import user_traceback
 from tests.unit.magics.samples import ipython_shell
 
@@ -39,7 +39,7 @@ def shell(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         yield shell
 
 
-@pytest.mark.parametrize("kind", [GroupError, LaunchError, LoopError])
+@pytest.mark.parametrize("kind", [DataError, GroupError, LoopError])
 def test_a_notebook_shows_the_users_lines_and_the_message(shell: Any, kind: type[DdpilotError]) -> None:
     """Nothing of torch and ddpilot, and no cause that is theirs; the error is as before afterwards."""
     error = kind(DID, found=FOUND)
@@ -78,13 +78,22 @@ def test_a_cause_with_lines_of_the_users_is_shown() -> None:
 
 def test_an_error_of_a_magic_is_its_message(shell: Any) -> None:
     """The line of the cell is the magic itself."""
-    error = LaunchError(DID, found=FOUND)
+    error = LoopError(DID, found=FOUND)
     library = {"error": error, **calls_of_library()}
     exec(compile("def fails(line):\n    calls(error)", "/usr/lib/python3/dist-packages/torch/a.py", "exec"), library)
     shell.register_magic_function(library["fails"], magic_name="fails")
     shell.run_cell("%fails")
     assert error.__traceback__ is not None
-    assert error._render_traceback_() == ["LaunchError: starting a fit: `epochs` is -1"]
+    assert error._render_traceback_() == ["LoopError: starting a fit: `epochs` is -1"]
+
+
+@pytest.mark.parametrize("kind", [LaunchError, WatchError])
+def test_an_error_of_a_launch_is_its_message(shell: Any, kind: type[LaunchError]) -> None:
+    """Its report is what is to be read."""
+    error = kind(DID, found=FOUND)
+    shell.user_ns.update(calls_of_library(), error=error)
+    shell.run_cell(CELL)
+    assert error._render_traceback_() == [f"{kind.__name__}: starting a fit: `epochs` is -1"]
 
 
 def test_did_you_mean_names_the_nearest() -> None:
