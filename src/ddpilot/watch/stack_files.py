@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -30,7 +31,9 @@ def take_stacks(folder: Path, pids: Mapping[int, int]) -> dict[int, StackView]:
     """
     asked_ns = time.monotonic_ns()
     told = {rank: _read(connecting_path(folder, rank)) for rank in pids}
-    found = {rank: parse_stack(text, pids[rank], asked_ns) for rank, text in told.items() if text}
+    found = {
+        rank: replace(parse_stack(text, pids[rank], asked_ns), is_kept=True) for rank, text in told.items() if text
+    }
     rest = {rank: pid for rank, pid in pids.items() if rank not in found}
     asked = {rank: _ask(stacks_path(folder, rank), pid) for rank, pid in rest.items()}
     waiting = {rank: request for rank, request in asked.items() if request is not None}

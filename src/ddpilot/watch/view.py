@@ -56,6 +56,10 @@ class StackView:
     is_running: bool = False
     """True if the main thread is known to run Python code rather than wait in a call."""
 
+    is_kept: bool = False
+    """True if the rank wrote the stack before it was asked, as it connected to a store: valid for one look, since the
+    rank removes it up to some time after it has connected."""
+
     @property
     def main_frames(self) -> tuple[Frame, ...]:
         """Frames of the main thread, innermost first; empty if unknown."""
