@@ -179,7 +179,7 @@ def _unknown(word: str, advice: str) -> LaunchError:
     guess = did_you_mean(name, names, show="--{}".format, cutoff=0.8) or (
         f"Did you mean --{begun[0]}?" if begun else ""
     )
-    return LaunchError(_DID, found=f"{word} is no option of `ddpilot run`", fix=f"{guess} {advice}".strip())
+    return LaunchError(_DID, found=f"{word} is not an option of `ddpilot run`", fix=f"{guess} {advice}".strip())
 
 
 def _stray(script: str, ours: list[str], args: list[str], at: int) -> str:

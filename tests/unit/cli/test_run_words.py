@@ -62,7 +62,7 @@ def test_split_words_takes_a_module_in_both_orders() -> None:
         ("-n", "-n has no value"),
         ("train.py -n -- 4", "-n has no value"),
         ("--standalone=yes train.py", "--standalone takes no value"),
-        ("-q train.py", "-q is no option of `ddpilot run`"),
+        ("-q train.py", "-q is not an option of `ddpilot run`"),
     ],
 )
 def test_split_words_says_the_right_words_when_it_cannot_tell(line: str, said: str) -> None:

@@ -17,8 +17,8 @@ from ddpilot.environments.own_files import lock_file, make_own_folder, open_own_
 def one_at_a_time(what: str) -> Iterator[None]:
     """Context manager: hold the lock `what`, which one process of this user on this machine can hold at a time.
 
-    This is a lock and not a barrier, as a rank that comes later may find the file and never call this. Without a folder
-    of this user in the temporary directory, as where another user has taken its name, there is no lock.
+    This is a lock and not a barrier, as a rank that comes later may find the file and never call this. No lock is
+    taken if this user cannot have a folder in the temporary directory, for example if another user has taken its name.
     """
     digest = hashlib.blake2b(what.encode(), digest_size=8).hexdigest()
     path = own_temporary_folder() / f"{digest}.lock"
