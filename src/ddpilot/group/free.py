@@ -9,13 +9,13 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d as c10d
 
+from ddpilot.environments.running_frames import frames_of_threads, reading_frames
 from ddpilot.errors import GroupError
 from ddpilot.group.device import is_asynchronous
 from ddpilot.group.sockets import can_find_sockets, find_gloo_sockets, find_store_sockets, shut
@@ -165,9 +165,10 @@ def _has_communicator(backend: Any) -> bool:
 def _store_endpoints() -> set[tuple[str, int]]:
     """Addresses of the stores that torch's groups use or that a running function holds in a local variable."""
     stores = [store for _, store in list(c10d._world.pg_map.values())]
-    stores += [value for _, frame in _running() for value in list(frame.f_locals.values()) if _is_store(value)]
+    with reading_frames():
+        held = [value for _, frame in frames_of_threads() for value in list(frame.f_locals.values())]
     found = set()
-    for store in stores:
+    for store in [*stores, *filter(_is_store, held)]:
         while isinstance(store, PrefixStore):
             store = store.underlying_store
         if isinstance(store, TCPStore):
@@ -180,17 +181,8 @@ def _is_store(value: Any) -> bool:
     return issubclass(type(value), Store)
 
 
-def _running() -> Iterator[tuple[str, FrameType]]:
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    for ident, top in sys._current_frames().items():
-        frame: FrameType | None = top
-        while frame is not None:
-            yield names.get(ident, str(ident)), frame
-            frame = frame.f_back
-
-
 def _unfreeable(connecting: list[str]) -> Iterator[str]:
-    for thread, frame in _running():
+    for thread, frame in frames_of_threads():
         is_making = frame.f_code is _code_of(c10d._new_process_group_helper)
         if is_making and frame.f_locals.get("device_id") is not None:
             yield f"thread {thread!r} may be connecting a new group, {_ENDS_TOGETHER}"

@@ -9,13 +9,12 @@ observers outside the process.
 from __future__ import annotations
 
 import os
-import sys
-import threading
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
 from ddpilot.environments.own_files import write_own_text
+from ddpilot.environments.running_frames import main_frame, reading_frames
 
 _RENDEZVOUS = os.path.join("torch", "distributed", "rendezvous.py")
 _STORE = "TCPStore"
@@ -58,13 +57,14 @@ class ConnectNotes:
 
 def _find_calls() -> tuple[tuple[str, int, str], ...]:
     """Return the main thread's calls, innermost first, if the innermost one may be connecting to a store; else none."""
-    frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
+    frame = main_frame()
     if frame is None or not may_make_store(frame):
         return ()
     found = []
-    while frame is not None:
-        found.append((frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))
-        frame = frame.f_back
+    with reading_frames():
+        while frame is not None:
+            found.append((frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))
+            frame = frame.f_back
     return tuple(found)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, Protocol
 
+from ddpilot.environments.running_frames import main_frame
 from ddpilot.record import layout
 from ddpilot.record.arguments import (
     MAX_SPLITS,
@@ -28,7 +29,7 @@ from ddpilot.record.groups import GroupBook, GroupEntry
 from ddpilot.record.operations import Operation
 from ddpilot.record.pending import Ticket, Usual
 from ddpilot.record.ring import RingWriter
-from ddpilot.record.sites import SiteFinder, Trail, describe_site, find_ddp_model, main_frame
+from ddpilot.record.sites import SiteFinder, Trail, describe_site, find_ddp_model
 
 MAX_REFS = 20_000
 """Maximum number of cached keys; each takes some hundred bytes."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import inspect
 import os
-import sys
-import threading
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
+
+from ddpilot.environments.running_frames import main_frame, reading_frames
 
 _CHECK_NS = 1_000_000_000
 _THIS_MACHINE = ("localhost", "127.", "::1")
@@ -36,12 +36,13 @@ class EntryFinder:
 
     def find(self, now_ns: int) -> Entering | None:
         """Return the call that the main thread is in; None without one, or before its rank and size are resolved."""
-        frame = self._find_frame()
-        if frame is None:
+        with reading_frames():
+            frame = self._find_frame()
+            said = None if frame is None else frame.f_locals
+        if said is None:
             self._since_ns = 0
             return None
         self._since_ns = self._since_ns or now_ns
-        said = frame.f_locals
         world_size, rank = said.get("world_size"), said.get("rank")
         if not (isinstance(world_size, int) and isinstance(rank, int) and world_size > 0 and rank >= 0):
             return None
@@ -51,7 +52,7 @@ class EntryFinder:
         return Entering(self._since_ns, world_size, rank, self._is_closed and self._checked_ns > self._since_ns)
 
     def _find_frame(self) -> FrameType | None:
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        frame = main_frame()
         while frame is not None and frame.f_code is not self._code:
             frame = frame.f_back
         return frame

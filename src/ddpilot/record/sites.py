@@ -6,7 +6,6 @@ from __future__ import annotations
 import linecache
 import os
 import sys
-import threading
 from collections.abc import Sequence
 from types import CodeType, FrameType
 from typing import Any
@@ -128,11 +127,6 @@ def find_ddp_model(frame: FrameType | None) -> Any:
             return frame.f_locals.get("self")
         frame = frame.f_back
     return None
-
-
-def main_frame() -> FrameType | None:
-    """Return the frame that the main thread executes now."""
-    return sys._current_frames().get(threading.main_thread().ident or 0)
 
 
 def describe_site(trail: Trail, callers: Sequence[FrameType] = ()) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from types import FrameType
 from typing import NamedTuple
 
 from ddpilot.environments.own_files import is_own_process, open_own_fifo, open_own_file
+from ddpilot.environments.running_frames import reading_frames
 
 WATCH_SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR1) + 6
 """Requests a stack from the fault handler. A real-time signal, as SIGUSR1 and SIGUSR2 are left to the user and
@@ -78,10 +79,11 @@ def _answer(requests: int, fd: int, main: int | None) -> None:
     while os.read(requests, 1):
         frame = sys._current_frames().get(main or 0)
         lines, is_running = [_HEADER], frame is not None and _is_running(frame)
-        while frame is not None and len(lines) <= _MAX_FRAMES:
-            code = frame.f_code
-            lines.append(f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}')
-            frame = frame.f_back
+        with reading_frames():
+            while frame is not None and len(lines) <= _MAX_FRAMES:
+                code = frame.f_code
+                lines.append(f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}')
+                frame = frame.f_back
         frame = None  # do not keep the frame's locals alive until the next request
         lines += [RUNS] * is_running
         with suppress(OSError):  # no space

@@ -41,11 +41,10 @@ def test_the_file_is_there_while_a_store_may_be_made(tmp_path: Path, monkeypatch
     notes = ConnectNotes(path)
     assert not path.exists()
     frames = {"main": frame_of("TCPStore")}
-    monkeypatch.setattr("ddpilot.record.connecting.sys._current_frames", lambda: dict.fromkeys(range(0), None))
+    monkeypatch.setattr("ddpilot.record.connecting.main_frame", lambda: None)
     notes.tick(is_outside=True)
     assert not path.exists()
-    monkeypatch.setattr("ddpilot.record.connecting.threading.main_thread", lambda: type("Main", (), {"ident": 7}))
-    monkeypatch.setattr("ddpilot.record.connecting.sys._current_frames", lambda: {7: frames["main"]})
+    monkeypatch.setattr("ddpilot.record.connecting.main_frame", lambda: frames["main"])
     notes.tick(is_outside=True)
     stacks = take_stacks(tmp_path, {1: 2**22 + 1})
     assert (stacks[1].main_frames[0].file, stacks[1].main_frames[0].function) == ("train.py", "connect")
@@ -62,8 +61,7 @@ def test_the_file_is_there_while_a_store_may_be_made(tmp_path: Path, monkeypatch
 def test_without_room_nothing_is_noted_and_nothing_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rank is asked by a signal then."""
     notes = ConnectNotes(tmp_path / "no-such-folder" / "rank0.connecting")
-    monkeypatch.setattr("ddpilot.record.connecting.threading.main_thread", lambda: type("Main", (), {"ident": 7}))
-    monkeypatch.setattr("ddpilot.record.connecting.sys._current_frames", lambda: {7: frame_of("TCPStore")})
+    monkeypatch.setattr("ddpilot.record.connecting.main_frame", lambda: frame_of("TCPStore"))
     notes.tick(is_outside=True)
     notes.tick(is_outside=False)
     assert list(tmp_path.iterdir()) == []
