@@ -19,7 +19,7 @@ from torch.multiprocessing.spawn import start_processes
 import ddpilot
 from benchmarks.leftovers import MARK, look, settle
 from benchmarks.measure import Row, main, render_values, seconds
-from ddpilot.launching.local.client import server_pids, stop_servers
+from ddpilot.launching.rank_server.client import server_pids, stop_servers
 
 NUM_RANKS = 2
 HANG_S = 10.0

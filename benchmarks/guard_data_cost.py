@@ -30,7 +30,7 @@ NUM_EPOCHS = 3
 PROBES = (
     "ddpilot.guard.probes.data.probe:DataProbe",
     "ddpilot.guard.probes.saving:SavingProbe",
-    "ddpilot.guard.probes.device_errors:DeviceErrorProbe",
+    "ddpilot.guard.probes.devices:DeviceErrorProbe",
 )
 
 

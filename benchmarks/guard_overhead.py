@@ -22,8 +22,8 @@ import ddpilot
 from benchmarks.measure import Row, main, render_values
 from ddpilot.guard.hook import install
 from ddpilot.guard.probes import PROBES
-from ddpilot.guard.probes.fingerprint import Fingerprinter
-from ddpilot.record.recording import start_recording
+from ddpilot.guard.probes.parameters.fingerprint import Fingerprinter
+from ddpilot.record.collectives.recording import start_recording
 
 CHECK_LIMIT_MS = 3.0
 STEP_LIMIT = 1.02

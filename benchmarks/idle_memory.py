@@ -20,7 +20,7 @@ from torch.multiprocessing.spawn import spawn as torch_spawn
 import ddpilot
 from benchmarks.leftovers import MARK, marked_pids
 from benchmarks.measure import Row, alternate, main, render_values
-from ddpilot.launching.local.client import server_pids, stop_servers
+from ddpilot.launching.rank_server.client import server_pids, stop_servers
 
 NUM_RANKS = 4
 LIMIT_MB = 40.0

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 
 from ddpilot import LaunchError, RankError
-from ddpilot.session.view import RankMessage, SendToRank
+from ddpilot.output.view import RankMessage, SendToRank
 
 
 class QuietView:

@@ -27,7 +27,7 @@ from benchmarks.leftovers import MARK, describe_process, marked_pids, settle
 from benchmarks.measure import Row, main, render_values
 from benchmarks.quiet_view import QuietView
 from ddpilot import LaunchError, LaunchInterrupted, RankError, Session
-from ddpilot.launching.local.client import server_pids, stop_servers
+from ddpilot.launching.rank_server.client import server_pids, stop_servers
 
 BLOCKED_LIMIT_S = 5.0
 SHOWN_LIMIT_S = 1.0

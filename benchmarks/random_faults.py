@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddpilot
 from benchmarks.leftovers import MARK, describe_process, marked_pids, settle
 from benchmarks.measure import Row, main, render_values
-from ddpilot.launching.local.client import server_pids
+from ddpilot.launching.rank_server.client import server_pids
 
 NUM_RANKS = 4
 LIMIT_S = 2.0

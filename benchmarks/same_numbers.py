@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.measure import Row, main
 from benchmarks.same_training import Learnt, train_with_accelerate, train_with_fabric, train_with_loop
-from ddpilot.api.launch import Launcher
+from ddpilot.launcher import Launcher
 
 KINDS = ("mlp", "cnn", "gpt")
 WORLD_SIZES = (1, 2, 4)

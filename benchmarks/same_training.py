@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from benchmarks.small_models import GLOBAL_BATCH_SIZE, accuracy, loss_fn, make_data, make_model
 from ddpilot.training.loop import Loop
-from ddpilot.training.wrapping import unwrap
+from ddpilot.training.models.ddp import unwrap
 
 ACCUMULATION = 3
 MAX_NORM = 0.5

@@ -24,7 +24,7 @@ from benchmarks.measure import Row, main, render_values
 from benchmarks.quiet_view import QuietView
 from benchmarks.session_peers import ALL_REDUCE, PEERS
 from ddpilot import Session
-from ddpilot.launching.local.client import stop_servers
+from ddpilot.launching.rank_server.client import stop_servers
 
 NUM_RANKS = 2
 WARM_LIMIT_S = 1.0

@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from ddpilot.findings.as_text import render_text
-from ddpilot.record import layout
-from ddpilot.record.groups import pack_ranks
-from ddpilot.record.log import Collective, DdpPart, GroupOfRanks, Line, RankLog, Tensor
-from ddpilot.record.reading import read_ring
-from ddpilot.record.ring import RingWriter
+from ddpilot.record.flight_ring import layout
+from ddpilot.record.flight_ring.groups import pack_ranks
+from ddpilot.record.flight_ring.log import Collective, DdpPart, GroupOfRanks, Line, RankLog, Tensor
+from ddpilot.record.flight_ring.reader import read_ring
+from ddpilot.record.flight_ring.writer import RingWriter
+from ddpilot.watch.analysis import Analysis, analyze
 from ddpilot.watch.observer import Observer
 from ddpilot.watch.options import WatchOptions
-from ddpilot.watch.stall import Analysis, analyze
-from ddpilot.watch.view import JobView, ProcessView, RankView
+from ddpilot.watch.snapshot.model import JobView, ProcessView, RankView
 
 NOW_NS = 10**12
 _LINE = {"file": "train.py", "line": 88, "function": "train", "text": "loss.backward()", "via": "Tensor.backward"}

@@ -26,8 +26,8 @@ import ddpilot
 from benchmarks.measure import Row, main, render_values
 from ddpilot.guard.hook import install
 from ddpilot.guard.probes import PROBES
+from ddpilot.record.collectives.recording import start_recording
 from ddpilot.record.hook import journal_path, ring_path
-from ddpilot.record.recording import start_recording
 from ddpilot.watch.observer import Observer
 from ddpilot.watch.options import WatchOptions
 from ddpilot.watch.report import Report

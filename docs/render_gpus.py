@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ddpilot.diagnose.gpu_check.catalogue import CHECKS
+from ddpilot.gpu_check.catalogue import CHECKS
 
 DOCS = Path(__file__).parent
 RUNS = DOCS / "gpu_runs.json"

@@ -88,7 +88,7 @@ def fonts_are_loaded() -> None:
 
 def server_pids() -> tuple[int, ...]:
     """The warm rank servers of this process, which stay alive on purpose between tests."""
-    client = sys.modules.get("ddpilot.launching.local.client")
+    client = sys.modules.get("ddpilot.launching.rank_server.client")
     return client.server_pids() if client else ()
 
 
@@ -101,7 +101,7 @@ def spared_pids() -> tuple[int, ...]:
 
 def stop_rank_servers() -> None:
     """Stop what `spared_pids` spared, so that the run can end with nothing left."""
-    if client := sys.modules.get("ddpilot.launching.local.client"):
+    if client := sys.modules.get("ddpilot.launching.rank_server.client"):
         client.stop_servers()
     tracker = sys.modules.get("multiprocessing.resource_tracker")
     if tracker and tracker._resource_tracker._pid:

@@ -14,9 +14,8 @@ if TYPE_CHECKING:
     __version__: str
     """Version of the installed package, such as "0.1.0"."""
 
-    from ddpilot.api.launch import Launcher, launch
-    from ddpilot.api.placement import ensure_on_device
     from ddpilot.api.topology import topology
+    from ddpilot.checkpoint.weights import load_weights
     from ddpilot.environments.topology import Topology
     from ddpilot.errors import (
         CheckpointError,
@@ -39,21 +38,22 @@ if TYPE_CHECKING:
     )
     from ddpilot.findings.finding import Finding
     from ddpilot.group.decorators import on_ranks, rank_zero_only
-    from ddpilot.group.enter import init_group
     from ddpilot.group.fake import FakeGroup
+    from ddpilot.group.init_group import init_group
     from ddpilot.group.process_group import Group
-    from ddpilot.launching.results import RankResults
+    from ddpilot.launcher import Launcher, launch
+    from ddpilot.launching.shipping.rank_results import RankResults
     from ddpilot.session.session import CellResult, Session
     from ddpilot.trainer.callback import Callback
     from ddpilot.trainer.history import History
     from ddpilot.trainer.run import Run
     from ddpilot.trainer.trainer import Trainer
     from ddpilot.training.batch_size import BatchSizeSearch, find_batch_size
-    from ddpilot.training.checkpoint.loading import load_weights
+    from ddpilot.training.device_placement import ensure_on_device
     from ddpilot.training.loop import Loop
-    from ddpilot.training.parameters import ParameterCount, count_parameters, freeze, unfreeze
+    from ddpilot.training.models.ddp import unwrap
+    from ddpilot.training.models.parameters import ParameterCount, count_parameters, freeze, unfreeze
     from ddpilot.training.scaling import scale_lr
-    from ddpilot.training.wrapping import unwrap
 
 _HOMES = {
     "BatchSizeSearch": "ddpilot.training.batch_size",
@@ -70,15 +70,15 @@ _HOMES = {
     "LaunchError": "ddpilot.errors",
     "LaunchInterrupted": "ddpilot.errors",
     "LaunchTimeoutError": "ddpilot.errors",
-    "Launcher": "ddpilot.api.launch",
+    "Launcher": "ddpilot.launcher",
     "Loop": "ddpilot.training.loop",
     "LoopError": "ddpilot.errors",
     "MismatchedCheckpointError": "ddpilot.errors",
     "NonFiniteError": "ddpilot.errors",
     "OutOfMemoryError": "ddpilot.errors",
-    "ParameterCount": "ddpilot.training.parameters",
+    "ParameterCount": "ddpilot.training.models.parameters",
     "RankError": "ddpilot.errors",
-    "RankResults": "ddpilot.launching.results",
+    "RankResults": "ddpilot.launching.shipping.rank_results",
     "RemoteRankError": "ddpilot.errors",
     "RendezvousError": "ddpilot.errors",
     "Run": "ddpilot.trainer.run",
@@ -88,19 +88,19 @@ _HOMES = {
     "TopologyError": "ddpilot.errors",
     "Trainer": "ddpilot.trainer.trainer",
     "WatchError": "ddpilot.errors",
-    "count_parameters": "ddpilot.training.parameters",
-    "ensure_on_device": "ddpilot.api.placement",
+    "count_parameters": "ddpilot.training.models.parameters",
+    "ensure_on_device": "ddpilot.training.device_placement",
     "find_batch_size": "ddpilot.training.batch_size",
-    "freeze": "ddpilot.training.parameters",
-    "init_group": "ddpilot.group.enter",
-    "launch": "ddpilot.api.launch",
-    "load_weights": "ddpilot.training.checkpoint.loading",
+    "freeze": "ddpilot.training.models.parameters",
+    "init_group": "ddpilot.group.init_group",
+    "launch": "ddpilot.launcher",
+    "load_weights": "ddpilot.checkpoint.weights",
     "on_ranks": "ddpilot.group.decorators",
     "rank_zero_only": "ddpilot.group.decorators",
     "scale_lr": "ddpilot.training.scaling",
     "topology": "ddpilot.api.topology",
-    "unfreeze": "ddpilot.training.parameters",
-    "unwrap": "ddpilot.training.wrapping",
+    "unfreeze": "ddpilot.training.models.parameters",
+    "unwrap": "ddpilot.training.models.ddp",
 }
 
 _HOOKS = {

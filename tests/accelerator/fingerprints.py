@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from ddpilot.guard.probes.fingerprint import Arriving, Fingerprinter, LastWindows
-from ddpilot.record.host_copies import HostCopies
+from ddpilot.guard.probes.parameters.fingerprint import Arriving, Fingerprinter, LastWindows
+from ddpilot.record.accelerator import HostCopies
 
 
 def _parameters(device: str) -> list[nn.Parameter]:
@@ -89,7 +89,7 @@ def while_capturing() -> dict[str, Any]:
     assert before is not None
     torch.accelerator.synchronize()
     has_arrived = before.has_arrived()
-    with mock.patch("ddpilot.record.host_copies.is_capturing", return_value=True):
+    with mock.patch("ddpilot.record.accelerator.is_capturing", return_value=True):
         begun, fingerprints = copies.begin(tensor), Fingerprinter(_parameters("emu")).begin(copies)
         has_arrived_meanwhile = before.has_arrived()
     return {"before": has_arrived, "begun": [begun, fingerprints], "meanwhile": has_arrived_meanwhile}

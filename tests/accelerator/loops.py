@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
+from ddpilot.checkpoint.window import Window
 from ddpilot.errors import CheckpointError
-from ddpilot.training.checkpoint.window import Window
 from ddpilot.training.loop import Loop
 
 WARM_UP, NUM_COUNTED = 8, 12

@@ -8,9 +8,9 @@ import time
 from typing import Any
 
 from ddpilot import Launcher
+from ddpilot.record.flight_ring.log import RankLog
+from ddpilot.record.flight_ring.reader import read_ring
 from ddpilot.record.hook import RING_DIR_VARIABLE, ring_path
-from ddpilot.record.log import RankLog
-from ddpilot.record.reading import read_ring
 
 
 def on_ranks(function: str, num_ranks: int) -> list[Any]:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from ddpilot.training.checkpoint.directory import CheckpointDir
-from ddpilot.training.checkpoint.manifest import Progress
-from ddpilot.training.checkpoint.snapshot import Snapshots
-from ddpilot.training.checkpoint.window import Window
+from ddpilot.checkpoint.directory import CheckpointDir
+from ddpilot.checkpoint.host_copy import Snapshots
+from ddpilot.checkpoint.manifest import Progress
+from ddpilot.checkpoint.window import Window
 
 WINDOWS = {"small": (1000, 3), "one slot": (64, 1), "default": (1 << 24, 8), "none": (1 << 60, 1)}
 """Bytes of a slot and number of slots; nothing can lock as much as the last one asks for."""

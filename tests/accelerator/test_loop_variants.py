@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ddpilot import Launcher
-from ddpilot.training.checkpoint.directory import CheckpointDir
+from ddpilot.checkpoint.directory import CheckpointDir
 from tests.accelerator import SITE, environment, loops, training, why_not
 
 pytestmark = [

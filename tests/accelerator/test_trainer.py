@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import ddpilot
-from ddpilot.training.checkpoint.directory import CheckpointDir
+from ddpilot.checkpoint.directory import CheckpointDir
 from tests.accelerator import SITE, environment, why_not
 from tests.accelerator.trainers import Limits, Places, Wide, data_with_nan, evaluate_then_fit, make_adam, make_noisy
 from tests.dist.trainer.bodies import BATCH_SIZE, make_data, make_trainer, train_plainly

@@ -4,7 +4,7 @@
 Shown elsewhere: mismatches, ranks that have ended or died, other groups, roots and receivers that compute
 (`test_watch.py`), what batched messages leave open (`test_recording.py`), that recording makes no host synchronization
 (`test_host_syncs.py`) and names no parameters in the second backward (`test_record.py`). That a rank which has left its
-groups is named: by the unit tests of `watch/stall.py`, since the emulated backend ends the other rank at once then.
+groups is named: by the unit tests of `watch/analysis.py`, since the emulated backend ends the other rank at once then.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddpilot.record.reading import read_ring
-from ddpilot.record.recording import start_recording
+from ddpilot.record.collectives.recording import start_recording
+from ddpilot.record.flight_ring.reader import read_ring
 from tests.accelerator import on_device, why_not
 from tests.accelerator.on_device import call
 from tests.accelerator.test_recording import ring_path

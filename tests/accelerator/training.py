@@ -16,8 +16,8 @@ from benchmarks.small_models import make_data, make_model
 from ddpilot.errors import LoopError, NonFiniteError, OutOfMemoryError
 from ddpilot.training.batch_size import find_batch_size
 from ddpilot.training.loop import Loop
-from ddpilot.training.structure import to_host
-from ddpilot.training.wrapping import unwrap
+from ddpilot.training.models.ddp import unwrap
+from ddpilot.training.nested import to_host
 
 KINDS = ("mlp", "cnn", "gpt")
 SHARES = {2: [2.0, 1.0]}

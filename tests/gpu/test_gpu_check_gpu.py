@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from ddpilot.diagnose.gpu_check.catalogue import CHECKS
-from ddpilot.diagnose.gpu_check.check import Check
-from ddpilot.diagnose.gpu_check.runner import read_facts, run_checks, why_not
-from ddpilot.group.devices_count import count_accelerators
+from ddpilot.environments.devices_count import count_accelerators
+from ddpilot.gpu_check.catalogue import CHECKS
+from ddpilot.gpu_check.check import Check
+from ddpilot.gpu_check.runner import read_facts, run_checks, why_not
 
 pytestmark = [
     pytest.mark.gpu,

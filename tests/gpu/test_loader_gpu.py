@@ -12,8 +12,8 @@ from torch.utils.data import Dataset
 
 from ddpilot import FakeGroup
 from ddpilot.data.devices import to_device
-from ddpilot.data.loader import make_loader
-from ddpilot.group.devices_count import count_accelerators
+from ddpilot.data.loaders import make_loader
+from ddpilot.environments.devices_count import count_accelerators
 
 pytestmark = [
     pytest.mark.gpu,

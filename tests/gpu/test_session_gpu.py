@@ -11,8 +11,8 @@ from datetime import timedelta
 import pytest
 
 from ddpilot import LaunchInterrupted, RankError, Session
+from ddpilot.environments.devices_count import count_accelerators
 from ddpilot.environments.nvml import read_gpus
-from ddpilot.group.devices_count import count_accelerators
 from tests.dist.session.conftest import Kept, pressing_stop
 
 NUM_GPUS = count_accelerators(os.environ)

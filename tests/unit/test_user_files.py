@@ -9,11 +9,11 @@ import pytest
 
 import ddpilot
 from ddpilot.launching.crash import find_crash_line, find_raised_line
-from ddpilot.record.sites import USER, SiteFinder
+from ddpilot.record.call_sites import USER, SiteFinder
 from ddpilot.user_files import is_users
 from ddpilot.watch.known import find_known_error
-from ddpilot.watch.stacks import user_chain
-from ddpilot.watch.view import ErrorView, Frame
+from ddpilot.watch.snapshot.model import ErrorView, Frame
+from ddpilot.watch.snapshot.stacks import user_chain
 
 PACKAGE = os.path.dirname(ddpilot.__file__)
 STARTER = os.path.join(PACKAGE, "launching", "local", "rank.py")

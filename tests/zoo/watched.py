@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.leftovers import unused_shared_memory
-from ddpilot.api.launch import Launcher
 from ddpilot.errors import LaunchError, LaunchTimeoutError, RankError, WatchError
 from ddpilot.findings.finding import Finding
+from ddpilot.launcher import Launcher
 from tests.zoo.plain import run_as_main
 
 _WITHOUT = re.compile(r"^# without: (.+)$", re.MULTILINE)

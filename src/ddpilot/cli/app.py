@@ -57,7 +57,7 @@ class _Raw(TyperCommand):
 @app.command(cls=_Raw, add_help_option=False)
 def run(context: typer.Context) -> None:
     """Run a script on several ranks, as torchrun does."""
-    from ddpilot.cli.run_verb import run_words
+    from ddpilot.cli.run_command import run_words
 
     raise typer.Exit(run_words(context.args, render_error, os.environ))
 
@@ -82,7 +82,7 @@ def explain(
     ] = None,
 ) -> None:
     """Explain a finding or an error message and how to fix it; without words, list all findings."""
-    from ddpilot.cli.explain_verb import explain
+    from ddpilot.cli.explain_command import explain
 
     print(explain(sys.stdin.read() if words == ["-"] else " ".join(words or ())), end="")
 
@@ -96,7 +96,7 @@ def watch(
     wait: Annotated[bool, typer.Option("--wait", help="Report what is new until the job has ended.")] = False,
 ) -> None:
     """Report what a job is waiting for or why it ended, while it runs or afterwards; without a job, list jobs."""
-    from ddpilot.cli.watch_verb import watch_job
+    from ddpilot.cli.watch_command import watch_job
 
     raise typer.Exit(watch_job(job, as_json=json, wait=wait))
 
@@ -123,7 +123,7 @@ def gpu_check(
     """Check ddpilot's claims about GPUs on this machine: ok, FAILED or cannot be shown here, with the evidence."""
     from pathlib import Path
 
-    from ddpilot.cli.gpu_check_verb import check_gpus, list_checks
+    from ddpilot.cli.machine_commands import check_gpus, list_checks
 
     if list_:
         print(list_checks())
@@ -134,7 +134,7 @@ def gpu_check(
 @app.command()
 def demo() -> None:
     """Run the quickstart notebook on two ranks."""
-    from ddpilot.cli.demo_verb import run_demo
+    from ddpilot.cli.demo_command import run_demo
 
     raise typer.Exit(run_demo())
 

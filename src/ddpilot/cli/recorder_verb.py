@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from ddpilot.record import native
+from ddpilot.record.collectives import native
 
 
 def build_recorder() -> str:

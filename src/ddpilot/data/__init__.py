@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data loading: each global batch has the same samples at any world size, and each rank reads its piece of it."""
+"""Loaders that give each rank its piece of the global batches, equal at any world size; may import errors only."""

@@ -16,7 +16,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, defa
 
 from ddpilot.data.batches import without_rows
 from ddpilot.data.rows import find_rows
-from ddpilot.data.seeding import mix_seed, random_apart, seed_random
+from ddpilot.data.sample_seeds import mix_seed, random_apart, seed_random
 from ddpilot.errors import DataError
 
 Collate = Callable[[list[Any]], Any]

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddpilot.data.division import Division, Epoch, digest
-from ddpilot.data.seeding import mix_seed, random_kept, seed_random
+from ddpilot.data.sample_seeds import mix_seed, random_kept, seed_random
 from ddpilot.errors import DataError
 
 

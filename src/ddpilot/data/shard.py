@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from ddpilot.data.division import Division
-from ddpilot.data.existing import (
+from ddpilot.data.dataloader_spec import (
     Reading,
     read_loader,
     read_options,
@@ -17,12 +16,13 @@ from ddpilot.data.existing import (
     refuse_other_loaders,
     refuse_whole_batches,
 )
+from ddpilot.data.division import Division
 from ddpilot.data.given import GivenBatches
-from ddpilot.data.loader import make_stream_loader, resolve_global_size
+from ddpilot.data.loaders import make_stream_loader, resolve_global_size
+from ddpilot.data.map_loader import ShardedLoader
 from ddpilot.data.options import check_shard_options
 from ddpilot.data.plan import Plan
-from ddpilot.data.sharded import ShardedLoader
-from ddpilot.data.streaming import StreamLoader
+from ddpilot.data.stream_loader import StreamLoader
 from ddpilot.errors import DataError
 
 

@@ -16,7 +16,7 @@ from ddpilot.data.batches import without_rows
 from ddpilot.data.division import Division, digest
 from ddpilot.data.fetching import Collate, Failure, catch_failure
 from ddpilot.data.glimpses import Glimpse, glimpse
-from ddpilot.data.seeding import mix_seed, random_apart, seed_random
+from ddpilot.data.sample_seeds import mix_seed, random_apart, seed_random
 
 
 class StreamOrder(NamedTuple):

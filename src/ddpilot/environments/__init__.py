@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detect the rank, sizes and addresses of this process from a mapping of environment variables, and NVIDIA devices."""
+"""Facts of this process and machine: rank and sizes, NVIDIA devices, private files. Imports `errors`."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from html import escape
 
 from ddpilot.findings.finding import Finding, Severity
-from ddpilot.findings.words import printable, render_ranks
+from ddpilot.findings.text import printable, render_ranks
 
 # Text inherits the notebook's color and nothing sets a background, so that light and dark themes both stay readable.
 # These three colors have enough contrast on white and on black for a line and a bold word.

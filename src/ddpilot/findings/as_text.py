@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from textwrap import wrap
 
 from ddpilot.findings.finding import Finding, Severity
-from ddpilot.findings.words import printable, render_ranks
+from ddpilot.findings.text import printable, render_ranks
 
 _MIN_WIDTH = 40
 _COLORS: dict[Severity, str] = {"error": "31", "warning": "33", "info": "36"}

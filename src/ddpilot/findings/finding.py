@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, TypeVar, get_args
 
 from ddpilot.errors import DdpilotError
-from ddpilot.findings.words import render_ranks
+from ddpilot.findings.text import render_ranks
 
 Severity = Literal["error", "warning", "info"]
 _T = TypeVar("_T")

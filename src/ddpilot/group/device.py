@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
+from ddpilot.environments.devices_count import count_accelerators
 from ddpilot.environments.nvml import find_pci_place
 from ddpilot.errors import GroupError
-from ddpilot.group.devices_count import count_accelerators
 
 _NO_BACKENDS = frozenset({"undefined", "fake"})
 """Names that torch lists among its backends but that do not connect ranks."""

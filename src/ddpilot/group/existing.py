@@ -14,8 +14,8 @@ from ddpilot.environments.topology import Topology
 from ddpilot.errors import GroupError
 from ddpilot.group.device import backend_of, detect_device_facts, resolve_device, use_device
 from ddpilot.group.marks import read_member
+from ddpilot.group.members import Member
 from ddpilot.group.process_group import Group
-from ddpilot.group.roster import Member
 
 
 def existing_group(topology: Topology, backend: str | None = None) -> Group:

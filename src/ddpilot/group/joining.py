@@ -13,13 +13,13 @@ from torch.distributed.constants import default_pg_timeout
 
 from ddpilot.environments.detect import detect_topology
 from ddpilot.errors import GroupError
+from ddpilot.group.creation import form_group
 from ddpilot.group.device import detect_device_facts, resolve_device, use_device
 from ddpilot.group.existing import existing_group
-from ddpilot.group.forming import form_group
-from ddpilot.group.leaving import take_down
+from ddpilot.group.gloo_threads import let_works_end
 from ddpilot.group.process_group import Group
 from ddpilot.group.store import connect_store, resolve_endpoint
-from ddpilot.group.works_end import let_works_end
+from ddpilot.group.teardown import take_down
 
 _AT_EXIT_S = 2.0
 

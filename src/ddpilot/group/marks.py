@@ -9,7 +9,7 @@ from dataclasses import asdict
 from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d as c10d
 
-from ddpilot.group.roster import Member
+from ddpilot.group.members import Member
 
 
 def mark_entered(me: Member) -> None:

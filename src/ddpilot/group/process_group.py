@@ -14,8 +14,8 @@ import torch.distributed as dist
 from ddpilot.environments.topology import Topology
 from ddpilot.errors import GroupError
 from ddpilot.group.device import is_asynchronous
-from ddpilot.group.leaving import take_down, wait_for_peers
 from ddpilot.group.protocol import ReduceOp
+from ddpilot.group.teardown import take_down, wait_for_peers
 
 _OPS = {
     "sum": dist.ReduceOp.SUM,

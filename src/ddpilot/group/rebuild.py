@@ -11,12 +11,12 @@ from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpilot.environments.topology import Topology
+from ddpilot.group.creation import form_group
+from ddpilot.group.ddp_models import bind_model, compare_models, find_models
 from ddpilot.group.device import detect_device_facts, resolve_device, use_device
-from ddpilot.group.forming import form_group
-from ddpilot.group.leaving import take_down
-from ddpilot.group.models import bind_model, compare_models, find_models
 from ddpilot.group.process_group import Group
 from ddpilot.group.store import Endpoint, connect_store
+from ddpilot.group.teardown import take_down
 
 
 @dataclass(frozen=True)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run-time checks inside the ranks: probes note what training does; `watch.rules` derives findings from it."""
+"""Find training that continues with wrong numbers: probes in ranks, rules outside. Imports `record`, `source`."""

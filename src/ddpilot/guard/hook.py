@@ -52,10 +52,10 @@ def install(
     import torch
 
     from ddpilot.guard.probe import Notes
-    from ddpilot.record import native
+    from ddpilot.record.call_sites import SiteFinder
+    from ddpilot.record.collectives import native
+    from ddpilot.record.collectives.recording import SOURCE_VARIABLE
     from ddpilot.record.journal import JournalWriter
-    from ddpilot.record.recording import SOURCE_VARIABLE
-    from ddpilot.record.sites import SiteFinder
 
     show = tell or (lambda text: _print_line(rank, text))
     journal = JournalWriter(path, rank=rank)

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from types import CodeType, FrameType
 from typing import Any, Protocol
 
-from ddpilot.guard.importlib_bootstrap_like import Hook, Hooks, Wrapping, keep_dynamo_out
+from ddpilot.guard.wrappers import Hook, Hooks, Wrapping, keep_dynamo_out
+from ddpilot.record.call_sites import SiteFinder, describe_site
 from ddpilot.record.journal import JournalWriter
-from ddpilot.record.sites import SiteFinder, describe_site
 
 
 class Probe(Protocol):

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Apps shipped with ddpilot, which adapt training libraries to the ranks of a session."""
+"""Adapters of training libraries to ddpilot's ranks, one package per library; they do not import each other."""

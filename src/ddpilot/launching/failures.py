@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from ddpilot.errors import RankError, is_known
 from ddpilot.findings.catalog import SHIP_ERROR, find_cause, find_known, is_of_child
 from ddpilot.findings.in_ranks import fix_in_rank
-from ddpilot.findings.words import render_ranks
-from ddpilot.launching.contract import EXIT_REQUEUE
+from ddpilot.findings.text import render_ranks
 from ddpilot.launching.crash import find_crash_line, tidy_lines
-from ddpilot.launching.local.report import Exited, Raised
-from ddpilot.launching.messages import find_unsent, shorten_message
+from ddpilot.launching.exceptions import find_unsent, shorten_message
 from ddpilot.launching.processes import is_ending
-from ddpilot.launching.shipping.sources import name_cells
+from ddpilot.launching.rank_environment import EXIT_REQUEUE
+from ddpilot.launching.rank_reports import Exited, Raised
+from ddpilot.output.cell_sources import name_cells
 
 _WATCHDOG = re.compile(r"watchdog thread terminated with exception: (?P<why>.+)")
 """How a backend of an accelerator (NCCL) says why it ends the process."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from ddpilot.launching.messages import message_of
+from ddpilot.launching.exceptions import message_of
 
 _VICTIM_TEXT = re.compile(
     r"connection (was likely )?(closed|reset|refused|aborted)|broken pipe|socket (is )?closed|got 0 bytes"

@@ -9,12 +9,12 @@ import time
 import uuid
 from typing import Any
 
-from ddpilot.magics.desk import Desk
-from ddpilot.magics.places import Publisher
-from ddpilot.magics.usage import MagicParser
+from ddpilot.magics.parser import MagicParser
+from ddpilot.magics.shell_session import Desk
+from ddpilot.output.shared_displays import Publisher
 from ddpilot.session.board.as_html import render_board_html
-from ddpilot.session.board.as_text import render_board_text
 from ddpilot.session.session import Session
+from ddpilot.session.status_board import render_board_text
 
 _INTERVAL_S = 1.0
 _ENDED = "the ranks were stopped"

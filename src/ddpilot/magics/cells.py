@@ -9,8 +9,8 @@ from collections.abc import Collection
 from types import FrameType
 from typing import Any
 
-from ddpilot.magics.desk import Desk, briefly
-from ddpilot.magics.usage import MagicParser, MagicUsageError, parse_ranks
+from ddpilot.magics.parser import MagicParser, MagicUsageError, parse_ranks
+from ddpilot.magics.shell_session import Desk, briefly
 
 
 def make_cell_parser() -> MagicParser:

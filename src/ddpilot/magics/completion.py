@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.completer import SimpleCompletion, context_matcher
 
 from ddpilot.magics.cells import make_cell_parser
-from ddpilot.magics.desk import Desk
-from ddpilot.magics.verbs import VERBS
+from ddpilot.magics.commands import VERBS
+from ddpilot.magics.shell_session import Desk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -10,12 +10,12 @@ from typing import Any
 
 from ddpilot.errors import LaunchError
 from ddpilot.magics.completion import inspect_on_ranks, make_matcher
-from ddpilot.magics.desk import Desk, count_ranks
+from ddpilot.magics.input_transformer import Router
 from ddpilot.magics.magic import DdpMagics
 from ddpilot.magics.names import NameHints
-from ddpilot.magics.router import Router
-from ddpilot.magics.values import MarkReturned
-from ddpilot.session.local import check_installed, warm_up
+from ddpilot.magics.push_pull import MarkReturned
+from ddpilot.magics.shell_session import Desk, count_ranks
+from ddpilot.session.kernels.processes import check_installed, warm_up
 
 _ATTRIBUTE = "_ddpilot_parts"
 

@@ -9,10 +9,10 @@ from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
 
 from ddpilot.errors import did_you_mean
 from ddpilot.magics.cells import make_cell_parser, run_cell, run_on_ranks
-from ddpilot.magics.desk import Desk
-from ddpilot.magics.usage import Helped, MagicUsageError
-from ddpilot.magics.values import RETURNED, SCOPE
-from ddpilot.magics.verbs import VERBS
+from ddpilot.magics.commands import VERBS
+from ddpilot.magics.parser import Helped, MagicUsageError
+from ddpilot.magics.push_pull import RETURNED, SCOPE
+from ddpilot.magics.shell_session import Desk
 
 WHOLE = "--whole"
 """Marks a line of `%%ddp` that ddpilot itself generates: the cell's lines are already numbered."""

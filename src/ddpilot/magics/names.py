@@ -8,8 +8,8 @@ from types import ModuleType
 from typing import Any
 
 from ddpilot.errors import LaunchError, RankError
-from ddpilot.magics.desk import Desk
-from ddpilot.session.pushed import find_companions
+from ddpilot.magics.shell_session import Desk
+from ddpilot.session.protocol.variables import find_companions
 from ddpilot.session.session import Session
 
 _MISSING = re.compile(r"NameError: name '(\w+)' is not defined")

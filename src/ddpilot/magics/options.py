@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from ddpilot.launching.options import Output
-from ddpilot.magics.usage import MagicParser, parse_ranks, parse_variable
+from ddpilot.magics.parser import MagicParser, parse_ranks, parse_variable
 from ddpilot.session.options import SessionOptions
 from ddpilot.watch.options import Action
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ddpilot.record import layout
-from ddpilot.record.operations import Operation
+from ddpilot.record.collectives.operations import Operation
+from ddpilot.record.flight_ring import layout
 
 MAX_TENSORS = 32
 MAX_SPLITS = 512

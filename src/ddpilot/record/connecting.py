@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from ddpilot.environments.own_files import write_own_text
+from ddpilot.environments.private_files import write_own_text
 from ddpilot.environments.running_frames import main_frame, reading_frames
 
 _RENDEZVOUS = os.path.join("torch", "distributed", "rendezvous.py")

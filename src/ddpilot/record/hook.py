@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from ddpilot.record.recording import Recording
+    from ddpilot.record.collectives.recording import Recording
 
 RING_DIR_VARIABLE = "DDPILOT_RING_DIR"
 """Environment variable with the folder for rings, created by its owner, private to the user and removed after the ranks
@@ -47,15 +47,15 @@ def find_rings(folder: str | os.PathLike[str]) -> Mapping[int, Path]:
 def start(rank_start: RankStart) -> Recording | None:
     """Record every collective of this process until it exits, in the folder of `RING_DIR_VARIABLE`.
 
-    Other processes can also request its main thread's stack there (`ddpilot.record.stacks`). Returns the recording, or
+    Other processes can also request its main thread's stack there (`ddpilot.record.main_thread`). Returns the recording, or
     None without that variable. Errors are reported in one line on stderr, and the rank continues.
     """
     folder = rank_start.environ.get(RING_DIR_VARIABLE)
     if not folder:
         return None
     try:
-        from ddpilot.record.recording import start_recording
-        from ddpilot.record.stacks import answer_with_stacks, stacks_path
+        from ddpilot.record.collectives.recording import start_recording
+        from ddpilot.record.main_thread import answer_with_stacks, stacks_path
 
         answer_with_stacks(stacks_path(folder, rank_start.rank))
         return start_recording(ring_path(folder, rank_start.rank), rank=rank_start.rank)

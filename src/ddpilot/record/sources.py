@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from ddpilot.errors import RecordError
-from ddpilot.record import native
-from ddpilot.record.buckets import BucketBook
+from ddpilot.record.call_sites import SiteFinder
 from ddpilot.record.capturing import is_capturing
-from ddpilot.record.describe import Describer
+from ddpilot.record.collectives import native
+from ddpilot.record.collectives.ddp_buckets import BucketBook
+from ddpilot.record.collectives.kernels import find_watched, install_kernels, plan_operations
+from ddpilot.record.collectives.record_builder import Describer
+from ddpilot.record.collectives.recorder import Recorder
+from ddpilot.record.collectives.unfinished_works import PendingWorks, StreamMark
 from ddpilot.record.entering import EntryFinder
-from ddpilot.record.groups import GroupBook
-from ddpilot.record.kernels import find_watched, install_kernels, plan_operations
-from ddpilot.record.pending import PendingWorks, StreamMark
-from ddpilot.record.recorder import Recorder
-from ddpilot.record.ring import RingWriter
-from ddpilot.record.sites import SiteFinder
+from ddpilot.record.flight_ring.groups import GroupBook
+from ddpilot.record.flight_ring.writer import RingWriter
 
 
 class _UnavailableError(Exception):

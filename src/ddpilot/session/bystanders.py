@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from ddpilot.errors import RankError, RecordError
-from ddpilot.findings.words import render_ranks
+from ddpilot.findings.text import render_ranks
+from ddpilot.record.flight_ring.current import RankNow, read_now
+from ddpilot.record.flight_ring.log import Collective
 from ddpilot.record.hook import ring_path
-from ddpilot.record.log import Collective
-from ddpilot.record.now import RankNow, read_now
 
 _AFTER_S = 3.0
 _WAITS_S = 2.0

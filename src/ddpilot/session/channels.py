@@ -14,7 +14,7 @@ import zmq
 from jupyter_client.session import Session as Messages
 from jupyter_client.session import new_id_bytes
 
-from ddpilot.session.events import Said
+from ddpilot.session.kernels.events import Said
 
 _PORTS = {"shell": 1, "iopub": 2, "stdin": 3, "control": 4, "hb": 5}
 _KINDS = {"shell": zmq.DEALER, "iopub": zmq.SUB, "stdin": zmq.DEALER, "control": zmq.DEALER}

@@ -11,7 +11,7 @@ from ddpilot.session.arguments import check_rank, check_ranks
 from ddpilot.session.deaths import make_dead_error
 
 if TYPE_CHECKING:
-    from ddpilot.session.ranks import Ranks
+    from ddpilot.session.kernels.manager import Ranks
 
 
 def choose(ranks: Ranks, asked: Iterable[int] | None, did: str, *, all_live: bool = False) -> tuple[int, ...]:

@@ -7,10 +7,10 @@ import time
 from pathlib import Path
 
 from ddpilot.errors import RecordError
+from ddpilot.record.flight_ring.current import NUM_NEWEST
+from ddpilot.record.flight_ring.layout import NUM_BEGUN
+from ddpilot.record.flight_ring.reader import read_ring
 from ddpilot.record.hook import ring_path
-from ddpilot.record.layout import NUM_BEGUN
-from ddpilot.record.now import NUM_NEWEST
-from ddpilot.record.reading import read_ring
 
 _WORD_BYTES = 8
 _RECORDED_LATE_S = 0.15

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ddpilot.errors import LaunchError, RankError
-from ddpilot.findings.words import render_ranks
-from ddpilot.session.events import Ended
+from ddpilot.findings.text import render_ranks
+from ddpilot.session.kernels.events import Ended
 
 SERVER_GONE = "ended with the rank server"
 BEGIN_ANEW = "`%ddp stop`, then `%ddp start` (a new `Session`) starts from scratch"

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ddpilot.launching.failures import describe_exit
-from ddpilot.session.events import Ended
+from ddpilot.session.kernels.events import Ended
 
 
 def describe_end(ended: Ended, was_killed: bool, last_lines: Sequence[str]) -> str:

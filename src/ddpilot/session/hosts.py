@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from ddpilot.session.hub import Hub
+from ddpilot.session.kernels.io_thread import Hub
 
 
 class RankHost(Protocol):

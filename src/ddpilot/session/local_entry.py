@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from ddpilot.session.rank.start import KernelStart
+from ddpilot.session.protocol.entry_points import KernelStart
 
 
 def serve(start: KernelStart) -> None:

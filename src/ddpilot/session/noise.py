@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ddpilot.session.report import FREE, REQUEST
+from ddpilot.session.protocol.report import FREE, REQUEST
 
 _BEGINNING = re.compile(
     rb"(\[rank\d+\]:)?\[[WE]\d{4} \d\d:\d\d:\d\d\.\d+ "

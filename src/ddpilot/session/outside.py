@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import time
 
-from ddpilot.launching.local.jobs import STORE
+from ddpilot.launching.rank_server.job import STORE
+from ddpilot.output.view import RankMessage, View
 from ddpilot.session.deaths import BEGIN_ANEW, describe_death
-from ddpilot.session.events import Ended, Event, Said, Wrote
 from ddpilot.session.hosts import RankHost
-from ddpilot.session.standing import Standing
-from ddpilot.session.view import RankMessage, View
+from ddpilot.session.kernels.events import Ended, Event, Said, Wrote
+from ddpilot.session.kernels.states import Standing
 
 _SHOWN = frozenset(
     {"stream", "display_data", "update_display_data", "clear_output", "comm_open", "comm_msg", "comm_close"}

@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from ddpilot.errors import LaunchError
-from ddpilot.findings.words import render_ranks
-from ddpilot.session.events import Ended, Event, Interrupted, Said, Wrote
-from ddpilot.session.hub import Hub
+from ddpilot.findings.text import render_ranks
+from ddpilot.session.kernels.events import Ended, Event, Interrupted, Said, Wrote
+from ddpilot.session.kernels.io_thread import Hub
 
 _LIMIT_S = 120.0
 _SUBSCRIBE_S = 0.05

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from ddpilot.findings.words import render_ranks
+from ddpilot.findings.text import render_ranks
 
 _MAX_LINES = 5
 

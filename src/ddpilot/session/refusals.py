@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ddpilot.errors import LaunchError, ShipError
-from ddpilot.findings.words import render_ranks
+from ddpilot.findings.text import render_ranks
 
 MISSING = "there is no variable of that name"
 

@@ -13,32 +13,32 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ddpilot.errors import LaunchInterrupted, RankError
+from ddpilot.launching.function_launch.launch import check_function
 from ddpilot.launching.keywords import check_keywords, explain_unknown
-from ddpilot.launching.limits import limits_explained
-from ddpilot.launching.local import wire
-from ddpilot.launching.local.host import check_function
-from ddpilot.launching.results import RankResults
-from ddpilot.launching.shipping.blame import ship
-from ddpilot.launching.shipping.memory import map_private
-from ddpilot.launching.shipping.pickling import open_parcel
-from ddpilot.launching.shipping.sources import collect_sources
+from ddpilot.launching.shipping import fd_socket
+from ddpilot.launching.shipping.memory_file import map_private
+from ddpilot.launching.shipping.parcel import open_parcel
+from ddpilot.launching.shipping.rank_results import RankResults
+from ddpilot.launching.shipping.unpicklable import ship
+from ddpilot.launching.system_limits import limits_explained
+from ddpilot.output.cell_sources import collect_sources
+from ddpilot.output.view import View
 from ddpilot.session import arguments
 from ddpilot.session.choosing import choose, choose_one
 from ddpilot.session.deaths import describe_absent
-from ddpilot.session.local import check_installed
+from ddpilot.session.kernels.processes import check_installed
+from ddpilot.session.kernels.stacks import trim_stack
 from ddpilot.session.options import SessionOptions
-from ddpilot.session.pushed import check_complete, describe_pushed
+from ddpilot.session.protocol.variables import check_complete, describe_pushed
 from ddpilot.session.refusals import make_refusal_error
 from ddpilot.session.sourced import call_with_sources
-from ddpilot.session.stacks import trim_stack
 from ddpilot.session.status import RankStatus
 from ddpilot.session.stopped import describe_push, saying
 from ddpilot.session.stops import Stops
-from ddpilot.session.view import View
 from ddpilot.watch.options import OnFinding
 
 if TYPE_CHECKING:
-    from ddpilot.session.ranks import Ranks
+    from ddpilot.session.kernels.manager import Ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +104,7 @@ class Session:
             stall_warn_s=stall_warn_s,
         )
         check_installed()
-        from ddpilot.session.work import Work  # needs the packages that `check_installed` looks for
+        from ddpilot.session.execution.runner import Work  # needs the packages that `check_installed` looks for
 
         self._view = _default_view(self.options) if view is None else view
         with limits_explained("starting a session"):
@@ -192,7 +192,7 @@ class Session:
             outcome.raise_failure(f"`{name}`")
             return RankResults([answers[rank] for rank in chosen], known)
         finally:
-            wire.close_all(answers.values())
+            fd_socket.close_all(answers.values())
 
     def push(self, values: Mapping[str, Any], *, ranks: Iterable[int] | None = None) -> None:
         """Set variables on `ranks` (None: all live ranks). Each rank gets its own copy, also of tensors.
@@ -235,7 +235,7 @@ class Session:
                 raise make_refusal_error(did, outcome.values)
             values = [each[0] if is_one else each for each in RankResults([answers[each] for each in chosen], [])]
         finally:
-            wire.close_all(answers.values())
+            fd_socket.close_all(answers.values())
         return values if rank is None else values[0]
 
     def restart(self, rank: int | Iterable[int] | None = None) -> None:
@@ -346,13 +346,13 @@ class Session:
 
 
 def _default_view(options: SessionOptions) -> View:
-    from ddpilot.session.shown.terminal import TextView
+    from ddpilot.output.terminal_view import TextView
 
     return TextView(options.output, options.output_limit_bytes)
 
 
 def _start_ranks(options: SessionOptions, view: View) -> Ranks:
-    from ddpilot.session.ranks import Ranks
+    from ddpilot.session.kernels.manager import Ranks
 
     try:
         ranks = Ranks(options, view)

@@ -6,10 +6,10 @@ from __future__ import annotations
 import time
 
 from ddpilot.errors import RecordError
+from ddpilot.record.flight_ring.current import read_now
 from ddpilot.record.hook import ring_path
-from ddpilot.record.now import read_now
 from ddpilot.session.board.usage import Usage, collect_usage
-from ddpilot.session.ranks import Ranks
+from ddpilot.session.kernels.manager import Ranks
 from ddpilot.session.status import CollectiveStatus, RankStatus, State
 
 

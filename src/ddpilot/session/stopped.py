@@ -7,8 +7,8 @@ import contextlib
 from collections.abc import Iterable, Iterator
 
 from ddpilot.errors import LaunchInterrupted
-from ddpilot.findings.words import render_ranks
-from ddpilot.session.outcome import Outcome
+from ddpilot.findings.text import render_ranks
+from ddpilot.session.execution.outcome import Outcome
 
 
 @contextlib.contextmanager

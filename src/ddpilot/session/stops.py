@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-from ddpilot.session.events import Event, Interrupted
+from ddpilot.session.kernels.events import Event, Interrupted
 
 
 class Stops:

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
+from ddpilot.checkpoint.host_copy import can_hold
 from ddpilot.errors import LoopError, did_you_mean
 from ddpilot.trainer.run import Run
-from ddpilot.training.checkpoint.snapshot import can_hold
 
 
 class Callback:

@@ -11,9 +11,9 @@ from torch.optim.swa_utils import AveragedModel
 
 from ddpilot.data.devices import to_device
 from ddpilot.errors import LoopError
-from ddpilot.training.evaluating import eval_mode
-from ddpilot.training.structure import to_host
-from ddpilot.training.wrapping import unwrap
+from ddpilot.training.evaluation.evaluate import eval_mode
+from ddpilot.training.models.ddp import unwrap
+from ddpilot.training.nested import to_host
 
 
 def call_model(model: nn.Module, method: str, *args: Any, device: torch.device, **kwargs: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ddpilot.training.checkpoint.snapshot import can_hold
+from ddpilot.checkpoint.host_copy import can_hold
 
 BOOKKEEPING = ("epoch", "update", "lr", "samples", "seconds", "samples_per_s", "time")
 

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from ddpilot.data.loader import make_loader, make_stream_loader
+from ddpilot.data.loaders import make_loader, make_stream_loader
 from ddpilot.data.shard import shard_loader
 from ddpilot.errors import LoopError
 from ddpilot.group.protocol import GroupLike
-from ddpilot.training.grouping import Loader
+from ddpilot.training.batches import Loader
 
 NO_SIZES: Mapping[str, int | None] = {"global_batch_size": None, "batch_size_per_rank": None}
 

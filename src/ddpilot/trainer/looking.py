@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ddpilot.api.placement import ensure_on_device
 from ddpilot.group.protocol import GroupLike
 from ddpilot.trainer.batches import Forward
 from ddpilot.trainer.calling import call_model, find_inner
 from ddpilot.trainer.loading import NO_SIZES, make_loader_of
-from ddpilot.trainer.places import group_here, share_weights
-from ddpilot.training.evaluating import evaluate
-from ddpilot.training.grouping import Loader
-from ddpilot.training.precision import Precision
-from ddpilot.training.predicting import predict
+from ddpilot.trainer.ranks import group_here, share_weights
+from ddpilot.training.batches import Loader
+from ddpilot.training.device_placement import ensure_on_device
+from ddpilot.training.evaluation.evaluate import evaluate
+from ddpilot.training.evaluation.predict import predict
+from ddpilot.training.step.precision import Precision
 
 if TYPE_CHECKING:
+    from ddpilot.trainer.core import TrainerState
     from ddpilot.trainer.trainer_looking import LookingTrainer
-    from ddpilot.trainer.trainer_state import TrainerState
 
 
 def evaluate_here(

@@ -9,7 +9,7 @@ from typing import Any
 
 from ddpilot.trainer.callback import Callback
 from ddpilot.trainer.history import History
-from ddpilot.trainer.ledger import Ledger
+from ddpilot.trainer.losses import Ledger
 from ddpilot.training.loop import Loop
 
 

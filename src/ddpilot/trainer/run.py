@@ -12,9 +12,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
+from ddpilot.group.accelerator import fork_rng
 from ddpilot.trainer.calling import call_model
 from ddpilot.trainer.history import History
-from ddpilot.training.accelerator import fork_rng
 from ddpilot.training.loop import Loop
 
 

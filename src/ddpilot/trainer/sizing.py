@@ -11,12 +11,12 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ddpilot.errors import LoopError
+from ddpilot.group.accelerator import move
+from ddpilot.group.rng import capture_rng, restore_rng
 from ddpilot.trainer.batches import with_count
-from ddpilot.trainer.fitting import bring_state
-from ddpilot.trainer.places import group_here
-from ddpilot.training.accelerator import move
+from ddpilot.trainer.fit import bring_state
+from ddpilot.trainer.ranks import group_here
 from ddpilot.training.batch_size import BatchSizeSearch, find_batch_size
-from ddpilot.training.checkpoint.rng import capture_rng, restore_rng
 from ddpilot.training.loop import Loop
 from ddpilot.training.losses import add_losses
 

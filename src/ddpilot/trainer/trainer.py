@@ -11,17 +11,17 @@ from torch import nn
 
 from ddpilot.errors import LoopError
 from ddpilot.trainer.batches import Summands, check_attached, check_weighted, with_count
-from ddpilot.trainer.checking import check_fit, check_goal, naming_arguments
-from ddpilot.trainer.fitting import Fit, fit_here, fit_on_rank
+from ddpilot.trainer.checks import check_fit, check_goal, naming_arguments
+from ddpilot.trainer.fit import Fit, fit_here, fit_on_rank
 from ddpilot.trainer.history import History
-from ddpilot.trainer.outcome import apply, as_it_was, explain_late
-from ddpilot.trainer.places import is_on_ranks, run_on_ranks, say_ignored
+from ddpilot.trainer.ranks import is_on_ranks, run_on_ranks, say_ignored
+from ddpilot.trainer.result import apply, as_it_was, explain_late
 from ddpilot.trainer.run import Run
 from ddpilot.trainer.sizing import Search, find_batch_size_here
 from ddpilot.trainer.trainer_looking import LookingTrainer
 from ddpilot.training.batch_size import BatchSizeSearch, check_search
-from ddpilot.training.inside import run_inside
-from ddpilot.training.signals import StopSignals
+from ddpilot.training.coordination.signals import StopSignals
+from ddpilot.training.models.inside import run_inside
 
 _WHICH_SIZE = "Say `global_batch_size`, of all ranks together, or `batch_size_per_rank`."
 

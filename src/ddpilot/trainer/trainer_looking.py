@@ -10,11 +10,11 @@ from typing import Any, Literal
 from torch import nn
 
 from ddpilot.trainer.batches import Forward
-from ddpilot.trainer.checking import check_choice, check_forward, check_loader_options, check_whole
+from ddpilot.trainer.checks import check_choice, check_forward, check_loader_options, check_whole
+from ddpilot.trainer.core import TrainerState
 from ddpilot.trainer.looking import call_here, evaluate_here, predict_here
-from ddpilot.trainer.places import is_on_ranks, run_on_ranks
-from ddpilot.trainer.trainer_state import TrainerState
-from ddpilot.training.forwarding import predict_batch
+from ddpilot.trainer.ranks import is_on_ranks, run_on_ranks
+from ddpilot.training.evaluation.forwarding import predict_batch
 
 
 class LookingTrainer(TrainerState):

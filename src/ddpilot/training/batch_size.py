@@ -16,11 +16,11 @@ from torch.utils.data import default_collate
 
 from ddpilot.data.devices import to_device
 from ddpilot.errors import LoopError
-from ddpilot.training.accelerator import peak_bytes, reset_peak
-from ddpilot.training.batch_norm import find_batch_norms
-from ddpilot.training.memory import joint_try
+from ddpilot.group.accelerator import peak_bytes, reset_peak
+from ddpilot.training.checks.batch_norm import find_batch_norms
+from ddpilot.training.coordination.out_of_memory import joint_try
+from ddpilot.training.models.ddp import unwrap
 from ddpilot.training.preserving import preserved
-from ddpilot.training.wrapping import unwrap
 
 if TYPE_CHECKING:
     from ddpilot.training.loop import Loop

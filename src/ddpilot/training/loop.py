@@ -16,18 +16,18 @@ from ddpilot.data.devices import to_device
 from ddpilot.data.options import naming_rank
 from ddpilot.errors import LoopError
 from ddpilot.findings.finding import Finding
-from ddpilot.training.accumulating import Accumulation
-from ddpilot.training.batch_norm import check_batch_norms
-from ddpilot.training.closures import check_closure, needs_closure
-from ddpilot.training.grouping import CurrentBatch, Loader, check_loader, is_at_end, iterate_groups
-from ddpilot.training.keeping.place import describe_data
+from ddpilot.training.batches import CurrentBatch, Loader, check_loader, is_at_end, iterate_groups
+from ddpilot.training.checks.batch_norm import check_batch_norms
+from ddpilot.training.coordination.out_of_memory import explain_out_of_memory, is_out_of_memory
 from ddpilot.training.loop_keeping import KeepingLoop
 from ddpilot.training.loop_looking import LookingLoop
 from ddpilot.training.loop_preparing import PreparingLoop
 from ddpilot.training.losses import add_losses
-from ddpilot.training.memory import explain_out_of_memory, is_out_of_memory
+from ddpilot.training.models.closures import check_closure, needs_closure
 from ddpilot.training.notices import never_had_a_sample, say_findings, say_unsaved, user_line
-from ddpilot.training.updating import clear_gradients
+from ddpilot.training.resume.position import describe_data
+from ddpilot.training.step.accumulation import Accumulation
+from ddpilot.training.step.update import clear_gradients
 
 
 class Loop(PreparingLoop, KeepingLoop, LookingLoop):

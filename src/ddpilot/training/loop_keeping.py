@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import nn
 
+from ddpilot.checkpoint.collective import load_jointly
 from ddpilot.data.options import naming_rank
-from ddpilot.training.checkpoint.joint import load_jointly
-from ddpilot.training.loop_state import LoopState
+from ddpilot.training.setup import LoopState
 
 
 class KeepingLoop(LoopState):

@@ -13,11 +13,11 @@ from torch.utils.data import DataLoader
 
 from ddpilot.data.options import naming_rank
 from ddpilot.data.shard import shard_loader
-from ddpilot.training.evaluating import evaluate
-from ddpilot.training.grouping import Loader
-from ddpilot.training.loop_state import LoopState
-from ddpilot.training.predicting import predict
-from ddpilot.training.reducing import gather_batch, gather_rows, reduce_value
+from ddpilot.training.batches import Loader
+from ddpilot.training.coordination.collectives import gather_batch, gather_rows, reduce_value
+from ddpilot.training.evaluation.evaluate import evaluate
+from ddpilot.training.evaluation.predict import predict
+from ddpilot.training.setup import LoopState
 
 
 class LookingLoop(LoopState):

@@ -12,17 +12,17 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, IterableDataset
 
-from ddpilot.data.loader import ShardedLoader, StreamLoader, make_loader, make_stream_loader
+from ddpilot.data.loaders import ShardedLoader, StreamLoader, make_loader, make_stream_loader
 from ddpilot.data.options import naming_rank
 from ddpilot.data.shard import shard_loader
 from ddpilot.errors import LoopError
-from ddpilot.training.accelerator import move
-from ddpilot.training.ddp_options import DdpOptions
-from ddpilot.training.explanation import Explanation
-from ddpilot.training.keeping.things import has_state
-from ddpilot.training.loop_state import LoopState
-from ddpilot.training.precision import parameters_of
-from ddpilot.training.wrapping import prepare_optimizer, wrap
+from ddpilot.group.accelerator import move
+from ddpilot.training.models.ddp import prepare_optimizer, wrap
+from ddpilot.training.models.ddp_options import DdpOptions
+from ddpilot.training.models.explain import Explanation
+from ddpilot.training.resume.tracked_state import has_state
+from ddpilot.training.setup import LoopState
+from ddpilot.training.step.precision import parameters_of
 
 
 class PreparingLoop(LoopState):

@@ -7,12 +7,12 @@ import sys
 import warnings
 from types import FrameType
 
+from ddpilot.checkpoint.telling import tell_stderr
 from ddpilot.errors import DataError
 from ddpilot.findings.as_text import render_text
 from ddpilot.findings.finding import Finding
 from ddpilot.group.protocol import GroupLike
-from ddpilot.training.checkpoint.telling import tell_stderr
-from ddpilot.training.grouping import CurrentBatch
+from ddpilot.training.batches import CurrentBatch
 
 _PACKAGE = __name__.partition(".")[0]
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ddpilot.training.checkpoint.rng import capture_rng, restore_rng
+from ddpilot.group.rng import capture_rng, restore_rng
 
 
 @contextmanager

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from ddpilot.launching.contract import WATCHED_VARIABLE
-from ddpilot.launching.contract import is_watched as is_shown_here
-from ddpilot.training.accelerator import runs_behind
-from ddpilot.training.later import Arriving, Sender
+from ddpilot.group.accelerator import runs_behind
+from ddpilot.launching.rank_environment import WATCHED_VARIABLE
+from ddpilot.launching.rank_environment import is_watched as is_shown_here
+from ddpilot.training.async_scalars import Arriving, Sender
 
 LINE_INTERVAL_S = 30.0
 _BAR_INTERVAL_S = 0.2

@@ -12,8 +12,8 @@ import torch
 from ddpilot.data.batches import LocalBatch
 from ddpilot.data.glimpses import NOTHING, Glimpse
 from ddpilot.errors import DataError
+from ddpilot.group.accelerator import wire_device
 from ddpilot.group.protocol import GroupLike
-from ddpilot.training.accelerator import wire_device
 
 _FIX = (
     "Let the dataset yield every sample on every rank, for each takes its part by itself; or let it divide them by "

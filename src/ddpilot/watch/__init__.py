@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ddpilot.watch.enabling import enable
+    from ddpilot.watch.external.instrumentation import enable
 
 __all__ = ["enable"]
 
@@ -18,6 +18,6 @@ __all__ = ["enable"]
 def __getattr__(name: str) -> object:
     if name != "enable":
         raise AttributeError(f"module 'ddpilot.watch' has no attribute {name!r}")
-    from ddpilot.watch.enabling import enable
+    from ddpilot.watch.external.instrumentation import enable
 
     return enable

@@ -7,6 +7,6 @@ import os
 
 # Import nothing in a process that is not a rank, such as the launcher itself.
 if not {"RANK", "SLURM_PROCID", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK"}.isdisjoint(os.environ):
-    from ddpilot.watch.enabling import enable_from_environment
+    from ddpilot.watch.external.instrumentation import enable_from_environment
 
     enable_from_environment()

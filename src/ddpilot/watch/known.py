@@ -11,7 +11,7 @@ from ddpilot.findings.finding import Finding, Place
 from ddpilot.findings.in_ranks import fix_in_rank
 from ddpilot.launching.crash import find_raised_line
 from ddpilot.user_files import is_users_line
-from ddpilot.watch.view import ErrorView
+from ddpilot.watch.snapshot.model import ErrorView
 
 _FAULT_FRAME = re.compile(
     r'^  (?:File "(?P<file>[^"]+)"|(?P<cell>Cell In\[\d+\])), line (?P<line>\d+) in (?P<function>.+)$'

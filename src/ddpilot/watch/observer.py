@@ -10,19 +10,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from ddpilot.findings.display import Findings
 from ddpilot.findings.finding import Finding
-from ddpilot.findings.sequence import Findings
+from ddpilot.guard.rules.registry import RULES_OF_SEVERAL_RANKS, RuleBook, rules_for
 from ddpilot.record.journal import Entry
+from ddpilot.watch.analysis import Analysis, analyze, say_end
 from ddpilot.watch.cells import label_cells, rename, rename_in
-from ddpilot.watch.comparing import Comparing
-from ddpilot.watch.exchange import Exchange
-from ddpilot.watch.gathering import Gatherer, RankFacts
+from ddpilot.watch.nodes.exchange import Exchange
+from ddpilot.watch.nodes.shared_rules import Comparing
 from ddpilot.watch.options import WatchOptions
 from ddpilot.watch.report import Report
-from ddpilot.watch.rules.book import RULES_OF_SEVERAL_RANKS, RuleBook, rules_for
-from ddpilot.watch.stall import Analysis, analyze, say_end
+from ddpilot.watch.snapshot.model import JobView, StackView
+from ddpilot.watch.snapshot.reader import Gatherer, RankFacts
 from ddpilot.watch.told import Told, newest
-from ddpilot.watch.view import JobView, StackView
 
 INTERVAL_S = 0.25
 """Interval between two looks."""

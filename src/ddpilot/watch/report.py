@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddpilot.environments.own_files import read_own_text, write_own_text
+from ddpilot.environments.private_files import read_own_text, write_own_text
 from ddpilot.errors import DdpilotError
+from ddpilot.findings.display import Findings
 from ddpilot.findings.finding import Finding
-from ddpilot.findings.sequence import Findings
-from ddpilot.findings.words import printable, render_ranks
+from ddpilot.findings.text import printable, render_ranks
 
 FORMAT = 1
 _JSON, _TEXT = "report.json", "report.txt"

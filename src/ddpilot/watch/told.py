@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ddpilot.findings.finding import Finding
-from ddpilot.watch.stall import Analysis
+from ddpilot.watch.analysis import Analysis
 
 _QUIET_S = 1.5
 """A wait that resumes after a shorter break than this is the same wait."""

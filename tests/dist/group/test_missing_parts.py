@@ -9,7 +9,7 @@ import sys
 import torch
 
 _REPORT = """
-from ddpilot.group.enter import init_group
+from ddpilot.group.init_group import init_group
 try:
     init_group(distributed=False)
 except RuntimeError as error:

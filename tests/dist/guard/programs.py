@@ -27,9 +27,9 @@ from torch.utils.data import DataLoader, Subset, SubsetRandomSampler, TensorData
 
 from ddpilot.guard.hook import install
 from ddpilot.guard.probes import PROBES
-from ddpilot.guard.probes.fingerprint import Fingerprinter
+from ddpilot.guard.probes.parameters.fingerprint import Fingerprinter
+from ddpilot.record.collectives.recording import start_recording
 from ddpilot.record.hook import journal_path, ring_path
-from ddpilot.record.recording import start_recording
 
 Program = Callable[[], object]
 NUM_STEPS = 4

@@ -16,10 +16,10 @@ import ddpilot
 from ddpilot.findings.finding import Finding
 from ddpilot.guard.hook import install
 from ddpilot.guard.probes import PROBES
+from ddpilot.guard.rules.registry import RuleBook
+from ddpilot.record.collectives.recording import start_recording
+from ddpilot.record.flight_ring.reader import read_ring
 from ddpilot.record.journal import Entry, read_journal
-from ddpilot.record.reading import read_ring
-from ddpilot.record.recording import start_recording
-from ddpilot.watch.rules.book import RuleBook
 from ddpilot.watch.told import Told
 
 NUM_RANKS = 2

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ddpilot.findings.finding import Finding
-from ddpilot.record.reading import read_ring
+from ddpilot.record.flight_ring.reader import read_ring
 from tests.dist.guard import data_programs
 from tests.dist.guard.data_programs import FAILING, RIGHT
 from tests.dist.guard.running import run_all

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-from ddpilot.guard.probes.groups import Eras, describe_group, find_world, sequence_number
+from ddpilot.guard.probes.process_groups import Eras, describe_group, find_world, sequence_number
 
 
 def test_eras_change_with_the_default_group(tmp_path: Path) -> None:

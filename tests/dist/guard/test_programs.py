@@ -12,10 +12,10 @@ import pytest
 
 import ddpilot
 from ddpilot.findings.finding import Finding
+from ddpilot.guard.rules.registry import RuleBook
+from ddpilot.record.flight_ring.reader import read_ring
 from ddpilot.record.hook import journal_path, ring_path
 from ddpilot.record.journal import read_journal
-from ddpilot.record.reading import read_ring
-from ddpilot.watch.rules.book import RuleBook
 from ddpilot.watch.told import Told
 from tests.dist.guard import programs
 

@@ -9,9 +9,9 @@ import pytest
 
 import ddpilot
 from ddpilot import Launcher
+from ddpilot.environments import devices_count
 from ddpilot.environments.nvml import NvmlDevices
-from ddpilot.group import devices_count
-from ddpilot.launching.contract import count_cores
+from ddpilot.launching.rank_environment import count_cores
 
 
 def place() -> tuple[str | None, str | None]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ddpilot.errors import LaunchInterrupted
-from ddpilot.launching.local.host import run_local
+from ddpilot.launching.function_launch.launch import run_local
 from ddpilot.launching.options import LaunchOptions
 from tests.dist.launching.scripts import finish, is_alive, running, wait_until
 
@@ -33,7 +33,7 @@ from ddpilot import Launcher
 
 def train(folder):
     import torch, torch.distributed as dist
-    from ddpilot.training.signals import StopSignals
+    from ddpilot.training.coordination.signals import StopSignals
     dist.init_process_group("gloo")
     dist.barrier()
     said = []
@@ -138,7 +138,7 @@ def test_ctrl_c_leaves_no_such_time_to_a_rank_whose_peer_has_ended(tmp_path: Pat
 
 STARTING = """
 import os, sys, ddpilot
-from ddpilot.launching.local.client import server_pids
+from ddpilot.launching.rank_server.client import server_pids
 open("starting", "w").close()
 try:
     ddpilot.Launcher(nproc_per_node=2, preload=("slow",)).run(os.getpid)

@@ -15,7 +15,7 @@ NUM_LAUNCHES = 50 if os.environ.get("DDPILOT_SOAK") == "1" else 10
 SOURCE = """
 import gc, os, threading
 import psutil, torch, ddpilot
-from ddpilot.launching.local.client import server_pids, stop_servers
+from ddpilot.launching.rank_server.client import server_pids, stop_servers
 
 weight = torch.ones(500, 500, requires_grad=True)
 (torch.ones(500, 500) @ weight).sum().backward()  # the OpenMP pool is alive now: a fork of this process would hang
@@ -82,7 +82,7 @@ def test_script_ends_with_its_server(tmp_path: Path) -> None:
 WHILE_TORCH_IS_IMPORTED = """
 import threading
 import ddpilot
-from ddpilot.record.on_import import when_imported
+from ddpilot.launching.on_import import when_imported
 
 def make(number):
     import torch

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ddpilot import Launcher
-from ddpilot.launching.contract import count_cores
+from ddpilot.launching.rank_environment import count_cores
 
 
 def state() -> dict[str, Any]:

@@ -36,7 +36,7 @@ def test_launch_works_in_a_forked_child_of_the_parent() -> None:
         try:
             server = ddpilot.launch(os.getppid, nproc_per_node=1)[0]
             os.write(writer, str(server).encode())
-            from ddpilot.launching.local.client import stop_servers
+            from ddpilot.launching.rank_server.client import stop_servers
 
             stop_servers()
             code = 0

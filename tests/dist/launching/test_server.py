@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from ddpilot import Launcher, LaunchError, RankError
-from ddpilot.launching.local.client import ensure_server, server_pids, stop_servers
+from ddpilot.launching.rank_server.client import ensure_server, server_pids, stop_servers
 from tests.dist.launching.scripts import is_alive, run_script, wait_until
 
 MODULES = {

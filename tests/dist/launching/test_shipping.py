@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ddpilot import Launcher, RankError, ShipError
-from ddpilot.launching.local.client import server_pids, stop_servers
+from ddpilot.launching.rank_server.client import server_pids, stop_servers
 from tests.dist.launching.scripts import run_script
 
 QUIET = Launcher(nproc_per_node=2, output="silent", timeout_s=60)

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from ddpilot.record import native
-from ddpilot.record.recording import SOURCE_VARIABLE
+from ddpilot.record.collectives import native
+from ddpilot.record.collectives.recording import SOURCE_VARIABLE
 
 
 @pytest.fixture(scope="module", params=["native", "kernels"], autouse=True)

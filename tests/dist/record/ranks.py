@@ -13,9 +13,9 @@ from typing import Any
 import torch.distributed as dist
 
 import ddpilot
-from ddpilot.record.log import Collective, RankLog
-from ddpilot.record.reading import read_ring
-from ddpilot.record.recording import Recording, start_recording
+from ddpilot.record.collectives.recording import Recording, start_recording
+from ddpilot.record.flight_ring.log import Collective, RankLog
+from ddpilot.record.flight_ring.reader import read_ring
 
 PATIENCE_S = 60.0
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.nn import BatchNorm1d, Linear, Module, Sequential
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpilot.record.log import Collective, RankLog
-from ddpilot.record.recording import start_recording
+from ddpilot.record.collectives.recording import start_recording
+from ddpilot.record.flight_ring.log import Collective, RankLog
 from tests.dist.record.ranks import matchable, my_rank, read_all, recorded, ring_of, run
 
 WIDTH = 600

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from ddpilot.record.log import RankLog
-from ddpilot.record.recording import start_recording
+from ddpilot.record.collectives.recording import start_recording
+from ddpilot.record.flight_ring.log import RankLog
 from tests.dist.record.ranks import my_rank, ring_of, run, wait_for
 
 ENOUGH_NS = 1_600_000_000

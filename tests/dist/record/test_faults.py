@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 
 from ddpilot.errors import RecordError
-from ddpilot.record.describe import Describer
-from ddpilot.record.groups import GroupBook
-from ddpilot.record.pending import PendingWorks
-from ddpilot.record.reading import read_ring
-from ddpilot.record.recording import start_recording
-from ddpilot.record.ring import RingWriter
-from ddpilot.record.sites import SiteFinder
+from ddpilot.record.call_sites import SiteFinder
+from ddpilot.record.collectives.record_builder import Describer
+from ddpilot.record.collectives.recording import start_recording
+from ddpilot.record.collectives.unfinished_works import PendingWorks
+from ddpilot.record.flight_ring.groups import GroupBook
+from ddpilot.record.flight_ring.reader import read_ring
+from ddpilot.record.flight_ring.writer import RingWriter
 from tests.dist.record.ranks import my_rank, read_all, recorded, ring_of, run
 
 BROKEN: list[tuple[type, str]] = [

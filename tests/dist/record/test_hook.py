@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddpilot.launching.local.host import run_local
+from ddpilot.launching.function_launch.launch import run_local
 from ddpilot.launching.options import LaunchOptions
+from ddpilot.record.flight_ring.current import RankNow, read_now
+from ddpilot.record.flight_ring.reader import read_ring
 from ddpilot.record.hook import RING_DIR_VARIABLE, find_rings, ring_path
-from ddpilot.record.now import RankNow, read_now
-from ddpilot.record.reading import read_ring
+from ddpilot.watch.companion import Watcher
 from ddpilot.watch.options import WatchOptions
-from ddpilot.watch.watcher import Watcher
 
 PATIENCE_S = 60.0
 
@@ -134,5 +134,5 @@ def run_a_script() -> str:
     import subprocess
     import sys
 
-    script = "import sys, ddpilot.errors; print('ddpilot.record.recording' in sys.modules)"
+    script = "import sys, ddpilot.errors; print('ddpilot.record.collectives.recording' in sys.modules)"
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout

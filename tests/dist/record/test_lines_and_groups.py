@@ -18,7 +18,7 @@ from torch.distributed import AllreduceOptions
 from torch.nn import Linear
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpilot.record.log import Collective
+from ddpilot.record.flight_ring.log import Collective
 from tests.dist.record.ranks import matchable, my_rank, read_all, recorded, run
 
 CELL = "<ipython-input-7-0badcafe>"

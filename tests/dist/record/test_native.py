@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch.nn import Linear, Module, Sequential
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpilot.record import native
-from ddpilot.record.log import Collective
-from ddpilot.record.reading import read_ring
-from ddpilot.record.recording import SOURCE_VARIABLE
-from ddpilot.record.ring import RingWriter
-from ddpilot.record.sites import SiteFinder
+from ddpilot.record.call_sites import SiteFinder
+from ddpilot.record.collectives import native
+from ddpilot.record.collectives.recording import SOURCE_VARIABLE
+from ddpilot.record.flight_ring.log import Collective
+from ddpilot.record.flight_ring.reader import read_ring
+from ddpilot.record.flight_ring.writer import RingWriter
 from tests.dist.record.ranks import my_rank, read_all, recorded, ring_of, run
 from tests.dist.record.test_operators import calls
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddpilot.record.kernels import plan_operations
-from ddpilot.record.recording import SOURCE_VARIABLE
+from ddpilot.record.collectives.kernels import plan_operations
+from ddpilot.record.collectives.recording import SOURCE_VARIABLE
 from tests.dist.record.ranks import my_rank, read_all, recorded, run
 
 NOT_RECORDED = {"c10d::check_for_nan": "no process group among its arguments: it is local to the rank"}

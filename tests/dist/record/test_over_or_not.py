@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddpilot.record.log import RankLog
-from ddpilot.record.reading import read_ring
+from ddpilot.record.flight_ring.log import RankLog
+from ddpilot.record.flight_ring.reader import read_ring
 from tests.dist.record.ranks import my_rank, read_all, recorded, ring_of, run, wait_for
 
 

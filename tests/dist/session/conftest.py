@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ddpilot import LaunchError, RankError, Session
-from ddpilot.session.view import RankMessage, SendToRank
+from ddpilot.output.view import RankMessage, SendToRank
 from tests.dist.launching.scripts import wait_until
 
 MODEL = """

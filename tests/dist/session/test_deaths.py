@@ -159,7 +159,7 @@ def test_what_follows_from_a_dead_rank_is_no_difference_between_the_others(start
 
 def test_the_end_of_the_rank_server_is_the_end_of_all_ranks_and_said(start: Start, view: Kept) -> None:
     """Nothing hangs, and a new session can be started."""
-    from ddpilot.launching.local.client import server_pids
+    from ddpilot.launching.rank_server.client import server_pids
 
     session = start(2)
     for pid in server_pids():

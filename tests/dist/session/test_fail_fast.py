@@ -15,7 +15,7 @@ from ddpilot import RankError, Session
 from tests.dist.session.conftest import MODEL, Kept
 
 CUT_SHORT = """
-from ddpilot.session.parcels import ParcelPort
+from ddpilot.session.protocol.parcels import ParcelPort
 take = ParcelPort.take
 def once(port, token):
     ParcelPort.take = take

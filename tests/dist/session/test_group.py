@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from ddpilot import RankError, Session
-from ddpilot.session.report import FREE
+from ddpilot.session.protocol.report import FREE
 from tests.dist.session.conftest import Kept
 
 Start = Callable[..., Session]
@@ -107,8 +107,8 @@ def test_seed_and_backend_reach_every_rank(start: Start, view: Kept) -> None:
 
 def test_every_collective_is_in_the_rings_with_its_cell_line(start: Start) -> None:
     """The flight ring is on; a cell's line reads as people know it."""
+    from ddpilot.record.flight_ring.reader import read_ring
     from ddpilot.record.hook import find_rings
-    from ddpilot.record.reading import read_ring
 
     session = start(2)
     session.execute("import torch\ntensor = torch.ones(3)\ngroup.all_reduce(tensor)", cell=9)

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from ddpilot import LaunchError, LaunchInterrupted, RankError, Session, launch
-from ddpilot.record import native
+from ddpilot.record.collectives import native
 from tests.dist.launching.scripts import is_alive, run_script, running, wait_until
 from tests.dist.session.conftest import Kept, pressing_stop
 

@@ -116,7 +116,7 @@ def test_a_stop_as_a_cell_begins_is_not_lost(start: Start, view: Kept, monkeypat
     """Before the cell's first line, while workers are started, in the midst of a queue's locks: none needs a second."""
     for step in ("_FREE_AFTER_STOP_S", "_AGAIN_AFTER_STOP_S", "_KILL_SILENT_AFTER_S", "_KILL_AFTER_S"):
         # A busy machine is no lost stop: without one the cell goes on to its end, or to the first of these.
-        monkeypatch.setattr(f"ddpilot.session.ladder.{step}", 30.0)
+        monkeypatch.setattr(f"ddpilot.session.execution.stop_steps.{step}", 30.0)
     session = start(2)
     session.execute(
         "import time\nfrom torch.utils.data import DataLoader\n"

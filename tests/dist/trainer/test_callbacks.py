@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from ddpilot import Launcher, RankError, Trainer
+from ddpilot.checkpoint.weights import load_weights
 from ddpilot.trainer.callbacks import (
     BestWeights,
     Callback,
@@ -35,7 +36,6 @@ from ddpilot.trainer.callbacks import (
 )
 from ddpilot.trainer.callbacks.timers import PARTS
 from ddpilot.trainer.run import Run
-from ddpilot.training.checkpoint.loading import load_weights
 
 NUM_EPOCHS = 3
 PER_EPOCH = 7

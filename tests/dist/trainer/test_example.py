@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from ddpilot.trainer.places import HEAVY
+from ddpilot.trainer.ranks import HEAVY
 from examples import digits_trainer
 from tests.dist.trainer.bodies import launcher
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy, mse_loss
 
-from ddpilot.group.enter import seed_all
+from ddpilot.group.init_group import seed_all
 from ddpilot.trainer.trainer import Trainer
 from tests.dist.training.bodies import launch
 from tests.dist.training.test_losses import BATCH_SIZE, NUM_EPOCHS, TwoHeads, make_data, train_all_plain

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import ddpilot
 from ddpilot.errors import LoopError
-from ddpilot.trainer.places import HEAVY
+from ddpilot.trainer.ranks import HEAVY
 from tests.dist.trainer.bodies import BATCH_SIZE, launcher, make_data, make_model, make_optimizer, make_trainer
 
 

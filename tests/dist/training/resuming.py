@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 
 from ddpilot.errors import CheckpointError
 from ddpilot.training.loop import Loop
-from ddpilot.training.wrapping import unwrap
+from ddpilot.training.models.ddp import unwrap
 
 NUM_SAMPLES = 53
 GLOBAL_BATCH_SIZE = 8

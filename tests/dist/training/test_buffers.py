@@ -12,9 +12,9 @@ from torch.nn.functional import mse_loss
 from torch.nn.utils.parametrizations import spectral_norm
 
 from ddpilot.data.plan import Plan
-from ddpilot.group.enter import seed_all
+from ddpilot.group.init_group import seed_all
 from ddpilot.training.loop import Loop
-from ddpilot.training.wrapping import unwrap
+from ddpilot.training.models.ddp import unwrap
 from tests.dist.training.bodies import launch
 from tests.dist.training.test_losses import BATCH_SIZE, NUM_EPOCHS, NUM_SAMPLES, make_data
 

@@ -15,9 +15,9 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ddpilot import RankError
 from ddpilot.data.plan import Plan
-from ddpilot.group.enter import seed_all
+from ddpilot.group.init_group import seed_all
 from ddpilot.training.loop import Loop
-from ddpilot.training.wrapping import unwrap
+from ddpilot.training.models.ddp import unwrap
 from tests.dist.training.bodies import launch
 from tests.dist.training.test_losses import BATCH_SIZE, NUM_SAMPLES, make_data
 

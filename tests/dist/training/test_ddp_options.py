@@ -18,12 +18,12 @@ from torch.utils.data import TensorDataset
 from benchmarks.small_models import loss_fn, make_data, make_model
 from ddpilot import RankError
 from ddpilot.errors import LoopError
-from ddpilot.record.log import RankLog
-from ddpilot.record.reading import read_ring
-from ddpilot.record.recording import start_recording
-from ddpilot.training.explanation import Explanation
+from ddpilot.record.collectives.recording import start_recording
+from ddpilot.record.flight_ring.log import RankLog
+from ddpilot.record.flight_ring.reader import read_ring
 from ddpilot.training.loop import Loop
-from ddpilot.training.wrapping import unwrap
+from ddpilot.training.models.ddp import unwrap
+from ddpilot.training.models.explain import Explanation
 from tests.dist.training.bodies import launch, launch_unwatched
 
 X = torch.arange(48, dtype=torch.float32).reshape(24, 2) / 24

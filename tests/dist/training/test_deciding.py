@@ -16,8 +16,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from ddpilot import RankError
-from ddpilot.training import leaving
-from ddpilot.training.deciding import MAX_INTERVAL
+from ddpilot.training.coordination import leaving
+from ddpilot.training.coordination.stop import MAX_INTERVAL
 from ddpilot.training.loop import Loop
 from tests.dist.training.bodies import launch, launch_unwatched
 

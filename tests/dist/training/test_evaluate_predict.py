@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ddpilot import FakeGroup, Launcher, RankError
 from ddpilot.errors import LoopError
+from ddpilot.training.evaluation.predict import read_predictions
 from ddpilot.training.loop import Loop
-from ddpilot.training.predicting import read_predictions
 from tests.dist.training.bodies import launch
 
 SHIMS = Path(__file__).parents[2] / "notebook" / "shims"

@@ -15,11 +15,11 @@ from torch.utils.data import TensorDataset
 from ddpilot import RankError
 from ddpilot.data.plan import Plan
 from ddpilot.errors import LoopError
-from ddpilot.group.enter import seed_all
-from ddpilot.training.inside import run_inside
+from ddpilot.group.init_group import seed_all
 from ddpilot.training.loop import Loop
 from ddpilot.training.losses import NUM_COUNTS
-from ddpilot.training.wrapping import unwrap
+from ddpilot.training.models.ddp import unwrap
+from ddpilot.training.models.inside import run_inside
 from tests.dist.training.bodies import launch
 
 NUM_SAMPLES, BATCH_SIZE, NUM_EPOCHS = 25, 8, 2

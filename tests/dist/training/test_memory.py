@@ -15,8 +15,8 @@ from torch.utils.data import TensorDataset
 
 from ddpilot import OutOfMemoryError, RankError
 from ddpilot.errors import RemoteRankError
+from ddpilot.training.coordination.out_of_memory import joint_try
 from ddpilot.training.loop import Loop
-from ddpilot.training.memory import joint_try
 from tests.dist.training.bodies import launch
 
 _ROOM = 2**30

@@ -12,8 +12,8 @@ from torch.utils.data import TensorDataset
 
 from ddpilot.errors import LoopError
 from ddpilot.training.loop import Loop
-from ddpilot.training.parameters import freeze, unfreeze
-from ddpilot.training.wrapping import unwrap
+from ddpilot.training.models.ddp import unwrap
+from ddpilot.training.models.parameters import freeze, unfreeze
 from tests.dist.training.bodies import launch
 
 

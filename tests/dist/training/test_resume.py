@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ddpilot import RankError
-from ddpilot.training.checkpoint.directory import CheckpointDir
+from ddpilot.checkpoint.directory import CheckpointDir
 from tests.dist.training.bodies import launch
 from tests.dist.training.resuming import (
     GLOBAL_BATCH_SIZE,

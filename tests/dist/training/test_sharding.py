@@ -17,8 +17,8 @@ from torch.utils.data import TensorDataset
 from benchmarks.small_models import loss_fn, make_data, make_model
 from ddpilot.errors import LoopError, MismatchedCheckpointError
 from ddpilot.training.loop import Loop
-from ddpilot.training.optimizer_state import full_state, load_full_state
-from ddpilot.training.wrapping import unwrap
+from ddpilot.training.models.ddp import unwrap
+from ddpilot.training.models.optimizers import full_state, load_full_state
 from tests.dist.training.bodies import launch
 
 NUM_EPOCHS = 2
@@ -160,7 +160,7 @@ def test_sharded_optimizer_keeps_earlier_state_and_refuses_what_would_go_wrong_s
 
 REFUSALS = (
     "its state is in the one that was returned. Write model, optimizer = loop.prepare(model, optimizer, ...)",
-    "rank 1 has the state of its own parameters only. Call ddpilot.training.optimizer_state.full_state(optimizer)",
+    "rank 1 has the state of its own parameters only. Call ddpilot.training.models.optimizers.full_state(optimizer)",
     "it is sharded already",
     "it is of groups with 2 parameters, those of this ShardedOptimizer have 1",
 )

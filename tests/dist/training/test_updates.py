@@ -17,7 +17,7 @@ from ddpilot import FakeGroup, RankError
 from ddpilot.errors import LoopError, NonFiniteError
 from ddpilot.group.protocol import GroupLike
 from ddpilot.training.loop import Loop
-from ddpilot.training.wrapping import unwrap
+from ddpilot.training.models.ddp import unwrap
 from tests.dist.training.bodies import launch
 
 X = torch.arange(26, dtype=torch.float64).reshape(13, 2) / 10

@@ -18,7 +18,7 @@ from benchmarks.small_models import make_data, make_model
 from ddpilot import RankError
 from ddpilot.errors import DataError
 from ddpilot.training.loop import Loop
-from ddpilot.training.wrapping import unwrap
+from ddpilot.training.models.ddp import unwrap
 from tests.dist.training.bodies import launch
 
 OPTIONS: dict[str, dict[str, Any]] = {

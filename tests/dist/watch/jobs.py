@@ -18,13 +18,13 @@ from typing import Any
 
 import ddpilot
 from ddpilot.errors import DdpilotError, RecordError
+from ddpilot.record.collectives.recording import start_recording
+from ddpilot.record.flight_ring.log import RankLog
+from ddpilot.record.flight_ring.reader import read_ring
 from ddpilot.record.hook import ring_path
-from ddpilot.record.log import RankLog
-from ddpilot.record.reading import read_ring
-from ddpilot.record.recording import start_recording
-from ddpilot.record.stacks import answer_with_stacks, stacks_path
-from ddpilot.watch.stack_files import take_stacks
-from ddpilot.watch.view import ErrorView, Frame, JobView, ProcessView, RankView, StackView
+from ddpilot.record.main_thread import answer_with_stacks, stacks_path
+from ddpilot.watch.snapshot.model import ErrorView, Frame, JobView, ProcessView, RankView, StackView
+from ddpilot.watch.snapshot.stack_files import take_stacks
 
 LIMIT_S = 90.0
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpilot.watch.folders import list_jobs
+from ddpilot.watch.job_folder import list_jobs
 from tests.dist.launching.scripts import run_script, wait_until
 from tests.dist.watch.test_scripts import ENABLE, ENTER, TORCHRUN, observers, variables
 from tests.ports import kept_port
@@ -77,13 +77,13 @@ def test_a_job_that_a_rank_has_launched_is_observed_for_itself(tmp_path: Path) -
 
 def test_the_observer_does_not_import_modules_of_the_working_directory(tmp_path: Path) -> None:
     """A file there may have the name of a module of Python's own, and be another user's."""
-    from ddpilot.watch.enabling import _DETACH
+    from ddpilot.watch.external.instrumentation import _DETACH
 
     for name in ("platform", "runpy", "json"):
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')\n")
     job = tmp_path / "none"
     done = subprocess.run(
-        [sys.executable, "-c", _DETACH, "ddpilot.watch.observing", str(job)],
+        [sys.executable, "-c", _DETACH, "ddpilot.watch.external.observer_process", str(job)],
         cwd=tmp_path,
         env=variables(tmp_path),
         stderr=subprocess.PIPE,

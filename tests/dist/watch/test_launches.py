@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 
 from ddpilot import Finding, Launcher, RankError, WatchError
-from ddpilot.cli.watch_verb import watch_job
+from ddpilot.cli.watch_command import watch_job
 from ddpilot.errors import LaunchTimeoutError
 from ddpilot.watch import observer
-from ddpilot.watch.afterwards import explain_job
-from ddpilot.watch.folders import JOBS_VARIABLE, JobAbout, list_jobs
+from ddpilot.watch.job_folder import JOBS_VARIABLE, JobAbout, list_jobs
+from ddpilot.watch.past_jobs import explain_job
 
 NAMED_S = 3.0
 """The bar: from the last progress to the finding."""

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 import ddpilot
-from ddpilot.watch.enabling import enable_from_environment
-from ddpilot.watch.folders import JOBS_VARIABLE, list_jobs
+from ddpilot.watch.external.instrumentation import enable_from_environment
+from ddpilot.watch.job_folder import JOBS_VARIABLE, list_jobs
 from tests.dist.launching.scripts import finish, run_script, running, wait_until
 from tests.dist.run.commands import environment
 
@@ -46,7 +46,7 @@ def observers(folder: Path) -> list[int]:
         process.pid
         for process in psutil.process_iter(["cmdline"])
         if any(str(folder) in word for word in process.info["cmdline"] or ())
-        and "ddpilot.watch.observing" in " ".join(process.info["cmdline"])
+        and "ddpilot.watch.external.observer_process" in " ".join(process.info["cmdline"])
     ]
 
 
@@ -119,7 +119,9 @@ def test_variable_watches_a_script_that_knows_nothing_of_it(tmp_path: Path) -> N
 @pytest.mark.parametrize(("action", "status"), [("report", 0), ("stop", 1)])
 def test_variable_says_what_comes_of_a_finding(action: str, status: int, tmp_path: Path) -> None:
     """Numbers that are silently wrong: told only, and the job ends well; or it is ended before it would."""
-    by_variable = "from ddpilot.watch.enabling import enable_from_environment\nenable_from_environment()\n"
+    by_variable = (
+        "from ddpilot.watch.external.instrumentation import enable_from_environment\nenable_from_environment()\n"
+    )
     wrong = "dist.all_reduce(torch.ones(1), dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM)\n"
     # It ends by itself once it was told, or waits for the signal.
     told = f"import glob\nwhile not glob.glob({str(tmp_path)!r} + '/jobs/*/report.txt'):\n    time.sleep(0.05)\n"

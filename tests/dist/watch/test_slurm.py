@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpilot.watch.folders import list_jobs
+from ddpilot.watch.job_folder import list_jobs
 from tests.dist.launching.scripts import wait_until
 from tests.dist.watch.slurm import missing, running_slurm
 from tests.dist.watch.test_scripts import observers, variables

@@ -9,9 +9,9 @@ from contextlib import ExitStack
 
 import pytest
 
-from ddpilot.findings.sequence import Findings
-from ddpilot.watch.stall import Analysis, analyze
-from ddpilot.watch.view import JobView
+from ddpilot.findings.display import Findings
+from ddpilot.watch.analysis import Analysis, analyze
+from ddpilot.watch.snapshot.model import JobView
 from tests.dist.watch.jobs import Job
 
 STALL_S = 0.3

@@ -16,15 +16,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddpilot.cli.watch_verb import watch_job
-from ddpilot.environments.own_files import make_own_folder, own_temporary_folder
+from ddpilot.cli.watch_command import watch_job
+from ddpilot.environments.private_files import make_own_folder, own_temporary_folder
 from ddpilot.errors import DdpilotError, RecordError
 from ddpilot.integrations.fastai.downloads import one_at_a_time
-from ddpilot.record import native
-from ddpilot.record.reading import read_ring
-from ddpilot.record.stacks import WATCH_SIGNAL, is_answering
-from ddpilot.watch.folders import JOBS_VARIABLE, jobs_root, list_jobs, make_job_folder
-from ddpilot.watch.stack_files import take_stacks
+from ddpilot.record.collectives import native
+from ddpilot.record.flight_ring.reader import read_ring
+from ddpilot.record.main_thread import WATCH_SIGNAL, is_answering
+from ddpilot.watch.job_folder import JOBS_VARIABLE, jobs_root, list_jobs, make_job_folder
+from ddpilot.watch.snapshot.stack_files import take_stacks
 
 ATTACKER, VICTIM = 54242, 54343
 

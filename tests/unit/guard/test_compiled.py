@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ddpilot.guard.probes.gradients import look_at_gradients
-from ddpilot.record import native
+from ddpilot.record.collectives import native
 from ddpilot.record.journal import NUM_STEPS, JournalWriter, read_journal
 
 

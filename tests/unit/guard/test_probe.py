@@ -14,8 +14,8 @@ import pytest
 
 from ddpilot.guard import hook
 from ddpilot.guard.probe import Notes
+from ddpilot.record.call_sites import SiteFinder
 from ddpilot.record.journal import JournalWriter, read_journal
-from ddpilot.record.sites import SiteFinder
 
 
 class Target:

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from ddpilot.errors import RankError
+from ddpilot.launching.exceptions import render_unsent
 from ddpilot.launching.failures import ENDING_LIMIT_S, SETTLE_S, VICTIM_GRACE_S, Failure, build_error, choose_failure
-from ddpilot.launching.local.report import Exited, Raised
-from ddpilot.launching.messages import render_unsent
+from ddpilot.launching.rank_reports import Exited, Raised
 
 
 def raising(rank: int, at_s: float, *, since_s: float = 0.0, is_victim: bool = False, **fields: Any) -> Failure:

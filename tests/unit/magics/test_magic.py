@@ -10,11 +10,11 @@ import pytest
 from IPython.core.completer import CompletionContext
 
 from ddpilot.errors import LaunchInterrupted
+from ddpilot.magics.commands import VERBS
 from ddpilot.magics.completion import make_matcher
-from ddpilot.magics.desk import Desk
 from ddpilot.magics.extension import load_ipython_extension, unload_ipython_extension
-from ddpilot.magics.usage import MagicUsageError
-from ddpilot.magics.verbs import VERBS
+from ddpilot.magics.parser import MagicUsageError
+from ddpilot.magics.shell_session import Desk
 from tests.unit.magics.samples import ipython_shell
 
 
@@ -122,7 +122,7 @@ def test_start_that_is_stopped_while_modules_load_says_so(shell: Any, monkeypatc
     def stop(**_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ddpilot.magics.desk.Session", stop)
+    monkeypatch.setattr("ddpilot.magics.shell_session.Session", stop)
     with pytest.raises(LaunchInterrupted, match="starting the ranks was stopped: none of them runs") as caught:
         shell.run_line_magic("ddp", "start -n 2")
     assert caught.value.__suppress_context__

@@ -10,7 +10,7 @@ import pytest
 
 from ddpilot.errors import LaunchError
 from ddpilot.magics.options import add_options, describe_options, to_arguments
-from ddpilot.magics.usage import Helped, MagicParser
+from ddpilot.magics.parser import Helped, MagicParser
 from ddpilot.session.options import SessionOptions
 
 LINE = (

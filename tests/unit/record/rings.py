@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ddpilot.record import layout
-from ddpilot.record.ring import RingWriter
+from ddpilot.record.flight_ring import layout
+from ddpilot.record.flight_ring.writer import RingWriter
 
 ABOUT: dict[str, Any] = {
     "rank": 3,

@@ -10,7 +10,7 @@ from types import FrameType
 import pytest
 
 from ddpilot.record.connecting import ConnectNotes, connecting_path, may_make_store
-from ddpilot.watch.stack_files import take_stacks
+from ddpilot.watch.snapshot.stack_files import take_stacks
 
 
 def frame_of(name: str, file: str = "train.py") -> FrameType:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ddpilot.record import layout
+from ddpilot.record.flight_ring import layout
 from ddpilot.record.hook import ring_path
 from ddpilot.session.bystanders import Bystanders
 from tests.unit.record.rings import begin, open_ring

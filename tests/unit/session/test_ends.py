@@ -10,10 +10,10 @@ from typing import Any, cast
 import pytest
 
 from ddpilot.errors import LaunchError
-from ddpilot.session.events import Ended, Event, Said
+from ddpilot.session.kernels.events import Ended, Event, Said
+from ddpilot.session.kernels.states import Standing
 from ddpilot.session.outside import OutsideCells
 from ddpilot.session.readiness import await_ready
-from ddpilot.session.standing import Standing
 
 END = Ended(1, None, "was killed")
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from ddpilot.session.noise import FreeNoise
-from ddpilot.session.report import FREE, REQUEST
+from ddpilot.session.protocol.report import FREE, REQUEST
 
 NOISE = (
     b"[W1121 17:04:18.543821801 TCPStore.cpp:106] [c10d] sendBytes failed on SocketImpl(fd=55): Broken pipe\n"

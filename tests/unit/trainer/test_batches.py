@@ -16,9 +16,9 @@ from ddpilot.group.fake import FakeGroup
 from ddpilot.trainer.batches import check_weighted, with_count
 from ddpilot.trainer.calling import call_model
 from ddpilot.trainer.loading import NO_SIZES, make_loader_of
-from ddpilot.trainer.places import is_on_ranks
+from ddpilot.trainer.ranks import is_on_ranks
 from ddpilot.trainer.trainer import Trainer
-from ddpilot.training.forwarding import forward_batch, predict_batch
+from ddpilot.training.evaluation.forwarding import forward_batch, predict_batch
 
 
 class Add(nn.Module):

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ddpilot import FakeGroup
-from ddpilot.data.loader import ShardedLoader, StreamLoader
+from ddpilot.data.loaders import ShardedLoader, StreamLoader
 from ddpilot.errors import LoopError, NonFiniteError
 from ddpilot.training.loop import Loop
 

@@ -16,8 +16,8 @@ from torch.utils.data import TensorDataset
 
 from ddpilot import FakeGroup
 from ddpilot.errors import LoopError, NonFiniteError
+from ddpilot.training.checks.nonfinite import FiniteWatch
 from ddpilot.training.loop import Loop
-from ddpilot.training.nonfinite import FiniteWatch
 
 pytestmark = pytest.mark.usefixtures("compiler_is_loaded")
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ddpilot.record.log import Collective, DdpPart, GroupOfRanks, Line, RankLog, Tensor
-from ddpilot.watch.view import Frame, JobView, ProcessView, RankView, StackView
+from ddpilot.record.flight_ring.log import Collective, DdpPart, GroupOfRanks, Line, RankLog, Tensor
+from ddpilot.watch.snapshot.model import Frame, JobView, ProcessView, RankView, StackView
 
 S = 10**9
 """A second, in the nanoseconds of these logs; everything begins at 100 s."""

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from ddpilot.watch.stall import Analysis, analyze
-from ddpilot.watch.view import Frame, RankView
+from ddpilot.watch.analysis import Analysis, analyze
+from ddpilot.watch.snapshot.model import Frame, RankView
 from tests.unit.watch.logs import FILE, S, Writer, alive, bucket, group_of, job, returned
 
 WORLD = group_of(0, 1)
@@ -93,7 +93,7 @@ def test_a_first_message_between_two_ranks_waits_in_its_call() -> None:
     """To connect takes both of them; the call is made by recording's kernels, and the sender has come to its end."""
     zero, one = pair()
     one.wait("recv", 5, peer=0, tag=0, via="recv", **LATE)
-    in_call = Frame("/x/site-packages/ddpilot/record/kernels.py", 86, "kernel")
+    in_call = Frame("/x/site-packages/ddpilot/record/collectives/kernels.py", 86, "kernel")
     assert look(returned(zero), alive(one, in_call, Frame(FILE, 5, "main", "dist.recv(x, 0)")))[0] == [
         ("DDP219", "error")
     ]

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import threading
 
+from ddpilot.findings.display import Findings
 from ddpilot.findings.finding import Finding
-from ddpilot.findings.sequence import Findings
 from ddpilot.watch.calling import Caller, OnFinding
 from ddpilot.watch.report import Report
 

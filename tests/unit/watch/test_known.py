@@ -10,7 +10,7 @@ import pytest
 
 from ddpilot.findings.finding import Finding
 from ddpilot.watch.known import find_known_error, is_explained, put_first, without_waits
-from ddpilot.watch.view import ErrorView
+from ddpilot.watch.snapshot.model import ErrorView
 
 TRACEBACK = f"""Traceback (most recent call last):
   File "train.py", line 88, in train

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from ddpilot.errors import DdpilotError, LaunchError, WatchError
+from ddpilot.findings.display import Findings
 from ddpilot.findings.finding import Finding, Place
-from ddpilot.findings.sequence import Findings
+from ddpilot.watch.analysis import Analysis
+from ddpilot.watch.explain.text import merge_rows
 from ddpilot.watch.options import WatchOptions
 from ddpilot.watch.report import Report, read_report
-from ddpilot.watch.stack_files import parse_stack
-from ddpilot.watch.stall import Analysis
+from ddpilot.watch.snapshot.stack_files import parse_stack
 from ddpilot.watch.told import Told, newest
-from ddpilot.watch.words import merge_rows
 
 DESYNC = Finding(
     code="DDP201",

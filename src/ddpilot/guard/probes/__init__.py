@@ -4,11 +4,11 @@
 PROBES: tuple[str, ...] = (
     "ddpilot.guard.probes.data.probe:DataProbe",
     "ddpilot.guard.probes.saving:SavingProbe",
-    "ddpilot.guard.probes.device_errors:DeviceErrorProbe",
-    "ddpilot.guard.probes.wraps:WrapProbe",
-    "ddpilot.guard.probes.steps:StepProbe",
+    "ddpilot.guard.probes.devices:DeviceErrorProbe",
+    "ddpilot.guard.probes.ddp_use:WrapProbe",
+    "ddpilot.guard.probes.parameters.steps:StepProbe",
     "ddpilot.guard.probes.collectives:CollectiveProbe",
-    "ddpilot.guard.probes.reduced_order:ReducedOrderProbe",
+    "ddpilot.guard.probes.parameters.reduction_order:ReducedOrderProbe",
     "ddpilot.guard.probes.data_parallel:DataParallelProbe",
     "ddpilot.guard.probes.frozen:FrozenProbe",
 )

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from ddpilot.guard.probes.source import parse_function
+from ddpilot.guard.probes.caller_source import parse_function
 
 
 def find_bypass_line(frame: FrameType, ddp: Any) -> int | None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from ddpilot.guard.probe import Notes
-from ddpilot.guard.probes.ddp_model import DdpModel
+from ddpilot.guard.probes.parameters.ddp_model import DdpModel
 
 NUM_BACKWARDS = 9
 """DDP reports unused parameters for its first 10 backwards, for each of them during the next one."""

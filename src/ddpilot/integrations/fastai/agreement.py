@@ -10,7 +10,7 @@ import torch
 from fastai.torch_core import to_cpu, to_device
 
 from ddpilot.errors import GroupError
-from ddpilot.group.models import fingerprint
+from ddpilot.group.ddp_models import fingerprint
 from ddpilot.group.process_group import Group
 
 

@@ -16,6 +16,6 @@ APP = App(
     name="fastai",
     libraries=("fastai",),
     install="ddpilot[fastai]",
-    preload=("ddpilot.integrations.fastai.heavy",),
+    preload=("ddpilot.integrations.fastai.preload",),
     initializer=_prepare,
 )

@@ -11,11 +11,11 @@ from fastai.callback.training import GradientAccumulation
 from fastai.torch_core import find_bs
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpilot.group.accelerator import device_ids
 from ddpilot.group.process_group import Group
 from ddpilot.integrations.fastai.agreement import agree, share_tensors
 from ddpilot.integrations.fastai.loaders import Share, share
 from ddpilot.integrations.fastai.metrics import reduce_metrics
-from ddpilot.training.accelerator import device_ids
 
 
 class ShareData(Callback):  # type: ignore[misc]  # fastai is untyped

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ddpilot.environments.own_files import lock_file, make_own_folder, open_own_file, own_temporary_folder
+from ddpilot.environments.private_files import lock_file, make_own_folder, open_own_file, own_temporary_folder
 
 
 @contextlib.contextmanager

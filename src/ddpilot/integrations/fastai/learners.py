@@ -29,8 +29,8 @@ from ddpilot.integrations.fastai.downloads import download_once, untar_once
 from ddpilot.integrations.fastai.loaders import can_share
 from ddpilot.integrations.fastai.metrics import collect_predictions, count_batch
 from ddpilot.integrations.fastai.progress import SilentBar, SilentMasterBar
-from ddpilot.integrations.fastai.randomness import own_noise, start_equal
-from ddpilot.integrations.patching import holders, replace, wrap
+from ddpilot.integrations.fastai.random_state import own_noise, start_equal
+from ddpilot.integrations.libraries import holders, replace, wrap
 from ddpilot.session.apps import AppContext
 
 _IN_NOTEBOOK = "JPY_PARENT_PID"  # set in kernels started by Jupyter, and thus in their ranks

@@ -17,7 +17,7 @@ from fastai.torch_core import apply, find_bs
 
 from ddpilot.errors import GroupError
 from ddpilot.group.process_group import Group
-from ddpilot.integrations.fastai.randomness import rank_zeros
+from ddpilot.integrations.fastai.random_state import rank_zeros
 
 _OWN_WAYS = ("create_batches", "sample", "chunkify", "__iter__")
 

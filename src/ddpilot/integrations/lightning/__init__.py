@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from ddpilot.integrations.lightning.registering import register, use_for_notebooks
+from ddpilot.integrations.lightning.registry import register, use_for_notebooks
 
 __all__ = ["DdpilotFabricStrategy", "DdpilotStrategy", "RanksStopped", "use_for_notebooks"]
 

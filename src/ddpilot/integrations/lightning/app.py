@@ -16,6 +16,6 @@ APP = App(
     name="lightning",
     libraries=("lightning", "pytorch_lightning"),
     install="ddpilot[lightning]",
-    preload=("ddpilot.integrations.lightning.heavy",),
+    preload=("ddpilot.integrations.lightning.preload",),
     initializer=_prepare,
 )

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any
 
-from ddpilot.integrations.patching import replace, wrap
+from ddpilot.integrations.libraries import replace, wrap
 from ddpilot.session.apps import AppContext
 
 _CONNECTORS = (

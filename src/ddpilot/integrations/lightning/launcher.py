@@ -8,16 +8,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from ddpilot.api.launch import Launcher
 from ddpilot.errors import LaunchError, LaunchInterrupted, ShipError
 from ddpilot.integrations.lightning.global_state import GlobalState
 from ddpilot.integrations.lightning.namespaces import namespace_of
 from ddpilot.integrations.lightning.on_rank import OnRank, run_fabric, run_trainer
-from ddpilot.integrations.lightning.outcome import apply_outcome
 from ddpilot.integrations.lightning.predictions import join_predictions
-from ddpilot.launching.shipping.blame import ship
+from ddpilot.integrations.lightning.transfer import apply_outcome
+from ddpilot.launcher import Launcher
+from ddpilot.launching.shipping.unpicklable import ship
 
-HEAVY = "ddpilot.integrations.lightning.heavy"
+HEAVY = "ddpilot.integrations.lightning.preload"
 
 
 class RanksStopped(BaseException):

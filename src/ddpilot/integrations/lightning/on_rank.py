@@ -8,8 +8,8 @@ from typing import Any
 
 from ddpilot.integrations.lightning.global_state import GlobalState
 from ddpilot.integrations.lightning.namespaces import namespace_of
-from ddpilot.integrations.lightning.outcome import Outcome, collect_outcome
 from ddpilot.integrations.lightning.predictions import collect_predictions
+from ddpilot.integrations.lightning.transfer import Outcome, collect_outcome
 
 
 class OnRank:

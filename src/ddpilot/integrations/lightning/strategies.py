@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddpilot.api.launch import Launcher
-from ddpilot.group.works_end import let_works_end
+from ddpilot.group.gloo_threads import let_works_end
 from ddpilot.integrations.lightning.launcher import RankServerLauncher
 from ddpilot.integrations.lightning.namespaces import LIGHTNING, NAMESPACES, PYTORCH_LIGHTNING, Namespace
+from ddpilot.launcher import Launcher
 
 _DOC = """Lightning's `DDPStrategy` on ranks that are forked from ddpilot's rank server, not from this process.
 

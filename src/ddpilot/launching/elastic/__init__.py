@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ddpilot run``: run scripts with torch elastic's agent, ddpilot's output and failure reports. See docs/run.md."""
+"""``ddpilot run``: scripts on ranks of torch elastic's agent. Imports `launching`'s modules, not its packages."""

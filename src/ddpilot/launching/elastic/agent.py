@@ -16,17 +16,17 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.api import SignalException, SubprocessContext
 
 from ddpilot.errors import DdpilotError, LaunchError, RankError, RendezvousError, WatchError
-from ddpilot.findings.words import render_ranks
-from ddpilot.launching.contract import EXIT_REQUEUE
+from ddpilot.findings.text import render_ranks
 from ddpilot.launching.elastic.forerunner import Forerunner
-from ddpilot.launching.elastic.local_ranks import FAILED_GRACE_S, LocalRank, LocalRanks
 from ddpilot.launching.elastic.logs import PipedLogs
-from ddpilot.launching.elastic.meeting import Meeting
-from ddpilot.launching.elastic.nodes import NodeState
+from ddpilot.launching.elastic.node_ranks import FAILED_GRACE_S, LocalRank, LocalRanks
 from ddpilot.launching.elastic.options import RunOptions
-from ddpilot.launching.elastic.screen import Screen
-from ddpilot.launching.elastic.stopping import OutputClosedError
+from ddpilot.launching.elastic.output_thread import Screen
+from ddpilot.launching.elastic.rendezvous.node_state import NodeState
+from ddpilot.launching.elastic.rendezvous.static_handler import Meeting
+from ddpilot.launching.elastic.signals import OutputClosedError
 from ddpilot.launching.failures import Failure, build_error, choose_failure, find_words_of_child
+from ddpilot.launching.rank_environment import EXIT_REQUEUE
 
 _NEWS_GRACE_S = 2.0
 """Seconds that a victim waits for a different node to report the cause."""

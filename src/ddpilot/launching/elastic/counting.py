@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from ddpilot.environments.devices_count import count_accelerators
 from ddpilot.errors import LaunchError
-from ddpilot.group.devices_count import count_accelerators
-from ddpilot.launching.contract import count_cores
+from ddpilot.launching.rank_environment import count_cores
 
 
 def count_ranks(asked: int | str, environ: Mapping[str, str], say: Callable[[str], None]) -> int:

@@ -10,10 +10,10 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.api import to_map
 
-from ddpilot.launching.elastic.escort import Escort
+from ddpilot.launching.elastic.attempt_observer import Escort
 from ddpilot.launching.elastic.options import RunOptions
-from ddpilot.launching.elastic.screen import Pipe, Screen
-from ddpilot.launching.elastic.worker_main import REPORT_VARIABLE
+from ddpilot.launching.elastic.output_thread import Pipe, Screen
+from ddpilot.launching.elastic.rank_main import REPORT_VARIABLE
 
 _STREAMS = {"stdout": Std.OUT, "stderr": Std.ERR}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from ddpilot.errors import LaunchError
-from ddpilot.launching.elastic.stopping import DEFAULT_SIGNALS
+from ddpilot.launching.elastic.signals import DEFAULT_SIGNALS
 
 TargetKind = Literal["script", "module", "program"]
 DEFAULT_PORT = 29500

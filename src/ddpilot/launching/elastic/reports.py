@@ -7,8 +7,8 @@ import json
 from dataclasses import fields
 from pathlib import Path
 
-from ddpilot.launching.elastic.worker_main import REPORT_KEY
-from ddpilot.launching.local.report import Raised
+from ddpilot.launching.elastic.rank_main import REPORT_KEY
+from ddpilot.launching.rank_reports import Raised
 
 
 def read_report(path: Path) -> Raised | None:

@@ -13,20 +13,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddpilot.environments.own_files import scratch_folder
+from ddpilot.environments.private_files import scratch_folder
 from ddpilot.errors import LaunchError
-from ddpilot.launching.contract import LAUNCH_VARIABLE, choose_num_threads
+from ddpilot.launching.elastic.attempt_observer import Accompany
 from ddpilot.launching.elastic.counting import count_ranks
-from ddpilot.launching.elastic.escort import Accompany
-from ddpilot.launching.elastic.network import Endpoint, open_endpoint, rank_network_variables
-from ddpilot.launching.elastic.nodes import NodeState
 from ddpilot.launching.elastic.options import RunOptions
-from ddpilot.launching.elastic.screen import Screen
-from ddpilot.launching.elastic.stopping import RunStoppedError, StopSignal, signals_raise
+from ddpilot.launching.elastic.output_thread import Screen
+from ddpilot.launching.elastic.rendezvous.network import Endpoint, open_endpoint, rank_network_variables
+from ddpilot.launching.elastic.rendezvous.node_state import NodeState
+from ddpilot.launching.elastic.rendezvous.torch_backends import check_backend
+from ddpilot.launching.elastic.signals import RunStoppedError, StopSignal, signals_raise
 from ddpilot.launching.elastic.target import check_stream, check_target
-from ddpilot.launching.elastic.waiting import check_backend
-from ddpilot.launching.limits import limits_explained
-from ddpilot.launching.output.display import Display
+from ddpilot.launching.rank_environment import LAUNCH_VARIABLE, choose_num_threads
+from ddpilot.launching.system_limits import limits_explained
+from ddpilot.output.writer import Display
 
 CPP_LEVEL_VARIABLE = "TORCH_CPP_LOG_LEVEL"
 
@@ -149,7 +149,7 @@ def _run(prepared: PreparedRun, accompany: Accompany | None) -> None:
         signals_raise(prepared.options.signals),
     ):
         # Imports torch: everything that can be checked without it has been checked.
-        from ddpilot.launching.elastic.assembly import run_assembled
+        from ddpilot.launching.elastic.setup import run_assembled
 
         run_assembled(
             prepared.options,

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pickle functions, arguments and results between parent and ranks: cloudpickle by value, data in memory files."""
+"""Send functions, values and file descriptors between parent and ranks. Imports `launching.system_limits`."""

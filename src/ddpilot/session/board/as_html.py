@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from ddpilot.findings.words import printable
+from ddpilot.findings.text import printable
 from ddpilot.session.board.phrases import (
     GPU_NOTE,
     NO_VALUE,

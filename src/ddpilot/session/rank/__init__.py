@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rank's side of a session: a Jupyter kernel with additional request types."""
+"""The rank's side: a Jupyter kernel with additional request types. Imports `protocol` and below."""

@@ -6,8 +6,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from ddpilot.record.flight_ring.layout import NUM_BEGUN
 from ddpilot.record.hook import RING_DIR_VARIABLE, ring_path
-from ddpilot.record.layout import NUM_BEGUN
 
 _WORD_BYTES = 8
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from IPython.core.debugger import set_trace
 
-from ddpilot.session.rank.raised import CELL
+from ddpilot.session.rank.error_report import CELL
 
 
 def use_pdb() -> None:

@@ -23,16 +23,16 @@ from IPython.core.history import HistoryManager
 from torch.distributed import distributed_c10d as c10d
 from traitlets import Instance
 
-from ddpilot.launching.messages import message_of
+from ddpilot.launching.exceptions import message_of
 from ddpilot.launching.victims import is_victim
+from ddpilot.session.protocol.report import BEGUN, FREE, REPLY, REPORT_KEY, REQUEST, Report, writable
+from ddpilot.session.rank.cleanup import forget_error, tidy
+from ddpilot.session.rank.error_report import CELL, cell_traceback, group_state, holds_group, prune_guard, report_error
 from ddpilot.session.rank.hurried import TooSlow, hurried, uninterrupted
-from ddpilot.session.rank.raised import CELL, cell_traceback, group_state, holds_group, prune_guard, report_error
-from ddpilot.session.rank.tidy import forget_error, tidy
-from ddpilot.session.report import BEGUN, FREE, REPLY, REPORT_KEY, REQUEST, Report, writable
 
 if TYPE_CHECKING:
+    from ddpilot.session.rank.interrupts import StopHandler
     from ddpilot.session.rank.requests import Requests
-    from ddpilot.session.rank.stopping import StopHandler
 
 _CONNECT_S = 0.01
 """Seconds between two attempts to send an input request while the session is not connected to the stdin channel yet."""

@@ -11,13 +11,13 @@ import sys
 
 from tornado import ioloop
 
+from ddpilot.session.protocol.entry_points import KernelStart
 from ddpilot.session.rank.app import make_app
 from ddpilot.session.rank.debugging import use_pdb
+from ddpilot.session.rank.interrupts import StopHandler
 from ddpilot.session.rank.misplaced import register_misplaced
 from ddpilot.session.rank.namespace import fill_namespace
 from ddpilot.session.rank.requests import Requests
-from ddpilot.session.rank.start import KernelStart
-from ddpilot.session.rank.stopping import StopHandler
 from ddpilot.session.rank.workers import end_workers_soon
 
 

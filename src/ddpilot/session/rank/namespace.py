@@ -11,14 +11,14 @@ from torch.distributed import distributed_c10d as c10d
 
 from ddpilot.environments.detect import detect_topology
 from ddpilot.errors import GroupError
-from ddpilot.findings.words import render_ranks
+from ddpilot.findings.text import render_ranks
 from ddpilot.group.device import detect_device_facts, resolve_device, use_device
-from ddpilot.group.enter import init_group, seed_all
+from ddpilot.group.init_group import init_group, seed_all
 from ddpilot.group.process_group import Group
 from ddpilot.session.apps import AppContext, find_app
+from ddpilot.session.protocol.entry_points import KernelStart
 from ddpilot.session.rank.counting import CollectiveCounter
-from ddpilot.session.rank.lazy import SessionGroup, enter_when_needed
-from ddpilot.session.rank.start import KernelStart
+from ddpilot.session.rank.session_group import SessionGroup, enter_when_needed
 
 
 class Space:

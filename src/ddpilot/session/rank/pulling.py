@@ -9,10 +9,10 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpilot.errors import ShipError, did_you_mean
-from ddpilot.launching.shipping.blame import ship
+from ddpilot.launching.shipping.unpicklable import ship
 from ddpilot.session.own_names import own_names
-from ddpilot.session.pushed import find_incomplete
-from ddpilot.session.rank.lazy import SessionGroup
+from ddpilot.session.protocol.variables import find_incomplete
+from ddpilot.session.rank.session_group import SessionGroup
 from ddpilot.session.refusals import MISSING, refuse
 
 

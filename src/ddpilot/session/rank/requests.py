@@ -13,24 +13,24 @@ from pathlib import Path
 from typing import Any
 
 from ddpilot.environments.detect import detect_topology
-from ddpilot.group.leaving import take_down
-from ddpilot.group.models import compare_models, find_models
+from ddpilot.group.ddp_models import compare_models, find_models
 from ddpilot.group.rebuild import rebuild_group
 from ddpilot.group.store import resolve_endpoint
-from ddpilot.launching.local import wire
-from ddpilot.launching.local.rank import user_traceback
-from ddpilot.launching.shipping.blame import ship
-from ddpilot.launching.shipping.memory import map_private
-from ddpilot.launching.shipping.pickling import importable_from_main, open_parcel, pack_parcel
-from ddpilot.session.parcels import ParcelPort
-from ddpilot.session.rank.divergence import describe_divergence
+from ddpilot.group.teardown import take_down
+from ddpilot.launching.rank_server.rank import user_traceback
+from ddpilot.launching.shipping import fd_socket
+from ddpilot.launching.shipping.memory_file import map_private
+from ddpilot.launching.shipping.parcel import importable_from_main, open_parcel, pack_parcel
+from ddpilot.launching.shipping.unpicklable import ship
+from ddpilot.session.protocol.parcels import ParcelPort
+from ddpilot.session.protocol.report import Report
+from ddpilot.session.rank.error_report import group_state, report_error
 from ddpilot.session.rank.kernel import RankKernel
 from ddpilot.session.rank.lost import find_lost
 from ddpilot.session.rank.namespace import Space
 from ddpilot.session.rank.pulling import pack_pulled
-from ddpilot.session.rank.pushing import Pushed, prefer_own
-from ddpilot.session.rank.raised import group_state, report_error
-from ddpilot.session.report import Report
+from ddpilot.session.rank.rebuild import describe_divergence
+from ddpilot.session.rank.variables import Pushed, prefer_own
 
 _RENDEZVOUS_S = 30.0
 
@@ -143,9 +143,9 @@ class Requests:
 def _send(channel: socket.socket, parcel: int | None) -> None:
     fds = [] if parcel is None else [parcel]
     try:
-        wire.send(channel, None, fds)
+        fd_socket.send(channel, None, fds)
     finally:
-        wire.close_all(fds)
+        fd_socket.close_all(fds)
 
 
 def _open(parcel: int | None, uses: dict[str, Any]) -> tuple[Any, list[Any]]:

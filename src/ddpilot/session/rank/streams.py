@@ -7,7 +7,7 @@ from typing import Any
 
 from ipykernel.iostream import OutStream
 
-from ddpilot.session.report import writable
+from ddpilot.session.protocol.report import writable
 
 
 class RankStream(OutStream):

@@ -7,19 +7,19 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
+from ddpilot.checkpoint.atomic_files import Sink
+from ddpilot.checkpoint.safetensors_file import check_dtypes, write_safetensors
 from ddpilot.trainer.callback import Callback
-from ddpilot.trainer.callbacks.values import Watched
+from ddpilot.trainer.callbacks.log_rows import Watched
 from ddpilot.trainer.calling import find_inner
 from ddpilot.trainer.run import Run
-from ddpilot.training.checkpoint.files import Sink
-from ddpilot.training.checkpoint.safetensors_file import check_dtypes, write_safetensors
 
 
 class BestWeights(Callback):
     """Write the weights of the epoch with the best `monitor` to `path`, a safetensors file, on rank 0.
 
     The EMA's weights if there is one, as it is what was evaluated; names have no prefixes, so any model of the same
-    architecture loads them: `load_weights(model, path)` of `ddpilot.training.checkpoint.loading`. The file is replaced
+    architecture loads them: `load_weights(model, path)` of `ddpilot.checkpoint.weights`. The file is replaced
     atomically. To resume training, use a checkpoint, which holds more: `checkpoint_dir=`.
 
     `monitor`, `mode`, `min_delta`: as for `EarlyStopping`. Raises OSError if the file cannot be written, and LoopError

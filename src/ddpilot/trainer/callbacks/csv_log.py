@@ -9,11 +9,11 @@ import os
 from pathlib import Path
 from typing import Any
 
+from ddpilot.checkpoint.atomic_files import replace_text
 from ddpilot.trainer.callback import Callback
 from ddpilot.trainer.callbacks.files import set_aside
-from ddpilot.trainer.callbacks.values import epoch_row
+from ddpilot.trainer.callbacks.log_rows import epoch_row
 from ddpilot.trainer.run import Run
-from ddpilot.training.checkpoint.files import replace_text
 
 
 class CsvLog(Callback):

@@ -11,7 +11,7 @@ from torch import nn
 
 from ddpilot.errors import LoopError
 from ddpilot.trainer.callback import Callback
-from ddpilot.trainer.callbacks.values import Watched
+from ddpilot.trainer.callbacks.log_rows import Watched
 from ddpilot.trainer.run import Run
 
 

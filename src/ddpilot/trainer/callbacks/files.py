@@ -7,7 +7,7 @@ import io
 from collections.abc import Callable
 from pathlib import Path
 
-from ddpilot.training.checkpoint.files import replace_text
+from ddpilot.checkpoint.atomic_files import replace_text
 
 
 class LineFile:

@@ -9,8 +9,8 @@ from typing import Protocol
 
 import torch
 
+from ddpilot.group.accelerator import current_event, runs_behind
 from ddpilot.record.capturing import is_capturing
-from ddpilot.training.accelerator import current_event, runs_behind
 
 
 class ForwardClock(Protocol):

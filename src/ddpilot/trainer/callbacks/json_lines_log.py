@@ -11,7 +11,7 @@ from typing import Any
 
 from ddpilot.trainer.callback import Callback
 from ddpilot.trainer.callbacks.files import LineFile, set_aside
-from ddpilot.trainer.callbacks.values import check_every, epoch_row, update_row
+from ddpilot.trainer.callbacks.log_rows import check_every, epoch_row, update_row
 from ddpilot.trainer.run import Run
 
 

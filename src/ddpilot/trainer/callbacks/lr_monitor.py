@@ -8,8 +8,8 @@ from typing import Any
 from torch.optim import Optimizer
 
 from ddpilot.trainer.callback import Callback
+from ddpilot.trainer.callbacks.log_rows import check_every, plain
 from ddpilot.trainer.callbacks.stepping import BeforeSteps, label
-from ddpilot.trainer.callbacks.values import check_every, plain
 from ddpilot.trainer.run import Run
 
 

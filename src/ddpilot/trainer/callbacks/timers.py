@@ -14,7 +14,7 @@ from ddpilot.errors import LoopError
 from ddpilot.trainer.callback import Callback
 from ddpilot.trainer.callbacks.forward_clock import ForwardClock, HostClock, make_clock
 from ddpilot.trainer.run import Run
-from ddpilot.training.wrapping import unwrap
+from ddpilot.training.models.ddp import unwrap
 
 PARTS = ("data", "forward", "update", "save", "evaluate")
 _WORTH_SAYING = 0.05

@@ -7,7 +7,7 @@ from typing import Any
 
 from ddpilot.errors import LoopError
 from ddpilot.trainer.callback import Callback
-from ddpilot.trainer.callbacks.values import check_every, epoch_row, numbers, update_row
+from ddpilot.trainer.callbacks.log_rows import check_every, epoch_row, numbers, update_row
 from ddpilot.trainer.run import Run
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ddpilot.group.decorators import on_ranks, rank_zero_only
-from ddpilot.group.enter import init_group
+from ddpilot.group.init_group import init_group
 from ddpilot.group.process_group import Group
 
 

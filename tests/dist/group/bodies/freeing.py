@@ -19,9 +19,9 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from ddpilot.errors import GroupError
-from ddpilot.group.enter import init_group
+from ddpilot.group.ddp_models import find_models
 from ddpilot.group.free import Freed, free_group
-from ddpilot.group.models import find_models
+from ddpilot.group.init_group import init_group
 from ddpilot.group.process_group import Group
 from ddpilot.group.rebuild import rebuild_group
 from ddpilot.group.store import resolve_endpoint

@@ -15,14 +15,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpilot
+from ddpilot.checkpoint.collective import RNG, JointCheckpoints, on_all_ranks
+from ddpilot.checkpoint.directory import CheckpointDir
+from ddpilot.checkpoint.manifest import Progress
+from ddpilot.checkpoint.weights import load_into
 from ddpilot.data.plan import Plan
 from ddpilot.errors import CheckpointError
 from ddpilot.group.protocol import GroupLike
-from ddpilot.training.checkpoint.directory import CheckpointDir
-from ddpilot.training.checkpoint.joint import RNG, JointCheckpoints, on_all_ranks
-from ddpilot.training.checkpoint.loading import load_into
-from ddpilot.training.checkpoint.manifest import Progress
-from ddpilot.training.checkpoint.rng import restore_rng
+from ddpilot.group.rng import restore_rng
 
 NUM_SAMPLES = 24
 GLOBAL_BATCH_SIZE = 4

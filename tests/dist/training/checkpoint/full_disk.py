@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from ddpilot.training.checkpoint.directory import CheckpointDir
-from ddpilot.training.checkpoint.manifest import Progress
+from ddpilot.checkpoint.directory import CheckpointDir
+from ddpilot.checkpoint.manifest import Progress
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from ddpilot.training.checkpoint.directory import CheckpointDir
-from ddpilot.training.checkpoint.manifest import Progress
+from ddpilot.checkpoint.directory import CheckpointDir
+from ddpilot.checkpoint.manifest import Progress
 
 DISK_CALLS = ("fsync", "rename", "replace", "mkdir", "unlink")
 LONGEST_LIFE = 5

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from ddpilot.checkpoint.directory import CheckpointDir
 from ddpilot.errors import CheckpointError
-from ddpilot.training.checkpoint.directory import CheckpointDir
 
 ROOT = Path(__file__).parents[4]
 FULL_DISK = ROOT / "tests" / "dist" / "training" / "checkpoint" / "full_disk.py"

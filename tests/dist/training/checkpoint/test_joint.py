@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from ddpilot import Launcher, RankError
+from ddpilot.checkpoint.directory import CheckpointDir
 from ddpilot.errors import CheckpointError
-from ddpilot.training.checkpoint.directory import CheckpointDir
 from ddpilot.training.loop import Loop
 from tests.dist.training.checkpoint.bodies import BATCHES_PER_EPOCH, NUM_SAMPLES, fail_jointly, train
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 
 from ddpilot.errors import LaunchError
-from ddpilot.launching.contract import count_cores
 from ddpilot.launching.elastic import counting
 from ddpilot.launching.elastic.counting import count_ranks
+from ddpilot.launching.rank_environment import count_cores
 
 
 @pytest.mark.parametrize(

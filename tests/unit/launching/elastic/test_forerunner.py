@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from ddpilot.errors import RankError, RendezvousError
+from ddpilot.findings.display import Findings
 from ddpilot.findings.finding import Finding, Place
-from ddpilot.findings.sequence import Findings
 from ddpilot.launching.elastic.forerunner import Forerunner, foretell
 
 TRACEBACK = """Traceback (most recent call last):

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ddpilot.session.deaths import describe_device_error
+from ddpilot.session.rank.cleanup import pays_to_empty
 from ddpilot.session.rank.device_errors import find_device_error
-from ddpilot.session.rank.tidy import pays_to_empty
 
 
 class Device:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddpilot.session.view import RankMessage
+from ddpilot.output.view import RankMessage
 
 
 def printed(rank: int, text: str, stream: str = "stdout") -> RankMessage:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from ddpilot.checkpoint.weights import load_weights
 from ddpilot.trainer.callbacks.best_weights import BestWeights
-from ddpilot.training.checkpoint.loading import load_weights
 from tests.unit.trainer.callbacks.fits import Each, fit, make_trainer, metric
 
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from ddpilot import FakeGroup
-from ddpilot.training.checkpoint.directory import CheckpointDir
-from ddpilot.training.checkpoint.reading import Checkpoint
+from ddpilot.checkpoint.directory import CheckpointDir
+from ddpilot.checkpoint.format import Checkpoint
 from ddpilot.training.loop import Loop
 
 BATCHES = 3

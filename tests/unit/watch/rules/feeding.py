@@ -8,9 +8,9 @@ from types import MappingProxyType
 from typing import Any
 
 from ddpilot.findings.finding import Finding
+from ddpilot.guard.rules.rule import Rule, RuleContext, no_log
+from ddpilot.record.flight_ring.log import RankLog
 from ddpilot.record.journal import Entry
-from ddpilot.record.log import RankLog
-from ddpilot.watch.rules.rule import Rule, RuleContext, no_log
 
 SECOND = 1_000_000_000
 Note = tuple[int, str, dict[str, Any]]

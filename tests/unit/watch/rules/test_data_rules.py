@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
+from ddpilot.guard.rules.data.evaluation import MeanOfMeans, PaddedEvaluation
+from ddpilot.guard.rules.data.random_draws import SameRandomStreams
+from ddpilot.guard.rules.data.same_batches import SameBatch
+from ddpilot.guard.rules.data.set_epoch import SetEpochForgotten
+from ddpilot.guard.rules.data.shards import ShardsOverlap
+from ddpilot.guard.rules.data.unequal_lengths import UnequalBatches
+from ddpilot.guard.rules.data.workers import WorkersReadAlike
+from ddpilot.guard.rules.rule import Rule, RuleContext
+from ddpilot.guard.rules.saving import AllRanksSave
+from ddpilot.record.flight_ring.log import Collective, RankLog
+from ddpilot.record.flight_ring.log import Tensor as LoggedTensor
 from ddpilot.record.journal import Entry
-from ddpilot.record.log import Collective, RankLog
-from ddpilot.record.log import Tensor as LoggedTensor
-from ddpilot.watch.rules.evaluation import MeanOfMeans, PaddedEvaluation
-from ddpilot.watch.rules.rule import Rule, RuleContext
-from ddpilot.watch.rules.same_batch import SameBatch
-from ddpilot.watch.rules.saving import AllRanksSave
-from ddpilot.watch.rules.set_epoch import SetEpochForgotten
-from ddpilot.watch.rules.shards import ShardsOverlap
-from ddpilot.watch.rules.streams import SameRandomStreams
-from ddpilot.watch.rules.unequal import UnequalBatches
-from ddpilot.watch.rules.workers import WorkersReadAlike
 from tests.unit.watch.rules.feeding import SECOND, SITE, Note, judge, loader_pass, model
 
 

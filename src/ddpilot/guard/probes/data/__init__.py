@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Probe of the data in training: loaders, inputs of DDP models, randomness, losses, and reductions by the program."""
+"""Note what is trained on: samples, inputs, random draws, losses, metrics. Imports `probes`' modules."""

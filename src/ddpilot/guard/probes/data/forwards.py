@@ -21,10 +21,10 @@ from ddpilot.guard.probe import Notes
 from ddpilot.guard.probes.data.generators import device_digest, words_between
 from ddpilot.guard.probes.data.loaders import pointers_of
 from ddpilot.guard.probes.data.position import Given, Position
-from ddpilot.guard.probes.data.prints import fingerprint, num_rows_of
 from ddpilot.guard.probes.data.schedule import is_due
+from ddpilot.guard.probes.tensors import fingerprint, num_rows_of
+from ddpilot.record.accelerator import can_copy_from
 from ddpilot.record.capturing import is_capturing
-from ddpilot.record.host_copies import can_copy_from
 
 _NUM_NORM_STEPS = 3
 _PREPARING = os.path.join("ddpilot", "training", "")

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ddpilot.record.host_copies import can_copy_from
+from ddpilot.record.accelerator import can_copy_from
 
 _BLOCK_WORDS = 624
 LIBRARIES = ("python", "numpy", "torch")

@@ -18,10 +18,10 @@ from torch.utils.data import dataloader as torch_loader
 
 from ddpilot.guard.probe import Notes
 from ddpilot.guard.probes.data.position import Given, Pass, Position
-from ddpilot.guard.probes.data.prints import fingerprint, num_rows_of, tensors_in
 from ddpilot.guard.probes.data.samplers import describe_loader, is_looked_at, may_repeat
 from ddpilot.guard.probes.data.schedule import is_due
 from ddpilot.guard.probes.data.sketch import Sketch
+from ddpilot.guard.probes.tensors import fingerprint, num_rows_of, tensors_in
 
 _NUM_ORDERED = 16
 _MAX_ASKED = 4096

@@ -16,9 +16,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ddpilot.guard.probe import Notes
 from ddpilot.guard.probes.data.position import Given, Position
-from ddpilot.guard.probes.data.prints import tensors_in
+from ddpilot.guard.probes.tensors import tensors_in
+from ddpilot.record.accelerator import HostCopies, HostCopy
 from ddpilot.record.capturing import is_capturing
-from ddpilot.record.host_copies import HostCopies, HostCopy
 
 _NUM_CANDIDATES = 8
 _MAX_NOTED = 64

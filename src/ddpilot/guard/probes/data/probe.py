@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 from ddpilot.guard.probe import Notes
-from ddpilot.guard.probes.data.draws import DrawEyes
 from ddpilot.guard.probes.data.forwards import ForwardEyes
 from ddpilot.guard.probes.data.loaders import LoaderEyes
 from ddpilot.guard.probes.data.losses import LossEyes
 from ddpilot.guard.probes.data.position import Position
+from ddpilot.guard.probes.data.random_draws import DrawEyes
 from ddpilot.guard.probes.data.reductions import ReductionEyes
 
 

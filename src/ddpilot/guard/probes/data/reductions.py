@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ddpilot.guard.probe import Notes
+from ddpilot.guard.probes.caller_source import is_averaged, is_scaled_later
 from ddpilot.guard.probes.data.position import Pass, Position
-from ddpilot.guard.probes.data.prints import tensors_in
-from ddpilot.guard.probes.source import is_averaged, is_scaled_later
-from ddpilot.record.host_copies import HostCopies, HostCopy
+from ddpilot.guard.probes.tensors import tensors_in
+from ddpilot.record.accelerator import HostCopies, HostCopy
 
 _REDUCING = ("all_reduce", "reduce", "all_gather", "gather", "all_gather_into_tensor", "reduce_scatter_tensor")
 _OF_OBJECTS = {"all_gather_object": (1, 0, "object_list"), "gather_object": (0, 1, "object_gather_list")}

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch.utils.data import Subset
 
-from ddpilot.guard.probes.data.prints import print_rows
 from ddpilot.guard.probes.data.samplers import length_of
+from ddpilot.guard.probes.tensors import print_rows
 
 NUM_CHOSEN = 64
 _MAX_PARTS = 4

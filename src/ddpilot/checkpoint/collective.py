@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of all ranks: rank 0 writes, and an error on one rank is raised on all of them.
+
+The ranks' parts are gathered on rank 0 before anything is written. A checkpoint is therefore complete from the start,
+on any file system, and never waits for a file of a rank that has died.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import nn
+
+from ddpilot.checkpoint.directory import CheckpointDir
+from ddpilot.checkpoint.format import Checkpoint
+from ddpilot.checkpoint.host_copy import Snapshots
+from ddpilot.checkpoint.manifest import Progress
+from ddpilot.checkpoint.weights import match_weights, read_weights
+from ddpilot.errors import CheckpointError, CorruptCheckpointError
+from ddpilot.group.protocol import GroupLike
+from ddpilot.group.rng import capture_rng
+
+Value = TypeVar("Value")
+
+RNG = "rng"
+"""Key of a rank's random states in its part."""
+
+
+class JointCheckpoints:
+    """The checkpoints of a run, for all ranks of `group`; only rank 0 writes to `folder`."""
+
+    def __init__(self, group: GroupLike, folder: CheckpointDir) -> None:
+        self.folder = folder
+        self._group = group
+        self._snapshots = Snapshots()
+
+    def check_writable(self) -> None:
+        """Raise CheckpointError on every rank if rank 0 cannot write to the directory. Collective."""
+        self._on_rank_zero(self.folder.check_writable)
+
+    def set_aside(self) -> Path | None:
+        """Move all checkpoints to a subdirectory and return its path, on all ranks; None if there are none.
+
+        Collective.
+        """
+        return self._on_rank_zero(self.folder.set_aside)
+
+    def save(
+        self,
+        progress: Progress,
+        *,
+        weights: Mapping[str, Mapping[str, torch.Tensor]],
+        state: Mapping[str, Any] | None = None,
+        part: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        """Save a checkpoint as `CheckpointDir.save` does, with every rank's random states. Collective.
+
+        `weights`, `state` and `metrics` are those of rank 0; `part` is each rank's own. Returns on all ranks once rank
+        0 has its copy in CPU memory. Raises CheckpointError on every rank if one of them has values that cannot be
+        saved; rank 0 reports disk errors, which do not stop training.
+        """
+        own: CheckpointError | dict[str, Any]
+        try:
+            own = self._snapshots.take({RNG: capture_rng(self._group.device), **(part or {})})
+        except Exception as error:  # noqa: BLE001  (whatever it is, all ranks raise it)
+            own = _as_checkpoint_error("copying this rank's part of a checkpoint", error, self._group)
+            own.rank = self._group.rank
+        parts: list[Any] = self._group.all_gather_object(own) if self._group.world_size > 1 else [own]
+        _raise_first(parts)
+        self._on_rank_zero(
+            lambda: self.folder.save(progress, weights=weights, state=state, parts=parts, metrics=metrics)
+        )
+
+    def wait(self) -> bool:
+        """Wait until rank 0 has written. True, on every rank, if the last save is on disk. Collective."""
+        return self._on_rank_zero(self.folder.wait)
+
+    def latest(self) -> Checkpoint | None:
+        """Return the newest intact checkpoint, the same on every rank; None if there is none. Collective.
+
+        Rank 0 verifies it; the other ranks check that they read the same one. Raises CheckpointError on every rank if
+        one of them cannot read it.
+        """
+        chosen = self._on_rank_zero(self.folder.latest)
+        if chosen is None:
+            return None
+        own, failure = self._open_same(chosen)
+        _raise_first(self._group.all_gather_object(failure))
+        return own
+
+    def _open_same(self, chosen: Checkpoint) -> tuple[Checkpoint | None, CheckpointError | None]:
+        if self._group.is_rank_zero:
+            return chosen, None
+        try:
+            own = self.folder.open(chosen.path.name, verify=False)
+        except CorruptCheckpointError as error:
+            found = f"this rank cannot read it: {error.found}"
+        else:
+            if own.manifest.checksum == chosen.manifest.checksum:
+                return own, None
+            found = "this rank sees another one under that name"
+        return None, CheckpointError(
+            f"opening the checkpoint that rank 0 found, {self.folder.path / chosen.path.name}",
+            found=found,
+            fix="Every rank has to see the same directory: put it on a file system that all machines share.",
+            rank=self._group.rank,
+        )
+
+    def _on_rank_zero(self, call: Callable[[], Value]) -> Value:
+        # An error on rank 0 alone would leave the other ranks waiting in the next collective.
+        outcome: list[Any] = [None, None]
+        if self._group.is_rank_zero:
+            try:
+                outcome[0] = call()
+            except CheckpointError as error:
+                outcome[1] = error
+            except Exception as error:  # noqa: BLE001  (whatever it is, all ranks raise it)
+                outcome[1] = _as_checkpoint_error(f"using {self.folder.path}", error, self._group)
+        own_failure = outcome[1]
+        value, failure = self._group.broadcast_object(outcome) if self._group.world_size > 1 else outcome
+        _raise_first([own_failure or failure])  # its own error has the cause
+        return cast(Value, value)
+
+
+def load_jointly(model: nn.Module, path: str | os.PathLike[str], name: str, group: GroupLike) -> None:
+    """Run `load_weights` on all ranks, or on none if one fails. Collective. Raises its errors, on every rank."""
+    matched = on_all_ranks(group, lambda: match_weights(model, read_weights(path, name), source=os.fspath(path)))
+    model.load_state_dict(matched)
+
+
+def on_all_ranks(group: GroupLike, call: Callable[[], Value]) -> Value:
+    """Return the result of `call` on every rank; an exception on one rank is raised on all, as CheckpointError.
+
+    Collective.
+    """
+    value, failure = None, None
+    try:
+        value = call()
+    except Exception as error:  # noqa: BLE001  (whatever it is, all ranks raise it)
+        failure = _as_checkpoint_error("using a checkpoint", error, group)
+        failure.rank = group.rank if group.world_size > 1 else None
+    failures = group.all_gather_object(failure)
+    _raise_first([failure, *failures])  # its own error has the cause
+    return cast(Value, value)
+
+
+def _as_checkpoint_error(did: str, error: Exception, group: GroupLike) -> CheckpointError:
+    if isinstance(error, CheckpointError):
+        return error
+    found = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+    made = CheckpointError(did, found=found, rank=group.rank)
+    made.__cause__ = error
+    return made
+
+
+def _raise_first(outcomes: Sequence[object]) -> None:
+    for outcome in outcomes:
+        if isinstance(outcome, CheckpointError):
+            raise outcome

@@ -1,0 +1,377 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`CheckpointDir`: the checkpoints of a run, written by one process in the background."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from ddpilot.checkpoint.aside import move_aside
+from ddpilot.checkpoint.atomic_files import (
+    TOKEN,
+    NotAFileError,
+    Writer,
+    WriterTakenError,
+    probe,
+    remove_stale,
+    replace_text,
+)
+from ddpilot.checkpoint.background import Background
+from ddpilot.checkpoint.choosing import better, parse_best
+from ddpilot.checkpoint.format import Checkpoint, read_checkpoint
+from ddpilot.checkpoint.host_copy import Snapshots
+from ddpilot.checkpoint.manifest import Progress
+from ddpilot.checkpoint.names import plain_names
+from ddpilot.checkpoint.safetensors_file import check_dtypes
+from ddpilot.checkpoint.telling import render_failure, tell_stderr
+from ddpilot.checkpoint.writing import STAGING_PREFIX, Contents, write_checkpoint
+from ddpilot.errors import CheckpointError, CorruptCheckpointError
+from ddpilot.training.coordination.out_of_memory import is_out_of_memory
+
+LATEST = "latest"
+BEST = "best"
+_NAME = re.compile(r"save-(\d{6,})-step-(\d+)")
+_DELETING_PREFIX = ".deleting-"
+_STALE = re.compile(rf"{re.escape(STAGING_PREFIX)}{_NAME.pattern}-{TOKEN}|{re.escape(_DELETING_PREFIX)}{_NAME.pattern}")
+"""Names of directories that a killed process was writing or deleting."""
+
+
+class CheckpointDir:
+    """The checkpoints of one run, in the directory `path`. One process writes; any process reads.
+
+    `keep`: number of newest checkpoints to keep, 3 by default, at least 1; None keeps all. `best`: "max acc" or "min
+    loss"; the best checkpoint by that metric is kept as well. `tell`: called with every message for the user, on the
+    thread that called the method; stderr by default.
+
+    A save that fails because of the disk (no space, no permission, an I/O error) is reported and does not stop
+    training: the last good checkpoint is kept. As a context manager, it waits for pending writes on exit.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        keep: int | None = 3,
+        best: str | None = None,
+        tell: Callable[[str], None] = tell_stderr,
+    ) -> None:
+        if keep is not None and keep < 1:
+            raise CheckpointError(f"keeping checkpoints in {path}", found=f"`keep` is {keep}", fix="Keep at least 1.")
+        self.path = Path(path).expanduser()
+        self._keep = keep
+        self._best = parse_best(best)
+        self._tell = tell
+        self._snapshots = Snapshots()
+        self._background = Background()
+        self._writer: Writer | None = None
+
+    def check_writable(self) -> None:
+        """Create the directory, write a test file in it and lock it for this process, before training starts.
+
+        Raises CheckpointError if that fails, if a different live process writes checkpoints there, and if `latest` or
+        `best` is a file of a different program. A damaged `latest` or `best` next to checkpoints is renamed, which is
+        reported.
+        """
+        try:
+            probe(self.path)
+        except OSError as error:
+            raise CheckpointError(
+                f"trying to write in {self.path}",
+                found=f"{error.strerror} ({type(error).__name__})",
+                fix="Training has not started. Choose a `checkpoint_dir` that this user may write to.",
+            ) from error
+        self.claim()
+        for pointer in (LATEST, BEST):
+            if self._is_ours(pointer):
+                continue
+            if not self.names():
+                raise CheckpointError(
+                    f"making ready to save in {self.path}",
+                    found=f"there is a `{pointer}` that no checkpoint wrote, and the next one would replace it",
+                    fix="Training has not started. Choose a `checkpoint_dir` of its own, or remove that file.",
+                )
+            aside = self._move_damaged(pointer)
+            self._tell(
+                f"`{pointer}` in {self.path} is damaged (it names no checkpoint), and is now {aside.name}; the "
+                "checkpoints next to it are used without it"
+            )
+
+    def claim(self) -> None:
+        """Lock the directory for writing by this process, until `close`; it may hold the lock already.
+
+        Raises CheckpointError if a different live process holds it, on this machine or, with a file system that shares
+        locks, on a different one, and if the lock file is not a regular file. If the directory was deleted since, that
+        is reported and it is created again.
+        """
+        if self._writer is not None:
+            if self._writer.is_of(self.path):
+                return
+            self._writer = None
+            self._restore()
+        if not self.path.is_dir():
+            return
+        try:
+            self._writer = Writer.of(self.path)
+        except WriterTakenError as error:
+            raise CheckpointError(
+                f"making ready to save in {self.path}",
+                found=f"another job writes its checkpoints there: {error.owner}",
+                fix="Give this one a `checkpoint_dir` of its own, or wait until that job has ended.",
+            ) from error
+        except NotAFileError as error:
+            raise CheckpointError(
+                f"making ready to save in {self.path}",
+                found=str(error),
+                fix="Remove it, or choose a `checkpoint_dir` in which other users cannot write.",
+            ) from error
+
+    def set_aside(self) -> Path | None:
+        """Move all checkpoints to a new subdirectory and return its path; None if there are none.
+
+        A new run then neither resumes the checkpoints of an earlier one nor deletes them. Raises OSError if a move
+        fails.
+        """
+        names = self.names()
+        # Oldest first: after a crash, the newest remains, which `latest` names until it is moved too.
+        return move_aside(self.path, [*reversed(names), BEST, LATEST]) if names else None
+
+    def reserve(self, num_bytes: int) -> None:
+        """Preallocate memory for a copy of `num_bytes`, in the background, so that the first save is fast, too."""
+        self.wait()
+        self._background.start(lambda: self._reserve(num_bytes))
+
+    def save(
+        self,
+        progress: Progress,
+        *,
+        weights: Mapping[str, Mapping[str, torch.Tensor]],
+        state: Mapping[str, Any] | None = None,
+        parts: Sequence[Mapping[str, Any]] = (),
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        """Copy the state to CPU memory and write the copy in the background; waits for an earlier save first.
+
+        `weights`: state dicts by model name, `{"model": model.state_dict()}`, also of wrapped models. `state`: further
+        state dicts by name, equal on all ranks. `parts`: the state of each rank, one for each rank of
+        `progress.world_size`, or none. `metrics`: numbers to choose the best by. The checkpoint becomes `latest` once
+        it is completely on disk. Raises CheckpointError for values of an unsupported type, and if a different process
+        writes here.
+        """
+        self.wait()
+        self.claim()
+        if len(parts) not in (0, progress.world_size):
+            raise CheckpointError(
+                f"saving step {progress.step}",
+                found=f"{len(parts)} parts for {progress.world_size} ranks",
+                fix="Hand over the part of every rank, in rank order.",
+            )
+        plain = {name: _plain(name, tensors) for name, tensors in weights.items()}
+        try:
+            copied = self._snapshots.take({"weights": plain, "state": dict(state or {}), "parts": list(parts)})
+        except (OSError, RuntimeError, MemoryError) as error:
+            if not (isinstance(error, OSError) or is_out_of_memory(error)):
+                raise
+            self._background.fail()
+            self._tell_failure(error if isinstance(error, OSError) else _as_os_error(error))
+            return
+        contents = Contents(progress=progress, metrics={n: float(v) for n, v in (metrics or {}).items()}, **copied)
+        self._background.start(lambda: self._write(contents))
+
+    def wait(self) -> bool:
+        """Wait for pending writes and report failures. True if the last save is on disk.
+
+        Raises CheckpointError from the writer's exception if it is not an OSError.
+        """
+        failure = self._background.finish()
+        if isinstance(failure, OSError):
+            self._tell_failure(failure)
+        elif failure is not None:
+            raise CheckpointError("saving a checkpoint", found=f"{type(failure).__name__}: {failure}") from failure
+        for told in self._background.take_notes():
+            self._tell(told)
+        return self._background.is_good
+
+    def poll(self) -> None:
+        """Report failures so far, without waiting: cheap enough for every step."""
+        if self._background.is_done:
+            self.wait()
+
+    def close(self) -> bool:
+        """Call `wait` and release the lock; `save` locks it again."""
+        try:
+            return self.wait()
+        finally:
+            self._writer = None
+
+    def names(self) -> list[str]:
+        """Return the names of all finished checkpoints, newest first. Their contents are not verified."""
+        if not self.path.is_dir():
+            return []
+        found = [(int(match[1]), path.name) for path in self.path.iterdir() if (match := _NAME.fullmatch(path.name))]
+        return [name for _, name in sorted(found, reverse=True)]
+
+    def open(self, name: str, *, verify: bool = True) -> Checkpoint:
+        """Return the checkpoint called `name`. Raises CorruptCheckpointError; `verify=False` compares sizes only."""
+        return read_checkpoint(self.path / name, verify=verify)
+
+    def latest(self) -> Checkpoint | None:
+        """Return the newest intact checkpoint, from `latest` backwards; None if there are no checkpoints.
+
+        Reports each checkpoint that was skipped, and why. Raises CorruptCheckpointError if none is intact, and
+        CheckpointError if the directory cannot be read.
+        """
+        try:
+            pointed, candidates = self._pointed(LATEST), self.names()
+        except OSError as error:
+            raise CheckpointError(
+                f"looking for a checkpoint in {self.path}",
+                found=str(error),
+                fix="Let this user read the directory, or choose another `checkpoint_dir`.",
+            ) from error
+        if pointed in candidates:
+            candidates = candidates[candidates.index(pointed) :]
+        elif pointed is not None:
+            self._tell(f"`latest` in {self.path} names {pointed!r}, which is not there")
+        wrong = []
+        for name in candidates:
+            try:
+                checkpoint = self.open(name)
+            except CorruptCheckpointError as error:
+                wrong.append(error)
+                continue
+            for passed_over in wrong:
+                self._tell(f"{passed_over}. It is not used, the one before it is: {name}")
+            return checkpoint
+        if wrong or pointed is not None:
+            raise CorruptCheckpointError(
+                f"looking for a checkpoint in {self.path}",
+                found="; ".join(error.render() for error in wrong) or "the one that `latest` names is gone",
+                fix="Restore one from a copy, or start from scratch in an empty directory.",
+            )
+        return None
+
+    def best(self) -> Checkpoint | None:
+        """Return the best checkpoint by the metric, verified; None if there is none. Raises CorruptCheckpointError."""
+        name = self._pointed(BEST)
+        return None if name is None else self.open(name)
+
+    def __enter__(self) -> CheckpointDir:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _reserve(self, num_bytes: int) -> None:
+        try:
+            self._snapshots.reserve(num_bytes)
+        except (OSError, MemoryError) as error:
+            self._background.note(f"no memory for the copies of checkpoints, {num_bytes / 1e6:.1f} MB: {error}")
+
+    def _write(self, contents: Contents) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        remove_stale(self.path, _STALE)
+        names = self.names()
+        number = 1 + int(names[0].split("-")[1]) if names else 1
+        name = f"save-{number:06}-step-{contents.progress.step}"
+        written = write_checkpoint(self.path, name, contents)
+        try:
+            replace_text(self.path / LATEST, f"{name}\n")
+        except OSError:
+            shutil.rmtree(written, ignore_errors=True)
+            raise
+        self._point_at_best(name, contents.metrics)
+        self._prune()
+
+    def _point_at_best(self, name: str, metrics: Mapping[str, float]) -> None:
+        if self._best is None or not better(self._best, metrics, self._best_so_far()):
+            return
+        try:
+            replace_text(self.path / BEST, f"{name}\n")
+        except OSError as error:  # the checkpoint itself was written
+            self._background.note(f"{name} in {self.path} is the best so far, but `{BEST}` cannot name it: {error}")
+
+    def _best_so_far(self) -> Mapping[str, float]:
+        name = self._pointed(BEST)
+        if name is None:
+            return {}
+        try:
+            return self.open(name, verify=False).manifest.metrics
+        except CorruptCheckpointError as error:
+            self._background.note(f"{error}. The best is chosen again")
+            return {}
+
+    def _prune(self) -> None:
+        if self._keep is None:
+            return
+        spared = {self._pointed(LATEST), self._pointed(BEST)}
+        for name in self.names()[self._keep :]:
+            if name in spared:
+                continue
+            try:
+                # A crash while deleting must not leave a directory that looks like a damaged checkpoint.
+                going = (self.path / name).rename(self.path / f"{_DELETING_PREFIX}{name}")
+                shutil.rmtree(going)
+            except FileNotFoundError:  # deleted by a different process
+                continue
+            except OSError as error:
+                self._background.note(f"deleting the old checkpoint {name} in {self.path}: {error}. Delete it by hand")
+
+    def _restore(self) -> None:
+        """Report that the lock file or its directory was deleted, and create the directory again."""
+        num = len(self.names())
+        what = f"the file `.writer` in {self.path}" if num else f"{self.path}, or all that was in it,"
+        left = f"{num} checkpoint{'s are' if num > 1 else ' is'} there" if num else "it holds no checkpoint now"
+        self._tell(f"{what} was deleted or moved while this job saves there: {left}. Training and saving continue")
+        with suppress(OSError):  # otherwise the save reports the error
+            self.path.mkdir(parents=True, exist_ok=True)
+
+    def _is_ours(self, pointer: str) -> bool:
+        path = self.path / pointer
+        return not path.exists() or (path.is_file() and _NAME.fullmatch(self._pointed(pointer) or "") is not None)
+
+    def _pointed(self, pointer: str) -> str | None:
+        try:
+            return (self.path / pointer).read_text(encoding="utf-8", errors="replace").strip()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except IsADirectoryError:
+            return ""
+
+    def _move_damaged(self, pointer: str) -> Path:
+        number = 1
+        while (aside := self.path / f"{pointer}-damaged-{number}").exists():
+            number += 1
+        return (self.path / pointer).rename(aside)
+
+    def _tell_failure(self, failure: OSError) -> None:
+        try:
+            last = self._pointed(LATEST)
+        except OSError as error:
+            last = f"`{LATEST}` cannot be read now ({error})"
+        self._tell(render_failure(self.path, failure, last))
+
+
+def _as_os_error(error: BaseException) -> OSError:
+    """Convert torch's out-of-memory errors, also for pinned memory, to an OSError with ENOMEM."""
+    said = next(iter(str(error).splitlines()), type(error).__name__)
+    return OSError(errno.ENOMEM, f"{os.strerror(errno.ENOMEM)} ({said})")
+
+
+def _plain(name: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    if not re.fullmatch(r"[A-Za-z0-9_]+", name):
+        raise CheckpointError(
+            f"saving the weights {name!r}", found="the name becomes a file's", fix="Use letters, digits and `_`."
+        )
+    check_dtypes(tensors, where=f"the weights {name!r}")
+    return {short: tensors[full] for full, short in plain_names(tensors).items()}

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads a checkpoint; verifies the size and checksum of every file before any of them is used."""
+
+from __future__ import annotations
+
+import pickle
+import pickletools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from ddpilot.checkpoint.atomic_files import FileFacts, read_facts
+from ddpilot.checkpoint.manifest import FILE_NAME, Manifest, parse_manifest
+from ddpilot.checkpoint.writing import STATE_FILE, part_file, weights_file
+from ddpilot.errors import CheckpointError, CorruptCheckpointError
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose files were verified. Contents are read only when requested."""
+
+    path: Path
+    """Its directory."""
+    manifest: Manifest
+    """Position of the run, metrics and versions."""
+
+    def weights(self, name: str = "model") -> dict[str, torch.Tensor]:
+        """Return the weights saved under `name`, by plain name, on the CPU.
+
+        Raises CheckpointError if there are none.
+        """
+        if weights_file(name) not in self.manifest.files:
+            there = [file.removesuffix(".safetensors") for file in self.manifest.files if file.endswith(".safetensors")]
+            raise CheckpointError(
+                f"reading the weights {name!r} of {self.path}",
+                found=f"it has weights for {', '.join(map(repr, there)) or 'no model'}",
+                fix="Ask for one of these.",
+            )
+        return read_safetensors(self.path / weights_file(name))
+
+    def state(self) -> dict[str, Any]:
+        """Return the saved state dicts, by name, with tensors on the CPU. Executes no code in the file."""
+        return dict(read_torch(self.path / STATE_FILE))
+
+    def part(self, rank: int) -> dict[str, Any] | None:
+        """Return the state of rank `rank`; None if the run had no such rank. Executes no code in the file."""
+        if part_file(rank) not in self.manifest.files:
+            return None
+        return dict(read_torch(self.path / part_file(rank)))
+
+
+def read_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
+    """Return the checkpoint in the directory `path`.
+
+    `verify`: True reads every file and compares its checksum (about a second per gigabyte); False compares sizes only.
+    Raises CorruptCheckpointError with all problems found.
+    """
+    try:
+        text = (path / FILE_NAME).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CorruptCheckpointError(
+            f"reading {path}", found=f"{FILE_NAME} cannot be read ({error}): it is half written, or no checkpoint"
+        ) from error
+    manifest = parse_manifest(text, where=str(path))
+    wrong = [said for name, facts in manifest.files.items() if (said := _compare(path, name, facts, verify))]
+    if wrong:
+        raise CorruptCheckpointError(f"reading {path}", found="; ".join(wrong))
+    return Checkpoint(path, manifest)
+
+
+def _compare(path: Path, name: str, facts: FileFacts, verify: bool) -> str:
+    if Path(name).name != name:
+        return f"{name!r} lies outside of it"
+    try:
+        num_bytes = (path / name).stat().st_size
+        if num_bytes != facts.num_bytes:
+            return f"{name} has {num_bytes} bytes, not {facts.num_bytes}"
+        if verify and read_facts(path / name) != facts:
+            return f"{name} was changed: its checksum does not fit"
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except OSError as error:
+        return f"{name} cannot be read ({error})"
+    return ""
+
+
+def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a safetensors file, on the CPU. Raises CorruptCheckpointError."""
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise CorruptCheckpointError(f"reading {path}", found=f"it is no whole safetensors file ({error})") from error
+
+
+def is_safetensors(path: Path) -> bool:
+    """True if the file looks like safetensors, whatever its suffix: a header size and a JSON header."""
+    with path.open("rb") as file:
+        head = file.read(9)
+    return len(head) == 9 and head[8:] == b"{" and int.from_bytes(head[:8], "little") < path.stat().st_size
+
+
+def _find_call(path: Path) -> str:
+    """Return the first function or class that loading a pickle would call, from its opcodes; "" if there is none.
+
+    No opcode is executed.
+    """
+    texts: list[str] = []
+    try:
+        with path.open("rb") as file:
+            for opcode, argument, _ in pickletools.genops(file):
+                if opcode.name in ("GLOBAL", "INST"):
+                    return str(argument).replace(" ", ".")
+                if opcode.name == "STACK_GLOBAL":
+                    return ".".join(texts[-2:])
+                if isinstance(argument, str):
+                    texts.append(argument)
+    except (ValueError, OSError):  # not a pickle, or a truncated one
+        return ""
+    return ""
+
+
+def read_torch(path: Path) -> Mapping[str, Any]:
+    """Return the dict in a `torch.save` file, with tensors on the CPU, without executing code in the file.
+
+    Raises CorruptCheckpointError if it holds other objects, with the function or class that loading would call.
+    """
+    try:
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        named = re.search(r"GLOBAL ([\w.]+)", str(error))
+        called = named[1] if named else _find_call(path)
+        raise CorruptCheckpointError(
+            f"reading {path}",
+            found=f"it holds more than tensors and plain values: reading it would run {called}"
+            if called
+            else "it cannot be read as tensors and plain values: it is no file of torch.save, or a damaged one",
+            fix="If you trust it, load it with torch.load(weights_only=False) and save its state_dict() again.",
+        ) from error
+    except (RuntimeError, OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise CorruptCheckpointError(
+            f"reading {path}", found=f"it is no whole file of torch.save ({str(error).splitlines()[0]})"
+        ) from error
+    if not isinstance(loaded, Mapping):
+        raise CorruptCheckpointError(f"reading {path}", found=f"it holds a {type(loaded).__name__}, not a dict")
+    return loaded

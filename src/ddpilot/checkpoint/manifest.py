@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`manifest.json`: position and metrics of a run, and size and checksum of every file, including itself."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from importlib.metadata import version
+from typing import Any
+
+from ddpilot.checkpoint.atomic_files import FileFacts
+from ddpilot.errors import CheckpointError, CorruptCheckpointError, MismatchedCheckpointError
+
+FILE_NAME = "manifest.json"
+FORMAT = 1
+"""The format version that is written; older versions can be read."""
+
+_MEANINGS = {
+    "dataset_length": "the dataset has another length",
+    "global_batch_size": "the position in the epoch counts global batches of another size",
+    "seed": "another seed gives another order of samples",
+    "batches": "shuffling, drop_last, weights, a sampler, or who divides the data is another",
+    "accumulate": "the rest of the epoch would make other updates",
+}
+_OTHER_SAMPLES = ("dataset_length", "batches")
+
+
+_OTHER_DATA = "Go on with the new data by loop.resume(other_data=True), or fit(..., other_data=True). Or resume"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """The position of a run. The position in the data is two integers, independent of world_size."""
+
+    step: int
+    """Number of optimizer steps since the start of training."""
+    epoch: int = 0
+    """The current epoch, from 0."""
+    batch: int = 0
+    """Number of completed global batches in that epoch: the loader resumes at this index."""
+    passes: int = 0
+    """Number of completed passes over a loader in the epoch; above 0 if it has several or its data are complete."""
+    samples_seen: int = 0
+    """Number of samples of all ranks and epochs so far."""
+    seed: int | None = None
+    """Seed of the order of samples; None: unknown."""
+    world_size: int = 1
+    """Number of ranks when it was saved."""
+    dataset_length: int | None = None
+    """Number of samples per epoch; None: unknown."""
+    global_batch_size: int | None = None
+    """Number of samples per global batch; None: unknown."""
+    batches: str | None = None
+    """Fingerprint of how samples form global batches; None: unknown."""
+    accumulate: int | None = None
+    """Number of batches per update; None: unknown."""
+
+    def require(self, *, source: str = "", **now: int | str | None) -> None:
+        """Raise MismatchedCheckpointError if the data of this run differ; the error lists the differences.
+
+        `now`: `dataset_length`, `global_batch_size`, `seed`, `batches` and `accumulate` of this run, as keywords; None
+        is not compared. `source` names the checkpoint. Raises TypeError for other keywords.
+        """
+        unknown = set(now) - set(_MEANINGS)
+        if unknown:
+            raise TypeError(f"require() knows {', '.join(_MEANINGS)}, not {', '.join(sorted(unknown))}")
+        before = {name: getattr(self, name) for name in now}
+        differing = [name for name, value in now.items() if None not in (value, before[name]) and value != before[name]]
+        if len(differing) > 1 and "batches" in differing:
+            differing.remove("batches")  # it follows from the others
+        if differing:
+            rest = ", so the rest of the epoch would be other samples" if self.batch else ""
+            meanings = {name: _MEANINGS[name] + (rest if name in _OTHER_SAMPLES else "") for name in differing}
+            changes = [
+                meanings[name]
+                if name == "batches"
+                else f"`{name}` was {before[name]}, is {now[name]} ({meanings[name]})"
+                for name in differing
+            ]
+            takes_other = differing == ["dataset_length"] and not self.batch
+            raise MismatchedCheckpointError(
+                f"resuming {source or 'a run'} at step {self.step}",
+                found="; ".join(changes),
+                fix=(_OTHER_DATA if takes_other else "Resume")
+                + " with the old values, start from scratch with `resume=False`, or take the weights alone "
+                "(`loop.load`).",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """The contents of `manifest.json`."""
+
+    progress: Progress
+    """The position of the run."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Metrics passed to the save, such as validation accuracy."""
+    files: Mapping[str, FileFacts] = field(default_factory=dict)
+    """Size and checksum of every file except the manifest, by name."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Versions of ddpilot, torch and python that wrote it."""
+    saved_at: str = ""
+    """Time of the save, in UTC, as ISO 8601."""
+
+    def render(self) -> str:
+        """Return the text of `manifest.json`, including a checksum of all its other fields."""
+        body = {"format": FORMAT, **asdict(self)}
+        return json.dumps({**body, "checksum": checksum(body)}, indent=2) + "\n"
+
+    @property
+    def checksum(self) -> str:
+        """SHA-256 of all fields, and thus of the checkpoint: equal for identical checkpoints only."""
+        return checksum({"format": FORMAT, **asdict(self)})
+
+
+def checksum(body: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of `body` as JSON with sorted keys and without whitespace, in hexadecimal."""
+    return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def now_and_here() -> dict[str, Any]:
+    """Return the fields `versions` and `saved_at` of a manifest written now by this process."""
+    versions = {"ddpilot": version("ddpilot"), "torch": version("torch"), "python": platform.python_version()}
+    return {"versions": versions, "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds")}
+
+
+def parse_manifest(text: str, *, where: str) -> Manifest:
+    """Parse the text of a manifest; `where` names the checkpoint in errors.
+
+    Raises CorruptCheckpointError if it is truncated or was changed, CheckpointError if a newer version wrote it.
+    """
+    try:
+        body = json.loads(text)
+        claimed = body.pop("checksum")
+        if body["format"] > FORMAT:
+            raise CheckpointError(
+                f"reading {where}",
+                found=f"its format is {body['format']}, this ddpilot reads up to {FORMAT}",
+                fix=f"Use ddpilot {body['versions']['ddpilot']} or newer.",
+            )
+        if checksum(body) != claimed:
+            raise ValueError("its own checksum does not fit")
+        del body["format"]
+        files = {name: FileFacts(**facts) for name, facts in body.pop("files").items()}
+        return Manifest(progress=Progress(**body.pop("progress")), files=files, **body)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptCheckpointError(
+            f"reading {where}", found=f"{FILE_NAME} is torn or was changed ({type(error).__name__}: {error})"
+        ) from error

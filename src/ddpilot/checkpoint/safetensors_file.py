@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes safetensors files with checksums; errors are raised as OSError with errno.
+
+The library's own writer maps the file into memory and reports a full disk without an errno. It reads these files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+import torch
+
+from ddpilot.checkpoint.atomic_files import Sink
+from ddpilot.errors import CheckpointError
+
+_ALIGNMENT_BYTES = 8
+
+DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""Names of torch dtypes in the safetensors format."""
+
+
+def check_dtypes(weights: Mapping[str, object], *, where: str) -> None:
+    """Raise CheckpointError for values that the format does not support; `where` names the weights."""
+    for name, value in weights.items():
+        if not isinstance(value, torch.Tensor):
+            found = f"{name!r} is a {type(value).__name__}, not a tensor"
+        elif value.dtype not in DTYPE_NAMES:
+            found = f"{name!r} is of type {value.dtype}, which safetensors has no name for"
+        else:
+            continue
+        raise CheckpointError(f"saving {where}", found=found, fix="Hand it over in `state` instead of `weights`.")
+
+
+def write_safetensors(sink: Sink, weights: Mapping[str, torch.Tensor]) -> None:
+    """Write `weights` (dense tensors on the CPU, any shape) to `sink`. Raises OSError.
+
+    A tensor under two names is written twice, so that any reader finds both.
+    """
+    # Largest element size first: every tensor is then aligned to its element size, as readers that use mmap expect.
+    names = sorted(weights, key=lambda name: (-weights[name].element_size(), name))
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for name in names:
+        end = start + weights[name].numel() * weights[name].element_size()
+        header[name] = {
+            "dtype": DTYPE_NAMES[weights[name].dtype],
+            "shape": list(weights[name].shape),
+            "data_offsets": [start, end],
+        }
+        start = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGNMENT_BYTES)
+    sink.write(len(text).to_bytes(8, "little"))
+    sink.write(text)
+    for name in names:
+        if weights[name].numel():
+            sink.write(weights[name].contiguous().reshape(-1).view(torch.uint8).numpy().data)

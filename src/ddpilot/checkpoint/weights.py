@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads weights into a model: all of them or none, onto the model's devices."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ddpilot.checkpoint.directory import BEST, LATEST, CheckpointDir
+from ddpilot.checkpoint.format import is_safetensors, read_checkpoint, read_safetensors, read_torch
+from ddpilot.checkpoint.manifest import FILE_NAME
+from ddpilot.checkpoint.names import plain_names
+from ddpilot.errors import CheckpointError, MismatchedCheckpointError
+from ddpilot.training.models.ddp import class_name
+
+_NESTED = ("state_dict", "model_state_dict", "model")
+_NUM_SHOWN = 10
+
+
+def load_weights(model: torch.nn.Module, path: str | os.PathLike[str], *, name: str = "model") -> None:
+    """Load weights from `path` into `model`, in place, on the devices of its tensors. Call it on every rank.
+
+    `path`: a `.safetensors` file, a `torch.save` file with a state_dict (also under the key "state_dict",
+    "model_state_dict" or "model"), a checkpoint, or a directory of checkpoints (loads the latest; append "/best" for
+    the best). Prefixes of DistributedDataParallel and torch.compile are ignored on both sides. `name`: the model whose
+    weights to load, if a checkpoint holds several. No code in the file is executed.
+
+    Raises MismatchedCheckpointError with the missing, unexpected and mis-shaped names, CorruptCheckpointError, or
+    CheckpointError if there is no file; the model is then unchanged.
+    """
+    load_into(model, read_weights(path, name), source=str(path))
+
+
+def load_into(model: torch.nn.Module, weights: Mapping[str, torch.Tensor], *, source: str) -> None:
+    """Load `weights` into `model`, in place, ignoring prefixes on both sides; `source` names the weights in errors.
+
+    Raises MismatchedCheckpointError with the missing, unexpected and mis-shaped names; the model is then unchanged.
+    """
+    model.load_state_dict(match_weights(model, weights, source=source))
+
+
+def match_weights(model: torch.nn.Module, weights: Mapping[str, Any], *, source: str) -> dict[str, Any]:
+    """Return all of `weights` under the names in the model's state_dict, without loading them.
+
+    Raises MismatchedCheckpointError with missing, unexpected and mis-shaped names; `source` names the weights there.
+    """
+    own = model.state_dict()
+    if set(own) == set(weights):
+        matched = {name: weights[name] for name in own}
+        missing, unexpected = [], []
+    else:
+        own_names = plain_names(own)
+        given = {short: weights[full] for full, short in plain_names(weights).items()}
+        missing = [short for short in own_names.values() if short not in given]
+        unexpected = sorted(set(given) - set(own_names.values()))
+        matched = {full: given[short] for full, short in own_names.items() if short in given}
+    misshaped = [
+        f"{name} {tuple(value.shape)} where the model has {tuple(own[name].shape)}"
+        for name, value in matched.items()
+        if isinstance(own[name], torch.Tensor) and own[name].shape != value.shape
+    ]
+    found = [
+        f"{len(names)} {kind}: {', '.join(names[:_NUM_SHOWN])}{', ...' if len(names) > _NUM_SHOWN else ''}"
+        for kind, names in (("missing", missing), ("unexpected", unexpected), ("mis-shaped", misshaped))
+        if names
+    ]
+    if found:
+        raise MismatchedCheckpointError(
+            f"loading {source} into a {class_name(model)}",
+            found="it is of another architecture; " + "; ".join(found),
+            fix="Build the model as it was when this was saved.",
+        )
+    return matched
+
+
+def read_weights(path: str | os.PathLike[str], name: str = "model") -> Mapping[str, torch.Tensor]:
+    """Return the weights that `load_weights` would load, on the CPU. Raises its errors about the file."""
+    path = Path(path).expanduser()
+    if path.name in (LATEST, BEST) and path.is_file():
+        path = path.parent / path.read_text(encoding="utf-8", errors="replace").strip()
+    if (path / FILE_NAME).exists():
+        return read_checkpoint(path).weights(name)
+    if (path / LATEST).exists():
+        latest = CheckpointDir(path).latest()
+        if latest is not None:
+            return latest.weights(name)
+    if not path.is_file():
+        raise CheckpointError(
+            f"loading weights from {path}",
+            found="there is neither a file nor a checkpoint",
+            fix="Give a .safetensors or .pt file, a checkpoint, or the directory that holds `latest`.",
+        )
+    if path.suffix == ".safetensors" or is_safetensors(path):
+        return read_safetensors(path)
+    return _find_state_dict(read_torch(path), path)
+
+
+def _find_state_dict(loaded: Mapping[str, Any], path: Path) -> Mapping[str, torch.Tensor]:
+    if loaded and all(isinstance(value, torch.Tensor) for value in loaded.values()):
+        return loaded
+    for key in _NESTED:
+        if isinstance(loaded.get(key), Mapping):
+            return _find_state_dict(loaded[key], path)
+    held = ", ".join(f"{key!r}: {type(value).__name__}" for key, value in list(loaded.items())[:_NUM_SHOWN])
+    raise CheckpointError(
+        f"loading weights from {path}",
+        found=f"it holds no state_dict, but {held or 'nothing'}",
+        fix=f"Save model.state_dict(), alone or under one of {', '.join(map(repr, _NESTED))}.",
+    )

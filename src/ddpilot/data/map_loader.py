@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ShardedLoader`: loads a rank's pieces of the global batches of a map-style dataset, with torch's workers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+from torch.utils.data import Sampler
+
+from ddpilot.data.batches import LocalBatch
+from ddpilot.data.division import Epoch
+from ddpilot.data.fetching import Collate, Failure, Order, PieceReader
+from ddpilot.data.sample_seeds import mix_seed
+from ddpilot.data.workers import Workers
+from ddpilot.errors import DataError
+
+
+class Batches(Protocol):
+    """Source of an epoch's batches: a `Plan`, or the user's batch sampler."""
+
+    @property
+    def seed(self) -> int:
+        """Seed of everything random."""
+
+    @property
+    def num_batches(self) -> int:
+        """Number of batches in an epoch."""
+
+    @property
+    def has_repeats(self) -> bool:
+        """True if a sample can occur several times in an epoch."""
+
+    def epoch(self, epoch: int) -> Epoch:
+        """Return the batches of one epoch."""
+
+    def fingerprint(self) -> str:
+        """A hash of what must be equal on all ranks."""
+
+
+class ShardedLoader:
+    """A rank's pieces of the global batches of a dataset; created by `make_loader` or `shard_loader`.
+
+    Nothing in it is collective: the samples of a rank follow from its number. `len()` is the number of batches in an
+    epoch. `plan`: a `Plan`, or the user's own batches. `is_joint`: False if every rank has the same number of batches
+    and knows their global sizes. If True (batches that a user's sampler has already divided), `iterate` is endless.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        plan: Batches,
+        *,
+        rank: int,
+        collate: Collate,
+        seed_samples: bool = True,
+        is_joint: bool = False,
+        options: Mapping[str, Any],
+    ) -> None:
+        self.dataset = dataset
+        self.plan = plan
+        self.rank = rank
+        self.is_joint = is_joint
+        self._place = 0 if is_joint else rank
+        self._pieces = _Pieces()
+        self._reader = PieceReader(dataset, collate, plan.seed, seed_samples)
+        self._workers = Workers(self._reader, self._pieces, rank, options)
+        self._epoch: tuple[int, Epoch] | None = None
+
+    def __len__(self) -> int:
+        return self.plan.num_batches
+
+    def iterate(self, epoch: int, first_batch: int = 0) -> Iterator[LocalBatch]:
+        """Yield this rank's piece of every global batch of `epoch` (0, 1, ...) from `first_batch` on. Not collective.
+
+        Samples of earlier batches are not read. If `is_joint`, ranks may have different numbers of batches: a rank
+        without further batches yields batches with `count` 0 until the iterator is closed; the ranks stop together when
+        none has a sample. Raises `DataError`, with the original exception as its cause, if the dataset or `collate_fn`
+        raises.
+        """
+        division = self._divide(epoch)
+        if not 0 <= first_batch <= division.num_batches:
+            found = f"an epoch of {division.num_batches} batches"
+            raise DataError(
+                f"starting at batch {first_batch}", found=found, fix="Batches count from 0.", rank=self.rank
+            )
+        batches = range(first_batch, division.num_batches)
+        for index, data in zip(batches, self._load(epoch, division, batches), strict=True):
+            start, stop = division.piece(index, self._place)
+            ids = division.order[start:stop]
+            yield LocalBatch(data, index, stop - start, None if self.is_joint else division.batch_size(index), ids)
+        if self.is_joint:
+            yield from self._go_on_empty(epoch, division)
+
+    def _divide(self, epoch: int) -> Epoch:
+        if epoch < 0:
+            raise DataError(
+                "reading an epoch", found=f"its number is {epoch}", fix="Epochs count from 0.", rank=self.rank
+            )
+        if self._epoch is None or self._epoch[0] != epoch:
+            self._epoch = epoch, self.plan.epoch(epoch)
+        return self._epoch[1]
+
+    def _load(self, epoch: int, division: Epoch, batches: range) -> Iterator[Any]:
+        if not batches:
+            return
+        self._pieces.orders = (self._order(epoch, division, batch) for batch in batches)
+        for data in self._workers.read(mix_seed(self.plan.seed, epoch, self.rank)):
+            if isinstance(data, Failure):
+                data.throw(self.rank)
+            yield data
+
+    def _order(self, epoch: int, division: Epoch, batch: int) -> list[Order]:
+        start, stop = division.piece(batch, self._place)
+        is_empty = start == stop
+        if is_empty:
+            # An empty batch can be made from any sample of the batch.
+            start = int(division.starts[batch])
+            stop = start + 1
+        draws = list(range(start, stop)) if self.plan.has_repeats else None
+        return [Order(epoch, batch, division.order[start:stop], draws, is_empty)]
+
+    def _go_on_empty(self, epoch: int, division: Epoch) -> Iterator[LocalBatch]:
+        data = None
+        if len(division.order):
+            data = self._reader.__getitems__([Order(epoch, 0, division.order[:1], None, True)])
+            if isinstance(data, Failure):
+                data.throw(self.rank)
+        index = division.num_batches
+        while True:
+            yield LocalBatch(copy.deepcopy(data), index, 0, None, division.order[:0])
+            index += 1
+
+
+class _Pieces(Sampler[list[Order]]):
+    """Batch sampler that torch's DataLoader iterates when reading starts."""
+
+    def __init__(self) -> None:
+        self.orders: Iterator[list[Order]] = iter(())
+
+    def __iter__(self) -> Iterator[list[Order]]:
+        return self.orders

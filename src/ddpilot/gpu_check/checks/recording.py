@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Check that collectives are recorded with sequence numbers and lines, also those started by the autograd engine."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddpilot.gpu_check.check import CannotBeShownError, Outcome, judge
+from ddpilot.gpu_check.checks.accelerator import (
+    import_copy,
+    join_pair,
+    keep_busy,
+    read_own_ring,
+    run_ranks,
+    wait_for,
+)
+from ddpilot.group.init_group import init_group
+from ddpilot.launching.shipping.rank_results import RankResults
+
+_NUM_IN_FLIGHT, _IN_FLIGHT_ELEMENTS = 8, 8 << 20
+_BUSY_S = 2.0
+_LATE_S = 2.0
+_CLOCK_S = 0.5
+"""Tolerance for the clocks and starts of the two processes."""
+
+Answer = tuple[bool, str]
+
+
+def ddp_buckets_are_recorded() -> Outcome:
+    """Each gradient bucket of DDP is recorded, although the engine starts it in a thread without a Python frame."""
+    ((holds, evidence),) = _run_copy("train_recorded", False, num_ranks=1)
+    return judge(holds, evidence)
+
+
+def ddp_buckets_of_a_pair() -> Outcome:
+    """Two ranks record the same buckets under the same numbers."""
+    answers = _run_copy("train_recorded", True)
+    texts = list(dict.fromkeys(text for _, text in answers))
+    return judge(all(holds for holds, _ in answers) and len(texts) == 1, " // ".join(texts))
+
+
+def collectives_are_recorded() -> Outcome:
+    """Collectives of two ranks are recorded with name, number and line."""
+    answers = _run_copy("call_each")
+    return judge(all(holds for holds, _ in answers), " // ".join(dict.fromkeys(text for _, text in answers)))
+
+
+def synchronous_collectives_are_followed() -> Outcome:
+    """Synchronous collectives, for which torch returns no work, are recorded as begun until they have finished."""
+    early, late = run_ranks(_call_before_the_other_rank)
+    return judge(early[0] and late[0], f"rank 0 {early[1]} // rank 1, {_LATE_S:g} s late, {late[1]}")
+
+
+def _call_before_the_other_rank() -> Answer:
+    device = join_pair()
+    ones, both = torch.ones(1024, device=device), torch.zeros(2048, device=device)
+    dist.all_reduce(ones)
+    wait_for(device)
+    dist.barrier()
+    wait_for(device)
+    num_before = len(read_own_ring().collectives)
+    is_late = dist.get_rank() == 1
+    if is_late:
+        time.sleep(_LATE_S)
+    dist.all_reduce(ones)
+    dist.broadcast(ones, src=1)
+    dist.all_gather_into_tensor(both, ones)
+    during = [each.state for each in read_own_ring().collectives[num_before:]]
+    wait_for(device)
+    dist.all_reduce(ones)  # a thread that starts a collective polls earlier ones
+    wait_for(device)
+    log = read_own_ring()
+    found = log.collectives[num_before : num_before + 3]
+    after = [each.state for each in found]
+    lasted_s = [0.0 if each.end_ns is None else (each.end_ns - each.start_ns) / 1e9 for each in found]
+    evidence = (
+        f"at once: {', '.join(during)}; later: {', '.join(after)}, the shortest after {min(lasted_s):.1f} s; "
+        f"faults {log.num_faults} {log.first_fault}".rstrip()
+    )
+    has_waited = is_late or (set(during) == {"begun"} and min(lasted_s) > _LATE_S - _CLOCK_S)
+    return after == ["done"] * 3 and has_waited and log.num_faults == 0, evidence
+
+
+def _run_copy(name: str, *args: Any, num_ranks: int = 2) -> RankResults:
+    with tempfile.TemporaryDirectory() as folder:
+        return run_ranks(getattr(import_copy(folder), name), *args, num_ranks=num_ranks)
+
+
+def in_flight_is_followed() -> Outcome:
+    """Many large collectives in flight are followed to their end, and none is recorded as done before."""
+    ((holds, evidence),) = run_ranks(_put_in_flight, num_ranks=1)
+    return judge(holds, evidence)
+
+
+def _put_in_flight() -> Answer:
+    device = init_group().device
+    if device.type == "cpu":
+        raise CannotBeShownError("the CPU has nothing in flight that is known to be unfinished")
+    tensors = [torch.ones(_IN_FLIGHT_ELEMENTS, device=device) for _ in range(_NUM_IN_FLIGHT)]
+    dist.all_reduce(tensors[0])
+    wait_for(device)
+    keep_busy(device, _BUSY_S)
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    during = [each.state for each in read_own_ring().collectives[-_NUM_IN_FLIGHT:]]
+    is_over = works[-1].is_completed()
+    wait_for(device)
+    dist.all_reduce(tensors[0])
+    wait_for(device)
+    log = read_own_ring()
+    after = [each.state for each in log.collectives[-_NUM_IN_FLIGHT - 1 : -1]]
+    evidence = (
+        f"in flight ({'over already' if is_over else 'not over'}): {', '.join(during)}; later: {', '.join(after)}; "
+        f"faults {log.num_faults} {log.first_fault}".rstrip()
+    )
+    # Collectives in the middle may be left out; the oldest and the newest are followed.
+    is_followed = "done" not in during and {during[0], during[-1]} == {"begun"} and "begun" not in after
+    return not is_over and is_followed and log.num_faults == 0, evidence

@@ -1,0 +1,501 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decide which parameters are compared between ranks, and note the steps of each such unit.
+
+A unit is the parameters of one optimizer in one DDP model, or in no DDP model.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim.optimizer import Optimizer
+
+from ddpilot.guard.probe import Notes
+from ddpilot.guard.probes.parameter_names import find_parameter_names
+from ddpilot.guard.probes.parameters.ddp_model import DdpModel
+from ddpilot.guard.probes.parameters.fingerprint import Arriving, Fingerprinter, LastCopy, LastWindows, is_plain
+from ddpilot.guard.probes.process_groups import sequence_number
+from ddpilot.record.accelerator import HostCopies
+
+FIRST_STEPS = 5
+LOCAL_STEPS = 16
+"""Steps may stay local on purpose until this one, which is always checked."""
+STRIDES = (25, 5, 1)
+"""Check every 25th, every 5th or every step, depending on step time. Each stride divides the one before, so ranks whose
+timings differ slightly still check the same steps."""
+INTERVAL_S = 0.75
+_MAX_COST = 0.02
+_MAX_PATTERNS = 16
+_MAX_OPTIMIZERS = 64
+_MAX_TENSORS = 8192
+_MAX_RATES = 8
+_NO_STEP = (0, 0)
+_BUSY_S = 0.5
+"""How long the last steps' notes wait for a busy GPU, in seconds."""
+
+
+class Unit:
+    """Parameters of one optimizer that belong to `model`, or to no DDP model. `key` is equal on all ranks."""
+
+    def __init__(self, *, number: int, key: list[Any], model: DdpModel | None) -> None:
+        self.number = number
+        self.key = key
+        self.model = model
+        self.fingerprinter = Fingerprinter([])
+        self.windows: LastWindows | None = None
+        """Windows of the parameters; None if none can be copied in part."""
+        self.newest = _NO_STEP
+        """Number of the step before which `windows` were copied, and number of collectives started by then."""
+        self.digest = 0
+        self._num_steps = 0
+        self._num_local_steps = 0
+        self._position = 0
+        self._seen: set[str] = set()
+        self._due_at = 0  # a step number
+        self._checked_at = 0
+        self._checked_s = 0.0
+
+    def is_next_due(self) -> bool:
+        """True if the step that starts now should be checked, before its events are all known. See `advance`."""
+        count = self._num_local_steps + 1 + (self.model.reductions.num_forwards if self.model is not None else 0)
+        return self._num_steps < FIRST_STEPS or self._num_steps + 1 == LOCAL_STEPS or count >= self._due_at
+
+    def advance(self, is_due: bool | None = None) -> tuple[int, str, bool]:
+        """Count a step. Returns its number, its events, and True if it should be checked; equal on all ranks.
+
+        `is_due`: the result of `is_next_due` at the start of the step.
+        """
+        events = ""
+        if self.model is None:
+            self._num_local_steps += 1
+            count = self._num_local_steps
+        else:
+            reductions = self.model.reductions
+            events = reductions.since(self._position)
+            self._position = reductions.position
+            # All ranks have the same number of DDP forwards, but not of steps if one rank skips one.
+            self._num_local_steps += "F" not in events
+            count = reductions.num_forwards + self._num_local_steps
+        self._num_steps += 1
+        is_new = events not in self._seen and len(self._seen) < _MAX_PATTERNS
+        if is_new:
+            self._seen.add(events)
+        if is_due is None:
+            is_due = is_new or self._num_steps <= FIRST_STEPS or self._num_steps == LOCAL_STEPS or count >= self._due_at
+        if is_due:
+            self._due_at = _next_multiple(count, STRIDES[0])
+        return count, events, is_due
+
+    def checked(self, count: int, cost_s: float) -> None:
+        """Schedule the next check after one at step `count` that ended now and took `cost_s` seconds."""
+        now_s = time.monotonic()
+        step_s = (now_s - self._checked_s) / max(count - self._checked_at, 1)
+        least_s = cost_s / _MAX_COST
+        self._checked_at, self._checked_s = count, now_s
+        enough = [stride for stride in STRIDES if stride * step_s >= least_s] or [STRIDES[0]]
+        stride = next((stride for stride in enough if stride * step_s <= INTERVAL_S), enough[-1])
+        self._due_at = _next_multiple(count, stride)
+
+
+class _Known:
+    """An optimizer and its units."""
+
+    __slots__ = ("newest_model", "num_idle", "optimizer", "units")
+
+    def __init__(self, optimizer: weakref.ref[Optimizer]) -> None:
+        self.optimizer = optimizer
+        self.units: list[Unit] = []
+        self.num_idle = 0
+        """Number of steps without a unit."""
+        self.newest_model = 0
+        """Number of the newest DDP model when its parameters were last sorted into units."""
+
+    def may_have_units(self, newest_model: int) -> bool:
+        """True if its parameters should be sorted again, as none of them could be compared so far.
+
+        Sorting takes as long as a step of a small model, so it is repeated only when there is a new DDP model, and
+        otherwise at exponentially growing intervals, at the same steps on all ranks.
+        """
+        self.num_idle += 1
+        is_asked = newest_model != self.newest_model or not self.num_idle & (self.num_idle - 1)
+        self.newest_model = newest_model
+        return is_asked
+
+
+@dataclass
+class _Part:
+    """One unit in a step that is in progress."""
+
+    unit: Unit
+    is_due: bool
+    number: int
+    """Number of collectives that its group had started when the step started."""
+    fingerprint: dict[str, str] | None
+    arriving: list[Arriving]
+    """Instead of `fingerprint` on a device: parameters, and the gradients after the closure."""
+    cost_s: float
+
+
+@dataclass
+class _LastStep:
+    """The newest step of a unit whose optimizer or model may be gone."""
+
+    number: int
+    """Number of the unit."""
+    count: int
+    sequence_number: int
+    copy: LastCopy
+
+
+@dataclass
+class OpenStep:
+    """A step with a closure that is in progress: the backward that computes its gradients is still to come."""
+
+    optimizer: Optimizer
+    parts: list[_Part]
+    copies: HostCopies
+
+    @property
+    def is_due(self) -> bool:
+        """True if gradients are read."""
+        return any(part.is_due for part in self.parts)
+
+    def look_at_gradients(self) -> None:
+        """Read the gradients after the closure has returned: the step uses them, unless it calls the closure again."""
+        for part in self.parts:
+            begun = time.monotonic()
+            if part.fingerprint is not None:
+                part.fingerprint["g"] = part.unit.fingerprinter.take_gradients()
+            elif part.arriving:
+                gradients = part.unit.fingerprinter.begin(self.copies, only_gradients=True)
+                part.arriving[1:] = [gradients] if gradients is not None else []
+            part.cost_s += time.monotonic() - begun
+
+
+class UnitBook:
+    """The units of each optimizer, and notes on its steps. `models` returns the current DDP models."""
+
+    def __init__(self, notes: Notes, models: Callable[[], list[DdpModel]]) -> None:
+        self._notes = notes
+        self._models = models
+        # By id: a WeakKeyDictionary does lookups in Python, which would cost time in every step.
+        self._known: dict[int, _Known] = {}
+        self._dropped: list[DdpModel] = []  # models whose wrapper was freed without a forward
+        self._num_units = 0
+        self._era = ""
+        self._num_of_key: dict[str, int] = {}
+        self._last_steps: deque[_LastStep] = deque(maxlen=_MAX_OPTIMIZERS)  # not noted yet
+        self._copies = HostCopies()
+        self._arriving: deque[tuple[int, int, list[Arriving]]] = deque()  # units, their steps, and fingerprints
+        self._pid = os.getpid()
+
+    def clear(self) -> None:
+        """Discard all units."""
+        self.note_last_steps()
+        self._known.clear()
+        self._num_of_key.clear()
+
+    def note_last_steps(self) -> None:
+        """Note, for each unit, its parameters before the newest step, unless already noted.
+
+        Called when no step may follow: at the end of a cell, of the group, of the program.
+        """
+        if os.getpid() != self._pid:
+            return
+        for known in tuple(self._known.values()):
+            self._keep_last(known.units)
+        until_s = time.monotonic() + _BUSY_S
+        while self._arriving and time.monotonic() < until_s:
+            self._write_arrived()
+            time.sleep(0.001)
+        while self._last_steps:
+            last = self._last_steps.popleft()
+            fingerprint = last.copy.fingerprint(until_s)
+            if fingerprint is not None:
+                values = {"u": last.number, "n": last.count, "s": last.sequence_number, "at": last.copy.places}
+                self._notes.write("last", **values, f=fingerprint)
+
+    def _keep_last(self, units: Iterable[Unit]) -> None:
+        for unit in units:
+            copy = unit.windows.taken() if unit.windows is not None else None
+            if copy is not None and unit.newest != _NO_STEP:
+                self._last_steps.append(_LastStep(unit.number, *unit.newest, copy))
+            unit.newest = _NO_STEP
+
+    def drop(self, models: Iterable[DdpModel]) -> None:
+        """Handle `models` whose wrappers have been freed."""
+        unused = [model for model in models if not {*"Ff"} & {*model.reductions.since(0)}]
+        self._dropped = [model for model in (*self._dropped, *unused) if model.first() is not None][-_MAX_OPTIMIZERS:]
+
+    def step(self, optimizer: Optimizer, era: str) -> None:
+        """Note that `optimizer` is about to take a step, in the default group named `era`."""
+        if self._arriving:
+            self._write_arrived()
+        units, is_planned = self._units_of(optimizer, era)
+        for unit in tuple(units):
+            count, events, is_due = unit.advance()
+            if is_due and not is_planned:
+                is_planned = True
+                self._plan(optimizer, units)
+            if unit.fingerprinter.parameters:
+                if unit.windows is not None:
+                    unit.windows.copy()
+                self._note(unit, optimizer, count, events, is_due)
+        for unit in units:
+            if unit.model is not None:
+                self._stepped(unit.model)
+
+    def begin_step(self, optimizer: Optimizer, era: str) -> OpenStep:
+        """Same as `step` for a step with a closure.
+
+        Parameters are read now, before the optimizer may move them to evaluate the closure; gradients are read after
+        the closure; `end_step` writes the note.
+        """
+        if self._arriving:
+            self._write_arrived()
+        units, is_planned = self._units_of(optimizer, era)
+        opened = OpenStep(optimizer, [], self._copies)
+        for unit in tuple(units):
+            is_due = unit.is_next_due()
+            if is_due and not is_planned:
+                is_planned = True
+                self._plan(optimizer, units)
+            unit.newest = _NO_STEP
+            if unit.windows is not None:
+                unit.windows.copy()
+            begun = time.monotonic()
+            is_read = is_due and bool(unit.fingerprinter.parameters)
+            fingerprint, arriving = self._look(unit) if is_read else (None, [])
+            number = _find_number(unit.model)
+            opened.parts.append(_Part(unit, is_due, number, fingerprint, arriving, time.monotonic() - begun))
+        return opened
+
+    def end_step(self, opened: OpenStep) -> None:
+        """Note the step, which has ended."""
+        for part in opened.parts:
+            count, events, is_due = part.unit.advance(part.is_due)
+            if part.unit.fingerprinter.parameters:
+                self._note(part.unit, opened.optimizer, count, events, is_due, part)
+        for part in opened.parts:
+            if part.unit.model is not None:
+                self._stepped(part.unit.model)
+
+    def _stepped(self, model: DdpModel) -> None:
+        model.reductions.step()
+        synced = model.synced
+        if synced is not None:
+            synced.step()
+            if synced.facts:
+                self._notes.write("synced", **synced.facts, site=model.synced_site)
+            if synced.is_over:
+                model.synced = None
+
+    def _units_of(self, optimizer: Optimizer, era: str) -> tuple[list[Unit], bool]:
+        """Return the units of `optimizer`, and True if its parameters have just been sorted into them."""
+        self._era = era
+        known = self._known.get(id(optimizer))
+        if known is None or known.optimizer() is not optimizer:
+            known = self._add(optimizer)
+            if known is None:
+                return [], True
+        units = known.units
+        is_planned = not units and known.may_have_units(self._newest_model())
+        for unit in units:
+            is_planned = is_planned or (unit.model is not None and unit.model.find() is None)
+        if is_planned:
+            self._plan(optimizer, units)
+        return units, is_planned
+
+    def _newest_model(self) -> int:
+        models = self._models()
+        return models[-1].number if models else 0
+
+    def _add(self, optimizer: Optimizer) -> _Known | None:
+        if len(self._known) >= _MAX_OPTIMIZERS:
+            return None
+        key, all_known, keep_last = id(optimizer), self._known, self._keep_last
+
+        def forget(_: weakref.ref[Optimizer]) -> None:
+            if gone := all_known.pop(key, None):
+                keep_last(gone.units)
+
+        known = all_known[key] = _Known(weakref.ref(optimizer, forget))
+        return known
+
+    def _note(
+        self, unit: Unit, optimizer: Optimizer, count: int, events: str, is_due: bool, part: _Part | None = None
+    ) -> None:
+        model = unit.model
+        number = part.number if part is not None else _find_number(model)
+        unit.newest = count, number
+        if not is_due and model is not None and not (model.why_silent or model.why_local or model.without_effect):
+            self._notes.write_step(unit.number, count, number, events)
+            return
+        values: dict[str, Any] = {"u": unit.number, "n": count, "s": number}
+        if model is not None:
+            values["e"] = events
+            if is_due:
+                model.look_at_hooks()
+            if model.why_silent:
+                values["silent"] = model.why_silent
+            if model.why_local:
+                values |= {"why": model.why_local, "at": model.why_site, "site": self._notes.site()}
+            if model.without_effect:
+                values["vain"], model.without_effect = model.without_effect, {}
+        if is_due:
+            begun = time.monotonic()
+            fingerprint, arriving = (part.fingerprint, part.arriving) if part is not None else self._look(unit)
+            if fingerprint is not None:
+                values["f"] = fingerprint
+            if arriving:
+                values["later"] = 1
+                self._arriving.append((unit.number, count, arriving))
+            values["lr"] = _rates_of(optimizer)
+            cost_s = time.monotonic() - begun + (part.cost_s if part is not None else 0.0)
+            unit.checked(count, cost_s)
+        self._notes.write("step", **values)
+
+    def _look(self, unit: Unit) -> tuple[dict[str, str] | None, list[Arriving]]:
+        """Start or take the fingerprint of `unit`: (fingerprint, []) on the CPU, (None, [in flight]) on a device."""
+        arriving = unit.fingerprinter.begin(self._copies)
+        return (unit.fingerprinter.take(), []) if arriving is None else (None, [arriving])
+
+    def _write_arrived(self) -> None:
+        """Note the fingerprints that have arrived from their devices, each with the number of its step."""
+        while self._arriving and all(each.has_arrived() for each in self._arriving[0][2]):
+            number, count, arriving = self._arriving.popleft()
+            fingerprint = arriving[0].fingerprint()
+            for gradients in arriving[1:]:
+                fingerprint["g"] = gradients.fingerprint()["g"]
+            self._notes.write("print", u=number, n=count, f=fingerprint)
+
+    def _plan(self, optimizer: Optimizer, units: list[Unit]) -> None:
+        """Sort the optimizer's parameters into units, and note units that are new or have changed."""
+        live = [(model, ddp) for model in self._models() if (ddp := model.find()) is not None]
+        models = [model for model, _ in live]
+        sorted_in: dict[int, list[tuple[str, Tensor, bool]]] = {}
+        by_number = {model.number: model for model in models}
+        names = {
+            id(parameter): (model.number, name, False) for model, ddp in live for parameter, name in _late(model, ddp)
+        }
+        names |= {key: (model.number, name, True) for model in models for key, name in model.names.items()}
+        ignored = {key for model in models for key in model.ignored}
+        place = 0
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                place += 1
+                number, name, is_reduced = names.get(
+                    id(parameter), (0, f"parameter {place} {list(parameter.shape)}", False)
+                )
+                if id(parameter) not in ignored and parameter.requires_grad and is_plain(parameter):
+                    sorted_in.setdefault(number, []).append((name, parameter, is_reduced))
+        self._keep_last(unit for unit in units if unit.model is not None and unit.model.number not in by_number)
+        units[:] = [unit for unit in units if unit.model is None or unit.model.number in by_number]
+        for number, members in sorted_in.items():
+            if number and by_number[number].is_alone:
+                continue
+            if not number and not any(isinstance(parameter, Parameter) for _, parameter, _ in members):
+                # Not parameters of a module, so DDP could not wrap them: inputs or latents of this rank's samples.
+                continue
+            found = [unit for unit in units if (unit.model.number if unit.model else 0) == number]
+            unit = found[0] if found else self._new_unit(by_number.get(number), members)
+            if not found:
+                units.append(unit)
+            self._describe(unit, optimizer, members[:_MAX_TENSORS])
+
+    def _new_unit(self, model: DdpModel | None, members: list[tuple[str, Tensor, bool]]) -> Unit:
+        if model is not None:
+            key = ["ddp", model.group, model.ordinal]
+        else:
+            site = self._notes.site()
+            shapes = zlib.crc32(repr([list(parameter.shape) for _, parameter, _ in members]).encode())
+            key = ["free", f"{self._era}/{shapes}", f"{site.get('file')}:{site.get('line')}"]
+        text = repr(key)
+        ordinal = self._num_of_key[text] = self._num_of_key.get(text, -1) + 1
+        self._num_units += 1
+        return Unit(number=self._num_units, key=[*key, ordinal], model=model)
+
+    def _describe(self, unit: Unit, optimizer: Optimizer, members: list[tuple[str, Tensor, bool]]) -> None:
+        parameters = [parameter for _, parameter, _ in members]
+        names = [name for name, _, _ in members]
+        late = [place for place, (_, _, is_reduced) in enumerate(members) if not is_reduced] if unit.model else []
+        moved = _moved(unit.model, members)
+        if len(parameters) != len(unit.fingerprinter.parameters) or any(
+            new is not old for new, old in zip(parameters, unit.fingerprinter.parameters, strict=True)
+        ):
+            # A program that averages gradients itself forgets mostly the last parameters, or the first.
+            ends = () if unit.model else {*range(len(members))[:2], *range(len(members))[-2:]}
+            unit.fingerprinter = Fingerprinter(parameters, always=late or ends)
+            unit.windows = LastWindows.of(parameters)
+            unit.newest = _NO_STEP
+        digest = zlib.crc32(repr((names, late, moved)).encode())
+        if digest == unit.digest:
+            return
+        unit.digest = digest
+        self._notes.write(
+            "unit",
+            u=unit.number,
+            key=unit.key,
+            names=names,
+            late=late,
+            moved=moved,
+            sizes=[] if unit.model else [parameter.numel() for parameter in parameters],
+            called=[] if unit.model else self._names_of(optimizer, members),
+            largest=max(parameter.numel() for parameter in parameters),
+            site=self._notes.site(),
+            made=unit.model.site if unit.model else {},
+            dropped={} if unit.model else self._find_dropped(parameters),
+        )
+
+    def _find_dropped(self, parameters: list[Tensor]) -> dict[str, Any]:
+        """Return the line that wrapped a model with some of `parameters` if its wrapper has been freed; else {}."""
+        found = (model.site for model in self._dropped if any(model.first() is one for one in parameters))
+        return next(found, {})
+
+    def _names_of(self, optimizer: Optimizer, members: list[tuple[str, Tensor, bool]]) -> list[str]:
+        found = find_parameter_names(optimizer, self._notes.user_frame())
+        return [found.get(id(parameter), name) for name, parameter, _ in members]
+
+
+def _next_multiple(count: int, stride: int) -> int:
+    return (count // stride + 1) * stride
+
+
+def _rates_of(optimizer: Optimizer) -> list[float]:
+    """Learning rates of the first groups, without those that are tensors: reading one would wait for the device."""
+    rates = [group.get("lr") for group in optimizer.param_groups[:_MAX_RATES]]
+    return [float(rate) for rate in rates if isinstance(rate, int | float)]
+
+
+def _find_number(model: DdpModel | None) -> int:
+    """Number of collectives started by the group of `model`, or by the default group; -1 if not known."""
+    if model is None:
+        return sequence_number(dist.group.WORLD)
+    return sequence_number(getattr(model.find(), "process_group", None))
+
+
+def _late(model: DdpModel, ddp: Any) -> list[tuple[Tensor, str]]:
+    """Parameters that were added to the module in `ddp`, or became trainable, after it was wrapped."""
+    known = model.names.keys() | model.ignored
+    return [(parameter, name) for name, parameter in ddp.module.named_parameters() if id(parameter) not in known]
+
+
+def _moved(model: DdpModel | None, members: list[tuple[str, Tensor, bool]]) -> list[str]:
+    """Describe up to 5 parameters whose device or dtype has changed since the model was wrapped."""
+    if model is None:
+        return []
+    return [
+        f"{name}: {' on '.join(map(str, born))}, now {parameter.dtype} on {parameter.device}"
+        for name, parameter, _ in members
+        if (born := model.born.get(id(parameter))) and born != (parameter.dtype, parameter.device)
+    ][:5]

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DDP402: set_epoch is never called on a sampler that shuffles by epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from ddpilot.findings.catalog import make_finding
+from ddpilot.findings.finding import Finding
+from ddpilot.guard.rules.newest import Newest
+from ddpilot.guard.rules.rule import RuleContext, line_of, place_of
+from ddpilot.guard.rules.waiting import WaitingRule
+from ddpilot.record.journal import Entry
+
+_Pass = tuple[int, int, int]  # rank, loader, number of the pass
+_MAX_PASSES = 4096
+_MIN_BATCHES = 8
+
+
+@dataclass
+class _Seen:
+    facts: dict[str, Any]
+    order: int | None = None
+    is_sorted: bool = True
+    num_batches: int = 0
+    model: int | None = None
+    is_fresh: bool = False
+    """True if weights were loaded before the pass, or its optimizer is new: it begins a new training."""
+
+
+class SetEpochForgotten(WaitingRule):
+    """Reports two consecutive passes that trained the same model in the same order, with the sampler at the same epoch.
+
+    A search over learning rates, or a series of folds, begins at the first epoch again: not reported if the program
+    loads weights between the passes or continues with a new optimizer.
+    """
+
+    codes: tuple[str, ...] = ("DDP402",)
+    kinds: tuple[str, ...] = ("loader_pass", "order", "batch", "trains", "pass_end", "load", "unit")
+
+    def __init__(self, context: RuleContext) -> None:
+        super().__init__(context)
+        self._passes: Newest[_Pass, _Seen] = Newest(_MAX_PASSES)
+        self._newest: dict[int, _Seen] = {}
+        self._has_loaded: set[int] = set()
+        self._last: Newest[tuple[int, int], _Pass] = Newest(_MAX_PASSES)
+
+    def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
+        """See `Rule.feed`."""
+        values = entry.values
+        if entry.kind == "loader_pass" and (values.get("sampler") or {}).get("shuffle"):
+            self._newest[rank] = seen = _Seen(dict(values), is_fresh=rank in self._has_loaded)
+            self._passes[rank, values["loader"], values["pass"]] = seen
+            self._has_loaded.discard(rank)
+        elif entry.kind == "load":
+            self._has_loaded.add(rank)
+        elif entry.kind == "unit":
+            if rank in self._newest:
+                self._newest[rank].is_fresh = True
+        elif entry.kind != "loader_pass":
+            self._follow(rank, entry)
+        return ()
+
+    def _follow(self, rank: int, entry: Entry) -> None:
+        values = entry.values
+        key = (rank, values["loader"], values["pass"])
+        seen = self._passes.get(key)
+        if seen is None:
+            return
+        if entry.kind == "order":
+            seen.order, seen.is_sorted = values["order"], values["sorted"]
+        elif entry.kind == "batch":
+            seen.num_batches = max(seen.num_batches, values["batch"])
+        elif entry.kind == "trains":
+            seen.model = values["model"]
+        # By then a step was taken, also with gradient accumulation, so that a new optimizer is known.
+        is_known = entry.kind == "pass_end" or seen.num_batches >= _MIN_BATCHES
+        if is_known and seen.model is not None and seen.order is not None:
+            self._judge(rank, seen.model, key, entry.time_ns)
+
+    def _judge(self, rank: int, model: int, key: _Pass, now_ns: int) -> None:
+        last, seen = self._passes.get(self._last.get((rank, model), (-1, -1, -1))), self._passes[key]
+        if self._last.get((rank, model)) == key:
+            return
+        self._last[rank, model] = key
+        # A pass that only read a first batch is not an epoch.
+        if last is None or last.num_batches < 2 or seen.is_sorted or seen.is_fresh:
+            return
+        if seen.facts.get("part") != last.facts.get("part"):
+            return
+        names = ("replicas", "rank", "seed", "epoch")
+        mine, theirs = seen.facts["sampler"], last.facts["sampler"]
+        if seen.order == last.order and all(mine.get(name) == theirs.get(name) for name in names):
+            if not (mine.get("has_set_epoch") and seen.facts["samples"] == last.facts["samples"]):
+                return
+            self._waiting.put(line_of(seen.facts.get("site")), rank, seen.facts, now_ns)
+
+    def _finding(self, by_rank: dict[int, Any]) -> Finding:
+        facts = next(iter(by_rank.values()))
+        sampler = facts["sampler"]
+        return make_finding(
+            "DDP402",
+            summary=f"two epochs had the samples in the same order: {sampler['kind']} still is at epoch "
+            f"{sampler.get('epoch')}",
+            ranks=tuple(by_rank),
+            line=place_of(facts.get("site")),
+            evidence=(
+                f"{sampler['kind']}(seed={sampler.get('seed')}, shuffle=True), {facts['samples']} samples",
+                "two passes over them that trained the same model began with the same ones",
+            ),
+            why="The order is a function of seed and epoch, and the sampler does not count epochs by itself.",
+            fix="Call sampler.set_epoch(epoch) at the beginning of each epoch, before the loop over the loader.",
+        )

@@ -1,0 +1,410 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compare one model and optimizer on several ranks step by step, and find since when and why they differ."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ddpilot.findings.finding import Finding
+from ddpilot.guard.rules.newest import Newest
+from ddpilot.guard.rules.parameters import causes
+from ddpilot.guard.rules.parameters.causes import Cause
+from ddpilot.guard.rules.parameters.fingerprints import compare
+from ddpilot.guard.rules.parameters.manual_averaging import (
+    Averaged,
+    find_averaging,
+    tell_changed,
+    tell_left_out,
+    tell_unlike,
+)
+from ddpilot.guard.rules.parameters.other_reductions import (
+    MIN_EXCHANGED,
+    is_never_exchanged,
+    may_be_reduced,
+    num_exchanged,
+)
+from ddpilot.guard.rules.parameters.passes import PassesBegun
+from ddpilot.guard.rules.parameters.steps import Moment, When
+from ddpilot.guard.rules.parameters.steps_taken import MAX_STEPS, Skipped, StepsTaken
+from ddpilot.guard.rules.parameters.telling import tell_divergence
+from ddpilot.guard.rules.rule import RuleContext
+from ddpilot.record.flight_ring.log import Line, RankLog
+from ddpilot.record.journal import Entry
+
+NUM_LOCAL_STEPS = 16
+"""Steps without a reduction by DDP that are tolerated before a bypass of DDP is reported.
+Local SGD skips reductions for a while.
+"""
+
+NUM_FREE_STEPS = 50
+"""The same for parameters without a DDP model, and if all steps are in `no_sync`."""
+
+NUM_SINGLE_STEPS = 5
+"""Steps that some ranks take, after reductions by all ranks, before the others' missing steps are reported."""
+
+WAIT_NS = 300_000_000
+"""How long to wait for ranks that have not noted a step yet before the others are compared."""
+
+NUM_UNLIKE = 5
+"""Consecutive checked steps with equal gradients and different weights after which the weights are reported."""
+
+_MAX_REDUCED = 3
+"""After this many checks that found averaging without DDP, it counts as intended."""
+
+_MAX_ASKED = 8
+"""Maximum number of logs searched for averaging by the program; each search takes milliseconds."""
+
+
+class Comparison:
+    """Compares the units of all ranks that have the same `key`. `all_of_job` returns the comparisons of all keys."""
+
+    def __init__(
+        self, key: tuple[Any, ...], context: RuleContext, all_of_job: Callable[[], Iterable[Comparison]] = tuple
+    ) -> None:
+        self.key = key
+        self._all_of_job = all_of_job
+        self.units: dict[int, dict[str, Any]] = {}
+        self.loads: dict[int, Entry] = {}
+        self.passes = PassesBegun()
+        self.is_over = False
+        """True if nothing more is reported: there was a finding, or differences are intended."""
+        self._context = context
+        self._moments: OrderedDict[When, Moment] = OrderedDict()
+        self._waiting: dict[When, Moment] = {}
+        self._expected: Newest[tuple[int, int], Moment] = Newest(MAX_STEPS)
+        self._taken = StepsTaken()
+        self._last: dict[int, tuple[When, Entry]] = {}
+        self._first_bad: Moment | None = None
+        self._began_alike: bool | None = None
+        self._is_apart = False
+        self._has_own_gradients = False
+        self._num_steps = 0
+        self._num_local = 0
+        self._num_reduced = 0
+        self._num_asked = 0
+        self._num_unlike = 0
+        self._never_exchanges: bool | None = None
+        self._weighed: Moment | None = None
+        self.alike_at = 0
+        """The newest step at which parameters were the same on all ranks; 0 if they never were."""
+
+    @property
+    def is_free(self) -> bool:
+        """True if no DDP model has these parameters."""
+        return bool(self.key[0] == "free")
+
+    def describe(self, rank: int, unit: dict[str, Any]) -> None:
+        """Set the description of the unit of `rank`."""
+        self.units[rank] = unit
+
+    def loaded(self, rank: int, entry: Entry) -> None:
+        """Note that `rank` loaded a state dict into the model after it was wrapped."""
+        self.loads[rank] = entry
+
+    def step(self, rank: int, entry: Entry) -> None:
+        """Add a step that `rank` is about to take."""
+        if self.is_over:
+            return
+        if entry.values.get("silent"):
+            self.end()
+            return
+        when = self._taken.add(rank, entry)
+        self.passes.step(rank)
+        moment = self._moments.setdefault(when, Moment())
+        moment.steps[rank] = entry
+        moment.units[rank] = self.units[rank]
+        if not moment.is_compared and ("f" in entry.values or "later" in entry.values):
+            self._waiting[when] = moment
+        if "later" in entry.values:
+            self._expected[rank, entry.values["n"]] = moment
+        if len(self._moments) > MAX_STEPS:
+            self._waiting.pop(self._moments.popitem(last=False)[0], None)
+
+    def arrived(self, rank: int, entry: Entry) -> None:
+        """Add the fingerprint of a step of `rank` that has been copied from its device."""
+        moment = self._expected.pop((rank, entry.values["n"]), None)
+        if moment is not None and not moment.is_compared:
+            step = moment.steps[rank]
+            moment.steps[rank] = replace(step, values={**step.values, "f": entry.values["f"]})
+            moment.arrived_ns = entry.time_ns
+
+    def last(self, rank: int, entry: Entry) -> Iterator[Finding]:
+        """Add a sample of the parameters before the newest, possibly last, step of `rank`; compare once complete."""
+        self._last[rank] = (self._taken.newest_of(rank), entry)
+        if self.is_over or len(self._last) < self._num_ranks():
+            return
+        whens = {(when, last.values["n"]) for when, last in self._last.values()}
+        lasts = {rank: last for rank, (_, last) in self._last.items()}
+        if len(whens) == 1 and (moment := self._moments.get(next(iter(whens))[0])) is not None:
+            self._last.clear()
+            if finding := self._weigh_last(moment, lasts):
+                self.end()
+                yield finding
+
+    def judge(self, now_ns: int | None) -> Iterator[Finding]:
+        """Yield new findings. `now_ns`: None to compare only steps that all ranks have noted."""
+        if self.is_over:
+            return
+        for moment in self._ready(now_ns):
+            finding = self._weigh(moment)
+            if finding is not None:
+                self.end()
+                yield finding
+                return
+        if now_ns is not None and (finding := self._step_of_some(now_ns)) is not None:
+            self.end()
+            yield finding
+
+    def finish(self) -> Iterator[Finding]:
+        """Yield the remaining findings when no rank will take another step."""
+        moment = self._first_bad
+        if self.is_over or moment is None:
+            return
+        cause = self._cause(moment)
+        num_needed = 2 if self.is_free else 1
+        is_known = cause.code != causes.UNKNOWN.code
+        if self._num_steps >= num_needed and (finding := self._left_out(at_end=True)):
+            self.end()
+            yield finding
+            return
+        if is_known and self._num_steps >= num_needed and not self._is_reduced_otherwise():
+            finding = self._tell(cause, moment, moment)
+            self.end()
+            yield finding
+
+    def end(self) -> None:
+        """Stop the comparison and free its state."""
+        self.is_over = True
+        self._moments.clear()
+        self._waiting.clear()
+        self._expected.clear()
+        self._last.clear()
+        self._taken.clear()
+
+    def _ready(self, now_ns: int | None) -> list[Moment]:
+        """Return the steps for which enough ranks have a fingerprint, oldest first."""
+        ready = []
+        for when, moment in list(self._waiting.items()):
+            num = sum("f" in step.values for step in moment.steps.values())
+            is_old = now_ns is not None and now_ns - max(moment.begun_ns, moment.arrived_ns) >= WAIT_NS
+            if num >= self._num_ranks() or (num >= 2 and is_old):
+                moment.is_compared = True
+                ready.append(moment)
+                del self._waiting[when]
+        return ready
+
+    def _num_ranks(self) -> int:
+        group = "world" if self.is_free else self.key[1]
+        return self._context.world_size if group == "world" else len(group.split(","))
+
+    def _weigh(self, moment: Moment) -> Finding | None:
+        """Compare the ranks at `moment`; return a finding if it proves a divergence."""
+        fingerprints = {rank: step.values["f"] for rank, step in moment.steps.items() if "f" in step.values}
+        names = {rank: moment.units[rank]["names"] for rank in fingerprints}
+        moment.difference = difference = compare(names, fingerprints)
+        self._weighed = moment
+        self._num_steps += 1
+        self._has_own_gradients |= bool(difference.gradients)
+        if self._began_alike is None:
+            self._began_alike = not difference.parameters
+        if self.is_free and (finding := self._unlike(moment)):
+            return finding
+        if not difference.parameters:
+            if self._is_apart and not moment.is_reduced:
+                self.end()  # the program makes them equal again itself, and will do so next time
+                return None
+            self._first_bad = moment if difference.gradients else None
+            self._num_local = 0
+            self.alike_at = self._count(moment)
+            at_ns = {rank: step.time_ns for rank, step in moment.steps.items()}
+            self.loads = {rank: load for rank, load in self.loads.items() if load.time_ns > at_ns.get(rank, 0)}
+            return None
+        self._is_apart = True
+        self._first_bad = self._first_bad or moment
+        self._num_local = max(0, self._count(moment) - self._count(self._first_bad)) + 1
+        if finding := self._left_out():
+            return finding
+        if self._is_proven(moment):
+            cause = self._cause(self._first_bad)
+            may_be_meant = cause is causes.NO_SYNC and not moment.is_reduced
+            return self._tell(cause, self._first_bad, moment, may_be_meant=may_be_meant)
+        return None
+
+    def _weigh_last(self, moment: Moment, lasts: dict[int, Entry]) -> Finding | None:
+        """Return a finding if parameters that were equal at an earlier step differ in the sample of the last one.
+        DDP, or the program itself, must have averaged the gradients of the last step. Equal samples prove nothing: they
+        are a small part of the parameters.
+        """
+        is_apart = not self.is_free and (self._is_apart or not moment.is_reduced)
+        if not self.alike_at or is_apart or moment.steps.keys() != {*lasts}:
+            return None
+        names = {rank: [moment.units[rank]["names"][at] for at in last.values["at"]] for rank, last in lasts.items()}
+        difference = compare(names, {rank: last.values["f"] for rank, last in lasts.items()}, of="of some elements ")
+        if not difference.parameters:
+            return None
+        line = self._find_own_averaging(moment) if self.is_free else None
+        if self.is_free and line is None:
+            return None
+        moment.difference = difference
+        if line is not None:
+            return tell_changed(causes.CHANGED_AT_END, moment.units, moment, line, self.alike_at)
+        first = self._first_bad or moment
+        cause = self._cause(first)
+        return self._tell(causes.CHANGED_AT_END if cause is causes.CHANGED else cause, first, moment)
+
+    def _count(self, moment: Moment) -> int:
+        return max(int(step.values["n"]) for step in moment.steps.values())
+
+    def _is_proven(self, moment: Moment) -> bool:
+        if self.is_free:
+            return (
+                self._num_local >= self._num_free_steps()
+                and self._cause(self._first_bad or moment).code == causes.NEVER_WRAPPED.code
+                and not self._is_reduced_otherwise()
+            )
+        if moment.is_reduced:
+            return True
+        # Local SGD is written with all steps in no_sync, possibly many of them.
+        is_asked_for = self._cause(self._first_bad or moment) is causes.NO_SYNC
+        needed = NUM_FREE_STEPS if is_asked_for else NUM_LOCAL_STEPS
+        return self._num_local >= needed and not self._is_reduced_otherwise()
+
+    def _num_free_steps(self) -> int:
+        """Return fewer steps if the program discarded a DDP wrapper, or if nothing in its source exchanges anything."""
+        if self._num_local < NUM_LOCAL_STEPS:
+            return NUM_LOCAL_STEPS
+        if self._never_exchanges is None:
+            sites = [unit.get(name) or {} for unit in self.units.values() for name in ("site", "made")]
+            is_dropped = any(unit.get("dropped") for unit in self.units.values())
+            files = {site.get("file", "") for site in sites}
+            self._never_exchanges = is_dropped or is_never_exchanged(files, self._context.sources())
+        return NUM_LOCAL_STEPS if self._never_exchanges else NUM_FREE_STEPS
+
+    def _is_one_model(self, moment: Moment) -> bool:
+        """True if no DDP model has these parameters, which began equal and got different gradients."""
+        return self.is_free and bool(self._began_alike and moment.difference.gradients and not moment.rates)
+
+    def averaged(self) -> Averaged | None:
+        """Return the parameters that were equal at the newest comparison; None if there was none."""
+        return Averaged(self._weighed.units, self._weighed) if self.is_free and self._weighed else None
+
+    def _left_out(self, *, at_end: bool = False) -> Finding | None:
+        """Return the finding if the program averages gradients itself and omits some; searches only a few times."""
+        first, last = self._first_bad, self._weighed
+        own = self.averaged()
+        if own is None or first is None or last is None or not self._is_one_model(first):
+            return None
+        needed = NUM_LOCAL_STEPS if own.least else NUM_FREE_STEPS
+        if not last.difference.parameters or (self._num_local < needed and not at_end):
+            return None
+        others = [] if own.least else [each.averaged() for each in self._all_of_job() if each is not self]
+        averaged = [each for each in (own, *others) if each is not None and each.least]
+        line = self._find_averaging(last, averaged)
+        return None if line is None else tell_left_out(last.units, first, last, line)
+
+    def _find_averaging(self, moment: Moment, averaged: Sequence[Averaged]) -> Line | None:
+        """Return the line at which the program averages these gradients before the step at `moment`."""
+        for rank, step in moment.steps.items() if averaged and self._num_asked < _MAX_ASKED else ():
+            steps = [each.steps[rank].time_ns for each in self._moments.values() if rank in each.steps]
+            since_ns = max((at_ns for at_ns in steps if at_ns < step.time_ns), default=None)
+            if since_ns is not None and (log := self._context.log(rank)) is not None:
+                self._num_asked += 1
+                return find_averaging(log, since_ns, step.time_ns, averaged)
+        return None
+
+    def _unlike(self, moment: Moment) -> Finding | None:
+        """Return the finding if the program averages gradients itself and the weights differ check after check."""
+        if moment.difference.gradients or not moment.difference.parameters:
+            self._num_unlike = 0
+            return None
+        self._num_unlike += 1
+        if self._num_unlike < NUM_UNLIKE:
+            return None
+        line = self._find_own_averaging(moment)
+        if line is not None and self.alike_at:
+            return tell_changed(causes.CHANGED, moment.units, moment, line, self.alike_at)
+        return None if line is None else tell_unlike(moment.units, moment, line, self._num_unlike)
+
+    def _find_own_averaging(self, moment: Moment) -> Line | None:
+        """Return the line at which the program averages all gradients, if they were the same at every check."""
+        weighed = self._weighed
+        if weighed is None or (self._began_alike and self._has_own_gradients):
+            return None
+        own = Averaged(weighed.units, weighed, are_weights_apart=True)
+        return self._find_averaging(moment, [own]) if own.least else None
+
+    def _cause(self, moment: Moment) -> Cause:
+        if self.is_free:
+            if not self._is_one_model(moment):
+                return causes.UNKNOWN
+            return causes.DROPPED if any(unit.get("dropped") for unit in self.units.values()) else causes.NEVER_WRAPPED
+        differing = {*moment.difference.gradients} or {*moment.difference.parameters}
+        moved = {name.partition(":")[0] for unit in self.units.values() for name in unit["moved"]}
+        late = {unit["names"][place] for unit in self.units.values() for place in unit["late"]}
+        if moved & differing:
+            return causes.MOVED
+        if differing <= late:
+            return causes.LATE
+        if not moment.difference.gradients:
+            if self._taken.find_skipped():
+                return causes.STEP
+            if moment.rates:
+                return causes.RATES
+            if not self.alike_at or self.loads:
+                return causes.PARAMETERS
+            return causes.EPOCHS if self.passes.find_uneven(self.alike_at) else causes.CHANGED
+        whys = [moment.value(rank, "why") for rank in moment.steps]
+        if why := next((why for why in whys if why), ""):
+            return causes.LOCAL[why]
+        events = [moment.value(rank, "e") or "" for rank in moment.steps]
+        has_backward = any(event in text for text in events for event in "BbR")
+        return causes.UNKNOWN if has_backward or not any(events) else causes.NO_BACKWARD
+
+    def _step_of_some(self, now_ns: int) -> Finding | None:
+        """Return the finding for ranks that took no step with an optimizer with which others took several."""
+        if self.is_free or not self._taken.ranks:
+            return None
+        group = range(self._context.world_size) if self.key[1] == "world" else _ranks(self.key[1])
+        steps = [moment for moment in self._moments.values() if moment.is_reduced]
+        if len(self._taken.ranks) >= len(group) or len(steps) < NUM_SINGLE_STEPS:
+            return None
+        # The other ranks took part in the reductions before all but the last step; their notes may be late.
+        if now_ns - steps[0].begun_ns < WAIT_NS or self._is_reduced_otherwise():
+            return None
+        absent = tuple(rank for rank in group if rank not in self._taken.ranks)
+        skipped = Skipped(steps[0].number, tuple(steps[0].steps), absent)
+        return tell_divergence(causes.STEP, self, steps[0], steps[-1], skipped=skipped)
+
+    def _is_reduced_otherwise(self) -> bool:
+        """True if other collectives may have averaged what DDP did not, or if that is unknown."""
+        largest = max(unit["largest"] for unit in self.units.values())
+        since = self._first_bad.steps if self._first_bad else {}
+        logs = {rank: log for rank in self._taken.ranks if (log := self._context.log(rank)) is not None}
+        if not logs or (self._context.has_all_logs and len(logs) < len(self._taken.ranks)):
+            return self.is_free or not self._context.has_all_logs
+        for rank, log in logs.items():
+            since_ns = since[rank].time_ns if rank in since else self._taken.first_ns[rank]
+            if may_be_reduced(log, since_ns, largest) or self._talks(log, since_ns):
+                self._num_reduced += 1
+                if self._num_reduced >= _MAX_REDUCED:
+                    self.end()  # it is intended, and checking takes time
+                return True
+        return False
+
+    def _talks(self, log: RankLog, since_ns: int) -> bool:
+        """True if the ranks hold parts of one model: in at least every second step they exchange what these compute."""
+        if not self.is_free:
+            return False
+        num_steps = self._taken.newest - (self._count(self._first_bad) if self._first_bad else 0)
+        return 2 * num_exchanged(log, since_ns, MIN_EXCHANGED) >= max(2, num_steps)
+
+    def _tell(self, cause: Cause, first: Moment, proof: Moment, *, may_be_meant: bool = False) -> Finding:
+        skipped = self._taken.find_skipped() if cause is causes.STEP else None
+        return tell_divergence(cause, self, first, proof, skipped=skipped, may_be_meant=may_be_meant)
+
+
+def _ranks(group: str) -> list[int]:
+    return [int(rank) for rank in group.split(",")] if " " not in group else []

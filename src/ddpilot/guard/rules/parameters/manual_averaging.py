@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs that average gradients themselves, without DDP, and omit some of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+from ddpilot.findings.catalog import make_finding
+from ddpilot.findings.finding import Finding, Place
+from ddpilot.guard.rules.gathering import some
+from ddpilot.guard.rules.parameters.causes import LEFT_OUT, UNLIKE, Cause
+from ddpilot.guard.rules.parameters.fingerprints import seen_gradients
+from ddpilot.guard.rules.parameters.other_reductions import MIN_EXCHANGED
+from ddpilot.guard.rules.rule import place_of
+from ddpilot.record.flight_ring.log import Collective, Line, RankLog
+
+if TYPE_CHECKING:
+    from ddpilot.guard.rules.parameters.steps import Moment
+
+Units = Mapping[int, Mapping[str, Any]]
+"""By rank: the description of the same optimizer's parameters that the rank noted."""
+
+_AVERAGING = ("reduce", "gather", "broadcast")
+_MAX_LINES = 3
+
+
+class Averaged:
+    """Parameters of one optimizer whose gradients and values are equal on all ranks, in the optimizer's order.
+
+    `are_weights_apart`: True if only the gradients need to be equal.
+    """
+
+    def __init__(self, units: Units, moment: Moment, *, are_weights_apart: bool = False) -> None:
+        rank = min(rank for rank, step in moment.steps.items() if "f" in step.values)
+        unit = units[rank]
+        apart = set(moment.difference.gradients) | (set() if are_weights_apart else set(moment.difference.parameters))
+        gradients = seen_gradients(moment.steps[rank].values["f"])
+        members = [
+            (size, gradient)
+            for name, size, gradient in zip(unit["names"], unit["sizes"], gradients, strict=True)
+            if name not in apart and gradient != 0
+        ]
+        self.least = sum(size for size, gradient in members if gradient)
+        """Number of elements of those that certainly have a gradient."""
+        self._ends = {0, *accumulate(size for size, _ in members)}
+
+    def covers(self, num_elements: int) -> bool:
+        """Return True if `num_elements` is the size of one gradient, or of several consecutive ones as one tensor."""
+        return any(end + num_elements in self._ends for end in self._ends)
+
+
+def find_averaging(log: RankLog, since_ns: int, until_ns: int, averaged: Sequence[Averaged]) -> Line | None:
+    """Return the line that averages all of these gradients in a step that lasted from `since_ns` to `until_ns`.
+
+    None if the program also exchanges something else that is not a metric: the ranks may then hold parts of one model.
+    """
+    known: dict[int, bool] = {}
+    num_averaged, line = 0, None
+    for collective in _between(log, since_ns, until_ns):
+        is_averaging = any(word in collective.op for word in _AVERAGING)
+        for tensor in collective.inputs or collective.outputs:
+            size = math.prod(tensor.shape)
+            if size not in known:
+                known[size] = any(each.covers(size) for each in averaged)
+            if is_averaging and size and known[size]:
+                num_averaged += size
+                line = collective.line or line
+            elif size >= MIN_EXCHANGED:
+                return None
+    least = min((each.least for each in averaged if each.least), default=0)
+    return line if least and num_averaged >= least else None
+
+
+def _between(log: RankLog, since_ns: int, until_ns: int) -> Iterator[Collective]:
+    for collective in reversed(log.collectives):
+        if collective.start_ns < since_ns:
+            return
+        if collective.ddp is None and collective.start_ns < until_ns:
+            yield collective
+
+
+def tell_left_out(units: Units, first: Moment, proof: Moment, line: Line) -> Finding:
+    """Return the finding for parameters that the averaging at `line` omits and that differ at `proof`."""
+    rank = min(proof.steps)
+    unit = units[rank]
+    called = dict(zip(unit["names"], unit["called"], strict=True))
+    apart = first.difference.gradients.keys() | proof.difference.gradients.keys() | proof.difference.parameters.keys()
+    names = [called[name] for name in unit["names"] if name in apart]
+    shown = [(first, "gradient of", first.difference.gradients), (proof, "parameter", proof.difference.parameters)]
+    return make_finding(
+        LEFT_OUT.code,
+        severity="warning",
+        summary=f"gradients of {len(names)} of the optimizer's {len(called)} parameters are not averaged over the "
+        f"ranks: {some(names)}",
+        ranks=tuple(sorted(proof.steps)),
+        line=Place(file=line.file, line=line.line, function=line.function, text=line.text),
+        evidence=(
+            *(
+                f"step {moment.number}: {what} {called[name]}: {values}"
+                for moment, what, by_name in shown
+                for name, values in list(by_name.items())[:_MAX_LINES]
+            ),
+            f"gradients are averaged at {line.place}",
+            f"optimizer steps at {place_of(unit['site'])}",
+        ),
+        why=LEFT_OUT.why,
+        fix=LEFT_OUT.fix,
+    )
+
+
+def tell_unlike(units: Units, proof: Moment, line: Line, num_checked: int) -> Finding:
+    """Return the finding for weights that were never equal while the program averages their gradients at `line`."""
+    unit = units[min(proof.steps)]
+    called = dict(zip(unit["names"], unit["called"], strict=True))
+    differing = list(proof.difference.parameters.items())
+    return make_finding(
+        UNLIKE.code,
+        severity="warning",
+        summary=f"gradients are averaged, and {len(differing)} of {len(called)} parameters have differed between ranks "
+        "from the first step on",
+        ranks=proof.difference.ranks or tuple(sorted(proof.steps)),
+        line=Place(file=line.file, line=line.line, function=line.function, text=line.text),
+        evidence=(
+            *(f"step {proof.number}: parameter {called[name]}: {values}" for name, values in differing[:_MAX_LINES]),
+            f"gradients were the same on all ranks in {num_checked} steps that were checked",
+            f"gradients are averaged at {line.place}",
+            f"optimizer steps at {place_of(unit['site'])}",
+        ),
+        why=UNLIKE.why,
+        fix=UNLIKE.fix,
+    )
+
+
+def tell_changed(cause: Cause, units: Units, proof: Moment, line: Line, alike_at: int) -> Finding:
+    """Return the finding for weights that were equal at step `alike_at`, and differ at `proof`.
+
+    The program averages their gradients at `line`.
+    """
+    unit = units[min(proof.steps)]
+    called = dict(zip(unit["names"], unit["called"], strict=True))
+    differing = list(proof.difference.parameters.items())
+    return make_finding(
+        cause.code,
+        severity="warning",
+        summary=f"gradients are averaged, and parameters differ between ranks before step {proof.number}",
+        ranks=proof.difference.ranks or tuple(sorted(proof.steps)),
+        line=place_of(unit["site"]),
+        evidence=(
+            *(f"step {proof.number}: parameter {called[name]}: {values}" for name, values in differing[:_MAX_LINES]),
+            f"parameters were the same on all ranks before step {alike_at}",
+            f"gradients are averaged at {line.place}",
+            f"optimizer steps at {place_of(unit['site'])}",
+        ),
+        why=cause.why,
+        fix=cause.fix,
+    )

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DDP603: several ranks write a checkpoint to the same file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from ddpilot.findings.catalog import make_finding
+from ddpilot.findings.finding import Finding
+from ddpilot.findings.text import render_ranks
+from ddpilot.guard.rules.gathering import NS_PER_S
+from ddpilot.guard.rules.newest import Newest
+from ddpilot.guard.rules.rule import RuleContext, line_of, place_of
+from ddpilot.guard.rules.waiting import WaitingRule
+from ddpilot.record.journal import Entry
+
+WITHIN_NS = 5 * NS_PER_S
+"""Maximum time from the end of one rank's write to the start of the next one's."""
+_MAX_PATHS = 1024
+
+
+class AllRanksSave(WaitingRule):
+    """Compares where and when ranks of one machine write with torch.save or safetensors."""
+
+    codes: tuple[str, ...] = ("DDP603",)
+    kinds: tuple[str, ...] = ("save",)
+
+    def __init__(self, context: RuleContext) -> None:
+        super().__init__(context)
+        self._saves: Newest[tuple[str, str], dict[int, Any]] = Newest(_MAX_PATHS)
+
+    def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
+        """See `Rule.feed`."""
+        values = entry.values
+        saves = self._saves.setdefault((values["host"], values["path"]), {})
+        saves[rank] = values
+        close = {other: one for other, one in saves.items() if other != rank and _are_close(one, values)}
+        if close:
+            for other, one in {**close, rank: values}.items():
+                self._waiting.put(line_of(values.get("site")), other, one, entry.time_ns)
+        return ()
+
+    def _finding(self, by_rank: dict[int, Any]) -> Finding:
+        first = next(iter(by_rank.values()))
+        begun = min(one["start_ns"] for one in by_rank.values())
+        times = [
+            f"rank {rank}: {(one['start_ns'] - begun) / 1e6:.0f} to {(one['end_ns'] - begun) / 1e6:.0f} ms"
+            for rank, one in list(by_rank.items())[:8]
+        ]
+        return make_finding(
+            "DDP603",
+            summary=f"{render_ranks(by_rank)} write {first['path']}",
+            ranks=tuple(by_rank),
+            line=place_of(first.get("site")),
+            evidence=tuple(times),
+            why="Ranks that write one file at the same time can leave it torn, and one that reads it meanwhile "
+            "finds a part of it.",
+            fix="Save on rank 0 alone, to another name in the same folder, and rename it with os.replace; let the "
+            "others wait at a barrier before they read.",
+        )
+
+
+def _are_close(one: Any, other: Any) -> bool:
+    return bool(one["start_ns"] <= other["end_ns"] + WITHIN_NS and other["start_ns"] <= one["end_ns"] + WITHIN_NS)

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`launch` and `Launcher`: run a function on every rank, from a notebook or a script."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from ddpilot.errors import RankError
+from ddpilot.launching.function_launch.launch import check_function, run_local
+from ddpilot.launching.keywords import SURE, check_keywords, explain_unknown, option_meant
+from ddpilot.launching.options import LaunchOptions
+from ddpilot.launching.shipping.rank_results import RankResults
+from ddpilot.watch.companion import Watcher
+from ddpilot.watch.options import WatchOptions
+
+
+@explain_unknown
+@dataclass(frozen=True, kw_only=True)
+class Launcher(LaunchOptions, WatchOptions):
+    """Runs functions on ranks of this machine with the options of `LaunchOptions` and `WatchOptions`.
+
+    The options are validated on construction. Raises LaunchError for an invalid value.
+    """
+
+    def __post_init__(self) -> None:
+        LaunchOptions.__post_init__(self)
+        WatchOptions.__post_init__(self)
+
+    def run(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> RankResults:
+        """Run `fn(*args, **kwargs)` on every rank and return every rank's value, by rank.
+
+        `fn` and its arguments may be defined in notebook cells; they are pickled by value. Ranks have torchrun's
+        environment and enter a process group themselves (`init_group()`, `init_process_group()`, or a library). Not
+        collective: the parent calls it once.
+
+        A rank whose function calls `sys.exit(0)` returns None. `os._exit` is a failure with any exit code, including 0:
+        it cannot be distinguished from a library that ended the process, and unflushed output is lost.
+
+        Raises ShipError (with the path of what cannot be pickled) or LaunchError before any rank starts; RankError for
+        the earliest failure; WatchError if a finding of the watch ends the launch; LaunchTimeoutError after
+        `timeout_s`; LaunchInterrupted, a KeyboardInterrupt, after Ctrl-C. In every case all processes of the launch
+        have exited.
+        """
+        check_keywords(check_function(fn), fn, kwargs, lambda keyword: _fix_option(keyword, kwargs, "run"))
+        try:
+            return run_local(self, fn, args, kwargs, self._accompany)
+        except RankError as error:
+            if isinstance(error.__cause__, TypeError) and not error.rank_traceback:  # a function without a signature
+                hints = (_fix_option(keyword, kwargs, "run") for keyword in kwargs)
+                error.fix = error.fix or next(filter(None, hints), "")
+            raise
+
+    def _accompany(self, name: str, count: int) -> Watcher | None:
+        return Watcher(self, name, count) if self.watch else None
+
+
+def launch(fn: Callable[..., Any], /, *args: Any, nproc_per_node: int | str = "auto", **kwargs: Any) -> RankResults:
+    """Run `fn(*args, **kwargs)` on `nproc_per_node` ranks of this machine; `results[0]` is what rank 0 returned.
+
+    `nproc_per_node` ("auto": one per visible accelerator, else 1) is the only keyword that is not passed to `fn`. For
+    all other options use `Launcher`; `Launcher.run` documents what is raised.
+    """
+    check_keywords(check_function(fn), fn, kwargs, lambda keyword: _fix_option(keyword, kwargs, "launch"))
+    return Launcher(nproc_per_node=nproc_per_node).run(fn, *args, **kwargs)
+
+
+def _fix_option(keyword: str, kwargs: Mapping[str, Any], called: str) -> str:
+    """The advice if a keyword of `called` ("launch" or "run") looks like an option; "" if it does not."""
+    option = option_meant(keyword, [field.name for field in fields(Launcher)], SURE)
+    if not option:
+        return ""
+    if called == "launch" and option == "nproc_per_node":
+        return f"The number of ranks is `nproc_per_node={kwargs[keyword]!r:.50}`"
+    return f"Options go to the launcher: `Launcher({option}={kwargs[keyword]!r:.50}).run(...)`"

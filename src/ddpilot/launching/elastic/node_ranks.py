@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The processes of this node's ranks: poll for exits and reports, list failures, terminate process groups."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddpilot.launching.elastic.reports import read_report
+from ddpilot.launching.failures import Failure
+from ddpilot.launching.rank_environment import EXIT_REQUEUE
+from ddpilot.launching.rank_reports import Exited, Raised
+
+FAILED_GRACE_S = 1.0
+"""Seconds between SIGTERM and SIGKILL for the remaining ranks after one failed."""
+
+STUCK_EXIT_S = 5.0
+"""Seconds that a rank whose script raised may take to exit, for its threads and exit handlers."""
+
+_PATIENCE_S = 0.3
+_GONE_LIMIT_S = 5.0
+_PAUSE_S = 0.01
+
+
+@dataclass
+class LocalRank:
+    """One rank's process. `report`: file in which the rank reports its exception."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    report: Path
+    exited: Exited | None = None
+    raised: Raised | None = None
+    raised_seen_s: float | None = None
+    has_group: bool = True
+    """True while processes of its process group remain. Once it was empty, the number may have been reused."""
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self.process.pid
+
+    @property
+    def has_returned(self) -> bool:
+        """True if the process exited with code 0."""
+        return self.exited is not None and self.exited.exitcode == 0
+
+    @property
+    def is_live(self) -> bool:
+        """True until the process has been reaped."""
+        return self.exited is None
+
+    def look(self) -> None:
+        """Reap the process if it has exited, and read its report if it exists."""
+        if self.exited is None and self.process.returncode is None:
+            pid, status, usage = os.wait4(self.process.pid, os.WNOHANG)
+            if pid:
+                now, unit = time.monotonic(), 1 if sys.platform == "darwin" else 1024
+                self.process.returncode = os.waitstatus_to_exitcode(status)
+                self.exited = Exited(
+                    rank=self.rank, status=status, peak_memory_bytes=usage.ru_maxrss * unit, time_s=now
+                )
+        if self.exited is not None:
+            self.has_group = self.has_group and _has_members(self.process.pid)
+        if self.raised is None and self.report.exists():
+            self.raised = read_report(self.report)
+            self.raised_seen_s = time.monotonic()
+
+    def describe_end(self) -> str:
+        """How the rank ended, as the predicate of a sentence whose subject is the rank."""
+        if self.raised is not None:
+            if self.raised.type_name == "SystemExit":
+                return f"called sys.exit with code {self.raised.exitcode}"
+            return f"raised {self.raised.type_name}"
+        if self.exited is None:
+            return "is still there"
+        if self.exited.signal_name is not None:
+            return f"was ended by {self.exited.signal_name}"
+        return f"exited with code {self.exited.exitcode}"
+
+
+class LocalRanks:
+    """All ranks of this node in one attempt. `say` shows a notice."""
+
+    def __init__(self, ranks: Sequence[LocalRank], say: Callable[[str], None]) -> None:
+        self._ranks = ranks
+        self._say = say
+
+    def look(self) -> None:
+        """Poll all processes for exits and reports."""
+        for each in self._ranks:
+            each.look()
+
+    def is_leaving(self, rank: int) -> bool:
+        """True if `rank` raised and may still be exiting. Shows a notice when its time is over (5 s)."""
+        each = next(each for each in self._ranks if each.rank == rank)
+        if not each.is_live or each.raised_seen_s is None:
+            return False
+        if time.monotonic() - each.raised_seen_s <= STUCK_EXIT_S:
+            return True
+        self._say(
+            f"rank {rank} {each.describe_end()} and has not ended for {STUCK_EXIT_S:g} s: a thread or an exit handler "
+            "keeps it; ending all ranks"
+        )
+        return False
+
+    @property
+    def live(self) -> tuple[int, ...]:
+        """The ranks whose process is running."""
+        return tuple(each.rank for each in self._ranks if each.is_live)
+
+    def unheard(self) -> list[int]:
+        """Process ids of the ranks that have neither exited, as far as is known, nor reported."""
+        return [each.process.pid for each in self._ranks if each.is_live and each.raised is None]
+
+    @property
+    def want_requeue(self) -> bool:
+        """True if every rank exited with the code that asks for a requeue."""
+        return bool(self._ranks) and all(
+            each.exited is not None and each.exited.exitcode == EXIT_REQUEUE for each in self._ranks
+        )
+
+    def are_leaving(self, since_s: float, limit_s: float) -> bool:
+        """True while ranks may still follow one that exited with the requeue code at `since_s` (monotonic clock).
+
+        They may for `limit_s` seconds, in which they may still run a `finally` block or exit handlers.
+        """
+        return time.monotonic() - since_s <= limit_s and bool(self.live) and all(map(_may_ask_for_requeue, self._ranks))
+
+    @property
+    def succeeded(self) -> tuple[int, ...]:
+        """The ranks that exited with code 0."""
+        return tuple(each.rank for each in self._ranks if each.exited is not None and each.exited.exitcode == 0)
+
+    def report(self, rank: int) -> Path | None:
+        """Report file of `rank`; None if the rank did not write one."""
+        path = next(each.report for each in self._ranks if each.rank == rank)
+        return path if path.exists() else None
+
+    def failures(self) -> list[Failure]:
+        """One failure for each rank that raised, exited with a nonzero code, or was killed."""
+        found = []
+        for each in self._ranks:
+            exited = each.exited
+            if (exited is None and each.raised is None) or (exited is not None and exited.exitcode == 0):
+                continue
+            moments = [each.raised_seen_s, None if exited is None else exited.time_s]
+            since_s = min(moment for moment in moments if moment is not None)
+            found.append(Failure(rank=each.rank, raised=each.raised, exited=exited, error=None, since_s=since_s))
+        return found
+
+    def end(self, number: signal.Signals, grace_s: float, while_waiting: Callable[[], None] | None = None) -> None:
+        """Send `number` to every rank's process group, wait, and kill after `grace_s` seconds what has not exited.
+
+        Groups of ranks that have exited get the signals too, since workers may remain in them. `while_waiting` is
+        called once if this takes longer than 0.3 s.
+        """
+        since_s = time.monotonic()
+        self._signal(self._ranks, number)
+        while self._are_there() and (waited_s := time.monotonic() - since_s) < grace_s:
+            if while_waiting is not None and waited_s > _PATIENCE_S:
+                while_waiting()
+                while_waiting = None
+            time.sleep(_PAUSE_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """Send SIGKILL to the remaining process groups and wait for the ranks, at most 5 s."""
+        self._signal(self._ranks, signal.SIGKILL)
+        deadline_s = time.monotonic() + _GONE_LIMIT_S
+        # Do not wait for the groups: in a container, orphans may never be reaped, and zombies keep a group alive.
+        while self._are_there() and self.live and time.monotonic() < deadline_s:
+            time.sleep(_PAUSE_S)
+
+    def describe_ends(self) -> str:
+        """How each rank ended: "rank 0 exited with code 0; rank 1 was ended by SIGTERM"."""
+        return "; ".join(f"rank {each.rank} {each.describe_end()}" for each in self._ranks)
+
+    def _are_there(self) -> bool:
+        for each in self._ranks:
+            each.look()
+        return any(each.is_live or each.has_group for each in self._ranks)
+
+    def _signal(self, ranks: Sequence[LocalRank], number: signal.Signals) -> None:
+        for each in ranks:
+            if not each.has_group:
+                continue
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: PermissionError for a zombie group
+                os.killpg(each.process.pid, number)
+
+
+def _may_ask_for_requeue(rank: LocalRank) -> bool:
+    return all(end is None or end.exitcode == EXIT_REQUEUE for end in (rank.exited, rank.raised))
+
+
+def _has_members(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True

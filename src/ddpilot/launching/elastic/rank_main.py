@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Main program of a rank of ``ddpilot run``: run the user's script as ``__main__`` and report its exception.
+
+It is run by path, so that nothing in the working directory is mistaken for a part of ddpilot. It must be transparent:
+the script has the arguments, the module path and the ``__main__`` that plain Python gives it, tracebacks start at its
+own lines, and it exits as it would without this program.
+"""
+
+from __future__ import annotations
+
+import builtins
+import faulthandler
+import json
+import os
+import pkgutil
+import runpy
+import signal
+import sys
+import time
+import traceback
+import types
+from importlib.machinery import SourceFileLoader
+from types import TracebackType
+
+from ddpilot.launching.exceptions import message_of
+from ddpilot.launching.exitcode import exitcode_of
+from ddpilot.launching.unjoined import show_connections
+from ddpilot.launching.victims import is_victim
+
+REPORT_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+REPORT_KEY = "ddpilot"
+HOOKS_VARIABLE = "DDPILOT_RANK_HOOKS"
+"""Functions, as "module:name" separated by commas, that a rank calls as soon as the script has imported torch."""
+
+_MAX_TEXT_CHARS = 100_000
+_PR_SET_PDEATHSIG = 1
+_OWN_FILES = (__file__, runpy.__file__, "<frozen runpy>")
+_GUARD = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), "guard", "")
+
+
+def main(argv: list[str]) -> None:
+    """Run `argv`: the agent's pid, "script" or "module", the path or name, then the script's arguments."""
+    agent_pid, kind, target, *args = argv
+    _die_with(int(agent_pid))
+    faulthandler.enable(all_threads=False)
+    _wait_for_torch(os.environ.pop(HOOKS_VARIABLE, ""))
+    try:
+        if kind == "module":
+            _run_module(target, args)
+        else:
+            _run_script(target, args)
+    except BaseException as error:
+        _leave_out_guard(error)
+        _report(error)
+        if not isinstance(error, SystemExit):
+            _hide_own_frames(error)
+        raise
+
+
+def _die_with(agent_pid: int) -> None:
+    """Ask to be killed when the agent dies; an orphaned rank would keep its port and its GPU."""
+    if sys.platform != "linux":
+        return
+    import ctypes
+
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != agent_pid:
+        os._exit(1)
+
+
+def _wait_for_torch(hooks: str) -> None:
+    """Call `hooks` once torch has been imported, not earlier: a script may set variables that torch reads on import."""
+    from ddpilot.launching.on_import import when_imported
+
+    def call_hooks(_torch: types.ModuleType) -> None:
+        import importlib
+
+        from ddpilot.group.gloo_threads import let_works_end
+
+        let_works_end()
+        start = types.SimpleNamespace(rank=int(os.environ["RANK"]), environ=dict(os.environ))
+        for hook in filter(None, hooks.split(",")):
+            module, _, name = hook.partition(":")
+            getattr(importlib.import_module(module), name)(start)
+
+    when_imported("torch", REPORT_KEY, call_hooks)
+
+
+def _fresh_main() -> types.ModuleType:
+    module = types.ModuleType("__main__")
+    vars(module)["__builtins__"] = builtins
+    if sys.version_info < (3, 14):
+        vars(module)["__annotations__"] = {}
+    sys.modules["__main__"] = module
+    return module
+
+
+def _run_script(given: str, args: list[str]) -> None:
+    sys.argv[:] = [given, *args]
+    path = os.path.abspath(given)
+    if pkgutil.get_importer(path) is not None:
+        _run_application(given)
+        return
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = os.path.dirname(os.path.realpath(path))
+    main = _fresh_main()
+    # As in plain Python: multiprocessing finds the script by its file, since there is no spec.
+    vars(main).update(__file__=path, __loader__=SourceFileLoader("__main__", path), __spec__=None, __cached__=None)
+    with open(path, "rb") as file:
+        code = compile(file.read(), path, "exec", dont_inherit=True)
+    exec(code, vars(main))
+
+
+def _run_application(given: str) -> None:
+    """Run a directory or zip file with a ``__main__.py`` as Python does, for any `sys.flags.safe_path`."""
+    place = os.path.join(os.getcwd(), given)  # Python keeps "./" and a trailing "/" too
+    if getattr(sys.flags, "safe_path", False):
+        sys.path.insert(0, place)
+    else:
+        sys.path[0] = place
+    _fresh_main()
+    runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
+
+
+def _run_module(name: str, args: list[str]) -> None:
+    sys.argv[:] = ["-m", *args]
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = os.getcwd()
+    _fresh_main()
+    runpy._run_module_as_main(name)  # type: ignore[attr-defined]  # what `python -m` calls; run_module() is not the same
+
+
+def _user_frames(error: BaseException) -> TracebackType | None:
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename in _OWN_FILES:
+        frames = frames.tb_next
+    return frames
+
+
+def _leave_out_guard(error: BaseException) -> None:
+    """Drop the frames of guard's wrappers around torch functions, also in chained exceptions."""
+    seen: set[int] = set()
+    todo: list[BaseException | None] = [error]
+    while todo:
+        link = todo.pop()
+        if link is not None and id(link) not in seen:
+            seen.add(id(link))
+            link.__traceback__ = _without_guard(link.__traceback__)
+            todo += [link.__cause__, link.__context__]
+
+
+def _without_guard(frames: TracebackType | None) -> TracebackType | None:
+    kept = []
+    while frames is not None:
+        if not frames.tb_frame.f_code.co_filename.startswith(_GUARD):
+            kept.append(frames)
+        frames = frames.tb_next
+    new: TracebackType | None = None
+    for each in reversed(kept):
+        new = TracebackType(new, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return new
+
+
+def _hide_own_frames(error: BaseException) -> None:
+    """Let the interpreter handle the exception as usual, but start its traceback at the user's frames."""
+    frames, theirs = _user_frames(error), sys.excepthook
+
+    def hook(kind: type[BaseException], value: BaseException, found: TracebackType | None) -> None:
+        if value is not error:
+            theirs(kind, value, found)
+            return
+        sys.last_traceback = frames
+        theirs(kind, value.with_traceback(frames), frames)
+
+    sys.excepthook = hook
+
+
+def _report(error: BaseException) -> None:
+    path = os.environ.get(REPORT_VARIABLE)
+    exitcode = exitcode_of(error)
+    if not path or exitcode == 0:
+        return
+    try:
+        show_connections(error)
+        _write_report(path, error, exitcode, time.monotonic())
+    except Exception as failure:  # never mask the user's exception: its `__str__` may raise, or the disk may be full
+        sys.stderr.write(f"ddpilot: this exception could not be reported to the agent: {failure!r}\n")
+
+
+def _write_report(path: str, error: BaseException, exitcode: int, time_s: float) -> None:
+    """Write the error file that torch's agent reads, with additional fields; atomically."""
+    text = "".join(traceback.TracebackException(type(error), error, _user_frames(error)).format())[-_MAX_TEXT_CHARS:]
+    message = message_of(error)[:_MAX_TEXT_CHARS]
+    what = {
+        "time_s": time_s,
+        "type_name": type(error).__qualname__,
+        "message": message,
+        "traceback": text,
+        "is_victim": is_victim(error),
+        "interrupted": isinstance(error, KeyboardInterrupt),
+        "exitcode": exitcode,
+    }
+    extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+    torchs = {"message": f"{type(error).__name__}: {message}", "extraInfo": extra}
+    with open(f"{path}.writing", "w", encoding="utf-8", errors="backslashreplace") as file:
+        json.dump({"message": torchs, REPORT_KEY: what}, file)
+    os.replace(f"{path}.writing", path)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

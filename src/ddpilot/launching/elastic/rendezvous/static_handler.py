@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Static rendezvous: node 0 hosts the store, the other nodes connect to it, and missing nodes are named.
+
+This is a `RendezvousHandler` of torch elastic for nodes with fixed ranks. torch's own "static" handler waits in one C++
+call, which shows no progress, does not name missing nodes, and cannot be interrupted.
+"""
+
+from __future__ import annotations
+
+import functools
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from ddpilot.errors import DdpilotError, LaunchError, RankError, RendezvousError
+from ddpilot.group.address import listen
+from ddpilot.group.store import host_on
+from ddpilot.launching.elastic.rendezvous.heartbeat import Peers
+from ddpilot.launching.elastic.rendezvous.liveness import Standstill, Vigil, silent_nodes
+from ddpilot.launching.elastic.rendezvous.mailbox import Post
+from ddpilot.launching.elastic.rendezvous.network import Endpoint
+from ddpilot.launching.elastic.rendezvous.node_state import (
+    DONE,
+    ENDED,
+    READY,
+    NodeState,
+    View,
+    asks_for_requeue,
+    check_agreement,
+    decode_state,
+    render_nodes,
+    unpack_error,
+    with_failure,
+)
+
+_STORE_TIMEOUT_S = 60.0
+_PAUSE_S = 0.05
+_FIRST_WORD_S = 5.0
+_WORD_EVERY_S = 15.0
+_LAST_WORD_S = 5.0
+
+
+class Meeting(RendezvousHandler):
+    """The rendezvous of this node. `say` shows a notice; `timeout_s`, `node_timeout_s`: as in `RunOptions`."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        me: NodeState,
+        *,
+        run_id: str,
+        timeout_s: float,
+        node_timeout_s: float,
+        say: Callable[[str], None],
+    ) -> None:
+        self._endpoint = endpoint
+        self._me = me
+        self._run_id = run_id
+        self._timeout_s = timeout_s
+        self._say = say
+        self._standstill = Standstill()
+        self._vigil = Vigil(node_timeout_s, say, self._standstill)
+        self._server: TCPStore | None = None
+        self._ranks_server: TCPStore | None = None
+        self._store: Store | None = None
+        self._peers: Peers | None = None
+        self._attempt = -1
+
+    def get_backend(self) -> str:
+        """Name of the backend, for torch's events."""
+        return "static"
+
+    @property
+    def use_agent_store(self) -> bool:
+        """True: ranks are clients of this store."""
+        return True
+
+    def is_closed(self) -> bool:
+        """False: the set of nodes is fixed."""
+        return False
+
+    def set_closed(self) -> None:
+        """Does nothing; see `is_closed`."""
+
+    def num_nodes_waiting(self) -> int:
+        """0: the set of nodes is fixed."""
+        return 0
+
+    def get_run_id(self) -> str:
+        """Id of the job."""
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        """Leave the rendezvous; torch calls this at the end if it owns the handler."""
+        self.close()
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait until all nodes are ready for the next attempt. Raises RendezvousError with the missing nodes."""
+        self._attempt += 1
+        attempt, port = self._attempt, self._endpoint.port
+        if self._store is None:
+            self._store = self._open()
+        elif self._server is not None:
+            port = self._open_for_ranks()
+        if self._peers is not None:
+            self._peers.tell(lambda me: replace(me, attempt=attempt, phase=READY, ranks_port=port))
+            port = self._wait_for_all(self._peers).states[0].ranks_port
+        store = PrefixStore(f"attempt{attempt}", self._store)
+        where = RendezvousStoreInfo(self._endpoint.addr, port)
+        return RendezvousInfo(store, self._me.node_rank, self._me.nnodes, where)
+
+    def open_post(self) -> Post | None:
+        """The mailbox for messages between nodes in this attempt; None if there is only one node."""
+        return None if self._peers is None else self._peers.open_post(self._attempt)
+
+    def failure_elsewhere(self, how_here: str) -> RankError | LaunchError | None:
+        """The failure that another node reported in this attempt, or None. `how_here`: how the ranks here ended."""
+        if self._peers is None:
+            return None
+        for state in self._peers.view().states.values():
+            if state.node_rank != self._me.node_rank and state.failure and state.failed_attempt >= self._attempt:
+                return unpack_error(state.failure, how_here)
+        return None
+
+    @property
+    def is_requeue_elsewhere(self) -> bool:
+        """True if another node's ranks exited in this attempt with the code that asks for a requeue."""
+        states = () if self._peers is None else self._peers.view().states.values()
+        return any(
+            state.node_rank != self._me.node_rank
+            and state.failed_attempt >= self._attempt
+            and asks_for_requeue(state.failure)
+            for state in states
+        )
+
+    def check(self) -> None:
+        """Show a notice for nodes that have been silent for long. Raises RendezvousError after `node_timeout_s`."""
+        if self._peers is not None:
+            self._vigil.look(self._peers.view())
+
+    def silent_nodes(self, limit_s: float) -> list[NodeState]:
+        """Nodes that have sent no heartbeat for `limit_s` seconds and have not left."""
+        return [] if self._peers is None else silent_nodes(self._peers.view(), limit_s)
+
+    def tell_failure(self, error: DdpilotError) -> None:
+        """Report to the other nodes why this node's ranks ended."""
+        if self._peers is not None:
+            self._peers.tell(lambda me: with_failure(me, error))
+            self._peers.flush(_LAST_WORD_S)
+
+    def wait_until_all_are_done(self, failure: Callable[[], bool]) -> None:
+        """Keep the store running while other nodes' ranks run. Returns early if `failure()` is True."""
+        if self._peers is None:
+            return
+        self._peers.tell(lambda me: replace(me, phase=DONE))
+        start, said_s = time.monotonic(), _FIRST_WORD_S
+        while not failure():
+            view = self._peers.view()
+            running = [node for node, state in view.states.items() if state.phase == READY]
+            if not running:
+                return
+            self.check()
+            waited_s = time.monotonic() - start
+            if waited_s >= said_s:
+                said_s = waited_s + _WORD_EVERY_S
+                self._say(
+                    f"ranks here are done; {render_nodes(running, view.states)} still runs, for {waited_s:.0f} s now"
+                )
+            time.sleep(_PAUSE_S)
+
+    def close(self) -> None:
+        """Report that this node leaves. Node 0, which hosts the store, waits at most 5 s for the others to leave."""
+        if self._peers is None:
+            return
+        peers, self._peers = self._peers, None
+        peers.tell(lambda me: replace(me, phase=ENDED))
+        peers.flush(_LAST_WORD_S)
+        deadline_s = time.monotonic() + _LAST_WORD_S
+        while self._me.node_rank == 0 and time.monotonic() < deadline_s:
+            view = peers.view()
+            if all(state.phase == ENDED or view.silent_s.get(node, 0.0) > 2.0 for node, state in view.states.items()):
+                break
+            time.sleep(_PAUSE_S)
+        peers.stop()
+        self._standstill.stop()
+
+    # opening
+
+    def _open(self) -> Store:
+        """Host the store or connect to it, and start to exchange heartbeats."""
+        listener = self._endpoint.listener
+        if listener is not None:
+            self._server = self._host(listener, self._endpoint.port)
+        else:
+            self._wait_for_node_zero()
+        base = self._server if self._server is not None else self._connect(self._endpoint.port)
+        if self._me.nnodes > 1:
+            self._peers = Peers(self._join, self._me)
+            self._standstill.start()
+        return PrefixStore(f"ddpilot-run/{self._run_id}", base)
+
+    def _open_for_ranks(self) -> int:
+        """Start a new store for restarted ranks and return its port: the old one has addresses of dead ranks."""
+        listener = listen(self._endpoint.addr, 0)
+        assert listener is not None
+        port: int = listener.getsockname()[1]
+        self._ranks_server = self._host(listener, port)
+        return port
+
+    def _host(self, listener: socket.socket, port: int) -> TCPStore:
+        return host_on(listener.detach(), functools.partial(self._connect, port, is_master=True))
+
+    def _connect(self, port: int, *, is_master: bool = False, **more: object) -> TCPStore:
+        host = self._endpoint.addr if self._me.node_rank else "127.0.0.1"
+        return TCPStore(
+            host,
+            port,
+            is_master=is_master,
+            timeout=timedelta(seconds=_STORE_TIMEOUT_S),
+            wait_for_workers=False,
+            **more,  # type: ignore[arg-type]
+        )
+
+    def _join(self) -> Store:
+        """Connect for heartbeats. Raises RendezvousError if another agent has this node's rank."""
+        store = PrefixStore(f"ddpilot-run/{self._run_id}", self._connect(self._endpoint.port))
+        number = self._me.node_rank
+        if store.add(f"taken/{number}", 1) > 1:
+            key = f"node/{number}"
+            who = "another process"
+            if store.check([key]):
+                other = decode_state(store.get(key))
+                who = f"{other.host}, pid {other.pid}"
+            raise RendezvousError(
+                f"joining as node {number}",
+                found=f"{who} is node {number} already, at {self._where}",
+                fix="Give each node its own --node-rank; if that is a job that has ended, use another --master-port",
+            )
+        return store
+
+    @property
+    def _where(self) -> str:
+        return f"{self._endpoint.addr}:{self._endpoint.port}"
+
+    def _wait_for_node_zero(self) -> None:
+        start, said_s = time.monotonic(), _FIRST_WORD_S
+        while True:
+            waited_s = time.monotonic() - start
+            try:
+                limit_s = min(3.0, max(0.1, self._timeout_s - waited_s))
+                socket.create_connection((self._endpoint.addr, self._endpoint.port), timeout=limit_s).close()
+                return
+            except OSError as error:
+                last = error
+            waited_s = time.monotonic() - start
+            if waited_s >= self._timeout_s:
+                raise RendezvousError(
+                    f"waiting for node 0 of {self._me.nnodes} nodes",
+                    found=f"nobody answered at {self._where} for {waited_s:.0f} s ({last})",
+                    fix="See that `ddpilot run --node-rank 0` runs on that machine, with the same --master-addr and "
+                    "--master-port, and that no firewall is between; --rdzv-timeout is how long to wait",
+                ) from last
+            if waited_s >= said_s:
+                said_s = waited_s + _WORD_EVERY_S
+                self._say(
+                    f"waiting for node 0 of {self._me.nnodes} nodes: nobody answers at {self._where} ({last}), "
+                    f"for {waited_s:.0f} s of {self._timeout_s:g} s"
+                )
+            time.sleep(min(0.5, 0.05 + waited_s / 10))
+
+    def _wait_for_all(self, peers: Peers) -> View:
+        start, said_s = time.monotonic(), _FIRST_WORD_S
+        while True:
+            view = peers.view()
+            here = {node for node, state in view.states.items() if state.attempt >= self._attempt}
+            missing = set(range(self._me.nnodes)) - here
+            self._refuse(view)
+            if not missing:
+                return view
+            waited_s = time.monotonic() - start
+            if waited_s >= self._timeout_s:
+                raise RendezvousError(
+                    f"waiting for {self._me.nnodes} nodes at {self._where}",
+                    found=f"{render_nodes(missing, view.states)} never came in {waited_s:.0f} s; "
+                    f"here: {render_nodes(here, view.states)}",
+                    fix="Look at the output of `ddpilot run` there: was it started, with this --master-addr and "
+                    "--master-port and its own --node-rank? --rdzv-timeout is how long to wait",
+                )
+            if waited_s >= said_s:
+                said_s = waited_s + _WORD_EVERY_S
+                self._say(
+                    f"waiting for {render_nodes(missing, view.states)} of {self._me.nnodes} nodes at {self._where}, "
+                    f"for {waited_s:.0f} s of {self._timeout_s:g} s; here: {render_nodes(here, view.states)}"
+                )
+            time.sleep(_PAUSE_S)
+
+    def _refuse(self, view: View) -> None:
+        check_agreement(self._me, view.states)
+        for state in view.states.values():
+            if state.node_rank != self._me.node_rank and state.phase == ENDED and state.failure:
+                raise unpack_error(state.failure, "")
+        self._vigil.look(view)

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Assemble and run torch elastic's agent with ddpilot's parts for one ``ddpilot run``. Imports torch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.rendezvous import RendezvousError as TorchRendezvousError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from ddpilot.errors import LaunchError, RankError, RendezvousError
+from ddpilot.launching.elastic import rank_main
+from ddpilot.launching.elastic.agent import Agent
+from ddpilot.launching.elastic.attempt_observer import Accompany, Escort
+from ddpilot.launching.elastic.logs import PipedLogs
+from ddpilot.launching.elastic.options import RunOptions
+from ddpilot.launching.elastic.output_thread import Screen
+from ddpilot.launching.elastic.rendezvous.network import Endpoint
+from ddpilot.launching.elastic.rendezvous.node_state import NodeState
+from ddpilot.launching.elastic.rendezvous.static_handler import Meeting
+from ddpilot.launching.elastic.rendezvous.torch_backends import Result, Waiter
+from ddpilot.launching.elastic.signals import RunStoppedError, StopSignal
+from ddpilot.launching.rank_environment import EXIT_REQUEUE
+
+
+def run_assembled(
+    options: RunOptions,
+    me: NodeState,
+    run_id: str,
+    endpoint: Endpoint | None,
+    screen: Screen,
+    folder: Path,
+    variables: Mapping[str, str],
+    accompany: Accompany | None = None,
+) -> None:
+    """Run the ranks of this node to the end of the job. Raises the errors that `run_prepared` documents.
+
+    `endpoint`: address of the store, None for a rendezvous backend of torch; `folder`: for the ranks' reports;
+    `variables`: for the ranks' environment, in addition to torch's; `accompany`: makes the observer of an attempt.
+    """
+    meeting = None if endpoint is None else _meeting(endpoint, options, me, run_id, screen.note)
+    handler = meeting or _torchs_rendezvous(options, run_id, screen.note)
+    more = () if meeting is None else (meeting.open_post,)
+    escort = Escort(accompany, options.name, screen.note, *more)
+    logs = PipedLogs(options, screen, folder, variables, escort)
+    agent = Agent(_worker_spec(options, me, handler), logs, options, screen, meeting)
+    is_clean = False
+    try:
+        _run(agent, me, options)
+        seen = escort.finish()
+        if seen is not None:
+            raise seen
+        is_clean = True
+    except (LaunchError, RendezvousError, RunStoppedError) as error:
+        if meeting is not None and agent.error is None:
+            meeting.tell_failure(error)
+        raise
+    finally:
+        escort.end(is_clean=is_clean)
+        with contextlib.suppress(StopSignal, SignalException):  # a second signal: exit without leaving the rendezvous
+            handler.shutdown()
+
+
+def _meeting(
+    endpoint: Endpoint, options: RunOptions, me: NodeState, run_id: str, say: Callable[[str], None]
+) -> Meeting:
+    return Meeting(
+        endpoint,
+        me,
+        run_id=run_id,
+        timeout_s=options.rdzv_timeout_s,
+        node_timeout_s=options.node_timeout_s,
+        say=say,
+    )
+
+
+def _worker_spec(options: RunOptions, me: NodeState, handler: RendezvousHandler) -> WorkerSpec:
+    entrypoint, args = _command(options)
+    return WorkerSpec(
+        role=options.role,
+        local_world_size=me.nproc_per_node,
+        rdzv_handler=handler,
+        entrypoint=entrypoint,
+        args=args,
+        max_restarts=options.max_restarts,
+        monitor_interval=options.monitor_interval_s,
+        local_addr=options.local_addr,
+    )
+
+
+def _run(agent: Agent, me: NodeState, options: RunOptions) -> None:
+    did = f"running `{options.name}`"
+    who = f"`{options.name}`" if me.nnodes == 1 else me.place
+    try:
+        result = agent.run()
+    except SignalException as stop:
+        found = f"{who} was stopped by {stop.sigval.name}: {agent.ends}"
+        raise RunStoppedError(did, found=found, exitcode=EXIT_REQUEUE if agent.wants_requeue else 1) from None
+    except StopSignal as stop:
+        found = f"{who} was stopped by {stop.number.name} before there were ranks"
+        raise RunStoppedError(did, found=found, exitcode=128 + stop.number) from None
+    except TorchRendezvousError as error:
+        found = f"{type(error).__name__}: {error}".removesuffix(": ")
+        if isinstance(error, RendezvousTimeoutError):
+            found = f"not all of {options.nnodes[0]} nodes came in time; which of them are missing, torch does not say"
+        fix = "Look at --rdzv-endpoint, and whether every node was started with the same --rdzv-id and --nnodes"
+        raise RendezvousError(f"meeting by {options.rdzv_backend}", found=found, fix=fix) from error
+    if agent.error is not None:
+        _hand_up(agent.report)
+        if agent.wants_requeue and isinstance(agent.error, RankError) and agent.error.exitcode == EXIT_REQUEUE:
+            found = f"every rank of {who} left with exit code {EXIT_REQUEUE}, which asks for the same command again"
+            raise RunStoppedError(did, found=found, exitcode=EXIT_REQUEUE)
+        raise agent.error
+    if result.state != WorkerState.SUCCEEDED:
+        fix = "LOGLEVEL=INFO shows what torch's agent says"
+        raise LaunchError(did, found=f"torch's agent ended with {result.state.name}", fix=fix)
+
+
+def _hand_up(report: Path | None) -> None:
+    """Copy the first failure's report to the file that the parent process asks for, as torchrun does for schedulers."""
+    wanted = os.environ.get(rank_main.REPORT_VARIABLE)
+    if wanted and report is not None:
+        shutil.copyfile(report, wanted)
+
+
+def _command(options: RunOptions) -> tuple[str, tuple[str, ...]]:
+    if options.kind == "program":
+        return options.target, options.args
+    # -u: ranks' output is shown immediately, as under torchrun.
+    program = ("-u", rank_main.__file__, str(os.getpid()), options.kind, options.target)
+    return sys.executable, (*program, *options.args)
+
+
+class _Patient(RendezvousHandler):
+    """Wraps a rendezvous of torch so that signals interrupt its waiting and notices explain it."""
+
+    def __init__(self, theirs: RendezvousHandler, options: RunOptions, say: Callable[[str], None]) -> None:
+        self._theirs = theirs
+        self._options = options
+        self._say = say
+        self._is_waiting = False
+
+    def get_backend(self) -> str:
+        """Name of torch's rendezvous backend."""
+        return self._theirs.get_backend()
+
+    @property
+    def use_agent_store(self) -> bool:
+        """True if ranks are clients of the agents' store."""
+        return self._theirs.use_agent_store
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait for the nodes of the next attempt."""
+        self._is_waiting = True  # stays True if a signal interrupts: the thread still uses the connection
+        info = _wait(self._theirs.next_rendezvous, self._options, self._say)
+        self._is_waiting = False
+        return info
+
+    def is_closed(self) -> bool:
+        """True if no node can join any more."""
+        return self._theirs.is_closed()
+
+    def set_closed(self) -> None:
+        """Close the rendezvous: no node can join any more."""
+        self._theirs.set_closed()  # type: ignore[no-untyped-call]
+
+    def num_nodes_waiting(self) -> int:
+        """Number of nodes that arrived while the others were running."""
+        return self._theirs.num_nodes_waiting()
+
+    def get_run_id(self) -> str:
+        """Id of the job."""
+        return self._theirs.get_run_id()
+
+    def shutdown(self) -> bool:
+        """Close the rendezvous for all nodes, as torchrun does at the end. False if it is still waiting for nodes."""
+        return not self._is_waiting and self._theirs.shutdown()
+
+
+def _wait(call: Callable[[], Result], options: RunOptions, say: Callable[[str], None]) -> Result:
+    def describe(waited_s: float) -> str:
+        fewest = f"{options.nnodes[0]} node{'s' * (options.nnodes[0] > 1)}"
+        where = f" at {options.rdzv_endpoint}" if options.rdzv_endpoint else ""
+        return f"waiting for the {options.rdzv_backend} rendezvous of {fewest}{where}, for {waited_s:.0f} s"
+
+    return Waiter(call, say, describe).wait()
+
+
+def _torchs_rendezvous(options: RunOptions, run_id: str, say: Callable[[str], None]) -> RendezvousHandler:
+    parameters = RendezvousParameters(
+        backend=options.rdzv_backend,
+        endpoint=options.rdzv_endpoint,
+        run_id=run_id,
+        min_nodes=options.nnodes[0],
+        max_nodes=options.nnodes[1],
+        local_addr=options.local_addr,
+        **{"timeout": str(int(options.rdzv_timeout_s)), **options.rdzv_conf},
+    )
+    try:
+        return _Patient(_wait(lambda: get_rendezvous_handler(parameters), options, say), options, say)
+    except ImportError as error:  # torch's etcd backends need an extra package
+        fix = "Install it, `pip install python-etcd`, or use c10d, which needs none"
+        raise RendezvousError(f"preparing the {options.rdzv_backend} rendezvous", found=str(error), fix=fix) from error
+    except (ValueError, TorchRendezvousError) as error:
+        fix = "Backends are static (ddpilot's own), c10d, etcd and etcd-v2; --rdzv-endpoint is host:port"
+        raise RendezvousError(f"preparing the {options.rdzv_backend} rendezvous", found=str(error), fix=fix) from error

@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launch a function on ranks of this machine and return every rank's value. Does not import torch."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+import sys
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from ddpilot.environments.devices_count import count_accelerators
+from ddpilot.errors import LaunchError, LaunchInterrupted
+from ddpilot.launching.function_launch.supervisor import Supervisor
+from ddpilot.launching.interrupts import InterruptCatcher
+from ddpilot.launching.observer import Companion
+from ddpilot.launching.options import LaunchOptions
+from ddpilot.launching.rank_environment import (
+    LAUNCH_VARIABLE,
+    SERVER_VARIABLE,
+    choose_num_threads,
+    count_cores,
+    default_variables,
+    module_paths,
+    rank_variables,
+)
+from ddpilot.launching.rank_reports import RankStart
+from ddpilot.launching.rank_server.client import RankServer, ensure_server
+from ddpilot.launching.rank_server.handles import RankHandle, start_rank
+from ddpilot.launching.rank_server.job import STORE, NotStarted, Start, Started
+from ddpilot.launching.rank_server.store import bind_listener
+from ddpilot.launching.shipping import fd_socket
+from ddpilot.launching.shipping.rank_results import RankResults
+from ddpilot.launching.shipping.unpicklable import ship
+from ddpilot.launching.system_limits import limits_explained
+from ddpilot.output.cell_sources import collect_sources
+from ddpilot.output.pipe_reader import OutputPump
+from ddpilot.output.writer import Display
+
+_MAX_UNANSWERED = 16
+
+
+def run_local(
+    options: LaunchOptions,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    accompany: Callable[[str, int], Companion | None] = lambda name, count: None,
+) -> RankResults:
+    """Run `function(*args, **kwargs)` on every rank and return the values by rank.
+
+    `accompany(function_name, num_ranks)` returns the observer of the launch, or None. Raises ShipError or LaunchError
+    before any rank starts, and RankError, LaunchTimeoutError or LaunchInterrupted afterwards.
+    """
+    name = check_function(function)
+    _refuse_nested(os.environ, name)
+    environ: Mapping[str, str] = {**default_variables(), **os.environ, **options.env}
+    display = Display(options.output, options.output_limit_bytes)
+    count = resolve_count(options, environ, display)
+    did = f"starting {count} rank{'s' * (count > 1)} of `{name}`"
+    find_working_directory(did)
+    parts = {"fn": function, "args": args, "kwargs": dict(kwargs)}
+    with limits_explained(did), standard_fds_taken():
+        parcel, known = ship("ddpilot-call", parts, (function, args, dict(kwargs)), did=did, known=None)
+        try:
+            return _run_shipped(options, environ, count, name, parcel, known, display, accompany)
+        except KeyboardInterrupt as error:
+            if isinstance(error, LaunchInterrupted):
+                raise
+            raise LaunchInterrupted(f"{did} was stopped, before any of them ran it") from None
+        finally:
+            os.close(parcel)
+
+
+def _run_shipped(
+    options: LaunchOptions,
+    environ: Mapping[str, str],
+    count: int,
+    name: str,
+    parcel: int,
+    known: list[Any],
+    display: Display,
+    accompany: Callable[[str, int], Companion | None],
+) -> RankResults:
+    server = ensure_server(environ, options.preload, may_fork(options))
+    if server.hello.dirty is not None and options.start_method != "spawn":
+        say_dirty(server, options, display)
+    companion = accompany(name, count)
+    is_clean = False
+    try:
+        starts = functools.partial(
+            make_rank_start,
+            options=options,
+            environ=environ if companion is None else {**environ, **companion.variables},
+            count=count,
+            hooks=() if companion is None else companion.hooks,
+            name=name,
+            launch_id=uuid.uuid4().hex,
+            working_directory=os.getcwd(),
+        )
+        results = _run_on(server, starts, count, parcel, OutputPump(count, display), options, name, known, companion)
+        is_clean = True
+        return results
+    finally:
+        if companion is not None:
+            companion.end(is_clean)
+
+
+@contextlib.contextmanager
+def standard_fds_taken() -> Iterator[None]:
+    """Context manager that keeps newly opened files off descriptors 0 to 2, which a daemon may have closed.
+
+    Otherwise C code that writes to stderr could write into a channel, and a process started with that channel would
+    lose it.
+    """
+    taken: list[int] = []
+    try:
+        while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+            taken.append(fd)
+        os.close(fd)
+        yield
+    finally:
+        fd_socket.close_all(taken)
+
+
+def check_function(function: Callable[..., Any]) -> str:
+    """Return the name of `function` for messages. Raises LaunchError if it is not callable or a call runs no code."""
+    inner: Any = function
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    name = getattr(inner, "__qualname__", type(inner).__qualname__)
+    if not callable(function):
+        raise LaunchError("launching", found=f"{function!r} is not callable", fix="Give a function and its arguments")
+    call = type(inner).__call__ if callable(inner) else None
+    kinds: dict[str, Callable[[Any], bool]] = {
+        "a generator function": inspect.isgeneratorfunction,
+        "a coroutine function": inspect.iscoroutinefunction,
+        "an asynchronous generator function": inspect.isasyncgenfunction,
+    }
+    for kind, test in kinds.items():
+        if test(inner) or test(call):
+            raise LaunchError(
+                f"launching `{name}`",
+                found=f"it is {kind}: calling it runs none of its code",
+                fix="Launch an ordinary function; inside it, consume the generator or call `asyncio.run`",
+            )
+    return str(name)
+
+
+def _refuse_nested(environ: Mapping[str, str], name: str) -> None:
+    if SERVER_VARIABLE in environ:
+        raise LaunchError(
+            f"launching `{name}`",
+            found="this is the rank server, which imports torch and so ran your module: "
+            "its file has the name of a module that torch imports, or it stands in `preload`",
+            fix='Rename the file, or launch under `if __name__ == "__main__":`',
+        )
+    launched, elastic = environ.get(LAUNCH_VARIABLE), environ.get("TORCHELASTIC_RUN_ID")
+    if launched is None and elastic is None:
+        return
+    raise LaunchError(
+        f"launching `{name}`",
+        found=f"this process is itself rank {environ.get('RANK')} of {environ.get('WORLD_SIZE')} "
+        f"(started by {'ddpilot' if launched == elastic else 'torchrun'})",
+        fix=f"Call `{name}` directly: every rank runs it already",
+    )
+
+
+def resolve_count(options: LaunchOptions, environ: Mapping[str, str], display: Display) -> int:
+    """Resolve `nproc_per_node` to a number of ranks on this machine. Raises LaunchError for "gpu" without a GPU."""
+    asked = options.nproc_per_node
+    if asked == "cpu":
+        return count_cores()
+    num_accelerators = count_accelerators(environ)
+    if asked == "gpu" and num_accelerators == 0:
+        raise LaunchError(
+            'counting ranks for `nproc_per_node="gpu"`',
+            found="no accelerator is visible",
+            fix='Check `nvidia-smi` and CUDA_VISIBLE_DEVICES, or give a number or "cpu"',
+        )
+    if isinstance(asked, int):
+        _check_sharing(options, asked, num_accelerators, display)
+        return asked
+    if num_accelerators == 0:
+        display.note(
+            f"no accelerator found, so one rank runs on the CPU; `nproc_per_node=2` gives two of them "
+            f"({count_cores()} cores here)"
+        )
+    return max(1, num_accelerators)
+
+
+def _check_sharing(options: LaunchOptions, asked: int, num_accelerators: int, display: Display) -> None:
+    if not 0 < num_accelerators < asked:
+        return
+    found = f"{asked} ranks on {num_accelerators} accelerator{'s' * (num_accelerators > 1)}"
+    if options.backend is not None and "nccl" in options.backend:
+        raise LaunchError(
+            f'starting {asked} ranks with `backend="{options.backend}"`',
+            found=f"{found}; NCCL refuses two ranks on one GPU",
+            fix=f'Use `nproc_per_node={num_accelerators}`, or `backend="gloo"` to share',
+        )
+    display.note(f"{found}: ranks share them, over gloo")
+
+
+def may_fork(options: LaunchOptions) -> bool:
+    """True if ranks may be forked when that is safe."""
+    return sys.platform == "linux" and options.start_method != "spawn"
+
+
+def say_dirty(server: RankServer, options: LaunchOptions, display: Display) -> None:
+    """Show why ranks start as fresh interpreters. Raises LaunchError if `start_method` is "fork"."""
+    if options.start_method == "fork":
+        raise LaunchError(
+            'starting ranks with `start_method="fork"`',
+            found=f"the rank server cannot be forked safely: {server.hello.dirty}",
+            fix="Leave that module out of `preload`, or the start method at its default",
+        )
+    display.note(f"{server.hello.dirty}, so ranks start as fresh interpreters, which takes seconds; see `preload=`")
+
+
+def find_working_directory(did: str) -> str:
+    """Path of the working directory. Raises LaunchError if it was removed, since no process can start in it."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError as error:
+        raise LaunchError(
+            did,
+            found="the working directory of this process was removed",
+            fix="Change to one that exists: `os.chdir(...)`, in a notebook `%cd ...`",
+        ) from error
+
+
+def make_rank_start(
+    rank: int,
+    port: int,
+    sources: dict[str, list[str]],
+    *,
+    options: LaunchOptions,
+    environ: Mapping[str, str],
+    count: int,
+    hooks: tuple[str, ...],
+    name: str,
+    launch_id: str,
+    working_directory: str,
+) -> RankStart:
+    """The start message for rank `rank` of `count`, whose store listens on `port` of the loopback interface."""
+    main = sys.modules["__main__"]
+    num_threads = choose_num_threads(environ, count)
+    variables = rank_variables(
+        launch_id=launch_id,
+        rank=rank,
+        nproc_per_node=count,
+        master_port=port,
+        num_threads=num_threads,
+        backend=options.backend,
+    )
+    return RankStart(
+        launch_id=launch_id,
+        rank=rank,
+        environ={**environ, **variables},
+        working_directory=working_directory,
+        sys_path=module_paths(),
+        argv=list(sys.argv),
+        main={name: text for name in ("__file__", "__package__") if isinstance(text := vars(main).get(name), str)},
+        num_threads=num_threads,
+        hooks=hooks,
+        sources=sources,
+        function_name=name,
+    )
+
+
+def _num_answered(answers: list[Any]) -> int:
+    return sum(isinstance(answer, (Started, NotStarted)) and answer.rank != STORE for answer in answers)
+
+
+def _run_on(
+    server: RankServer,
+    make_start: Callable[..., RankStart],
+    count: int,
+    parcel: int,
+    pump: OutputPump,
+    options: LaunchOptions,
+    name: str,
+    known: list[Any],
+    companion: Companion | None,
+) -> RankResults:
+    handles: list[RankHandle] = []
+    sources = collect_sources()
+    try:
+        with InterruptCatcher() as interrupts, bind_listener() as listener:
+            port = listener.getsockname()[1]
+            starts = [make_start(rank, port, sources) for rank in range(count)]
+            with server.job(starts[0].launch_id, count) as job:
+                fd_socket.send(job, Start(STORE), [listener.fileno()])
+                listener.close()
+                answers: list[Any] = []
+                for start in starts:
+                    handles.append(start_rank(job, start, parcel))
+                    # Limit unanswered requests: if both sockets were full, server and parent would block each other.
+                    while len(handles) - _num_answered(answers) > _MAX_UNANSWERED:
+                        answers.append(fd_socket.receive(job)[0])
+                if companion is not None:
+                    companion.begin(handles, {name: "".join(lines) for name, lines in sources.items()})
+                Supervisor(job, handles, pump, options, name, known, interrupts, companion).run(answers)
+        # `run` raises unless every rank has returned a value.
+        return RankResults([handle.parcel for handle in handles if handle.parcel is not None], known)
+    except fd_socket.Closed as error:
+        raise LaunchError(
+            f"starting {count} ranks of `{name}`",
+            found=f"the rank server is gone: {server.describe_end()}",
+            fix="Launch again: a new one is started. If it happens again, memory is the usual cause",
+        ) from error
+    finally:
+        for handle in handles:
+            handle.close()

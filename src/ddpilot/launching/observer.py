@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Interface for observers of a launch, which may prepare ranks, watch them from outside and stop the launch.
+
+Implemented by packages above `launching`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from ddpilot.errors import LaunchTimeoutError, RankError, WatchError
+from ddpilot.launching.rank_reports import Exited, Raised
+
+
+class RankState(Protocol):
+    """State of one rank's process. It changes while the launch runs."""
+
+    @property
+    def rank(self) -> int:
+        """Rank of the process."""
+
+    @property
+    def pid(self) -> int | None:
+        """Process id, or None if the process has not been started."""
+
+    @property
+    def exited(self) -> Exited | None:
+        """Exit status of the process, or None while it is running."""
+
+    @property
+    def raised(self) -> Raised | None:
+        """The exception that the rank reported, or None."""
+
+    @property
+    def has_returned(self) -> bool:
+        """True if the rank's program finished without an error."""
+
+
+class Letter(NamedTuple):
+    """The most recent message from another node's companion."""
+
+    text: str
+    number: int
+    """Sequence number among that node's letters, starting at 1."""
+    after_ns: int
+    before_ns: int
+    """The letter was written between `after_ns` and `before_ns`, in this machine's CLOCK_MONOTONIC."""
+
+
+class Piece(NamedTuple):
+    """One message of the stream that another node's companion appends to."""
+
+    text: str
+    number: int
+    """Sequence number among that node's pieces, starting at 1; a gap means that a piece was overwritten unread."""
+    read_ns: int
+    """When this node read the piece, in this machine's CLOCK_MONOTONIC."""
+
+
+class Carrier(Protocol):
+    """Exchanges messages between the companions of a job's nodes. Methods never block and never raise."""
+
+    @property
+    def node_rank(self) -> int:
+        """Rank of this node."""
+
+    @property
+    def places(self) -> Mapping[int, str]:
+        """Display name of each other node, by node rank."""
+
+    @property
+    def letters(self) -> Mapping[int, Letter]:
+        """The most recent letter from each other node that has written one, by node rank."""
+
+    @property
+    def fault(self) -> str:
+        """Why messages are no longer exchanged; empty while the exchange works."""
+
+    def write(self, text: str) -> None:
+        """Publish `text` to the other nodes, replacing this node's previous letter."""
+
+    def append(self, text: str) -> None:
+        """Append `text` to this node's stream. Node 0 reads every stream; the other nodes read node 0's."""
+
+    def take_pieces(self) -> Mapping[int, Sequence[Piece]]:
+        """Pieces received from other nodes since the last call, by node rank."""
+
+
+class Companion(Protocol):
+    """Observer of one launch. Methods must not raise."""
+
+    @property
+    def hooks(self) -> tuple[str, ...]:
+        """Functions, as "module:name", that each rank calls before the user's function."""
+
+    @property
+    def variables(self) -> Mapping[str, str]:
+        """Environment variables to set in the ranks."""
+
+    @property
+    def fd(self) -> int:
+        """File descriptor that becomes readable when `take` has something to process."""
+
+    def begin(self, ranks: Sequence[RankState], sources: Mapping[str, str]) -> None:
+        """Called when the ranks are being started. `sources`: source text that has no file, such as cells, by name."""
+
+    def take(self, note: Callable[[str], None]) -> WatchError | None:
+        """Report events by calling `note`. Returns the error that the launch must end with, or None."""
+
+    def explain(self, error: RankError | LaunchTimeoutError) -> None:
+        """Add what was observed from outside to `error`, which ends the launch."""
+
+    def finish(self, note: Callable[[str], None]) -> WatchError | None:
+        """Called after all ranks succeeded: report by calling `note`. Returns an error to end with anyway, or None."""
+
+    def end(self, is_clean: bool) -> None:
+        """Called when the launch has finished and its ranks have exited. `is_clean`: True if it raised nothing."""

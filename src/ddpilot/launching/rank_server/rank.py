@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Main function of a rank process: set up, run the user's function, report its value or exception, exit."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import importlib
+import os
+import random
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import types
+from importlib.machinery import ModuleSpec
+from typing import Any, NoReturn
+
+from ddpilot.errors import DdpilotError, user_tracebacks
+from ddpilot.launching.exceptions import leave_out_guard, message_of, render_unsent
+from ddpilot.launching.exitcode import exitcode_of
+from ddpilot.launching.interrupts import RankInterrupt, saw_interrupt
+from ddpilot.launching.rank_reports import Raised, RankStart, Returned, Taken
+from ddpilot.launching.rank_server.process import write_to
+from ddpilot.launching.shipping import fd_socket
+from ddpilot.launching.shipping.memory_file import map_private
+from ddpilot.launching.shipping.parcel import importable_from_main, open_parcel, pack_parcel
+from ddpilot.launching.shipping.unpicklable import ship
+from ddpilot.launching.unjoined import show_connections
+from ddpilot.launching.victims import is_victim
+from ddpilot.output.cell_sources import install_sources
+
+PARCEL_VARIABLE = "DDPILOT_PARCEL"
+_MAX_TEXT_CHARS = 100_000
+
+
+def run_rank(control_fd: int, out_fd: int, err_fd: int) -> NoReturn:
+    """Run as a rank: receive the start message on `control_fd`, call the function, send its outcome, exit."""
+    write_to(out_fd, err_fd)
+    control = socket.socket(fileno=control_fd)
+    interrupts = RankInterrupt(functools.partial(_say_taken, control))
+    signal.signal(signal.SIGINT, interrupts)
+    try:
+        start, (parcel,) = fd_socket.receive(control)
+    except fd_socket.Closed:  # the parent cancelled the launch before this rank started
+        os._exit(1)
+    code = _run(start, parcel, control, interrupts)
+    _finish(code)
+
+
+def _run(start: RankStart, parcel: int, control: socket.socket, interrupts: RankInterrupt) -> int:
+    known: list[Any] = []
+    try:
+        _become(start, parcel)
+        threading.Thread(target=_obey, args=(control,), name="ddpilot-control", daemon=True).start()
+        (function, args, kwargs), known = open_parcel(map_private(parcel))
+        _bind(known)
+        with interrupts:
+            value = function(*args, **kwargs)
+        return _send_value(control, start, value, known)
+    except BaseException as error:  # whatever the user's function raises is reported to the parent
+        return _send_error(control, start, error, known)
+
+
+def _become(start: RankStart, parcel: int) -> None:
+    """Take over the parent's environment, directory, path and arguments; reseed; create an empty ``__main__``."""
+    os.environ.clear()
+    os.environ.update(start.environ)
+    os.environ[PARCEL_VARIABLE] = f"/proc/{os.getpid()}/fd/{parcel}"
+    os.chdir(start.working_directory)
+    sys.path[:] = start.sys_path
+    sys.argv[:] = start.argv
+    importlib.invalidate_caches()
+    tempfile.tempdir = None  # imports in the server may have cached it
+    time.tzset()
+    install_sources(start.sources)
+    main = types.ModuleType("__main__")
+    # DataLoader workers that are not forked import this module as their __main__; it opens the parcel again.
+    main.__spec__ = ModuleSpec("ddpilot.launching.rank_server.spawned_main", None)
+    vars(main).update(start.main)
+    sys.modules["__main__"] = main
+
+    import torch
+
+    torch.set_num_threads(start.num_threads)
+    random.seed()
+    torch.seed()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+
+    from ddpilot.group.env_handler import number_env_rendezvous
+    from ddpilot.group.gloo_threads import let_works_end
+
+    let_works_end()
+    number_env_rendezvous(start.environ["MASTER_ADDR"], int(start.environ["MASTER_PORT"]))
+    for hook in start.hooks:
+        module, _, name = hook.partition(":")
+        getattr(importlib.import_module(module), name)(start)
+
+
+def _bind(definitions: list[Any]) -> None:
+    """Make shipped definitions importable from ``__main__``, where pickles created by ranks refer to them."""
+    vars(sys.modules["__main__"]).update(importable_from_main(definitions))
+
+
+def _obey(control: socket.socket) -> None:
+    """Execute the parent's requests, even while the main thread is stuck in C++. Ends when the parent closes."""
+    from ddpilot.group.free import free_group
+
+    while True:
+        try:
+            request, fds = fd_socket.receive(control)
+        except fd_socket.Closed:
+            return
+        fd_socket.close_all(fds)
+        if request == "free":
+            free_group()
+
+
+def _say_taken(control: socket.socket) -> None:
+    with contextlib.suppress(
+        fd_socket.Closed
+    ):  # the parent is gone, so its limit for interrupted ranks does not matter
+        fd_socket.send(control, Taken())
+
+
+def _send_value(control: socket.socket, start: RankStart, value: Any, known: list[Any]) -> int:
+    did = f"could not send back what `{start.function_name}` returned"
+    parcel, _ = ship("ddpilot-result", {"result": value}, value, did=did, known=known)
+    try:
+        fd_socket.send(control, Returned(time.monotonic(), saw_interrupt()), [parcel])
+    except OSError as closed:
+        sys.stderr.write(render_unsent(start.rank, start.function_name, str(closed.strerror)))
+        return 1
+    finally:
+        os.close(parcel)
+    return 0
+
+
+def _send_error(control: socket.socket, start: RankStart, error: BaseException, known: list[Any]) -> int:
+    report = describe_raised(error)
+    if report.exitcode == 0:
+        _send_value(control, start, None, known)
+        return 0
+    show_connections(error)
+    try:
+        fds = [pack_parcel("ddpilot-error", error, known)[0]]
+    except Exception as unpicklable:  # the report with the traceback as text is sent anyway
+        sys.stderr.write(f"ddpilot: {type(error).__name__} cannot be pickled: {unpicklable}\n")
+        fds = []
+    try:
+        fd_socket.send(control, report, fds)
+    except fd_socket.Closed:
+        traceback.print_exception(error)
+    except OSError as closed:
+        sys.stderr.write(report.traceback)
+        sys.stderr.write(render_unsent(start.rank, start.function_name, str(closed.strerror)))
+    fd_socket.close_all(fds)
+    return report.exitcode
+
+
+def describe_raised(error: BaseException) -> Raised:
+    """The report of `error`, time-stamped now."""
+    return Raised(
+        time_s=time.monotonic(),
+        type_name=type(error).__qualname__,
+        message=leave_out_guard(message_of(error))[:_MAX_TEXT_CHARS],
+        traceback=leave_out_guard(user_traceback(error))[-_MAX_TEXT_CHARS:],
+        is_victim=is_victim(error),
+        interrupted=isinstance(error, KeyboardInterrupt),
+        exitcode=exitcode_of(error),
+    )
+
+
+def user_traceback(error: BaseException) -> str:
+    """The traceback without the leading frames of ddpilot that call the user's function; "" if no others exist."""
+    if isinstance(error, DdpilotError):  # its message is complete: only the location in the user's code is useful
+        with user_tracebacks(error):
+            return "".join(traceback.format_exception(error)) if error.__traceback__ is not None else ""
+    frames = error.__traceback__
+    package = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+    leading = tuple(os.path.join(package, name) + os.sep for name in ("launching", "session", "trainer"))
+    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(leading):
+        frames = frames.tb_next
+    first = error.__traceback__
+    if frames is None and (first is None or first.tb_next is None):  # wrong arguments, or a C function
+        return ""
+    text = traceback.TracebackException(type(error), error, frames or first)
+    _leave_out(text, os.path.join(package, "guard") + os.sep)
+    return "".join(text.format())
+
+
+def _leave_out(text: traceback.TracebackException, folder: str) -> None:
+    """Drop the frames of guard's wrappers around torch functions, also in chained exceptions."""
+    link: traceback.TracebackException | None = text
+    while link is not None:
+        link.stack = traceback.StackSummary([frame for frame in link.stack if not frame.filename.startswith(folder)])
+        link = link.__cause__ or link.__context__
+
+
+def _finish(exitcode: int) -> NoReturn:
+    """Wait for the user's threads, run exit handlers, flush, and exit without running C++ destructors.
+
+    gloo's and NCCL's static destructors can abort a process that did not destroy its groups.
+    """
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a library's handler would raise inside an exit handler
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+    except BaseException:
+        traceback.print_exc()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):  # the user's function closed it
+            continue
+    os._exit(exitcode)

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The verbs of `%ddp`. Each calls a method of `Session`, which scripts can call as well."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ddpilot.findings.text import render_ranks
+from ddpilot.magics.boards import add_status, show_status
+from ddpilot.magics.options import add_options, to_arguments
+from ddpilot.magics.parser import MagicParser, parse_rank, parse_ranks
+from ddpilot.magics.push_pull import call_on_ranks, pull_values, push_values
+from ddpilot.magics.shell_session import Desk, briefly
+
+Arguments = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Verb:
+    """A verb: its description, its options and the function that runs it."""
+
+    name: str
+    does: str
+    run: Callable[[Desk, Arguments], Any]
+    add: Callable[[MagicParser], None] = lambda parser: None
+    split: Callable[[str], list[str]] = shlex.split
+    """Splits the text after the verb into words."""
+    hint: Callable[[str], str] | None = None
+    """Returns a suggestion for a word that the verb does not know, or ""."""
+
+    def parser(self) -> MagicParser:
+        """Return the parser of the verb's arguments."""
+        parser = MagicParser(f"%ddp {self.name}", hint=self.hint, description=f"{self.does[0].upper()}{self.does[1:]}.")
+        self.add(parser)
+        return parser
+
+
+def _start(desk: Desk, given: Arguments) -> None:
+    desk.start(to_arguments(given))
+
+
+def _hint_start(word: str) -> str:
+    number = word.removeprefix("n").removeprefix("=")
+    if number.isdecimal():
+        return f"Did you mean `%ddp start -n {number}`?"
+    if word in ("--rank", "--ranks"):
+        return "All ranks start, and `-n 2` says how many; `%%ddp --ranks 0` runs a cell on some of them"
+    return ""
+
+
+def _hint_numbers(word: str) -> str:
+    if word == "--all":
+        return "Without a number all ranks are meant: `%ddp restart`"
+    return "Numbers of ranks stand alone, as in `%ddp restart 0 1`" if word in ("--rank", "--ranks") else ""
+
+
+def _stop(desk: Desk, _given: Arguments) -> None:
+    desk.stop()
+
+
+def _restart(desk: Desk, given: Arguments) -> None:
+    session = desk.need("restarting ranks")
+    ranks = given.get("ranks") or list(range(session.world_size))
+    with briefly():
+        session.restart(ranks)
+    desk.say(f"{render_ranks(sorted(set(ranks)))} restarted, with no variables")
+
+
+def _add_some_ranks(parser: MagicParser) -> None:
+    parser.add_argument("ranks", metavar="RANK", nargs="*", type=parse_rank, help="these alone; default: all")
+
+
+def _auto(desk: Desk, given: Arguments) -> None:
+    state = given.get("state")
+    if state == "on":
+        desk.need("sending plain cells to the ranks")
+    if state is not None:
+        desk.is_auto = state == "on"
+    where = "on the ranks; `%%ddp --local` runs one in the notebook" if desk.is_auto else "in the notebook"
+    desk.say(f"auto is {'on' if desk.is_auto else 'off'}: plain cells run {where}")
+
+
+def _add_auto(parser: MagicParser) -> None:
+    parser.add_argument("state", nargs="?", choices=("on", "off"), default=None, help="default: say how it is")
+
+
+def _stacks(desk: Desk, given: Arguments) -> None:
+    session = desk.need("reading stacks")
+    for rank, stack in sorted(session.stacks(given.get("ranks") or None).items()):
+        lines = stack.rstrip().split("\n")
+        desk.write("".join(f"[rank {rank}] {line}\n" for line in lines))
+
+
+def _interrupt(desk: Desk, _given: Arguments) -> None:
+    if not desk.need("interrupting the ranks").interrupt():
+        desk.say("no cell runs on the ranks")
+
+
+def _add_push(parser: MagicParser) -> None:
+    parser.add_argument("names", metavar="NAME", nargs="+", help="variables of the notebook")
+    parser.add_argument("--ranks", metavar="0,2-3", type=parse_ranks, help="to these ranks; default: all that live")
+
+
+def _add_pull(parser: MagicParser) -> None:
+    parser.add_argument("names", metavar="NAME", nargs="+", help="variables of the ranks, or an expression with --as")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--rank", metavar="R", type=parse_rank, help="from this rank; default: 0")
+    which.add_argument("--all", action="store_true", help="from all ranks: a list with each one's value, by rank")
+    parser.add_argument("--as", dest="other", metavar="OTHER", help="the variable's name in the notebook")
+
+
+def _add_run(parser: MagicParser) -> None:
+    parser.add_argument("call", metavar="CALL", nargs="+", help="a call, such as train(model, epochs=3)")
+
+
+VERBS: dict[str, Verb] = {
+    verb.name: verb
+    for verb in (
+        Verb("start", "start the ranks; they stay until they are stopped", _start, add_options, hint=_hint_start),
+        Verb("stop", "stop the ranks; their variables are lost", _stop),
+        Verb(
+            "restart",
+            "restart ranks under the same numbers; their variables are lost",
+            _restart,
+            _add_some_ranks,
+            hint=_hint_numbers,
+        ),
+        Verb(
+            "run",
+            "call a function of the notebook on every rank; the results come back by rank",
+            call_on_ranks,
+            _add_run,
+            lambda text: [text] if text and not text.startswith("-") else text.split(),
+        ),
+        Verb("push", "copy variables of the notebook to the ranks", push_values, _add_push),
+        Verb("pull", "copy variables of the ranks to the notebook", pull_values, _add_pull, str.split),
+        Verb("status", "show what every rank does, its memory and its pid", show_status, add_status),
+        Verb("auto", "send plain cells to the ranks, or not any more", _auto, _add_auto),
+        Verb("stacks", "say where the Python of each rank is now", _stacks, _add_some_ranks),
+        Verb("interrupt", "stop the cell that another thread has running on the ranks", _interrupt),
+    )
+}

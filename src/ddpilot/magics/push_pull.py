@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`%ddp push`, `%ddp pull` and `%ddp run`: send values between the notebook and the ranks."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+from collections.abc import Mapping
+from keyword import iskeyword
+from typing import Any
+
+from ddpilot.errors import LaunchError, did_you_mean
+from ddpilot.findings.text import render_ranks
+from ddpilot.magics.names import is_on_a_rank
+from ddpilot.magics.parser import MagicUsageError
+from ddpilot.magics.shell_session import Desk, briefly
+from ddpilot.session.arguments import check_expression
+from ddpilot.session.own_names import own_names
+from ddpilot.session.session import Session
+
+SCOPE = "scope"
+"""Key of a verb's arguments: the variables that its line can use."""
+
+RETURNED = "--returned"
+"""Marks a line of `%ddp` that ddpilot itself generates: its value is used in an expression, such as an assignment."""
+
+
+def push_values(desk: Desk, given: Mapping[str, Any]) -> None:
+    """Copy variables of the notebook to ranks."""
+    session, names, here = desk.need("pushing"), given["names"], given[SCOPE]
+    for name in names:
+        if name not in here:
+            raise MagicUsageError(
+                f"pushing `{name}`",
+                found="the notebook has no variable of that name",
+                fix=did_you_mean(name, own_names(here)) or "Names of variables stand apart: `%ddp push x y`",
+            )
+    with briefly():
+        session.push({name: here[name] for name in names}, ranks=given.get("ranks"))
+
+
+def pull_values(desk: Desk, given: Mapping[str, Any]) -> Any:
+    """Copy values of ranks into variables of the notebook, and report which variables were overwritten.
+
+    In an expression, such as `x = %ddp pull y`, return the values (one value, or a tuple) and set no variables.
+    """
+    session, names = desk.need("pulling"), given["names"]
+    other, is_returned = given.get("other"), given.get("is_returned", False)
+    if (other is not None or is_returned) and len(names) > 1 and _is_expression(" ".join(names)):
+        names = [" ".join(names)]  # one expression that contains spaces
+    if other is not None:
+        _check_other(other, names, is_returned)
+    elif not is_returned:
+        _check_names_to_set(names)
+    rank = None if given.get("all") else given.get("rank", 0)
+    source = "all ranks, by rank" if rank is None else render_ranks([rank])
+    with briefly():
+        pulled = session.pull(names, rank=rank)
+    values = pulled if rank is not None else [list(each) for each in zip(*pulled, strict=True)]
+    if is_returned:
+        return values[0] if len(values) == 1 else tuple(values)
+    for name, value in zip(names, values, strict=True):
+        _bind(desk, other or name, value, source)
+    return None
+
+
+def _check_other(other: str, names: list[str], is_returned: bool) -> None:
+    if is_returned:
+        fix = f"Write `{other} = %ddp pull {names[0]}`, or `%ddp pull {names[0]} --as {other}`"
+        raise MagicUsageError("pulling", found=f"`--as {other}` in an expression", fix=fix)
+    if len(names) > 1 or not other.isidentifier() or iskeyword(other):
+        raise MagicUsageError(
+            "pulling", found=f"`--as {other}` for {' '.join(names)}", fix="Give one value, and the name of a variable"
+        )
+
+
+def _check_names_to_set(names: list[str]) -> None:
+    for name in names:
+        if name == "as":
+            fix = f"Did you mean `%ddp pull {' '.join(names).replace(' as ', ' --as ')}`?"
+            raise MagicUsageError("pulling", found="`as` is no name of a variable", fix=fix)
+        if not name.isidentifier():
+            check_expression(name)
+            fix = f"Give it one: `%ddp pull {name} --as value`"
+            raise MagicUsageError("pulling", found=f"`{name}` is no name of a variable", fix=fix)
+
+
+class MarkReturned(ast.NodeTransformer):
+    """Marks `%ddp pull` and `%ddp run` in expressions.
+
+    On lines of their own, one sets variables, the other hides Nones.
+    """
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST:  # ast's name
+        """Leave a line that consists of the magic alone unchanged."""
+        return node if _is_marked(node.value) else self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:  # ast's name
+        """Mark the magic anywhere else."""
+        if _is_marked(node):
+            verb, _, rest = node.args[1].value.lstrip().partition(" ")  # type: ignore[attr-defined]  # a constant
+            node.args[1] = ast.copy_location(ast.Constant(f"{verb} {RETURNED} {rest}"), node.args[1])
+        return self.generic_visit(node)
+
+
+def _is_marked(node: ast.expr) -> bool:
+    """True if `node` is IPython's call for a line `%ddp pull ...` or `%ddp run ...`."""
+    is_magic = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and len(node.args) == 2
+    if not is_magic or node.func.attr != "run_line_magic":  # type: ignore[attr-defined]
+        return False
+    name, line = (getattr(arg, "value", None) for arg in node.args)  # type: ignore[attr-defined]
+    return name == "ddp" and isinstance(line, str) and line.split()[:1] in (["pull"], ["run"])
+
+
+def _is_expression(text: str) -> bool:
+    try:
+        check_expression(text)
+    except LaunchError:
+        return False
+    return True
+
+
+def _bind(desk: Desk, name: str, value: object, source: str) -> None:
+    namespace = desk.shell.user_ns
+    was = f"; the notebook's own ({type(namespace[name]).__name__}) was replaced" if name in namespace else ""
+    desk.shell.push({name: value}, interactive=True)
+    desk.say(f"`{name}` is now {_describe(value)} from {source}{was}")
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    shape = getattr(value, "shape", None)
+    size = f" of shape {tuple(shape)}" if shape is not None else ""
+    if not size and isinstance(value, (list, tuple, dict, set)):
+        size = f" of {len(value)}"
+    return f"{type(value).__name__}{size}"
+
+
+def call_on_ranks(desk: Desk, given: Mapping[str, Any]) -> Any:
+    """Call a function of the notebook on every rank, with arguments of the notebook; return the results by rank.
+
+    Returns None if all results are None and the value is not used in an expression, as IPython would display it.
+    """
+    text = " ".join(given["call"])
+    session = desk.need(f"running `{text}`")
+    call = _parse_call(text)
+    _check_names(call, given[SCOPE], session)
+    fn, args, kwargs = _evaluate(call, given[SCOPE])
+    with briefly():
+        results = session.run(fn, *args, **kwargs)
+    is_empty = all(result is None for result in results)
+    return None if is_empty and not given.get("is_returned") else results
+
+
+def _check_names(call: ast.Call, names: Mapping[str, Any], session: Session) -> None:
+    """Raise MagicUsageError if a name in `call` is not defined in the notebook."""
+    inside = list(ast.walk(call))
+    given = {node.arg for node in inside if isinstance(node, ast.arg)}  # parameters of lambdas
+    given |= {node.id for node in inside if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    for node in inside:
+        if not isinstance(node, ast.Name) or node.id in names or node.id in given or hasattr(builtins, node.id):
+            continue
+        on_ranks = is_on_a_rank(node.id, session)
+        near = did_you_mean(node.id, own_names(names))
+        near = near or "`%ddp run` takes function and arguments from the notebook: define it there"
+        raise MagicUsageError(
+            f"running `{ast.unparse(call)}`",
+            found=f"`{node.id}` is {'on the ranks, not' if on_ranks else 'not'} in the notebook",
+            fix="Call it in `%%ddp`" if on_ranks else near,
+        )
+
+
+def _evaluate(call: ast.Call, names: dict[str, Any]) -> tuple[Any, list[Any], dict[str, Any]]:
+    def evaluate(node: ast.expr) -> Any:
+        return eval(compile(ast.Expression(node), "<%ddp run>", "eval"), names)
+
+    args: list[Any] = []
+    for arg in call.args:
+        if isinstance(arg, ast.Starred):
+            args += evaluate(arg.value)
+        else:
+            args.append(evaluate(arg))
+    kwargs: dict[str, Any] = {}
+    for keyword in call.keywords:
+        value = evaluate(keyword.value)
+        kwargs.update(value if keyword.arg is None else {keyword.arg: value})
+    return evaluate(call.func), args, kwargs
+
+
+def _parse_call(text: str) -> ast.Call:
+    try:
+        parsed = ast.parse(text, mode="eval").body
+    except SyntaxError:
+        parsed = None
+    if not isinstance(parsed, ast.Call):
+        raise MagicUsageError(
+            "running a function", found=f"`{text}`", fix="Write a call: `%ddp run train(model, epochs=3)`"
+        )
+    return parsed

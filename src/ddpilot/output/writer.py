@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write ranks' lines, labelled, to the parent's stdout and stderr, with one rank's progress bar below them."""
+
+from __future__ import annotations
+
+import functools
+import io
+import sys
+from collections.abc import Container, Iterable, Sequence
+from typing import TextIO
+
+from ddpilot.findings.text import render_ranks
+from ddpilot.launching.options import Output
+from ddpilot.output.line_merger import Waiting
+
+_NOTEBOOK_LIMIT_BYTES = 1_000_000
+
+
+class _Nowhere(io.TextIOBase):
+    """Replaces a stream that the parent closed: Python then sets `sys.stdout` to None."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+
+class Display:
+    """Displays ranks' output on the parent's `sys.stdout` and `sys.stderr` as they are at construction."""
+
+    def __init__(self, mode: Output, limit_bytes: int | None) -> None:
+        self._mode = mode
+        self.shown_ranks: Container[int] | None = None
+        """Ranks whose output is shown; None: determined by `mode`."""
+        self._streams: dict[str, TextIO | _Nowhere] = {
+            "stdout": sys.stdout or _Nowhere(),
+            "stderr": sys.stderr or _Nowhere(),
+        }
+        self._limit_bytes = limit_bytes if limit_bytes is not None else _default_limit_bytes()
+        self._shown_bytes: dict[int, int] = {}
+        self._hidden_bytes: dict[int, int] = {}
+        self._bar: tuple[str, str] | None = None  # stream, text
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """Bytes of each rank's output that are shown; None for no limit."""
+        return self._limit_bytes
+
+    def hides(self, rank: int) -> bool:
+        """True if no more output of `rank` will be shown, so that it need not be split into lines."""
+        is_over = self._limit_bytes is not None and self._shown_bytes.get(rank, 0) > self._limit_bytes
+        return is_over or not self._is_wanted(rank)
+
+    def count_hidden(self, rank: int, num_bytes: int) -> None:
+        """Count `num_bytes` of `rank` as not shown because of the limit."""
+        if self._is_wanted(rank):
+            self._hidden_bytes[rank] = self._hidden_bytes.get(rank, 0) + num_bytes
+
+    def _is_wanted(self, rank: int) -> bool:
+        if self.shown_ranks is not None and rank not in self.shown_ranks:
+            return False
+        return self._mode == "labelled" or (self._mode == "rank_zero" and rank == 0)
+
+    def line(self, ranks: Sequence[int], stream: str, text: str) -> None:
+        """Show one line, labelled with `ranks`."""
+        if self._limit_bytes is not None:
+            self._count_shown(ranks, text)
+        self._write(stream, f"{self._label(ranks)}{text}\n")
+
+    def lines(self, entries: Iterable[Waiting]) -> None:
+        """Show lines, with one write for consecutive lines of the same stream."""
+        stream, label = "", ""
+        ranks: list[int] = []
+        texts: list[str] = []
+        for entry in entries:
+            if entry.stream != stream and texts:
+                self._write(stream, "".join(texts))
+                texts = []
+            stream = entry.stream
+            if entry.ranks != ranks:
+                ranks = entry.ranks
+                label = self._label(ranks)
+            texts.append(f"{label}{entry.text}\n")
+            if self._limit_bytes is not None:
+                self._count_shown(ranks, entry.text)
+        if texts:
+            self._write(stream, "".join(texts))
+
+    def _label(self, ranks: Sequence[int]) -> str:
+        return _label(tuple(ranks)) if self._mode == "labelled" else ""
+
+    def _count_shown(self, ranks: Sequence[int], text: str) -> None:
+        for rank in ranks:
+            self._shown_bytes[rank] = self._shown_bytes.get(rank, 0) + len(text) + 1
+
+    def progress(self, stream: str, text: str, rank: int = 0) -> None:
+        """Redraw the progress bar; only one rank's bars are shown."""
+        self._erase_bar()
+        shown = f"[rank {rank}] {text}" if self._mode == "labelled" else text
+        self._bar = (stream, shown)
+        self._streams[stream].write(f"\r{shown}")
+        self._streams[stream].flush()
+
+    def end_progress(self, stream: str, text: str, rank: int = 0) -> None:
+        """Draw a finished progress bar and move to the next line."""
+        self.progress(stream, text, rank)
+        self._bar = None
+        self._streams[stream].write("\n")
+
+    def note(self, text: str) -> None:
+        """Show a notice of ddpilot on stderr, in every mode."""
+        self._write("stderr", f"ddpilot: {text}\n")
+
+    def flush(self) -> None:
+        """Flush both streams."""
+        for stream in self._streams.values():
+            stream.flush()
+
+    def close(self) -> None:
+        """Finish the line of the progress bar and report how much output was not shown."""
+        if self._bar is not None:
+            self._streams[self._bar[0]].write("\n")
+            self._bar = None
+        for rank, num_bytes in sorted(self._hidden_bytes.items()):
+            self.note(
+                f"{num_bytes / 1e6:.1f} MB more output of rank {rank} not shown "
+                f"(limit {self._limit_bytes} bytes per rank, `output_limit_bytes=`)"
+            )
+        self.flush()
+
+    def _write(self, stream: str, text: str) -> None:
+        bar = self._bar
+        self._erase_bar()
+        self._streams[stream].write(text)
+        if bar is not None:
+            self._bar = bar
+            self._streams[bar[0]].write(f"\r{bar[1]}")
+
+    def _erase_bar(self) -> None:
+        if self._bar is not None:
+            stream, shown = self._bar
+            self._streams[stream].write("\r" + " " * len(shown) + "\r")
+            self._bar = None
+
+
+@functools.lru_cache(maxsize=1024)
+def _label(ranks: tuple[int, ...]) -> str:
+    return f"[{render_ranks(ranks)}] "
+
+
+def _default_limit_bytes() -> int | None:
+    in_notebook = type(sys.stdout).__module__.partition(".")[0] == "ipykernel"
+    return _NOTEBOOK_LIMIT_BYTES if in_notebook else None

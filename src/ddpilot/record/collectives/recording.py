@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start and stop recording every collective of this process into a flight ring."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import platform
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from ddpilot.errors import RecordError
+from ddpilot.record.collectives.unfinished_works import Asker
+from ddpilot.record.connecting import ConnectNotes, connecting_path
+from ddpilot.record.flight_ring import layout
+from ddpilot.record.flight_ring.writer import RingWriter, draft_of, open_draft
+
+if TYPE_CHECKING:
+    from ddpilot.record.sources import Connection
+
+NUM_RECORDS = 8192
+PAGE_BYTES = 256 * 1024
+ASK_INTERVAL_S = 0.05
+
+Source = Literal["auto", "native", "kernels"]
+
+SOURCE_VARIABLE = "DDPILOT_RECORDER"
+"""Environment variable that selects the source for ``auto``, one of `Source`."""
+
+
+class Recording:
+    """A recording of this process's collectives; a context manager that stops it.
+
+    `source`: how collectives are seen: ``native`` or ``kernels``. `left_out`: operators that are not recorded, each
+    with the reason. `why_off`: why recording is not possible; empty if it is.
+    """
+
+    def __init__(
+        self, connection: Connection | None = None, why_off: str = "", notes: ConnectNotes | None = None
+    ) -> None:
+        self.why_off = why_off
+        self.source = connection.source if connection else ""
+        self.left_out: Mapping[str, str] = connection.left_out if connection else {}
+        self._pid = os.getpid()
+        self._connection = connection
+        self._notes = notes
+        self._asker = Asker(self._tick, ASK_INTERVAL_S) if connection else None
+        if connection:
+            atexit.register(self._exit)
+
+    @property
+    def is_on(self) -> bool:
+        """True while collectives are recorded."""
+        return self._connection is not None
+
+    def _tick(self) -> None:
+        connection = self._connection
+        if connection is None:
+            return
+        connection.recorder.tick()
+        if self._notes is not None:
+            self._notes.tick(is_outside=connection.recorder.is_outside)
+
+    def stop(self) -> None:
+        """Stop recording and close the ring; the file remains. Idempotent and not collective; called at exit."""
+        connection, self._connection = self._connection, None
+        # A forked process has neither the thread nor its own ring.
+        if connection is not None and self._asker is not None and os.getpid() == self._pid:
+            atexit.unregister(self._exit)
+            self._asker.stop()
+            connection.disconnect()
+            connection.recorder.close()
+
+    def _exit(self) -> None:
+        # If an error ends the program, the error explains its end, and is reported by the code that caught it.
+        if self._connection is not None and os.getpid() == self._pid and not hasattr(sys, "last_value"):
+            self._connection.recorder.leave()
+        self.stop()
+
+    def __enter__(self) -> Recording:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def start_recording(
+    path: str | os.PathLike[str],
+    *,
+    rank: int,
+    num_records: int = NUM_RECORDS,
+    page_bytes: int = PAGE_BYTES,
+    source: Source = "auto",
+    tell: Callable[[str], None] | None = None,
+) -> Recording:
+    """Start recording every collective of this process, as `rank`, into the file `path`.
+
+    The file appears when it is readable and replaces an existing ring. It takes 128 bytes for each of the `num_records`
+    newest collectives (default 8,192), twice `page_bytes` (default 256 KiB) for the data that they share, and 4 KiB.
+    `source`: ``native`` (compiled kernels, built by `ddpilot build-recorder`), ``kernels`` (in Python), or ``auto``:
+    the source named by the environment variable DDPILOT_RECORDER, or the first available one. `tell` prints a line
+    (default: to stderr). Not collective; may be called before or after init_process_group.
+
+    If there is no space for the file or no source is available, prints one line and returns a recording that is off.
+    Raises `RecordError` if this process is already recording, if `path` exists and is not a ring, and for invalid
+    arguments.
+    """
+    wanted = os.environ.get(SOURCE_VARIABLE, source) if source == "auto" else source
+    _check(rank, num_records, page_bytes, wanted)
+    show = tell or (lambda text: _print_line(rank, text))
+    path = Path(path)
+    try:
+        import torch.distributed.distributed_c10d
+    except ImportError as error:
+        return _off(show, f"this torch has no torch.distributed ({error})")
+    from ddpilot.record.sources import connect, refuse_second
+
+    refuse_second()
+    try:
+        ring = _make_ring(path, num_records, page_bytes)
+    except OSError as error:
+        _discard(path)  # what was allocated would only fill the disk
+        return _off(show, f"its file cannot be made ({error})")
+    connection = connect(ring, wanted, show)
+    if isinstance(connection, str):
+        ring.close(0)
+        _discard(path)
+        return _off(show, f"this torch cannot be watched ({connection})")
+    ring.publish(_about(rank, torch.__version__, connection.source))
+    os.replace(draft_of(path), path)
+    return Recording(connection, notes=ConnectNotes(connecting_path(path.parent, rank)))
+
+
+def _make_ring(path: Path, num_records: int, page_bytes: int) -> RingWriter:
+    fd = open_draft(path)
+    try:
+        return RingWriter(fd, num_records=num_records, page_bytes=page_bytes)
+    finally:
+        os.close(fd)
+
+
+def _discard(path: Path) -> None:
+    with suppress(OSError):
+        draft_of(path).unlink()
+
+
+def _about(rank: int, torch_version: str, source: str) -> dict[str, Any]:
+    return {
+        "rank": rank,
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "started_ns": time.monotonic_ns(),
+        "started_unix_ns": time.time_ns(),
+        "source": source,
+        "torch": str(torch_version),
+        "python": platform.python_version(),
+    }
+
+
+def _off(show: Callable[[str], None], why: str) -> Recording:
+    show(f"collectives are not recorded: {why}")
+    return Recording(why_off=why)
+
+
+def _print_line(rank: int, text: str) -> None:
+    sys.stderr.write(f"ddpilot: rank {rank}: {text}\n")
+
+
+def _check(rank: int, num_records: int, page_bytes: int, source: str) -> None:
+    wrong = fix = ""
+    if rank < 0:
+        wrong, fix = f"`rank`={rank}", "Give the rank's number, 0 or above"
+    elif num_records < 1:
+        wrong, fix = f"`num_records`={num_records}", "Give at least 1"
+    elif not 4096 <= page_bytes <= layout.MAX_PAGE_BYTES or page_bytes % 8:
+        wrong, fix = f"`page_bytes`={page_bytes}", f"Give a multiple of 8 from 4096 to {layout.MAX_PAGE_BYTES}"
+    elif source not in get_args(Source):
+        wrong, fix = f"`source`={source!r}", f"Give one of {', '.join(get_args(Source))}"
+    if wrong:
+        raise RecordError("starting to record", found=wrong, fix=fix)

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Route events of ranks to the caller that is using the ranks, or to the idle display if none is."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import signal
+import threading
+from collections.abc import Callable, Iterator
+
+from ddpilot.errors import LaunchError, LaunchInterrupted
+from ddpilot.session.kernels.events import Event, Interrupted
+from ddpilot.session.stops import Stops
+
+
+class Attention:
+    """Routes events to one caller at a time.
+
+    A caller takes the ranks with `turn`; while none has, `show` gets the events. `release` is called when a turn ends.
+    `switch` is a lock that is held while the receiver of events changes; hold it to call `put`.
+    """
+
+    def __init__(self, show: Callable[[Event], None], release: Callable[[], None]) -> None:
+        self._show = show
+        self._release = release
+        self._consumer: queue.SimpleQueue[Event] | None = None
+        self._taken = threading.Lock()
+        self._holder = 0
+        self.switch = threading.RLock()
+
+    @property
+    def is_taken(self) -> bool:
+        """True if a caller is receiving the events."""
+        return self._consumer is not None
+
+    def end_turn(self, event: Event, limit_s: float) -> None:
+        """If another thread has the turn, send it `event`, which ends it, and wait up to `limit_s` seconds for that."""
+        with self.switch:
+            if self._consumer is None or self._holder == threading.get_ident():
+                return
+            self._consumer.put(event)
+        if self._taken.acquire(timeout=limit_s):
+            self._taken.release()
+
+    def put(self, event: Event) -> None:
+        """Send an event to its receiver. The caller holds `switch`."""
+        if self._consumer is not None:
+            self._consumer.put(event)
+        else:
+            self._show(event)
+
+    @contextlib.contextmanager
+    def turn(self, did: str) -> Iterator[tuple[queue.SimpleQueue[Event], Stops]]:
+        """Take exclusive use of the ranks and yield the queue of their events and the interrupt handler.
+
+        Raises LaunchError if another caller has the turn. An interrupt that is still in the queue at the end is raised
+        again in the caller, unless the body itself ended with a KeyboardInterrupt.
+        """
+        if not self._taken.acquire(blocking=False):
+            raise LaunchError(
+                did, found="the ranks are busy with another cell", fix="Wait for its end, or interrupt it"
+            )
+        self._holder = threading.get_ident()
+        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        is_interrupted = is_stopped = False
+        try:
+            with Stops(events) as stops:
+                with self.switch:
+                    self._consumer = events
+                yield events, stops
+        except KeyboardInterrupt:
+            is_stopped = True
+            raise
+        finally:
+            try:
+                with self.switch:
+                    self._consumer = None
+                    self._release()
+                    while not events.empty():
+                        event = events.get_nowait()
+                        is_interrupted = is_interrupted or isinstance(event, Interrupted)
+                        self._show(event)
+            finally:
+                self._taken.release()
+        if is_interrupted and not is_stopped:
+            _interrupt_caller(did)
+
+
+def _interrupt_caller(did: str) -> None:
+    """Run this program's own SIGINT handler now. Raises LaunchInterrupted if that raises a KeyboardInterrupt."""
+    try:
+        signal.raise_signal(signal.SIGINT)
+    except KeyboardInterrupt:
+        raise LaunchInterrupted(f"{did} was over already when it was stopped") from None

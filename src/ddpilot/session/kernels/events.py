@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Events that a session receives from its ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ddpilot.launching.rank_reports import Exited
+
+
+@dataclass(frozen=True, kw_only=True)
+class Said:
+    """A Jupyter message from a rank's kernel. `parent_id` is the id of the message that it belongs to."""
+
+    rank: int
+    channel: str
+    """"shell", "iopub", "stdin" or "control"."""
+
+    kind: str
+    parent_id: str
+    content: dict[str, Any]
+    metadata: dict[str, Any]
+    buffers: list[bytes]
+    header: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Wrote:
+    """Bytes that a rank's process wrote to file descriptor 1 ("stdout") or 2 ("stderr"), bypassing Python."""
+
+    rank: int
+    stream: str
+    data: bytes
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A rank's process ended.
+
+    `exited` is None if its exit status is unknown; `reason` adds other information, or is "".
+    """
+
+    rank: int
+    exited: Exited | None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """The user interrupted the cell (interrupt button or Ctrl-C)."""
+
+
+Event = Said | Wrote | Ended | Interrupted

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The I/O thread of a session: owns all its sockets and pipes, so that nothing is lost while no cell runs."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import math
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import zmq
+
+from ddpilot.session.channels import Channels, Connection
+from ddpilot.session.kernels.events import Event
+
+_Result = TypeVar("_Result")
+_LONGEST_WAIT_S = 1.0
+
+
+class Hub:
+    """Sends and receives in a thread of its own, which calls `deliver` with every event.
+
+    `tick` is also called in that thread, after each poll, with the time (seconds, monotonic clock); it returns when to
+    call it next, or None. `broken` is called with an exception that ended the thread. `sending` is called in the
+    sender's thread with the rank, kind, content and id of each message.
+    """
+
+    def __init__(
+        self,
+        deliver: Callable[[Event], None],
+        tick: Callable[[float], float | None],
+        broken: Callable[[BaseException], None],
+        sending: Callable[[int, str, dict[str, Any], str], None],
+    ) -> None:
+        self._deliver = deliver
+        self._tick = tick
+        self._broken = broken
+        self._sending = sending
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._poller = zmq.Poller()
+        self._ready: dict[Any, Callable[[], object]] = {}
+        self._channels: dict[int, Channels] = {}
+        self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._waker, self._woken = socket.socketpair()
+        for end in (self._waker, self._woken):
+            end.setblocking(False)
+        self._stopping = False
+        self.is_broken = False
+        """True if an exception ended the thread."""
+        self.watch(self._woken.fileno(), self._take_orders)
+        self._thread = threading.Thread(target=self._run, name="ddpilot-session", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    # callable from any thread
+
+    def post(self, order: Callable[[], None]) -> None:
+        """Schedule `order` to run in the hub's thread."""
+        self._orders.put(order)
+        try:
+            self._waker.send(b"x")
+        except (BlockingIOError, OSError):  # the thread is being woken already, or has ended
+            return
+
+    def call(self, order: Callable[[], _Result]) -> _Result:
+        """Run `order` in the hub's thread; return its result or raise its exception."""
+        if threading.current_thread() is self._thread:
+            return order()
+        future: Future[_Result] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(order())
+            except BaseException as error:  # noqa: BLE001  # it is raised where it was asked for
+                future.set_exception(error)
+
+        self.post(run)
+        while not future.done():
+            try:
+                return future.result(timeout=0.2)
+            except concurrent.futures.TimeoutError:  # a different class than TimeoutError on Python 3.10
+                if not self._thread.is_alive() and not future.done():
+                    raise RuntimeError("the session's thread has ended") from None
+        return future.result()
+
+    def send(
+        self,
+        rank: int,
+        channel: str,
+        kind: str,
+        content: dict[str, Any],
+        metadata: dict[str, Any] | None = None,
+        parent: dict[str, Any] | None = None,
+        buffers: list[bytes] | None = None,
+    ) -> str:
+        """Send a message to a rank's kernel and return its id. If the rank is not connected, drop it and return ""."""
+        channels = self._channels.get(rank)
+        if channels is None:
+            return ""
+        message = channels.make(kind, content, metadata, parent)
+        message_id = str(message["header"]["msg_id"])
+        self._sending(rank, kind, content, message_id)
+
+        def send() -> None:
+            if self._channels.get(rank) is channels:
+                channels.send(channel, message, buffers)
+
+        self.post(send)
+        return message_id
+
+    def stop(self) -> None:
+        """Stop the thread and close all sockets."""
+        if self._thread.is_alive():
+            self.post(self._stop)
+            self._thread.join()
+        else:
+            self._close()
+
+    # callable from the hub's thread, or before it is started
+
+    def connect(self, rank: int, connection: Connection) -> None:
+        """Open the sockets to a rank's kernel, replacing those to an earlier one."""
+        self.disconnect(rank)
+        channels = self._channels[rank] = Channels(self._context, rank, connection)
+        for name, sock in channels.sockets.items():
+            self.watch(sock, functools.partial(self._receive, channels, name))
+
+    def disconnect(self, rank: int) -> None:
+        """Deliver the messages that a kernel has already sent, then close the sockets to it."""
+        channels = self._channels.pop(rank, None)
+        if channels is None:
+            return
+        for name, sock in channels.sockets.items():
+            self._receive(channels, name)
+            self.unwatch(sock)
+        channels.close()
+
+    def watch(self, source: Any, ready: Callable[[], object]) -> None:
+        """Call `ready` whenever `source` (a file descriptor or a ZeroMQ socket) is readable."""
+        self._ready[source] = ready
+        self._poller.register(source, zmq.POLLIN)
+
+    def unwatch(self, source: Any) -> None:
+        """Stop watching `source`."""
+        if self._ready.pop(source, None) is not None:
+            self._poller.unregister(source)
+
+    def emit(self, event: Event) -> None:
+        """Deliver an event."""
+        self._deliver(event)
+
+    def _run(self) -> None:
+        try:
+            due: float | None = None
+            while not self._stopping:
+                wait_s = _LONGEST_WAIT_S if due is None else min(_LONGEST_WAIT_S, max(0.0, due - time.monotonic()))
+                for source, _ in self._poller.poll(math.ceil(wait_s * 1000)):
+                    ready = self._ready.get(source)
+                    if ready is not None:  # an earlier callback of this poll may have closed it
+                        ready()
+                due = self._tick(time.monotonic())
+        except BaseException as error:  # noqa: BLE001  # nobody else would hear of it
+            self.is_broken = True
+            self._broken(error)
+        finally:
+            self._close()
+
+    def _receive(self, channels: Channels, name: str) -> None:
+        for said in channels.receive(name):
+            self._deliver(said)
+
+    def _take_orders(self) -> None:
+        os.read(self._woken.fileno(), 4096)
+        while True:
+            try:
+                order = self._orders.get_nowait()
+            except queue.Empty:
+                return
+            order()
+
+    def _stop(self) -> None:
+        self._stopping = True
+
+    def _close(self) -> None:
+        for channels in self._channels.values():
+            channels.close()
+        self._channels.clear()
+        self._waker.close()
+        self._woken.close()
+        self._context.term()

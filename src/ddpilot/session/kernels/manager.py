@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Ranks`: the kernels of a session's ranks, from start to end, and exclusive access to them."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import queue
+import signal
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from jupyter_client.session import new_id_bytes
+
+from ddpilot.environments.devices_count import count_accelerators
+from ddpilot.errors import LaunchError
+from ddpilot.launching.options import LaunchOptions
+from ddpilot.launching.rank_server.job import STORE
+from ddpilot.launching.shipping import fd_socket
+from ddpilot.output.view import View
+from ddpilot.record.hook import HOOK, RING_DIR_VARIABLE
+from ddpilot.record.main_thread import WATCH_SIGNAL
+from ddpilot.session.apps import find_app, present_modules
+from ddpilot.session.arguments import check_gpus
+from ddpilot.session.channels import Connection
+from ddpilot.session.deaths import BEGIN_ANEW, describe_store_end
+from ddpilot.session.folder import make_folder, remove_folder
+from ddpilot.session.hosts import RankHost
+from ddpilot.session.kernels.cell_watch import SeenRank
+from ddpilot.session.kernels.event_router import Attention
+from ddpilot.session.kernels.events import Ended, Event, Interrupted, Said, Wrote
+from ddpilot.session.kernels.io_thread import Hub
+from ddpilot.session.kernels.output import Written
+from ddpilot.session.kernels.processes import LocalRanks
+from ddpilot.session.kernels.stacks import read_stacks
+from ddpilot.session.kernels.states import Standing
+from ddpilot.session.options import SessionOptions
+from ddpilot.session.outside import OutsideCells
+from ddpilot.session.protocol.entry_points import KernelStart
+from ddpilot.session.readiness import await_ready
+from ddpilot.session.stops import Stops
+from ddpilot.watch.companion import Watcher
+
+_END_LIMIT_S = 30.0
+_TURN_END_S = 5.0
+
+
+class Ranks:
+    """Kernels of all ranks.
+
+    One caller at a time uses them (`turn`); between turns, their output is shown as it arrives.
+    """
+
+    def __init__(self, options: SessionOptions, view: View) -> None:
+        self.options = options
+        self.view = view
+        self.generation = 0
+        """Number of times the group has been rebuilt."""
+        self.lost: tuple[str, ...] = ()
+        """Descriptions of objects that were lost with process groups that were rebuilt."""
+        self.is_closed = False
+        self._owner_pid = os.getpid()
+        self._pids: dict[int, int] = {}
+        self.watcher: Watcher | None = None
+        """Watches the ranks from outside; None if the session was started without `watch`."""
+        self._folder: Path | None = None
+        try:
+            host = LocalRanks(self._launch_options(), self._kernel_start)
+            self.host: RankHost = host
+            self._incarnations = [0] * host.world_size
+            if options.watch:
+                self.watcher = Watcher(options, "the session", host.world_size)
+            self.standing = Standing(host.world_size)
+            self.outside = OutsideCells(view, host, self.standing, respawns=options.respawn)
+            self._attention = Attention(self.outside.show, self.standing.set_all_idle)
+            self._written = Written(self._attention)
+            self.tails = self._written.tails
+            self.hub = Hub(self._deliver, self._tick, self._on_broken, self._written.sending)
+        except BaseException:
+            self._remove_folders()
+            raise
+        atexit.register(self.close)  # runs before the rank servers are stopped, which would kill the ranks
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks, including dead ones."""
+        return self.host.world_size
+
+    @property
+    def folder(self) -> Path:
+        """The session's private folder.
+
+        Created at first use: by then a rank server is running, which removes it even if this process is killed.
+        """
+        if self._folder is None:
+            self._folder = make_folder()
+        return self._folder
+
+    @property
+    def ring_folder(self) -> Path:
+        """The folder of the ranks' flight rings."""
+        return (self.watcher.folder if self.watcher is not None else None) or self.folder
+
+    def _launch_options(self) -> LaunchOptions:
+        given = self.options.launch_options()
+        check_gpus(self.options.gpus, count_accelerators({**os.environ, **self.options.env}))
+        preload = tuple(name for app in self.options.apps for name in present_modules(find_app(app)))
+        return replace(given, preload=(*given.preload, *preload))
+
+    def _remove_folders(self) -> None:
+        if self.watcher is not None:
+            self.watcher.end(is_clean=True)
+        if self._folder is not None:
+            remove_folder(self._folder)
+
+    def pid(self, rank: int) -> int | None:
+        """Return the process id of the rank, also if the process has ended; None if it never had one."""
+        pid = self.host.pid(rank)
+        if pid is not None:
+            self._pids[rank] = pid
+        return self._pids.get(rank)
+
+    def _kernel_start(self) -> KernelStart:
+        options = self.options
+        return KernelStart(
+            folder=self.folder,
+            incarnations=tuple(self._incarnations),
+            apps=options.apps,
+            seed=options.seed,
+            keep_cache=options.keep_cache,
+            verbose=options.verbose,
+        )
+
+    def parcel_socket(self, rank: int) -> Path:
+        """Return the path of the socket on which a rank accepts parcels."""
+        return self._kernel_start().parcel_socket(rank)
+
+    # lifecycle
+
+    def start(self) -> None:
+        """Start all ranks and wait until they reply. If that fails, end them all and release all resources."""
+        try:
+            self.host.attach(self.hub)
+            # Record in any case: the rings show whether a failure has left the group intact.
+            hooks = (self.watcher.hooks if self.watcher is not None else ()) or (HOOK,)
+            self.host.accompany(hooks, {RING_DIR_VARIABLE: str(self.ring_folder)})
+            self.hub.start()
+            with self.turn("starting the session") as (events, _):
+                self.start_processes(range(self.world_size), events)
+            if self.watcher is not None:
+                seen = [SeenRank(rank, self.standing, self.pid) for rank in range(self.world_size)]
+                self.watcher.begin(seen, is_paused=True)
+        except BaseException:
+            with Stops(queue.SimpleQueue()):  # a second interrupt must not cut this clean-up short
+                self.close()
+            raise
+
+    def start_processes(self, ranks: Sequence[int], events: queue.SimpleQueue[Event]) -> None:
+        """Start the processes of `ranks`, which have none, and wait until their kernels reply."""
+        for rank in ranks:
+            self.tails.forget(rank)
+            start = self._kernel_start()
+            connection = Connection(str(self.folder / start.stem(rank)), new_id_bytes())
+            connection.write(start.connection_file(rank))
+            try:
+                self.hub.call(functools.partial(self._start_one, rank, connection))
+            except fd_socket.Closed as error:
+                raise LaunchError(
+                    f"starting rank {rank}",
+                    found="the rank server is gone",
+                    fix=BEGIN_ANEW,
+                    rank=rank,
+                ) from error
+        await_ready(self.hub, ranks, events, self._say_end)
+
+    def _start_one(self, rank: int, connection: Connection) -> None:
+        self.hub.connect(rank, connection)
+        self.host.start(rank, self.generation)
+        self.standing.note_start(rank)
+
+    def _say_end(self, ended: Ended) -> str | None:
+        """Describe the end of a starting rank; return None if the rank is alive, as an earlier process of it ended."""
+        if ended.rank not in self.standing.dead:
+            return None
+        lines = "\n".join(self.tails.last_lines(ended.rank)[-20:])
+        return self.standing.dead[ended.rank] + (f"; it wrote:\n{lines}" if lines else "")
+
+    def end_process(self, rank: int, events: queue.SimpleQueue[Event]) -> None:
+        """Kill the process of `rank`, if it is alive, and prepare for a new one."""
+        stops: list[Event] = []
+        if rank not in self.standing.dead:
+            self.hub.post(lambda: self.host.signal((rank,), signal.SIGKILL))
+            while rank not in self.standing.dead:
+                event = events.get(timeout=_END_LIMIT_S)
+                stops += [event] if isinstance(event, Interrupted) else []
+        self._incarnations[rank] += 1
+        for stop in stops:
+            events.put(stop)  # handled by the next reader of the queue
+
+    def end_turn(self) -> None:
+        """End the turn of another thread with an error: the session is being stopped."""
+        self._attention.end_turn(Ended(STORE, None, "the session was stopped while it ran"), _TURN_END_S)
+
+    def close(self) -> None:
+        """End every rank and release all resources.
+
+        A second call, or a call in a fork of this process, does nothing.
+        """
+        if self.is_closed or os.getpid() != self._owner_pid:
+            return
+        self.is_closed = self.outside.is_ending = True
+        self.end_turn()
+        atexit.unregister(self.close)
+        try:
+            try:
+                self.hub.call(self.host.close)
+            except RuntimeError:  # the hub's thread is gone, or was never started
+                self.host.close()
+        finally:
+            self.hub.stop()
+            self._remove_folders()
+
+    # events
+
+    def turn(self, did: str) -> AbstractContextManager[tuple[queue.SimpleQueue[Event], Stops]]:
+        """Take exclusive use of the ranks, as `Attention.turn`. Raises LaunchError also if the session was stopped."""
+        if self.is_closed:
+            raise LaunchError(did, found="the session was stopped", fix="Start a new one")
+        if self.hub.is_broken:
+            raise LaunchError(did, found=self.standing.store_end, fix=BEGIN_ANEW)
+        return self._attention.turn(did)
+
+    def interrupt(self) -> bool:
+        """Interrupt what is running, as the interrupt button does; return False if nothing is.
+
+        Call it from another thread.
+        """
+        with self._attention.switch:
+            if not self._attention.is_taken or not self.standing.busy:
+                return False
+            self._attention.put(Interrupted())
+            return True
+
+    def read_stacks(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Return the Python stack of each rank's main thread, also if the thread is stuck in C++."""
+        hub, host = self.hub, self.host
+        pids = {rank: pid for rank in ranks if (pid := host.pid(rank)) is not None}
+        return dict.fromkeys(ranks, "") | read_stacks(
+            self.ring_folder, pids, lambda asked: hub.post(lambda: host.signal(asked, WATCH_SIGNAL))
+        )
+
+    def _deliver(self, event: Event) -> None:
+        with self._attention.switch:
+            if isinstance(event, Said) and event.kind == "status" and event.content["execution_state"] == "idle":
+                self.host.drain(event.rank)  # bytes that bypassed Python arrive through pipes and belong to this cell
+                self._written.request_ended(event.rank, event.parent_id)
+            if isinstance(event, Wrote):
+                self._written.take(event)
+                return
+            if isinstance(event, Ended):
+                self._on_ended(event)
+            self._attention.put(event)
+
+    def _on_ended(self, ended: Ended) -> None:
+        if ended.rank == STORE:
+            self.standing.store_end = describe_store_end(ended)
+            return
+        self._written.process_ended(ended.rank)
+        self.hub.disconnect(ended.rank)
+        self.standing.note_end(ended, self.tails.last_lines(ended.rank))
+
+    def note(self, text: str) -> None:
+        """Show a message of ddpilot outside a cell. Dropped while another thread runs a cell."""
+        with self._attention.switch:
+            if not self._attention.is_taken:
+                self.view.note(text)
+
+    def _tick(self, now: float) -> float | None:
+        with self._attention.switch:
+            if self._attention.is_taken:
+                return None
+            self.view.show(now)
+            return self.view.next_due_s()
+
+    def _on_broken(self, error: BaseException) -> None:
+        self._deliver(Ended(STORE, None, f"ddpilot's own thread failed: {error!r}"))
+
+    def send_comm(
+        self, rank: int, kind: str, content: dict[str, Any], metadata: dict[str, Any], buffers: list[bytes]
+    ) -> None:
+        """Send a comm message from the notebook's widgets to a rank."""
+        if rank not in self.standing.dead and not self.is_closed:
+            self.hub.send(rank, "shell", kind, content, metadata, buffers=buffers)

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Build the report on an exception with which a cell or call ended."""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from ddpilot.errors import DdpilotError, user_tracebacks
+from ddpilot.launching.exceptions import leave_out_guard, message_of
+from ddpilot.launching.exitcode import exitcode_of
+from ddpilot.launching.victims import is_victim
+from ddpilot.record.flight_ring.groups import count_by_group
+from ddpilot.session.protocol.report import Report
+from ddpilot.session.rank.device_errors import find_device_error
+
+CELL = "Cell In["
+_GUARD = "/ddpilot/guard/"
+_UNKNOWN_GROUP = "is not initialized in the world group map"
+_TWICE = "trying to initialize the default process group twice"
+
+
+def cell_traceback(error: BaseException) -> str:
+    """Return the traceback in Python's format from the cell's own frame on; of ddpilot's errors, the user's lines."""
+    if isinstance(error, DdpilotError):
+        with user_tracebacks(error):
+            return "".join(traceback.format_exception(error))
+    frames = error.__traceback__
+    while frames is not None and not frames.tb_frame.f_code.co_filename.startswith(CELL):
+        frames = frames.tb_next
+    return "".join(traceback.TracebackException(type(error), error, frames).format())
+
+
+def report_error(
+    error: BaseException, text: str, time_s: float, num_collectives: int | None, device: torch.device
+) -> Report:
+    """Return the report of a cell or call that ended with `error` on a rank that uses `device`."""
+    return Report(
+        status="error",
+        time_s=time_s,
+        **group_state(),
+        num_collectives=num_collectives,
+        type_name=type(error).__qualname__,
+        message=_explain(leave_out_guard(message_of(error))),
+        traceback=leave_out_guard(text or "".join(traceback.format_exception_only(error))),
+        is_victim=is_victim(error),
+        interrupted=isinstance(error, (KeyboardInterrupt, asyncio.CancelledError)),
+        in_backward=came_from_backward(error),
+        exitcode=exitcode_of(error),
+        device_error=find_device_error(device),
+    )
+
+
+def prune_guard(error: BaseException | None) -> None:
+    """Remove the frames of guard's wrappers from the tracebacks of `error` and of its causes and contexts."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        frames = error.__traceback__
+        while frames is not None:
+            while frames.tb_next is not None and _GUARD in frames.tb_next.tb_frame.f_code.co_filename:
+                frames.tb_next = frames.tb_next.tb_next
+            frames = frames.tb_next
+        error = error.__cause__ or error.__context__
+
+
+def _explain(message: str) -> str:
+    if _UNKNOWN_GROUP in message:
+        return f"{message} It was made on a process group that was rebuilt since: run the cells that made it again"
+    if _TWICE not in message:
+        return message
+    return (
+        f"{message} The session enters the group at the first collective: leave `init_process_group` out, or call "
+        "`group.leave()` before it"
+    )
+
+
+def group_state() -> dict[str, Any]:
+    """Return a report's fields about process groups: if the rank is in one, how many there are, and their counts."""
+    world = c10d._world
+    return {
+        "has_group": dist.is_initialized(),
+        "num_groups": len(world.pg_map),
+        "num_group_names": world.group_count,
+        "group_counts": count_by_group(),
+    }
+
+
+def came_from_backward(error: BaseException | None) -> bool:
+    """True if `error`, or an exception that it was raised from, went through autograd's engine."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if any(frame.f_code.co_name == "_engine_run_backward" for frame, _ in traceback.walk_tb(error.__traceback__)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def holds_group(error: BaseException | None) -> bool:
+    """True if `error` or its context is an exception group. Checked by name, as Python 3.10 has no exception groups."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if any(kind.__name__ == "BaseExceptionGroup" for kind in type(error).__mro__):
+            return True
+        error = error.__context__
+    return False

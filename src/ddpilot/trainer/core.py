@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`TrainerState`, the constructor, attributes and reports of a `Trainer`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from ddpilot.errors import LoopError
+from ddpilot.findings.finding import Finding
+from ddpilot.launcher import Launcher
+from ddpilot.trainer.batches import Forward
+from ddpilot.trainer.callback import Callback, check_callbacks
+from ddpilot.trainer.checks import (
+    check_metrics,
+    check_model,
+    check_trainer,
+    naming_arguments,
+)
+from ddpilot.trainer.history import History
+from ddpilot.trainer.optimizers import make_ema, make_optimizers, make_schedulers
+from ddpilot.trainer.position import Position
+from ddpilot.training.evaluation.forwarding import forward_batch
+from ddpilot.training.models.ddp import class_name
+from ddpilot.training.models.explain import Explanation
+from ddpilot.training.step.precision import Kind
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class TrainerState:
+    """The parts and records of a `Trainer`; for the arguments see `Trainer`."""
+
+    @naming_arguments(
+        "making a Trainer",
+        dict.fromkeys(("epochs", "global_batch_size", "batch_size", "nproc_per_node"), "It belongs to `fit`."),
+    )
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Any] | None,
+        optimizer: Any,
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        callbacks: Sequence[Callback] = (),
+        forward: Forward | None = None,
+        scheduler: Any = None,
+        scheduler_per: Literal["update", "epoch"] = "update",
+        ema: float | AveragedModel | None = None,
+        clip_norm: float | None = None,
+        accumulate: int = 1,
+        precision: Kind = "fp32",
+        seed: int = 0,
+        launcher: Launcher | None = None,
+    ) -> None:
+        check_model(model)
+        self.model = model
+        """The model that was passed; it has the trained weights after a fit."""
+        self.loss_fn = loss_fn
+        self.optimizers = make_optimizers(optimizer, model)
+        self.schedulers = make_schedulers(scheduler, self.optimizers)
+        self.ema = make_ema(ema, model)
+        check_metrics(metrics)
+        self.metrics = dict(metrics or {})
+        self.callbacks = list(callbacks)
+        check_callbacks(callbacks)
+        self.forward: Forward = forward or forward_batch
+        self.scheduler_per = scheduler_per
+        self.clip_norm = clip_norm
+        self.accumulate = accumulate
+        self.precision: Kind = precision
+        self.seed = seed
+        self.launcher = launcher
+        self.history = History()
+        """Rows of all fits so far."""
+        self.position = Position()
+        """Position over all fits: `epoch`, `num_updates`."""
+        self.findings: tuple[Finding, ...] = ()
+        """Findings of the fits about the training setup, each reported once."""
+        self.explanation: Explanation | None = None
+        """What the last fit chose for DDP, see `explain`."""
+        self.has_own_forward = forward is not None
+        """True if `forward` was passed."""
+        self.batch_size = 64
+        """Default number of samples per batch on all ranks in `evaluate` and `predict`: that of the last fit."""
+        self.nproc_per_node: int | str | None = None
+        """The last `nproc_per_node` passed to a fit, which later fits use too."""
+        check_trainer(self)
+
+    @property
+    def all_metrics(self) -> dict[str, Any]:
+        """The metrics, and the loss under the name "loss"."""
+        return self.metrics if self.loss_fn is None else {"loss": self.loss_fn, **self.metrics}
+
+    def __repr__(self) -> str:
+        num = sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
+        name = f"{type(self).__name__}({class_name(self.model)}, {num:,} parameters to train"
+        return f"{name}; epoch {self.position.epoch}, {self.position.num_updates} updates)"
+
+    def explain(self) -> Explanation:
+        """Explain what the last fit chose for DDP and the optimizers, why, at what cost, and what would be better.
+
+        The text of `Loop.explain` at the end of that fit; a notebook shows a table. Not collective. Raises LoopError
+        before the first fit.
+        """
+        if self.explanation is None:
+            found = "no fit has ended yet, which is what chooses and measures"
+            raise LoopError("explaining what was chosen", found=found, fix="Call fit() first; `ddp=` chooses yourself.")
+        return self.explanation
+
+    def plot(self) -> Figure:
+        """Plot losses and metrics over the epochs as a matplotlib figure, which a notebook cell can show.
+
+        Raises LoopError if nothing has been recorded yet.
+        """
+        from ddpilot.trainer.plotting import plot_history
+
+        return plot_history(self.history)

@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The part of `Trainer.fit` that runs on a rank: the training loop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader
+
+from ddpilot.trainer.calling import find_inner, trained_parts
+from ddpilot.trainer.history import measured
+from ddpilot.trainer.loading import NO_SIZES, make_loader_of
+from ddpilot.trainer.optimizers import relink
+from ddpilot.trainer.position import Position, Story
+from ddpilot.trainer.ranks import group_here
+from ddpilot.trainer.result import Outcome, collect
+from ddpilot.trainer.run import Run
+from ddpilot.trainer.watchers import Watchers
+from ddpilot.training.batches import Loader
+from ddpilot.training.coordination.signals import StopSignals
+from ddpilot.training.loop import Loop
+from ddpilot.training.models.ddp import unwrap
+from ddpilot.training.models.optimizers import Divided
+from ddpilot.training.resume.position import describe_data
+
+if TYPE_CHECKING:
+    from ddpilot.trainer.trainer import Trainer
+
+_REASONS = {"SIGINT": "interrupted", "time": "the time of `max_time_s` is over", "asked": "a callback asked for it"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """The arguments of one `fit`, sent to the ranks."""
+
+    train_set: Any
+    val_set: Any
+    epochs: int
+    until_epoch: int | None
+    sizes: Mapping[str, int | None]
+    shuffle: bool
+    num_workers: int
+    max_time_s: float | None
+    validate_every: int
+    checkpoints: Mapping[str, Any]
+    """Arguments of `Loop`: `checkpoint_dir`, `resume`, `keep` and so on."""
+    other_data: bool
+    check_finite: bool
+    progress: bool | None
+    loader: Mapping[str, Any]
+    ddp: Mapping[str, Any]
+
+
+def fit_on_rank(trainer: Trainer, fit: Fit) -> Outcome | None:
+    """Train on a rank that was started for it; returns on rank 0 what the parent loads. Collective."""
+    with StopSignals() as signals:
+        late = fit_here(trainer, fit, signals)
+        return collect(trainer, group_here(), late)
+
+
+def fit_here(trainer: Trainer, fit: Fit, signals: StopSignals) -> Exception | None:
+    """Train `trainer`'s model on this rank, together with the other ranks. Collective.
+
+    `signals`: already entered, so that an interrupt before the first update or after the last one loses nothing.
+    Returns the exception that a callback of rank 0 raised after the last update (on other ranks, the error that reports
+    it), which the caller raises once the trained state is safe.
+    """
+    loop = Loop(
+        trainer.seed,
+        accumulate=trainer.accumulate,
+        precision=trainer.precision,
+        max_time_s=fit.max_time_s,
+        check_finite=fit.check_finite,
+        progress=fit.progress,
+        group=group_here(),
+        **fit.checkpoints,
+    )
+    loop.stop_by(signals)
+    try:
+        return _fit_by(loop, trainer, fit)
+    finally:  # a traceback may keep the loop alive, and with it the checkpoint directory
+        loop.release_directory()
+
+
+def _fit_by(loop: Loop, trainer: Trainer, fit: Fit) -> Exception | None:
+    loop.findings = trainer.findings
+    train_loader, val_loader = _make_loaders(fit, loop)
+    data = describe_data(train_loader)
+    trainer.batch_size = getattr(getattr(train_loader, "plan", None), "global_batch_size", None) or trainer.batch_size
+    _start(loop, trainer.position, data)
+    run, story = _prepare(trainer, loop, fit)
+    if fit.checkpoints["checkpoint_dir"] is not None and fit.checkpoints["resume"]:
+        _resume(loop, run, fit)
+    watchers = Watchers(trainer.callbacks, run)
+    try:
+        watchers.tell("on_fit_start")
+        for _ in loop.epochs(run.num_epochs):
+            _train_epoch(trainer, run, train_loader, val_loader, watchers, fit, story)
+        watchers.is_over = True
+        watchers.tell("on_fit_end")
+    except BaseException as error:
+        watchers.tell_exception(error)
+        raise
+    _say_stop(loop)
+    trainer.explanation = loop.explain()
+    trainer.position = Position(loop.epoch, loop.next_batch, loop.num_updates, data)
+    trainer.findings = loop.findings
+    return watchers.late
+
+
+def _start(loop: Loop, position: Position, data: Mapping[str, Any]) -> None:
+    epoch, next_batch = position.epoch, position.next_batch
+    if next_batch and position.data != data:  # with different data there is no rest of the epoch: the next epoch starts
+        _say_left_out(loop, position, data)
+        epoch, next_batch = epoch + 1, 0
+    loop.start_at(epoch, next_batch=next_batch, num_updates=position.num_updates)
+
+
+def _say_left_out(loop: Loop, position: Position, data: Mapping[str, Any]) -> None:
+    before, epoch = position.data, position.epoch
+    names = [name for name in ("dataset_length", "global_batch_size") if before.get(name) != data.get(name)]
+    changed = ", ".join(f"{name} {before.get(name)} -> {data.get(name)}" for name in names) or "or their order"
+    loop.print(
+        f"the rest of epoch {epoch}, from batch {position.next_batch} on, is left out, since the data are others "
+        f"now ({changed}): epoch {epoch + 1} begins",
+        flush=True,
+    )
+
+
+def _resume(loop: Loop, run: Run, fit: Fit) -> None:
+    if not loop.resume(other_data=fit.other_data) or fit.progress is False:
+        return
+    left = max(0, run.num_epochs - loop.epoch)
+    goal = f"until_epoch={fit.until_epoch}" if fit.until_epoch is not None else f"epochs={fit.epochs}"
+    loop.print(f"resumes at epoch {loop.epoch}; {goal}: {left} more, up to {run.num_epochs}", flush=True)
+
+
+def _prepare(trainer: Trainer, loop: Loop, fit: Fit) -> tuple[Run, Story]:
+    model, options = trainer.model, dict(fit.ddp)
+    shard = options.pop("shard", None)
+    parts = trained_parts(model) or {"": model}
+    wrapped = [loop.prepare(part, **options) for part in parts.values()]
+    for name, optimizer in trainer.optimizers.items():
+        if not isinstance(optimizer, Divided):  # divided by an earlier fit on these ranks
+            bring_state(optimizer)
+            trainer.optimizers[name] = loop.prepare(optimizer, shard=shard)
+        else:
+            loop.prepare(optimizer)
+    for name, scheduler in trainer.schedulers.items():
+        relink(scheduler, trainer.optimizers[name])
+        loop.prepare(scheduler)
+    if trainer.ema is not None:
+        loop.prepare(trainer.ema)
+    story = Story(trainer.history, trainer.callbacks)
+    loop.track(story=story)
+    run = Run(
+        loop=loop,
+        model=unwrap(wrapped[0]) if "" in parts else model,
+        wrapped=wrapped[0] if "" in parts else dict(zip(parts, wrapped, strict=True)),
+        optimizers=trainer.optimizers,
+        schedulers={name: one for name, one in trainer.schedulers.items() if _is_per_update(trainer, one)},
+        ema=trainer.ema,
+        history=trainer.history,
+        num_epochs=loop.epoch + fit.epochs if fit.until_epoch is None else fit.until_epoch,
+        until_epoch=fit.until_epoch,
+    )
+    return run, story
+
+
+def bring_state(optimizer: Optimizer) -> None:
+    """Move optimizer state left by an earlier fit to the device of the parameters."""
+    first = optimizer.param_groups[0]["params"][0]
+    if optimizer.state and first.device.type != "cpu":
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
+def _make_loaders(fit: Fit, loop: Loop) -> tuple[Loader, Loader | None]:
+    common = {"num_workers": fit.num_workers}
+    training = {**common, "shuffle": fit.shuffle, **fit.loader}
+    train = make_loader_of(fit.train_set, loop.group, loop.seed, fit.sizes, training, say=loop.print)
+    if fit.val_set is None:
+        return train, None
+    sizes = fit.sizes
+    if isinstance(fit.val_set, DataLoader):
+        sizes = NO_SIZES
+    elif isinstance(fit.train_set, DataLoader):
+        sizes = {"global_batch_size": fit.train_set.batch_size, "batch_size_per_rank": None}
+    kept = {name: fit.loader[name] for name in ("collate_fn", "pin_memory") if name in fit.loader}
+    return train, make_loader_of(fit.val_set, loop.group, loop.seed, sizes, {**common, **kept}, say=loop.print)
+
+
+def _train_epoch(
+    trainer: Trainer, run: Run, train: Loader, val: Loader | None, watchers: Watchers, fit: Fit, story: Story
+) -> None:
+    loop = run.loop
+    run.metrics = {}
+    watchers.tell("on_epoch_start")
+    _say_untrained(run)
+    rows = _train_batches(trainer, run, train, watchers, story)
+    watchers.is_over = loop.should_stop or (not loop.next_batch and loop.epoch + 1 >= run.num_epochs)
+    is_due = watchers.is_over or (loop.epoch + 1) % fit.validate_every == 0
+    run.skips_validation = val is not None and not is_due
+    if val is not None and is_due and not loop.next_batch:  # not after a stop in the middle of the epoch
+        found = {f"val_{name}": value for name, value in _validate(trainer, run, val).items()}
+        run.metrics |= found
+        loop.progress.show(**measured(found))
+        watchers.tell("on_evaluate_end")
+    if not loop.next_batch:
+        _step_per_epoch(trainer, run)
+    run.history.epochs.append(run.metrics)
+    run.history.updates.extend(rows)
+    watchers.tell("on_epoch_end")
+    if fit.checkpoints["checkpoint_dir"] is not None and not loop.next_batch:
+        loop.save(_numbers_to_save(run, fit))
+    if fit.progress is not False:
+        loop.print(render_row(run.metrics, run.num_epochs), flush=True)
+
+
+def _numbers_to_save(run: Run, fit: Fit) -> dict[str, float]:
+    numbers = {name: value for name, value in run.metrics.items() if isinstance(value, int | float)}
+    name = str(fit.checkpoints.get("best") or "").partition(" ")[2].strip()
+    # An epoch without validation cannot be the best one, and its missing metric is not an error.
+    return {name: math.nan, **numbers} if run.skips_validation and name.startswith("val_") else numbers
+
+
+def _say_untrained(run: Run) -> None:
+    """Report trainable parameters that no optimizer holds: frozen when it was created, and unfrozen since."""
+    if any(isinstance(one, Divided) for one in run.optimizers.values()):  # it holds parameters in its own way
+        return
+    held = {id(p) for one in run.optimizers.values() for group in one.param_groups for p in group["params"]}
+    left = [name for name, p in run.model.named_parameters() if p.requires_grad and id(p) not in held]
+    if left and left != run.left_out:
+        more = f" and {len(left) - 4} more" if len(left) > 4 else ""
+        run.loop.print(
+            f"ddpilot: no optimizer has {', '.join(left[:4])}{more}, which are not frozen: they will not change. "
+            "Give them to the optimizer, or freeze them.",
+            flush=True,
+        )
+    run.left_out = left
+
+
+def _train_batches(
+    trainer: Trainer, run: Run, loader: Loader, watchers: Watchers, story: Story
+) -> list[dict[str, Any]]:
+    loop, ledger = run.loop, story.begin_epoch(run.loop)
+    for batch in loop.batches(loader):
+        before = loop.num_updates
+        run.loss = ledger.add(trainer.train_batch(run, batch))
+        if loop.num_updates > before:
+            if run.ema is not None:
+                run.ema.update_parameters(run.model)
+            watchers.tell_update()
+    watchers.settle()
+    story.end_epoch()
+    means, rows = ledger.close(loop.num_updates)
+    seconds = ledger.seconds
+    run.metrics |= {"epoch": loop.epoch, "update": loop.num_updates, **means}
+    run.metrics |= {"lr": float(run.optimizer.param_groups[0]["lr"]), "samples": ledger.num_samples}
+    run.metrics |= {"seconds": seconds, "samples_per_s": ledger.num_samples / seconds}
+    written = run.history.epochs
+    if not ledger.num_samples and written and written[-1]["epoch"] == loop.epoch:
+        run.metrics |= written.pop()  # resumed after the epoch's last batch: complete the row written before the stop
+    return rows
+
+
+def _validate(trainer: Trainer, run: Run, loader: Loader) -> dict[str, Any]:
+    model = find_inner(run.ema or run.model)
+    return run.loop.evaluate(model, loader, trainer.all_metrics, forward=trainer.forward)
+
+
+def _step_per_epoch(trainer: Trainer, run: Run) -> None:
+    for scheduler in trainer.schedulers.values():
+        if isinstance(scheduler, ReduceLROnPlateau):
+            if run.skips_validation:
+                continue
+            watched = run.metrics.get("val_loss", run.metrics.get("loss"))
+            if watched is not None and not math.isnan(watched):
+                scheduler.step(watched)
+        elif not _is_per_update(trainer, scheduler):
+            scheduler.step()
+
+
+def _is_per_update(trainer: Trainer, scheduler: Any) -> bool:
+    return trainer.scheduler_per == "update" and not isinstance(scheduler, ReduceLROnPlateau)
+
+
+def render_row(row: dict[str, Any], num_epochs: int) -> str:
+    """Format a row of the history: "epoch 0 (1 of 3): loss 0.4321, val_accuracy 0.9 (1.2 s)"."""
+    numbers = [f"{name} {value:.4g}" for name, value in measured(row).items()]
+    return f"epoch {row['epoch']} ({row['epoch'] + 1} of {num_epochs}): {', '.join(numbers)} ({row['seconds']:.1f} s)"
+
+
+def _say_stop(loop: Loop) -> None:
+    if loop.should_stop:
+        where = f" in the middle of epoch {loop.epoch}" if loop.next_batch else ""
+        why = ", ".join(_REASONS.get(reason, reason) for reason in loop.stop_reasons)
+        loop.print(f"stopped after update {loop.num_updates}{where} ({why})", flush=True)

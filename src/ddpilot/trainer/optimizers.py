@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Build optimizers, schedulers and weight averages from the arguments of `Trainer`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from ddpilot.errors import LoopError
+from ddpilot.trainer.checks import suggest
+
+_DID = "making a Trainer"
+_ONLY = "optimizer"
+
+
+def make_optimizers(given: Any, model: nn.Module) -> dict[str, Optimizer]:
+    """Return optimizers by name, from an optimizer, a function of parameters that returns one, or a mapping of these.
+
+    In a mapping, a function is called with the parameters of the submodule of its name. Raises LoopError for anything
+    else, for an unknown submodule, for one without parameters, for an optimizer with parameters that are not the
+    model's, and for parameters in two optimizers.
+    """
+    if isinstance(given, Mapping) and not given:
+        raise LoopError(_DID, found="`optimizer` is an empty mapping", fix="Name at least one optimizer.")
+    parts = {name: _part(model, name, one) for name, one in given.items()} if isinstance(given, Mapping) else {}
+    if not isinstance(given, Mapping):
+        given, parts = {_ONLY: given}, {_ONLY: model}
+    made: dict[str, Optimizer] = {}
+    for name, one in given.items():
+        made[name] = one if isinstance(one, Optimizer) or not callable(one) else one(parts[name].parameters())
+        _check_optimizer(name, made[name], model)
+    _check_apart(made, model)
+    return made
+
+
+def _part(model: nn.Module, name: str, one: object) -> nn.Module:
+    """Return the submodule whose parameters the function `one` takes; the model if `one` is an optimizer."""
+    if isinstance(one, Optimizer) or not callable(one):
+        return model
+    try:
+        part = model.get_submodule(name) if name else None
+    except AttributeError:
+        part = None
+    if part is None:
+        known = [path for path, module in model.named_modules() if path and next(module.parameters(), None) is not None]
+        raise LoopError(
+            _DID,
+            found=f"an optimizer for the part {name!r}, and the model has no such part",
+            fix=f"{suggest(name, known)} For all of the model give the function alone, without a mapping."
+            if known
+            else "Give the function alone, without a mapping: it gets the parameters of the whole model.",
+        )
+    if next(part.parameters(), None) is None:
+        raise LoopError(_DID, found=f"the part {name!r} has no parameters to train", fix="Leave its optimizer out.")
+    return part
+
+
+def _check_apart(optimizers: Mapping[str, Optimizer], model: nn.Module) -> None:
+    """Raise LoopError for a parameter in two optimizers: each would update it, with its own moments."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    owners: dict[int, str] = {}
+    for name, optimizer in optimizers.items():
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                other = owners.setdefault(id(parameter), name)
+                if other != name:
+                    raise LoopError(
+                        _DID,
+                        found=f"the optimizers {other!r} and {name!r} both have the parameter {names[id(parameter)]!r}",
+                        fix="Give each parameter to one optimizer: every update would change it twice.",
+                    )
+
+
+def _check_optimizer(name: str, optimizer: object, model: nn.Module) -> None:
+    if not isinstance(optimizer, Optimizer):
+        raise LoopError(
+            _DID,
+            found=f"`{name}` is a {type(optimizer).__name__}",
+            fix="Give a torch optimizer, or a function that makes one: `lambda params: torch.optim.AdamW(params)`.",
+        )
+    own = {id(parameter) for parameter in model.parameters()}
+    strange = sum(id(each) not in own for group in optimizer.param_groups for each in group["params"])
+    if strange:
+        raise LoopError(
+            _DID,
+            found=f"{strange} of the parameters of `{name}` do not belong to the model",
+            fix="Make the optimizer of this model's parameters; in a notebook, run both cells again.",
+        )
+
+
+def make_schedulers(given: Any, optimizers: Mapping[str, Optimizer]) -> dict[str, Any]:
+    """Return schedulers by their optimizer's name, from a scheduler, a function of an optimizer or a mapping."""
+    if given is None:
+        return {}
+    if isinstance(given, Mapping):
+        return {name: one if hasattr(one, "step") else one(_named(name, optimizers)) for name, one in given.items()}
+    if not hasattr(given, "step"):
+        name = next(iter(optimizers))
+        return {name: given(optimizers[name])}
+    names = [name for name, optimizer in optimizers.items() if getattr(given, "optimizer", None) is optimizer]
+    if not names:
+        raise LoopError(
+            _DID,
+            found=f"the {type(given).__name__} is not of the optimizer that was given",
+            fix="Make it of that one, or give a function: `lambda optimizer: OneCycleLR(optimizer, ...)`.",
+        )
+    return {names[0]: given}
+
+
+def _named(name: str, optimizers: Mapping[str, Optimizer]) -> Optimizer:
+    if name not in optimizers:
+        fix = f"Name one of the optimizers. {suggest(name, optimizers)}"
+        raise LoopError(_DID, found=f"a scheduler of `{name}`", fix=fix)
+    return optimizers[name]
+
+
+def make_ema(given: float | AveragedModel | None, model: nn.Module) -> AveragedModel | None:
+    """Return an exponential moving average with decay `given`; an AveragedModel is returned unchanged."""
+    if given is None or isinstance(given, AveragedModel):
+        return given
+    if not 0 < given < 1:
+        raise LoopError(_DID, found=f"`ema={given}`", fix="Give a decay such as 0.999, or an AveragedModel.")
+    return _Average(model, given)
+
+
+class _Average(AveragedModel):
+    """An exponential moving average that does not wait for the device; torch's reads its update counter each time."""
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        super().__init__(model, multi_avg_fn=get_ema_multi_avg_fn(decay))  # type: ignore[no-untyped-call]
+        self._known: tuple[torch.Tensor, int] | None = None
+        """The counter tensor after an update made here, and its version at that time; None before the first."""
+
+    def update_parameters(self, model: nn.Module) -> None:
+        """Update the average with the parameters of `model`; the first one copies them. Buffers are always copied."""
+        known = self._known
+        if known is None or known[0] is not self.n_averaged or known[1] != self.n_averaged._version:
+            super().update_parameters(model)
+        else:
+            self._average(model)
+        self._known = self.n_averaged, self.n_averaged._version
+
+    def _average(self, model: nn.Module) -> None:
+        alike: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for own, new in zip(self.module.parameters(), model.parameters(), strict=True):
+            averages, values = alike.setdefault((own.device, own.dtype), ([], []))
+            averages.append(own.detach())
+            values.append(new.detach().to(own.device))
+        assert self.multi_avg_fn is not None
+        for averages, values in alike.values():
+            self.multi_avg_fn(averages, values, 1)
+        for copy, buffer in zip(self.module.buffers(), model.buffers(), strict=True):
+            copy.detach().copy_(buffer.detach().to(copy.device))
+        self.n_averaged += 1
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_known": None}  # a copy's counter starts with its own version
+
+
+def relink(scheduler: Any, optimizer: Optimizer) -> None:
+    """Attach `scheduler` to `optimizer` after both were unpickled, which loses the wrapper of `optimizer.step`."""
+    scheduler.optimizer = optimizer
+    for inner in getattr(scheduler, "_schedulers", ()):  # in SequentialLR and ChainedScheduler
+        relink(inner, optimizer)
+    if not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        optimizer.step = _marked(optimizer)  # type: ignore[method-assign]
+
+
+def _marked(optimizer: Optimizer) -> Callable[..., Any]:
+    step = optimizer.step
+
+    @functools.wraps(step)
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        vars(optimizer)["_opt_called"] = True
+        return step(*args, **kwargs)
+
+    marked._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    return marked

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups the batches of an epoch for gradient accumulation; sample counts are known before a group's first batch."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from itertools import islice, pairwise
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader
+
+from ddpilot.data.batches import LocalBatch
+from ddpilot.data.division import Division
+from ddpilot.data.options import naming_rank
+from ddpilot.data.plan import Plan
+from ddpilot.data.stream_loader import StreamLoader
+from ddpilot.errors import DataError, LoopError
+from ddpilot.group.accelerator import wire_device
+from ddpilot.group.protocol import GroupLike
+from ddpilot.training.streams_alike import check_stream
+
+
+class Loader(Protocol):
+    """A loader of `ddpilot.data`: one rank's part of every global batch of an epoch."""
+
+    def iterate(self, epoch: int, first_batch: int = 0) -> Iterator[LocalBatch]:
+        """Yield the parts from batch `first_batch` on; never ends if their `global_count` is None."""
+
+
+@dataclass(eq=False, slots=True)  # frozen=True would cost more than everything else done here per batch
+class CurrentBatch:
+    """The loop's current batch and its accumulation group, which is the batches of one update."""
+
+    data: Any
+    """This rank's samples, collated; zero rows if it has none."""
+    epoch: int
+    index: int
+    """Index of the global batch in its epoch, from 0."""
+    count: int
+    """Number of samples of this rank."""
+    global_count: int
+    """Number of samples of all ranks."""
+    sample_ids: NDArray[np.int64]
+    """Indices of this rank's samples in the dataset, shape (`count`,)."""
+    group_count: int
+    """Number of samples of all ranks in all batches of the accumulation group."""
+    group_size: int
+    """Number of batches in the accumulation group; smaller for the last group of an epoch."""
+    is_first: bool
+    """True for the first batch of its accumulation group."""
+    is_last: bool
+    """True for the last batch of its accumulation group, after which the weights are updated."""
+    stream_state: Any = None
+    """State after this batch of an iterable dataset with `state_dict`, the same on every rank; else None."""
+    has_empty_rank: bool = False
+    """True if some rank has no sample of this batch. The same on every rank."""
+
+
+def iterate_groups(
+    loader: Loader,
+    group: GroupLike,
+    *,
+    epoch: int,
+    first_batch: int = 0,
+    accumulation: int = 1,
+    stream_state: Any = None,
+) -> Generator[CurrentBatch, None, None]:
+    """Yield the batches of an epoch, in accumulation groups of `accumulation` batches. Collective.
+
+    All batches of a group are read before the first is yielded. If the sample counts of the other ranks are unknown,
+    they are all-reduced, in one small collective per group; the epoch ends on all ranks when none has a sample left.
+    `stream_state`: the state after batch `first_batch` - 1, with which a stream resumes there without reading the
+    batches before. Raises DataError on all ranks if they would read different epochs or see different streams.
+    """
+    check_loader(loader, group)
+    with naming_rank(group.rank):
+        _check_agreement(loader, group)
+    if isinstance(loader, StreamLoader):
+        batches = loader.iterate(epoch, first_batch, stream_state)
+    else:
+        batches = loader.iterate(epoch, first_batch)
+    # Every rank reads the whole stream: the division is exact only if all ranks see the same one.
+    is_seen_by_all = isinstance(loader, StreamLoader) and not loader.is_joint and group.world_size > 1
+    try:
+        with naming_rank(group.rank):
+            yield from _group(batches, group, epoch, accumulation, is_seen_by_all, _uneven_division(loader))
+    finally:
+        if isinstance(batches, Generator):  # stops its workers now, not when it is garbage-collected
+            batches.close()
+
+
+def is_at_end(loader: Loader, batch: CurrentBatch) -> bool:
+    """True if `batch` is known to be the last of its epoch. The same on all ranks.
+
+    Always False for streams, for joint loaders, and for batches that a user's sampler makes.
+    """
+    plan = getattr(loader, "plan", None)
+    return isinstance(plan, Plan) and not getattr(loader, "is_joint", True) and batch.index + 1 >= plan.num_batches
+
+
+def _check_agreement(loader: Loader, group: GroupLike) -> None:
+    """Raise DataError on all ranks unless all of them are about to read the same epoch. Collective."""
+    plan = getattr(loader, "plan", None)
+    if group.world_size == 1 or plan is None:
+        return
+    said = group.all_gather_object(plan.fingerprint())
+    if len(set(said)) > 1:
+        odd = [rank for rank, text in enumerate(said) if text != said[0]]
+        raise DataError(
+            "beginning an epoch",
+            found=f"ranks {', '.join(map(str, odd))} would read other batches than rank 0",
+            fix="Give every rank a dataset of the same length, and the same sizes, shares, weights and seed.",
+            rank=odd[0],
+        )
+
+
+def check_loader(loader: Any, group: GroupLike) -> None:
+    """Raise LoopError unless `loader` is a loader of `ddpilot.data`: a plain DataLoader is not. Not collective."""
+    if hasattr(loader, "iterate"):
+        return
+    is_torchs = isinstance(loader, DataLoader)
+    raise LoopError(
+        "beginning an epoch",
+        found=f"a {type(loader).__name__}" + (", of which every rank would read everything" if is_torchs else ""),
+        fix="Pass what loop.shard(loader) returns, or loop.loader(dataset, global_batch_size=...)."
+        if is_torchs
+        else "Pass what loop.loader(dataset, global_batch_size=...) returns.",
+        rank=group.rank,
+    )
+
+
+def _uneven_division(loader: Any) -> Division | None:
+    """Return the division if some rank may be empty in a batch of at least world_size samples, else None."""
+    division = getattr(getattr(loader, "plan", None), "division", None)
+    is_even = division is None or len({stop - start for start, stop in pairwise(division.edges)}) == 1
+    return None if is_even else division
+
+
+def _group(
+    batches: Iterator[LocalBatch],
+    group: GroupLike,
+    epoch: int,
+    accumulation: int,
+    is_seen_by_all: bool,
+    uneven: Division | None,
+) -> Iterator[CurrentBatch]:
+    num_ranks = group.world_size
+    while True:
+        members = list(islice(batches, accumulation))
+        if is_seen_by_all:
+            check_stream(members, group, epoch)
+        if not members:
+            return
+        counts, have_empty = _global_counts(members, group)
+        total, size = sum(counts), len(counts)
+        for place, (batch, count) in enumerate(zip(members, counts, strict=False)):
+            yield CurrentBatch(
+                batch.data,
+                epoch,
+                batch.index,
+                batch.count,
+                count,
+                batch.sample_ids,
+                total,
+                size,
+                place == 0,
+                place == size - 1,
+                batch.stream_state,
+                count < num_ranks or have_empty[place] or (uneven is not None and uneven.has_empty(count)),
+            )
+        if size < len(members):
+            return
+
+
+def _global_counts(members: list[LocalBatch], group: GroupLike) -> tuple[list[int], list[bool]]:
+    """Return the samples of all ranks per batch, up to the first batch without any, which is the end of the data.
+
+    Also returns, per batch, True if some rank has no sample; always False if no exchange was needed.
+    """
+    known = [count for batch in members if (count := batch.global_count) is not None]
+    if len(known) == len(members):
+        return known, [False] * len(known)
+    num = len(members)
+    own = [*(float(batch.count) for batch in members), *(float(not batch.count) for batch in members)]
+    counts = torch.tensor(own, dtype=torch.float64)
+    if group.world_size > 1:
+        counts = group.all_reduce(counts.to(wire_device(group))).cpu()
+    summed = [round(count) for count in counts.tolist()]
+    end = summed.index(0) if 0 in summed[:num] else num
+    return summed[:end], [bool(empty) for empty in summed[num:]]

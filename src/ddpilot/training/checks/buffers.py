@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Detects buffers that differ between ranks because the forward pass updates them from local samples (DDP506)."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from ddpilot.findings.finding import Finding
+from ddpilot.group.protocol import GroupLike
+from ddpilot.training.models.ddp import find_ddp, unwrap
+
+_LOOKS_AFTER = 2
+"""In updates: during the first one, an optimizer may still warm up and a codebook be initialised."""
+_TOLERANCE = 1e-4
+"""Relative: different devices round differently."""
+_NUM_NAMED = 5
+
+
+class BufferDrift:
+    """Compares the buffers of prepared models across ranks twice: after two updates and after the first pass."""
+
+    def __init__(self, group: GroupLike) -> None:
+        self._group = group
+        self._models: list[weakref.ref[nn.Module]] = []
+        self._known: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._num_updates = 0
+        self._looks_at_end = True
+        self.is_waiting = False
+        """True until the first comparison; False if there are no buffers to compare."""
+
+    def add(self, model: nn.Module) -> None:
+        """Watch `model`, as `prepare` returns it."""
+        ddp = find_ddp(model)
+        if ddp is None or getattr(ddp, "broadcast_buffers", False) or getattr(ddp, "forward_sync_buffers", False):
+            return
+        buffers = dict(_watched(unwrap(model)))
+        self._known |= {id(one): (weakref.ref(one), one._version) for one in buffers.values()}
+        if buffers:
+            self._models.append(weakref.ref(model))
+            self.is_waiting = self._looks_at_end = True
+
+    def after_update(self) -> tuple[Finding, ...]:
+        """Count an update; after the second one, compare buffers and return the findings. Collective then."""
+        self._num_updates += 1
+        if self._num_updates < _LOOKS_AFTER:
+            return ()
+        self.is_waiting = False
+        return self._look()
+
+    def end_pass(self) -> tuple[Finding, ...]:
+        """Compare buffers after the first pass with updates and return the findings. Collective then."""
+        if not self._looks_at_end or not self._models or not self._num_updates:
+            return ()
+        self._looks_at_end = self.is_waiting = False
+        return self._look()
+
+    def _look(self) -> tuple[Finding, ...]:
+        own = {name: _summarise(buffer) for name, buffer in self._buffers() if self._has_changed(buffer)}
+        names = _find_unlike(self._group.all_gather_object(own))
+        if not names:
+            return ()
+        self._looks_at_end = False
+        return (_make_finding(names, self._group.world_size),)
+
+    def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for ref in self._models:
+            if (model := ref()) is not None and unwrap(model).training:
+                yield from _watched(unwrap(model))
+
+    def _has_changed(self, buffer: torch.Tensor) -> bool:
+        ref, version = self._known.get(id(buffer), (None, -1))
+        return ref is None or ref() is not buffer or buffer._version != version
+
+
+def _watched(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield persistent buffers by name, without the statistics of norm layers, which differ per rank by design."""
+    for path, layer in model.named_modules():
+        if isinstance(layer, _NormBase):
+            continue
+        for name, buffer in layer._buffers.items():
+            if buffer is not None and buffer.numel() and name not in layer._non_persistent_buffers_set:
+                yield f"{path}.{name}".lstrip("."), buffer
+
+
+def _summarise(buffer: torch.Tensor) -> tuple[float, float, float]:
+    """Return the norm, the sum and a weighted sum of `buffer`, which together distinguish two buffers."""
+    values = buffer.detach()
+    values = torch.view_as_real(values) if values.is_complex() else values
+    values = values.reshape(-1).cpu().double()
+    weights = torch.linspace(0.5, 1.5, len(values), dtype=torch.float64)
+    return values.norm().item(), values.sum().item(), (values * weights).sum().item()
+
+
+def _find_unlike(said: list[dict[str, tuple[float, float, float]]]) -> list[str]:
+    names = dict.fromkeys(name for one in said for name in one)
+    return [name for name in names if not _are_alike([one[name] for one in said if name in one])]
+
+
+def _are_alike(summaries: list[tuple[float, float, float]]) -> bool:
+    size = max(abs(norm) for norm, _, _ in summaries)
+    # Comparisons with NaN are False: values that are not finite are reported by other checks.
+    return not any(
+        abs(value - first) > _TOLERANCE * max(size, 1e-12)
+        for one in summaries
+        for value, first in zip(one, summaries[0], strict=True)
+    )
+
+
+def _make_finding(names: list[str], world_size: int) -> Finding:
+    more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
+    return Finding(
+        code="DDP506",
+        name="buffers-differ",
+        severity="warning",
+        summary=f"buffers of the model differ between ranks: {', '.join(names[:_NUM_NAMED])}{more}",
+        ranks=tuple(range(world_size)),
+        evidence=("the forward pass updates them from each rank's own samples",),
+        why="A forward pass that reads them (a codebook, a queue, a running mean) computes something else on each, "
+        "and only rank 0's are saved.",
+        fix="Compute the update from all ranks' samples (loop.gather_batch), or let rank 0's count: "
+        "prepare(..., forward_sync_buffers=True). Not registered as a buffer, or with persistent=False, it is not "
+        "looked at.",
+    )

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Detects losses that are means over something other than samples: ignored targets and class weights, without a count.
+
+torch's cross entropy divides by the weights of the targets that are not ignored. Ranks with equally many samples then
+have means over different totals, and a mean of these by samples is not the mean of one process.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ddpilot.errors import LoopError
+from ddpilot.group.accelerator import runs_behind
+from ddpilot.training.async_scalars import Arriving, Sender
+from ddpilot.training.batches import CurrentBatch
+
+_MEAN = 1
+"""`_saved_reduction` of a mean."""
+_MEANS = ("NllLossBackward0", "NllLoss2DBackward0")
+_JOINS = ("AddBackward0", "StackBackward0", "CatBackward0")
+_PASSED = (
+    *_JOINS,
+    "SubBackward0",
+    "RsubBackward1",
+    "MulBackward0",
+    "MulBackward1",
+    "DivBackward0",
+    "DivBackward1",
+    "NegBackward0",
+    "SumBackward0",
+    "MeanBackward0",
+    "ToCopyBackward0",
+    "CloneBackward0",
+    "ViewBackward0",
+    "SqueezeBackward0",
+    "UnsqueezeBackward0",
+    "_DDPSinkBackward",
+    "BackwardHookFunctionBackward",
+)
+"""Nodes between a loss and the means that it is made of."""
+_NUM_LATE = 8
+"""Number of batches of each pass whose targets are checked on an accelerator."""
+_TOLERANCE = 1e-6
+"""Relative difference between sums of weights that are equal but for rounding."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Found:
+    """A cross entropy without a count, and bounds of how much less than its size each sample's total weight is."""
+
+    least: Arriving | float
+    most: Arriving | float
+    key: tuple[object, ...]
+    """The same for this cross entropy in each batch."""
+    is_weighted: bool
+    ignored: int
+    """The target that is ignored."""
+    is_of_one: bool
+    """True if this rank has one sample of the batch."""
+    did: str
+    where: str
+
+    @property
+    def is_there(self) -> bool:
+        """True if the bounds are known without a wait for the device."""
+        return not isinstance(self.most, Arriving) or self.most.is_there
+
+
+class MeanWatch:
+    """Detects losses without a count that are not means over samples. Not collective; waits for no device.
+
+    A cross entropy that leaves out equally much of every sample, such as the last position of a causal language model,
+    is a mean over samples. On the CPU every batch is checked. On an accelerator it is the first ones of each pass, and
+    an error is raised by a later `check`, once the result has arrived.
+    """
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        self._rank = rank
+        self._is_late = runs_behind(device)
+        self._sender = Sender()
+        self._coming: deque[_Found] = deque()
+        self._of_one: dict[tuple[object, ...], float] = {}
+        self._batch: CurrentBatch | None = None
+        self._num_losses = 0
+
+    def check(self, loss: torch.Tensor, batch: CurrentBatch | None, name: str = "") -> None:
+        """Raise LoopError if `loss`, which has no count, contains a mean that is not one over the samples of `batch`.
+
+        Call it before the backward pass. `name`: the name of the loss, if there are several.
+        """
+        self.check_arrived()
+        if batch is None or not batch.count or batch.global_count == 1:
+            return
+        if batch is not self._batch:
+            self._batch, self._num_losses = batch, 0
+        self._num_losses += 1
+        if self._is_late and batch.index >= _NUM_LATE:
+            return
+        nodes = list(_means(loss, batch.count))
+        if len(nodes) >= batch.count > 1:
+            return  # the program computes a mean for each sample
+        for number, node in enumerate(nodes):
+            self._coming.append(self._look(node, batch, (name, self._num_losses, number)))
+        self.check_arrived()
+
+    def check_arrived(self, *, waits: bool = False) -> None:
+        """Raise LoopError for what `check` found before, as far as it is known. `waits`: wait for the device."""
+        while self._coming and (waits or self._coming[0].is_there):
+            found = self._coming.popleft()
+            least, most = (one.read() if isinstance(one, Arriving) else one for one in (found.least, found.most))
+            known = self._of_one.setdefault(found.key, least) if found.is_of_one else least
+            if max(most, known) - min(least, known) > _TOLERANCE * max(1.0, abs(most)):
+                self._coming.clear()
+                raise self._refuse(found)
+
+    def _look(self, node: Any, batch: CurrentBatch, key: tuple[object, ...]) -> _Found:
+        target, weight, ignored = node._saved_target, node._saved_weight, node._saved_ignore_index
+        ignored -= 2**64 * (ignored >= 2**63)  # torch gives it without a sign
+        least: Arriving | float = 0.0
+        most: Arriving | float = 0.0
+        if self._is_late or weight is not None or node._saved_total_weight.item() != target.numel():
+            bounds = _left_out(target, weight, ignored, batch.count).aminmax()
+            least, most = map(self._sender.send, bounds) if self._is_late else (one.item() for one in bounds)
+        did = f"running backward in batch {batch.index} of epoch {batch.epoch}"
+        where = f" {key[0]!r}" if key[0] else ""
+        return _Found(least, most, key, weight is not None, ignored, batch.count == 1, did, where)
+
+    def _refuse(self, found: _Found) -> LoopError:
+        if found.is_weighted:
+            what = "with class weights and no count: its mean is over the weights of its targets, which differ in sum"
+            count = "weight[target].sum()"
+        else:
+            what = f"that ignores targets of {found.ignored} and has no count: its mean is over the rest, which "
+            what += "differ in number"
+            count = f"(target != {found.ignored}).sum()"
+        return LoopError(
+            found.did,
+            found=f"the loss{found.where} contains a cross entropy {what} between samples; weighted by samples, it "
+            "would give different results at each number of ranks",
+            fix=f"Pass the count: loop.backward(loss, count={count}); a Trainer's `loss_fn` returns "
+            f"(loss, {count}). If the loss has further terms, pass them by name: "
+            f'{{"class": (loss, {count}), "penalty": penalty}}.',
+            rank=self._rank,
+        )
+
+
+@torch.no_grad()
+def _left_out(target: torch.Tensor, weight: torch.Tensor | None, ignored: int, count: int) -> torch.Tensor:
+    """Return how much less than its number of targets the total weight of each of `count` samples is, shape (count,).
+
+    Shape (2,), with 0 and the sum, if the targets cannot be divided among samples.
+    """
+    flat = target.reshape(-1)
+    is_kept = flat != ignored
+    kept = is_kept.to(torch.float32 if flat.device.type == "mps" else torch.float64)
+    if weight is not None:
+        kept *= weight[torch.where(is_kept, flat, 0)]
+    if len(kept) % count:
+        return (len(kept) - kept.sum()) * torch.arange(2, device=kept.device)
+    return len(kept) // count - kept.reshape(count, -1).sum(1)
+
+
+def _means(loss: torch.Tensor, count: int) -> Iterator[Any]:
+    """Yield the nodes of means over targets that `loss` is made of.
+
+    A sum with a single term, and one sample on this rank: the program may compute a mean for each sample.
+    """
+    waiting, seen = [loss.grad_fn], {loss.grad_fn}
+    while waiting:
+        node = waiting.pop()
+        kind = type(node).__name__
+        if kind in _MEANS and node._saved_reduction == _MEAN:  # type: ignore[union-attr]
+            yield node
+        if node is None or kind not in _PASSED:
+            continue
+        following = [one for one, _ in node.next_functions if one is not None]
+        if kind in _JOINS and len(following) == 1 and count == 1:
+            continue
+        waiting += [one for one in following if one not in seen]
+        seen.update(following)

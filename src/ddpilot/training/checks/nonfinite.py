@@ -1,0 +1,334 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Detects losses and gradients that are NaN or infinite on all ranks alike, and reports batch, samples and ranks."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from ddpilot.errors import NonFiniteError
+from ddpilot.group.accelerator import runs_behind
+from ddpilot.group.protocol import GroupLike
+from ddpilot.training.async_scalars import Arriving, Sender
+from ddpilot.training.batches import CurrentBatch
+from ddpilot.training.checks.tapping import Taps
+from ddpilot.training.models.ddp import crosses_as_fp16, unwrap
+
+_NUM_NAMED = 8
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_NUM_KEPT = 256
+
+
+@dataclass(frozen=True, eq=False)
+class _Place:
+    """Where a loss was computed; keeping the batch itself would keep its data in memory."""
+
+    epoch: int
+    index: int
+    sample_ids: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, batch: CurrentBatch | None) -> _Place | None:
+        return None if batch is None else cls(batch.epoch, batch.index, batch.sample_ids)
+
+    def __str__(self) -> str:
+        """Return epoch, batch and samples as text."""
+        named = _names([str(number) for number in self.sample_ids.tolist()])
+        return f"epoch {self.epoch}, batch {self.index}, " + (f"of samples {named}" if named else "of no samples")
+
+
+@dataclass(frozen=True, eq=False)
+class _Update:
+    """Gradients of an update on an accelerator whose check has not reached the host yet."""
+
+    is_finite: Arriving
+    place: _Place | None
+    """The last batch of the update."""
+    size: int
+    """Number of batches in the update."""
+
+    @classmethod
+    def of(cls, is_finite: Arriving, batch: CurrentBatch | None) -> _Update:
+        return cls(is_finite, _Place.of(batch), 1 if batch is None else batch.group_size)
+
+    def __str__(self) -> str:
+        """Return epoch, batch and samples as text; "" if they are unknown."""
+        if self.place is None or self.size == 1:
+            return "" if self.place is None else str(self.place)
+        return f"the update of {self.size} batches that ends with {self.place}"
+
+
+class FiniteWatch:
+    """Detects losses and gradients that are not finite, without communication.
+
+    A loss that is not finite makes the gradients of its rank NaN (`seed`), so all ranks find the same in the
+    all-reduced gradients; on the CPU at once. On an accelerator, that would make the host wait for the device in every
+    update. There `protect` sets the gradients of such an update to zeros, on the device, and the host is notified
+    later: `is_bad` is True once the result has arrived on this rank, which the ranks exchange with their other flags,
+    and `find_pending` waits for it.
+    """
+
+    def __init__(self, device: torch.device, sender: Sender | None = None) -> None:
+        self._is_late = runs_behind(device)
+        self._seen: deque[tuple[torch.Tensor, _Place | None, str]] = deque(maxlen=_NUM_KEPT)
+        self._bad: list[str] = []
+        self._sender = sender or Sender()
+        self._pending: deque[_Update] = deque()
+        self._found: _Update | None = None
+        self._unprotected: list[tuple[frozenset[int], torch.Tensor]] = []
+        self._gradients = Gradients()
+        self.taps = Taps()
+        """Records gradients of this rank before the all-reduce."""
+
+    def seed(
+        self, loss: torch.Tensor, weight: float, batch: CurrentBatch | None, name: str = ""
+    ) -> torch.Tensor | float:
+        """Return the initial gradient for the backward pass of `loss`: `weight`, or NaN if `loss` is not finite.
+
+        Records the loss for the report. `name`: the loss's name, if there are several.
+        """
+        self.taps.begin(batch)
+        if self._is_late:
+            self._seen.append((loss.detach(), _Place.of(batch), name))
+            return (loss.detach() * 0).add_(weight)
+        if not math.isfinite(value := loss.item()):
+            self._bad.append(_describe(value, _Place.of(batch), name))
+            return math.nan
+        return weight
+
+    @property
+    def is_bad(self) -> bool:
+        """True if this rank knows of a loss that is not finite, even if its gradient reaches no parameter.
+
+        On an accelerator: of gradients that are not finite, as far as the device has come; other ranks may know less.
+        """
+        while self._pending and self._found is None and self._pending[0].is_finite.is_there:
+            self._read()
+        return bool(self._bad) or self._found is not None
+
+    def find(
+        self,
+        parameters: Sequence[torch.Tensor],
+        batch: CurrentBatch | None = None,
+        norm: torch.Tensor | None = None,
+    ) -> bool:
+        """True if the all-reduced gradients of `parameters` are not finite. The same on all ranks.
+
+        On an accelerator it always returns False and queues the check for `protect` and `find_pending`. `norm`: their
+        total norm, if it is known. `batch`: the last one of the update.
+        """
+        gradients = [gradient for one in parameters if (gradient := one.grad) is not None]
+        if not self._is_late:
+            return not (self._gradients.are_finite(gradients) if norm is None else math.isfinite(norm.item()))
+        if gradients:
+            is_finite = torch.isfinite(largest(gradients) if norm is None else norm.detach())
+            self._unprotected.append((frozenset(map(id, parameters)), is_finite))
+            self._pending.append(_Update.of(self._sender.send(is_finite), batch))
+        return False
+
+    def protect(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Set the gradients of `parameters` to zeros if `find` saw one that is not finite. On accelerators only.
+
+        Does not wait for the device. Finite gradients remain unchanged, bit for bit. A check of more parameters than
+        these also applies to the rest of them, in a later call: the norm of one clip may cover several optimizers.
+        """
+        ids = set(map(id, parameters))
+        flags = [flag for of, flag in self._unprotected if not of.isdisjoint(ids)]
+        self._unprotected = [(rest, flag) for of, flag in self._unprotected if (rest := of - ids)]
+        if not flags:
+            return
+        for one in parameters:  # elements may share memory in gradients that the user set
+            if one.grad is not None and not one.grad.is_sparse and 0 in one.grad.stride():
+                one.grad = one.grad.clone(memory_format=torch.contiguous_format)
+        zero_unless(flags, [one.grad for one in parameters if one.grad is not None])
+
+    def drop_unprotected(self) -> None:
+        """Forget which gradients `protect` has not seen: they are cleared or checked again before they are applied."""
+        self._unprotected.clear()
+
+    def find_pending(self) -> bool:
+        """True if gradients of an earlier `find` were not finite and have not been reported yet. Waits for the device.
+
+        The same on all ranks.
+        """
+        while self._pending and self._found is None:
+            self._read()
+        return self._found is not None
+
+    def _read(self) -> None:
+        update = self._pending.popleft()
+        if not update.is_finite.read():
+            self._found = update
+
+    def updated_with(self, batch: CurrentBatch | None) -> str:
+        """Return epoch, batch and this rank's samples of the update whose gradients are not finite; "" if unknown.
+
+        On the CPU, it is the update that ends with `batch`. For an update of several batches, the last one is named.
+        """
+        if self._is_late:
+            return "" if self._found is None else str(self._found)
+        place = _Place.of(batch)
+        if place is not None and batch is not None and batch.group_size > 1:
+            return f"the update of {batch.group_size} batches that ends with {place}"
+        return "" if place is None else str(place)
+
+    def find_own(self) -> str:
+        """Return where a gradient of this rank was not finite before the all-reduce; "" if none was or it is unknown.
+
+        Clears the recorded gradients.
+        """
+        place = None if self._found is None else self._found.place
+        where = self.taps.find(_is_finite, None if place is None else (place.epoch, place.index + 1))
+        self.taps.forget()
+        return "" if where is None else str(_Place(*where))
+
+    def say(self, models: Iterable[nn.Module]) -> str:
+        """Return this rank's report of values that are not finite; "" if all its losses were finite."""
+        seen = [(loss.item(), place, name) for loss, place, name in self._seen]
+        late = [_describe(*one) for one in seen if not math.isfinite(one[0])]
+        losses = [*self._bad, *late]
+        return "; ".join([*losses[:_NUM_NAMED], self.describe(models)]) if losses else ""
+
+    def describe(self, models: Iterable[nn.Module]) -> str:
+        """Return the names of weights and gradients that are not finite.
+
+        On an accelerator only of weights: `protect` has set the gradients to zeros.
+        """
+        return describe_parameters(models, with_gradients=not self._is_late)
+
+    def forget(self) -> None:
+        """Clear all records, after the report."""
+        self._bad.clear()
+        self._seen.clear()
+        self._pending.clear()
+        self._unprotected.clear()
+        self._found = None
+
+
+class Gradients:
+    """Checks gradients for NaN and infinity synchronously."""
+
+    def __init__(self) -> None:
+        self._one, self._found = torch.ones(1, device="cpu"), torch.zeros(1, device="cpu")
+        self._are_plain = True
+
+    def are_finite(self, gradients: list[torch.Tensor]) -> bool:
+        """True if every element is finite."""
+        if not gradients:
+            return True
+        if gradients[0].device.type != "cpu":
+            return math.isfinite(largest(gradients).item())
+        if self._are_plain:
+            try:
+                # The kernel of GradScaler checks all of them in one call; a scale of 1 leaves them unchanged.
+                torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._found, self._one)
+                if self._found.item():
+                    self._found.zero_()
+                    return False
+                return True
+            except RuntimeError:  # it does not support sparse and complex gradients, or elements that share memory
+                self._are_plain = False
+        return all(map(_is_finite, gradients))
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    values = tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor
+    return bool(torch.isfinite(values).all())
+
+
+def largest(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the largest absolute value, shape (): finite exactly if all of `gradients` are, in any dtype."""
+    filled = [plain for one in gradients if (plain := _plain(one)).numel()]
+    return torch.nn.utils.get_total_norm(filled, math.inf) if filled else gradients[0].new_zeros(())
+
+
+@torch.no_grad()
+def zero_unless(flags: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+    """Set all of `gradients` to zeros, in place, unless all `flags` (bool, shape ()) are True.
+
+    Does not wait for a device. Multiplies their bits as integers of the same width: times 1 changes nothing, and times
+    0 turns NaN into 0.
+    """
+    is_finite = flags[0]
+    for flag in flags[1:]:
+        is_finite = is_finite & flag.to(is_finite.device, non_blocking=True)
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for gradient in map(_plain, gradients):
+        kind = _INTEGERS[gradient.element_size()]
+        groups.setdefault((gradient.device, kind), []).append(gradient.view(kind))
+    for (device, kind), bits in groups.items():
+        torch._foreach_mul_(bits, is_finite.to(device=device, dtype=kind, non_blocking=True))
+
+
+def _plain(gradient: torch.Tensor) -> torch.Tensor:
+    """Return the real values of `gradient` as a view that shares its memory."""
+    if gradient.layout is torch.sparse_coo:
+        gradient = gradient._values()
+    return torch.view_as_real(gradient) if gradient.is_complex() else gradient
+
+
+def _describe(value: float, place: _Place | None, name: str) -> str:
+    return f"the loss{f' {name!r}' if name else ''} is {value}" + ("" if place is None else f" in {place}")
+
+
+def describe_parameters(models: Iterable[nn.Module], *, with_gradients: bool = True) -> str:
+    """Return the names of weights and gradients that are not finite, at most eight of each."""
+    named = [(name, p) for model in models for name, p in unwrap(model).named_parameters()]
+    weights = [name for name, p in named if not _is_finite(p)]
+    said = f"weights that are not finite: {_names(weights) or 'none'}"
+    if not with_gradients:
+        return said
+    gradients = [name for name, p in named if p.grad is not None and not _is_finite(p.grad)]
+    return f"{said}; gradients: {_names(gradients) or 'none'}"
+
+
+def _names(names: list[str]) -> str:
+    more = "" if len(names) <= _NUM_NAMED else f" and {len(names) - _NUM_NAMED} more"
+    return ", ".join(names[:_NUM_NAMED]) + more
+
+
+def raise_nonfinite(
+    group: GroupLike, watch: FiniteWatch, models: Iterable[nn.Module], batch: CurrentBatch | None
+) -> NoReturn:
+    """Raise NonFiniteError on every rank, with the reports of all ranks. Collective: call it once all ranks know.
+
+    `batch`: the current batch of the ranks.
+    """
+    models = list(models)
+    watch.find_pending()  # this rank may know less than the rank that reported it
+    mine = watch.updated_with(batch), watch.say(models), watch.find_own()
+    described = watch.describe(models)
+    watch.forget()
+    said = group.all_gather_object(mine) if group.world_size > 1 else [mine]
+    by_rank = [(rank, text) for rank, (_, text, _) in enumerate(said) if text]
+    if by_rank:
+        raise NonFiniteError(
+            "computing the loss",
+            found="; ".join(f"on rank {rank} {text}" for rank, text in by_rank),
+            fix="Look at those samples first. Weights that are not finite point to an earlier step: a smaller learning "
+            "rate, or clip_grad_norm_(); finite weights point to data or loss. "
+            "With check_finite=False, Loop and fit continue.",
+            rank=by_rank[0][0],
+        )
+    fp16 = (
+        'They cross as fp16, which ends at 65,504: comm="bf16" does not. ' if any(map(crosses_as_fp16, models)) else ""
+    )
+    own = {rank: f"rank {rank}, in {place}" for rank, (_, _, place) in enumerate(said) if place}
+    places = "; ".join(f"rank {rank} in {place}" for rank, (place, _, _) in enumerate(said) if place)
+    found = f"on {'; on '.join(own.values())}, they are not finite" if own else "their sum over ranks is not finite"
+    raise NonFiniteError(
+        "computing gradients",
+        found=f"{found}, though every rank's loss was finite; {'' if own else places + '; ' * bool(places)}{described}",
+        fix=f"{fp16}Look at those samples, and for a square root, a logarithm or a division by zero in the loss or the "
+        "model; torch.autograd.set_detect_anomaly(True) finds the line. With check_finite=False, Loop and fit "
+        "continue.",
+        rank=next(iter(own), group.rank),
+    )

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Evaluates metrics over a whole dataset: each sample once, on the unwrapped model, at any world_size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddpilot.data.devices import to_device
+from ddpilot.errors import LoopError
+from ddpilot.group.accelerator import fork_rng
+from ddpilot.group.protocol import GroupLike
+from ddpilot.training.batches import CurrentBatch, Loader, iterate_groups
+from ddpilot.training.evaluation.forwarding import forward_batch, predict_batch
+from ddpilot.training.evaluation.metrics import divides_range, is_collection, make_meters, naming_metric
+from ddpilot.training.models.ddp import sync_buffers, unwrap
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module, group: GroupLike) -> Iterator[nn.Module]:
+    """Yield the unwrapped model with rank 0's buffers, in `eval()` mode and without gradients. Collective.
+
+    Afterwards the mode of every layer, including layers that the user put into `eval()`, and torch's random state are
+    restored: a model that draws random numbers in `eval()` does not change the training that follows.
+    """
+    inner = unwrap(model)
+    sync_buffers(inner, group)
+    with fork_rng([group.device]), eval_mode(inner), torch.no_grad():
+        yield inner
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Run the block with `model.eval()`, then restore the mode of each layer."""
+    modes = [(layer, layer.training) for layer in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for layer, was_training in modes:
+            layer.training = was_training
+
+
+def evaluate(
+    model: nn.Module,
+    loader: Loader,
+    metrics: Any,
+    group: GroupLike,
+    forward: Callable[[nn.Module, Any], tuple[Any, ...]] | None = None,
+) -> dict[str, Any]:
+    """Return the value of each metric over all samples of `loader`; see `Loop.evaluate`. Collective."""
+    if not isinstance(metrics, Mapping) and not is_collection(metrics):
+        raise LoopError(
+            "evaluating",
+            found=f"`metrics` is a {type(metrics).__name__}",
+            fix='Give a dict: {"accuracy": metric}.',
+            rank=group.rank,
+        )
+    meters = make_meters(metrics, group.device)
+    asks = group.world_size > 1 and any(meter.asks_for_range for meter in meters.values())
+    with evaluation_mode(model, group) as inner:
+        for batch in iterate_groups(loader, group, epoch=0):
+            arguments = None
+            if batch.count:
+                arguments = (forward or forward_batch)(inner, to_device(batch.data, group.device))
+            is_divided = asks and divides_range(arguments, group)
+            for name, meter in meters.items():
+                with naming_metric(name, batch.index, group.rank):
+                    if arguments is not None:
+                        meter.update(arguments, batch.count)
+                    meter.end_batch(group, is_divided)
+    return {name: meter.compute(group) for name, meter in meters.items()}
+
+
+def local_outputs(
+    model: nn.Module,
+    loader: Loader,
+    group: GroupLike,
+    forward: Callable[[nn.Module, Any], Any] | None = None,
+) -> Iterator[tuple[CurrentBatch, Any]]:
+    """Yield this rank's part of every global batch with the model's output; the output is None if the part is empty."""
+    for batch in iterate_groups(loader, group, epoch=0):
+        output = (forward or predict_batch)(model, to_device(batch.data, group.device)) if batch.count else None
+        yield batch, output

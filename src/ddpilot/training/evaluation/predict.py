@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gathers the predictions of all ranks in dataset order, in memory or written batch by batch to a directory."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddpilot.errors import LoopError
+from ddpilot.group.process_group import Group
+from ddpilot.group.protocol import GroupLike
+from ddpilot.training.batches import Loader
+from ddpilot.training.evaluation.evaluate import evaluation_mode, local_outputs
+from ddpilot.training.nested import check_rows, join_named_rows, take_rows, to_host
+
+_DID = "predicting"
+
+
+class _Sink(Protocol):
+    def add(self, output: Any, sample_ids: list[int]) -> None: ...
+    def finish(self) -> Any: ...
+    def discard(self) -> None: ...
+
+
+def predict(
+    model: nn.Module,
+    loader: Loader,
+    group: GroupLike,
+    *,
+    to: str | os.PathLike[str] | None = None,
+    on_all_ranks: bool = False,
+    forward: Callable[[nn.Module, Any], Any] | None = None,
+) -> Any:
+    """Implement `Loop.predict`. Collective. An I/O error on rank 0 is raised on all ranks, at the end."""
+    sink: _Sink | None = None
+    failure: Exception | None = None
+    if group.is_rank_zero or (on_all_ranks and to is None):
+        sink, failure = _open(to, group.rank)
+    with evaluation_mode(model, group) as inner:
+        for batch, output in local_outputs(inner, loader, group, forward):
+            if batch.count:
+                check_rows(output, batch.count, f"{_DID} batch {batch.index}")
+            piece = (to_host(output), batch.sample_ids.tolist()) if batch.count else None
+            given = _exchange(piece, group, on_all_ranks and to is None)
+            pieces = {f"rank {rank}": part for rank, part in enumerate(given) if part is not None}
+            if sink is None or not pieces:
+                continue
+            rows, ids = zip(*pieces.values(), strict=True)
+            joined = join_named_rows(rows, list(pieces), f"{_DID} batch {batch.index}", group.rank)
+            try:
+                sink.add(joined, [number for some in ids for number in some])
+            except (OSError, LoopError) as error:  # the other ranks continue, and so must this rank
+                sink.discard()
+                sink, failure = None, error
+    return _finish(sink, failure, group, to)
+
+
+def _open(to: str | os.PathLike[str] | None, rank: int) -> tuple[_Sink | None, Exception | None]:
+    if to is None:
+        return _InMemory(rank), None
+    try:
+        return _InFolder(Path(to)), None
+    except (OSError, LoopError) as error:
+        return None, error
+
+
+def _exchange(piece: Any, group: GroupLike, on_all_ranks: bool) -> list[Any]:
+    if group.world_size == 1:
+        return [piece]
+    if on_all_ranks or not isinstance(group, Group):
+        return group.all_gather_object(piece)
+    pieces: list[Any] | None = [None] * group.world_size if group.is_rank_zero else None
+    dist.gather_object(piece, pieces, dst=0, group=group.process_group)
+    return pieces or []
+
+
+def _finish(sink: _Sink | None, failure: Exception | None, group: GroupLike, to: Any) -> Any:
+    value = None
+    if sink is not None and failure is None:
+        try:
+            value = sink.finish()
+        except OSError as error:
+            sink.discard()
+            failure = error
+    if to is None:
+        if failure is not None:
+            raise failure
+        return value
+    told = None if failure is None else _tell(failure)
+    told = group.broadcast_object(told) if group.world_size > 1 else told
+    if told is not None:
+        raise LoopError(f"{_DID} into {Path(to)}", found=told[0], fix=told[1], rank=0) from failure
+    return Path(to)
+
+
+def _tell(failure: Exception) -> tuple[str, str]:
+    """Return what was found and the fix, for the error on all ranks."""
+    if isinstance(failure, LoopError):
+        return failure.found, failure.fix
+    fix = "Give a folder that does not exist yet, where rank 0 can write and where there is room."
+    return f"{type(failure).__name__}: {failure}", fix
+
+
+class _InMemory:
+    """Keeps all outputs in memory."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._outputs: list[Any] = []
+        self._sample_ids: list[int] = []
+
+    def add(self, output: Any, sample_ids: list[int]) -> None:
+        self._outputs.append(output)
+        self._sample_ids += sample_ids
+
+    def finish(self) -> Any:
+        """Return all rows in dataset order; None if there were no samples."""
+        if not self._outputs:
+            return None
+        names = [f"batch {number}" for number in range(len(self._outputs))]
+        joined = join_named_rows(self._outputs, names, _DID, self._rank)
+        rows = sorted(range(len(self._sample_ids)), key=self._sample_ids.__getitem__)
+        return joined if rows == list(range(len(rows))) else take_rows(joined, rows)
+
+    def discard(self) -> None:
+        """Drop all outputs."""
+        self._outputs, self._sample_ids = [], []
+
+
+class _InFolder:
+    """Writes each global batch to a file; the directory is renamed to its final name when it is complete."""
+
+    def __init__(self, folder: Path) -> None:
+        if folder.exists():
+            raise LoopError(_DID, found=f"{folder} is there already", fix="Remove it or choose another name.")
+        self._folder = folder
+        self._unfinished = folder.with_name(f".{folder.name}.unfinished-{os.getpid()}")
+        self._unfinished.mkdir(parents=True)
+        self._last_id = -1
+        self._sizes: list[int] = []
+
+    def add(self, output: Any, sample_ids: list[int]) -> None:
+        if any(number <= before for before, number in pairwise([self._last_id, *sample_ids])):
+            raise LoopError(
+                f"{_DID} into a folder",
+                found="samples that are not in the order of the dataset, and what is streamed stays as it comes",
+                fix="Use a loader with shuffle=False and without weights.",
+            )
+        data = io.BytesIO()
+        torch.save({"output": output, "sample_ids": sample_ids}, data)
+        # Not written by torch.save, whose error for a full disk only names an unexpected file position.
+        (self._unfinished / _part(len(self._sizes))).write_bytes(data.getbuffer())
+        self._last_id = sample_ids[-1]
+        self._sizes.append(len(sample_ids))
+
+    def finish(self) -> Path:
+        """Rename the directory to its final name and return its path."""
+        (self._unfinished / "sizes.json").write_text(json.dumps(self._sizes))
+        self._unfinished.rename(self._folder)
+        return self._folder
+
+    def discard(self) -> None:
+        """Remove the unfinished directory."""
+        shutil.rmtree(self._unfinished, ignore_errors=True)
+
+
+def read_predictions(folder: str | os.PathLike[str]) -> Iterator[Any]:
+    """Yield the outputs written by `Loop.predict(..., to=folder)`, one global batch at a time, in order.
+
+    Tensors keep their dtypes. Only plain Python objects load (`torch.load` with `weights_only=True`).
+    """
+    sizes = json.loads((Path(folder) / "sizes.json").read_text())
+    for number in range(len(sizes)):
+        yield cast(dict[str, Any], torch.load(Path(folder) / _part(number), weights_only=True))["output"]
+
+
+def _part(number: int) -> str:
+    return f"batch-{number:08d}.pt"

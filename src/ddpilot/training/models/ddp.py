@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wraps models in DistributedDataParallel on their device, and unwraps them."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
+
+from ddpilot.errors import LoopError
+from ddpilot.group.accelerator import is_divided, move
+from ddpilot.group.process_group import Group
+from ddpilot.group.protocol import GroupLike
+from ddpilot.training.models.comm_hooks import check_compressible, compress, is_fp16
+from ddpilot.training.models.ddp_options import HAS_FORWARD_SYNC, Choice, DdpOptions, resolve
+from ddpilot.training.models.inside import PreparedDDP
+
+
+def wrap(model: nn.Module, group: GroupLike, options: DdpOptions | None = None) -> tuple[nn.Module, tuple[Choice, ...]]:
+    """Move `model` to the group's device and wrap it in DDP; return it with the options chosen.
+
+    Not wrapped with one rank, or if no parameter requires a gradient. A model on several devices stays there.
+    Collective with several ranks. Raises LoopError for a model that is already in DDP, and for options that it does not
+    support.
+    """
+    options = options or DdpOptions()
+    if isinstance(model, DistributedDataParallel):
+        raise LoopError(
+            "preparing a model",
+            found="it is a DistributedDataParallel already",
+            fix="Pass the model itself: prepare() wraps it.",
+            rank=group.rank,
+        )
+    if options.comm is not None:
+        check_compressible(model, options.comm, group.rank)
+    if options.sync_batch_norm:
+        model = _with_synced_batch_norm(model, group)
+    if not is_divided(model, group.device):
+        move(model, group.device)
+    trains = any(parameter.requires_grad for parameter in model.parameters())
+    if group.world_size == 1 or not trains or not isinstance(group, Group):
+        return model, ()
+    arguments, choices = resolve(options, model, group, os.environ)
+    wrapped = PreparedDDP(model, **arguments)
+    if options.comm is not None:
+        compress(wrapped, options.comm)
+    if not HAS_FORWARD_SYNC:  # without it, older versions of torch do not sync buffers at construction
+        sync_buffers(model, group)
+    return wrapped, tuple(choices)
+
+
+def prepare_optimizer(optimizer: Optimizer, group: GroupLike, shard: str | None = None) -> Optimizer:
+    """Return `optimizer`, sharded if `shard` is "optimizer". Raises LoopError for other values of `shard`."""
+    if shard is None:
+        return optimizer
+    if shard != "optimizer":
+        raise LoopError(
+            "preparing an optimizer",
+            found=f"`shard` is {shard!r}",
+            fix='Use shard="optimizer", which divides the state of the optimizers among ranks, or None.',
+            rank=group.rank,
+        )
+    from ddpilot.training.models.zero import shard_optimizer
+
+    return shard_optimizer(optimizer, group)
+
+
+def _with_synced_batch_norm(model: nn.Module, group: GroupLike) -> nn.Module:
+    if group.device.type == "cpu":
+        raise LoopError(
+            "preparing a model with `sync_batch_norm=True`",
+            found="torch's SyncBatchNorm runs on GPUs only, and this rank's device is the CPU",
+            fix="Use GroupNorm or LayerNorm, which need no statistics of a batch, or leave it out on the CPU.",
+            rank=group.rank,
+        )
+    return nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def find_ddp(model: nn.Module) -> DistributedDataParallel | None:
+    """Return the DDP model that `model` is or that `torch.compile` wraps; None if there is none."""
+    inner = getattr(model, "_orig_mod", model)
+    return inner if isinstance(inner, DistributedDataParallel) else None
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the model inside DDP, `torch.compile(ddp)` or `AveragedModel(ddp)`; else `model` itself. Not collective.
+
+    It has the same weights and runs no collectives. Use it for a forward pass whose gradients are not to be
+    all-reduced, for methods other than `forward`, and to change the model before it is prepared again.
+    """
+    if isinstance(model, DistributedDataParallel):
+        return unwrap(model.module)
+    inner = getattr(model, "_orig_mod", None) or (model.module if isinstance(model, AveragedModel) else None)
+    return unwrap(inner) if isinstance(inner, DistributedDataParallel) else model
+
+
+def class_name(model: nn.Module) -> str:
+    """Return the class name of the user's model, inside DDP and `torch.compile`."""
+    inner = unwrap(model)
+    return type(getattr(inner, "_orig_mod", inner)).__name__
+
+
+def crosses_as_fp16(model: nn.Module) -> bool:
+    """True if `model` was prepared with `comm="fp16"`, in which a gradient above 65,504 becomes infinite."""
+    ddp = find_ddp(model)
+    return ddp is not None and is_fp16(ddp)
+
+
+def sync_buffers(model: nn.Module, group: GroupLike, src: int = 0) -> None:
+    """Broadcast all buffers of `model` from rank `src`, in one broadcast. Collective.
+
+    Buffers may be on any device: they are copied from and to the group's device as bytes.
+    """
+    buffers = [buffer for buffer in unwrap(model).buffers() if buffer.numel()]
+    if group.world_size == 1 or not buffers:
+        return
+    device = group.device
+    flat = torch.cat([one.detach().to(device).reshape(-1).contiguous().view(torch.uint8) for one in buffers])
+    group.broadcast(flat, src)
+    sizes = [buffer.numel() * buffer.element_size() for buffer in buffers]
+    with torch.no_grad():
+        for buffer, part in zip(buffers, torch.split(flat, sizes), strict=True):
+            # A part may be misaligned for its dtype.
+            buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))

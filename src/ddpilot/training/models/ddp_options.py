@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of DistributedDataParallel: those that `prepare` takes, their defaults, and the reason for each value."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, NamedTuple
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpilot.errors import LoopError
+from ddpilot.group.accelerator import device_ids, is_divided
+from ddpilot.group.process_group import Group
+from ddpilot.training.options import suggest
+
+_KNOWN = inspect.signature(DistributedDataParallel.__init__).parameters
+_TAKEN = ("self", "module", "process_group", "device_mesh", "broadcast_buffers")
+HAS_FORWARD_SYNC = "forward_sync_buffers" in _KNOWN
+"""Older versions of torch call it `broadcast_buffers`; with False they do not sync buffers at construction either."""
+
+FIND_UNUSED_VARIABLE = "DDP_FIND_UNUSED_PARAMETERS"
+_SWITCHES = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False, "": False}
+
+
+class Choice(NamedTuple):
+    """An option's name in `prepare`, its value, and the reason for the value."""
+
+    option: str
+    value: str
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class DdpOptions:
+    """The options that the user passed; None or left out: chosen by `resolve`.
+
+    Raises LoopError for arguments that DDP does not have and for an unknown `comm`.
+    """
+
+    find_unused_parameters: bool | None = None
+    """None: the value of the variable DDP_FIND_UNUSED_PARAMETERS (1 or 0), False if it is not set."""
+    static_graph: bool = False
+    """True if every update of the training uses the same parameters in the same way."""
+    bucket_cap_mb: float | None = None
+    """Bucket size in MiB; None: DDP's 25, after a first bucket of 1."""
+    gradient_as_bucket_view: bool = True
+    """True if gradients are views into the buckets."""
+    forward_sync_buffers: bool = False
+    """True if rank 0 broadcasts its buffers in the first forward pass after each update, which is DDP's default."""
+    comm: Literal["bf16", "fp16"] | None = None
+    """The dtype in which gradients are all-reduced; None: their own dtype."""
+    sync_batch_norm: bool = False
+    """True if BatchNorm computes its statistics over all ranks; on GPUs only."""
+    more: Mapping[str, Any] = field(default_factory=dict)
+    """Further keyword arguments, passed to DistributedDataParallel unchanged."""
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.more if name not in _KNOWN or name in _TAKEN]
+        if unknown:
+            own = [one.name for one in fields(self) if one.name != "more"]
+            others = [*own, "shard", *(name for name in _KNOWN if name not in (*_TAKEN, *own))]
+            hint = "`broadcast_buffers` is `forward_sync_buffers` here."
+            raise LoopError(
+                "preparing a model",
+                found=f"no option {', '.join(f'`{name}`' for name in unknown)}",
+                fix=hint if "broadcast_buffers" in unknown else suggest(unknown[0], others),
+            )
+        if self.comm not in (None, "bf16", "fp16"):
+            raise LoopError("preparing a model", found=f"`comm` is {self.comm!r}", fix="Use 'bf16', 'fp16' or None.")
+
+
+def resolve(
+    options: DdpOptions, model: nn.Module, group: Group, environ: Mapping[str, str]
+) -> tuple[dict[str, Any], list[Choice]]:
+    """Return the arguments of DistributedDataParallel and the reason for each of them.
+
+    Raises LoopError for an invalid value of the variable DDP_FIND_UNUSED_PARAMETERS.
+    """
+    finds_unused, origin = find_unused(options, environ)
+    divided = is_divided(model, group.device)
+    arguments: dict[str, Any] = {
+        "process_group": group.process_group,
+        "device_ids": device_ids(model, group.device),
+        "forward_sync_buffers" if HAS_FORWARD_SYNC else "broadcast_buffers": options.forward_sync_buffers,
+        "find_unused_parameters": finds_unused,
+        "static_graph": options.static_graph,
+        "gradient_as_bucket_view": options.gradient_as_bucket_view,
+        "bucket_cap_mb": options.bucket_cap_mb,
+        **options.more,
+    }
+    choices = [
+        Choice(
+            "device_ids",
+            str(arguments["device_ids"]),
+            _WHY_DIVIDED if divided else f"this rank's device is {group.device}",
+        ),
+        Choice("forward_sync_buffers", str(options.forward_sync_buffers), _WHY_BUFFERS[options.forward_sync_buffers]),
+        Choice("find_unused_parameters", str(finds_unused), origin + _WHY_UNUSED[finds_unused]),
+        Choice("static_graph", str(options.static_graph), _WHY_STATIC[options.static_graph]),
+        Choice(
+            "gradient_as_bucket_view",
+            str(options.gradient_as_bucket_view),
+            _WHY_VIEWS[options.gradient_as_bucket_view],
+        ),
+        Choice("bucket_cap_mb", str(options.bucket_cap_mb or 25), _why_bucket(options.bucket_cap_mb)),
+        Choice("comm", str(options.comm), _WHY_COMM[options.comm]),
+    ]
+    choices += [Choice("sync_batch_norm", "True", "asked for")] if options.sync_batch_norm else []
+    return arguments, choices + [Choice(name, str(value), "asked for") for name, value in options.more.items()]
+
+
+def find_unused(options: DdpOptions, environ: Mapping[str, str]) -> tuple[bool, str]:
+    """Return `find_unused_parameters` and a prefix for its reason, which names the variable if it set the value.
+
+    Raises LoopError for an invalid value of the variable DDP_FIND_UNUSED_PARAMETERS.
+    """
+    if options.find_unused_parameters is not None:
+        return options.find_unused_parameters, ""
+    said = environ.get(FIND_UNUSED_VARIABLE)
+    if said is None:
+        return False, ""
+    if said.strip().lower() not in _SWITCHES:
+        raise LoopError(
+            "preparing a model",
+            found=f"the variable {FIND_UNUSED_VARIABLE} is {said!r}",
+            fix="Set it to 1 or 0, or pass find_unused_parameters= to prepare().",
+        )
+    return _SWITCHES[said.strip().lower()], f"{FIND_UNUSED_VARIABLE}={said} says so; "
+
+
+def _why_bucket(asked: float | None) -> str:
+    return "DDP's own, after a first bucket of 1" if asked is None else "asked for"
+
+
+_WHY_DIVIDED = "the model is on several devices, and stays there"
+_WHY_BUFFERS = {
+    False: "no collective in a forward, so no rank that runs one more can wait there; buffers are made equal here, "
+    "before an evaluation and before a save",
+    True: "asked for; every rank has to run the same number of forwards, also to look at something",
+}
+_WHY_UNUSED = {
+    False: "no search through the graph in each forward; a parameter that an update leaves out is named in an error",
+    True: "a search through the graph in each forward, and buckets in the order of definition",
+}
+_WHY_STATIC = {
+    False: "a branch may be taken late, or on one rank only: nothing that has been seen so far rules that out",
+    True: "asked for; an update that uses other parameters than the first one is an error",
+}
+_WHY_VIEWS = {
+    True: "gradients lie in the buckets: no second copy of them in memory, and none to make",
+    False: "asked for; gradients are copied into the buckets and back",
+}
+_WHY_COMM = {
+    None: "gradients cross as they are, so that the numbers are those of one process",
+    "bf16": "half of fp32's bytes, with its range and 8 bits of precision",
+    "fp16": "half of fp32's bytes, with 11 bits of precision; above 65,504 on any rank a gradient becomes infinite",
+}

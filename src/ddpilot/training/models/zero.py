@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ZeRO-1: each rank keeps the optimizer state of its share of the parameters, updates them and broadcasts them.
+
+Imported only for `shard="optimizer"`: torch's module is slow to import and emits a DeprecationWarning.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch.optim import LBFGS, Optimizer
+
+from ddpilot.errors import LoopError
+from ddpilot.group.process_group import Group
+from ddpilot.group.protocol import GroupLike
+from ddpilot.training.models.optimizers import check_groups
+
+with warnings.catch_warnings():  # torch's own use of `torch.jit.script`
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+_DID = 'preparing an optimizer with `shard="optimizer"`'
+
+
+def shard_optimizer(optimizer: Optimizer, group: GroupLike) -> Optimizer:
+    """Return an optimizer equivalent to `optimizer`, with its state sharded over ranks.
+
+    Returns `optimizer` itself with one rank. Every rank must call it with the same parameters in the same order. Raises
+    LoopError for optimizers that cannot be sharded.
+    """
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        raise _refuse("it is sharded already", "Pass the optimizer itself: prepare() shards it.", group)
+    if isinstance(optimizer, LBFGS):
+        found = "LBFGS, which looks at all parameters together, so a share of them would be updated differently"
+        raise _refuse(found, "Use an optimizer that updates each parameter by itself, such as AdamW or SGD.", group)
+    types = sorted({str(p.dtype) for one in optimizer.param_groups for p in one["params"]})
+    if len(types) > 1:
+        found = f"parameters of {' and '.join(types)}, and torch's ZeroRedundancyOptimizer takes one dtype"
+        raise _refuse(found, "Make an optimizer for each dtype, and pass both to prepare().", group)
+    return optimizer if group.world_size == 1 or not isinstance(group, Group) else ShardedOptimizer(optimizer, group)
+
+
+class ShardedOptimizer(ZeroRedundancyOptimizer):
+    """An optimizer with the class, options, groups and state of `original`, sharded over ranks. `step` is collective.
+
+    Schedulers of either work: the parameter groups are the same objects. Using `original` itself then raises LoopError.
+    """
+
+    def __init__(self, original: Optimizer, group: Group) -> None:
+        self._original = original
+        self._group = group
+        make: Any = self._make_local  # torch expects a class, and calls it with this rank's groups
+        super().__init__(original.param_groups, make, process_group=group.process_group, **original.defaults)
+        original.param_groups = self.param_groups
+        original.state.clear()
+        refuse = _make_refusal(group)
+        original.__dict__.update(dict.fromkeys(("step", "add_param_group", "state_dict", "load_state_dict"), refuse))
+
+    def _make_local(self, groups: list[dict[str, Any]], **_: Any) -> Optimizer:
+        # A copy instead of a new optimizer: constructors may take other arguments than `defaults` has.
+        local: Optimizer = object.__new__(type(self._original))
+        local.__dict__.update(self._original.__dict__)
+        local.__dict__.pop("step", None)  # set if a scheduler counts the original's steps
+        local.param_groups = groups
+        local.state = defaultdict(dict)
+        for parameter in (parameter for group in groups for parameter in group["params"]):
+            if parameter in self._original.state:
+                local.state[parameter] = self._original.state[parameter]
+        return local
+
+    def step(self, closure: Any = None, **options: Any) -> Any:
+        """Update this rank's share, then exchange updated parameters. Collective; a `closure` runs on all ranks."""
+        self._original.__dict__["_opt_called"] = True  # a scheduler of the original checks whether it stepped
+        return super().step(closure, **options)
+
+    def state_dict(self) -> NoReturn:
+        """Raise LoopError: the state is spread over all ranks."""
+        raise LoopError(
+            "reading the state of a sharded optimizer",
+            found=f"rank {self._group.rank} has the state of its own parameters only",
+            fix="Call ddpilot.training.models.optimizers.full_state(optimizer) on every rank: rank 0 gets all of it.",
+            rank=self._group.rank,
+        )
+
+    def gather_state(self) -> dict[str, Any]:
+        """Return the unsharded `state_dict()`, complete on rank 0, without state on the other ranks. Collective."""
+        state: dict[int, dict[str, Any]] = {}
+        outlines = self._group.all_gather_object({n: _outline(s) for n, s in self._local_state().items()})
+        for owner, outline in enumerate(outlines):
+            own = self._local_state() if owner == self._group.rank else {}
+            for number, values in outline.items():
+                tensors = own.get(number, {})
+                found = {name: self._fetch(value, tensors.get(name), owner) for name, value in values.items()}
+                if self._group.is_rank_zero:
+                    state[number] = found
+        return {"state": dict(sorted(state.items())), "param_groups": self._numbered_groups()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load this rank's share of a full state, from `full_state` or an optimizer that is not sharded."""
+        check_groups(self, state_dict)
+        saved = [number for group in state_dict["param_groups"] for number in group["params"]]
+        number_of = {parameter: saved[place] for parameter, place in self._places().items()}
+        groups = []
+        for theirs, mine in zip(state_dict["param_groups"], self.optim.param_groups, strict=True):
+            groups.append({**theirs, "params": [number_of[parameter] for parameter in mine["params"]]})
+        kept = {number for group in groups for number in group["params"]}
+        state = {number: value for number, value in state_dict["state"].items() if number in kept}
+        self.optim.load_state_dict({"state": state, "param_groups": groups})
+        for theirs, mine in zip(state_dict["param_groups"], self.param_groups, strict=True):
+            options = {name: value for name, value in theirs.items() if name not in ("params", "param_names")}
+            mine.update(copy.deepcopy(options))
+
+    def _local_state(self) -> dict[int, dict[str, Any]]:
+        places = self._places()
+        return {places[parameter]: values for parameter, values in self.optim.state.items()}
+
+    def _places(self) -> dict[torch.Tensor, int]:
+        """Return the index in a state dict of every parameter, of all ranks."""
+        parameters = (parameter for group in self.param_groups for parameter in group["params"])
+        return {parameter: place for place, parameter in enumerate(parameters)}
+
+    def _fetch(self, outline: Any, own: torch.Tensor | None, owner: int) -> Any:
+        """Return the value itself, if it is not a tensor to fetch, or the tensor of rank `owner`.
+
+        Collective for a tensor.
+        """
+        if not isinstance(outline, _Shape):
+            return outline
+        shape, dtype = outline
+        if own is not None:
+            self._group.broadcast(_as_bytes(own.to(self._group.device)), owner)
+            return own
+        received = torch.empty(shape, dtype=dtype, device=self._group.device)
+        self._group.broadcast(_as_bytes(received), owner)
+        return received.cpu() if self._group.is_rank_zero else None
+
+    def _numbered_groups(self) -> list[dict[str, Any]]:
+        groups, count = [], 0
+        for group in self.param_groups:
+            size = len(group["params"])
+            options = {name: value for name, value in group.items() if name != "params"}
+            groups.append({**options, "params": list(range(count, count + size))})
+            count += size
+        return groups
+
+
+class _Shape(tuple[Any, ...]):
+    """Shape and dtype of a tensor to be received."""
+
+
+def _outline(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _outlined(value) for name, value in values.items()}
+
+
+def _outlined(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return _Shape((tuple(value.shape), value.dtype)) if value.ndim else value.detach().cpu().clone()
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _make_refusal(group: Group) -> Callable[..., NoReturn]:
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise LoopError(
+            "using an optimizer",
+            found='it was given to prepare(..., shard="optimizer"), and its state is in the one that was returned',
+            fix="Write model, optimizer = loop.prepare(model, optimizer, ...), and use that one.",
+            rank=group.rank,
+        )
+
+    refuse.__dict__["_wrapped_by_lr_sched"] = True  # otherwise a scheduler warns that `step` was replaced
+    return refuse
+
+
+def _refuse(found: str, fix: str, group: GroupLike) -> LoopError:
+    return LoopError(_DID, found=found, fix=fix, rank=group.rank)

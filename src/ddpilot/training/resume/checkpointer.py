@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Keeper`: saves a loop's state when it is due, resumes from it, and exits so that a scheduler can requeue the job."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, NoReturn
+
+from ddpilot.checkpoint.choosing import parse_best
+from ddpilot.checkpoint.collective import RNG, JointCheckpoints, on_all_ranks
+from ddpilot.checkpoint.directory import CheckpointDir
+from ddpilot.checkpoint.format import Checkpoint
+from ddpilot.checkpoint.host_copy import can_hold, measure
+from ddpilot.checkpoint.telling import tell_stderr
+from ddpilot.errors import CorruptCheckpointError, LoopError
+from ddpilot.group.protocol import GroupLike
+from ddpilot.launching.rank_environment import EXIT_REQUEUE
+from ddpilot.training.checkpoint_options import KeepOptions
+from ddpilot.training.coordination.stop import Decider
+from ddpilot.training.resume.position import Place
+from ddpilot.training.resume.sentences import (
+    LEFT_BY_BREAK,
+    SAVED_BEFORE,
+    STREAM_NOT_SAVED,
+    say_finished,
+    say_left,
+    say_no_metric,
+    say_nothing_left,
+    say_resumed,
+    say_saved,
+)
+from ddpilot.training.resume.tracked_state import Things, Weights
+
+_FACTS = "passes"
+_STREAM = "stream"
+_REQUEUE = ("SIGTERM", "SIGUSR1")
+
+
+class Keeper:
+    """The checkpoints of a loop. Creating one is collective if there are `options`; without them it does nothing.
+
+    `check`: called on all ranks before each save; raises if the weights must not be saved. Raises LoopError for invalid
+    options, and CheckpointError on all ranks if the directory is not writable.
+    """
+
+    def __init__(
+        self,
+        group: GroupLike,
+        things: Things,
+        place: Place,
+        decider: Decider,
+        check: Callable[[], None],
+        options: KeepOptions | None,
+    ) -> None:
+        self._group = group
+        self._check = check
+        self._things = things
+        self._place = place
+        self._decider = decider
+        self._options = options
+        self._joint: JointCheckpoints | None = None
+        self._has_begun = self._is_measured = self._is_stream_missed = False
+        self.is_in_epochs = False
+        """True while `Loop.epochs` counts the epochs."""
+        self._is_asked = self._is_unsaid = self._is_metric_missed = False
+        self._resumed = ""
+        self._best = parse_best(None if options is None else options.best)
+        self._metrics: dict[str, float] = {}
+        self._num_updates = self._num_updates_saved = 0
+        self._saved_s = time.monotonic()
+        self.first_update = 0
+        """Number of updates made before; checkpoints with at most this many are not resumed."""
+        self.held_up_s = 0.0
+        """Total seconds that training has waited for checkpoints."""
+        if options is not None:
+            self._joint = JointCheckpoints(
+                group, CheckpointDir(options.checkpoint_dir, keep=options.keep, best=options.best)
+            )
+            self._joint.check_writable()
+
+    def begin(self) -> None:
+        """Resume from the latest checkpoint or start over, before the first epoch. Collective at the first call.
+
+        Raises CheckpointError, on all ranks alike, if an object cannot be saved, before training starts.
+        """
+        if self._joint is None or self._options is None:
+            return
+        if not self._has_begun and self._options.resume:
+            self.resume()
+        elif not self._has_begun and (aside := self._joint.set_aside()) is not None:
+            self._tell(f"starts from scratch; the checkpoints that were in {self._joint.folder.path} are in {aside}")
+        self._has_begun = True
+        if not self._is_measured:
+            self._measure()
+
+    def resume(self, *, other_data: bool = False) -> bool:
+        """Implement `Loop.resume`. Collective."""
+        joint = self._require("resuming")
+        if self._place.num_updates != self.first_update or self._has_begun:
+            raise self._refuse("resuming", "training has begun already", "Resume before the first epoch.")
+        self._has_begun = True
+        try:
+            found = joint.latest()
+        except CorruptCheckpointError as error:
+            error.fix = (
+                "Restore one from a copy; or start from scratch with `resume=False`, which moves what is there aside."
+            )
+            raise
+        if found is None or 0 < found.manifest.progress.step <= self.first_update:
+            return False
+        restore = on_all_ranks(self._group, lambda: self._match(found))
+        restore()
+        same_size = found.manifest.progress.world_size == self._group.world_size
+        part = found.part(self._group.rank if same_size else 0) or {}
+        facts = part.get(_FACTS, ())
+        self._place.go_on(
+            found.manifest.progress,
+            facts,
+            part.get(RNG),
+            other_data,
+            source=str(found.path),
+            stream_state=part.get(_STREAM),
+        )
+        self._resumed = say_resumed(
+            found.path, found.manifest.progress, self._group.world_size, self._place.accumulation
+        )
+        return True
+
+    def say_resumed(self) -> None:
+        """Report the position that the run resumes from, once training or an evaluation begins. Not collective."""
+        if self._resumed:
+            self._tell(self._resumed)
+            self._resumed = ""
+
+    def say_if_finished(self, num_epochs: int) -> None:
+        """Report instead that the run is finished, if it has made `num_epochs` epochs. Not collective."""
+        if self._resumed and self._place.epoch >= num_epochs:
+            self._resumed = ""
+            self._tell(say_finished(self._require("resuming").folder.path, self._place.epoch, num_epochs))
+
+    def say_nothing_left(self) -> None:
+        """Report that a resumed stream ends at or before the position to resume from."""
+        self._tell(say_nothing_left(self._place.epoch, self._place.next_batch))
+
+    def ask(self, metrics: Mapping[str, float] | None, *, in_batch: bool) -> None:
+        """Implement `Loop.save`. Collective outside of epochs and batches."""
+        self._require("saving")
+        self._metrics = {name: float(value) for name, value in (metrics or {}).items()}
+        if self._best is not None and metrics is not None and self._best[0] not in self._metrics:
+            found = f"`best` is {self._said_best()!r}, and the metrics are {', '.join(map(repr, metrics)) or 'none'}"
+            raise self._refuse("saving", found, "Give the metric under the name that `best` has.")
+        self._is_asked = True
+        if not in_batch and not self.is_in_epochs:
+            self._save(self._place.next_batch)
+            self.wait()
+
+    def after_update(self, next_batch: int, *, leaves: bool) -> None:
+        """Save if it is due, and always if all ranks stop. Collective if it saves.
+
+        Raises SystemExit(75) on all ranks if they stop because of SIGTERM or SIGUSR1, once the checkpoint is on disk.
+        """
+        if self._joint is None or self._options is None:
+            return
+        self._num_updates += 1
+        if self._num_updates == 1:  # the optimizer has its state from now on
+            num_bytes = self._measure()
+            if self._group.is_rank_zero:
+                self._joint.folder.reserve(num_bytes)
+        if self._is_due(self._joint, self._options) or leaves:
+            self._save(next_batch)
+        if leaves:
+            self.leave()
+
+    @property
+    def has_latest(self) -> bool:
+        """True on rank 0 if the directory has a checkpoint to resume; False on the other ranks. Not collective."""
+        return self._joint is not None and self._group.is_rank_zero and (self._joint.folder.path / "latest").exists()
+
+    def end_epoch(self) -> None:
+        """Advance to the next epoch and save. Collective."""
+        self._place.end_epoch()
+        if self._joint is not None:
+            if self._best is not None and self._best[0] not in self._metrics and not self._is_metric_missed:
+                self._is_metric_missed = True
+                self._tell(say_no_metric(self._said_best(), self._best[0]))
+            self._save(0)
+
+    def leave(self) -> None:
+        """Wait for the last save when all ranks stop.
+
+        Raises SystemExit(75) if a signal requested the stop. Collective.
+        """
+        if self._joint is None:
+            return
+        is_written = self.wait()
+        names = [reason for reason in self._decider.reasons if reason in _REQUEUE]
+        if names:
+            self._exit(names[0], is_written)
+        said = [say_left(reason, self._joint.folder.path, is_written) for reason in self._decider.reasons]
+        if self._is_unsaid and any(said):
+            self._tell(next(filter(None, said)))
+        self._is_unsaid = False
+
+    def wait(self) -> bool:
+        """Wait for the last save. True if it is on disk, the same on all ranks. Collective."""
+        return self._joint is None or self._joint.wait()
+
+    def release(self) -> None:
+        """Wait for pending writes, and let other processes write to the directory. Not collective."""
+        if self._joint is not None and self._group.is_rank_zero:
+            self._joint.folder.close()
+
+    def __enter__(self) -> Keeper:
+        self.is_in_epochs = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Leave `epochs`. Not collective: one rank may exit alone, with an exception."""
+        self.is_in_epochs = False
+        if kind is None:
+            self.say_resumed()
+        if self._joint is None:
+            return
+        if self._is_asked:
+            self._is_asked = False
+            self._tell(SAVED_BEFORE if kind is None else LEFT_BY_BREAK)
+        self.release()
+
+    def _match(self, found: Checkpoint) -> Callable[[], None]:
+        progress = found.manifest.progress
+        accumulate = self._place.accumulation if progress.batch else None
+        progress.require(source=str(found.path), seed=self._place.seed, accumulate=accumulate)
+        return self._things.match(found)
+
+    def _is_due(self, joint: JointCheckpoints, options: KeepOptions) -> bool:
+        every, every_s = options.save_every_updates, options.save_every_s
+        is_due = self._decider.take_save() or self._is_asked
+        is_due |= every is not None and self._num_updates - self._num_updates_saved >= every
+        if self._group.is_rank_zero:
+            joint.folder.poll()
+            if not is_due and every_s is not None and time.monotonic() - self._saved_s >= every_s:
+                self._decider.ask_save()
+        return is_due
+
+    def _save(self, next_batch: int) -> None:
+        began_s = time.perf_counter()
+        joint = self._require("saving")
+        self._check()
+        weights, state = self._collect()
+        joint.save(
+            self._place.progress(next_batch),
+            weights=weights,
+            state=state,
+            part={_FACTS: self._place.facts, **self._stream_state(next_batch)},
+            metrics=self._metrics,
+        )
+        self._is_asked, self._is_unsaid, self._metrics = False, True, {}
+        self._num_updates_saved = self._num_updates
+        self._saved_s = time.monotonic()
+        self.held_up_s += time.perf_counter() - began_s
+
+    def _stream_state(self, next_batch: int) -> dict[str, Any]:
+        """Return the state with which the current stream resumes there; {} if there is none or it cannot be saved."""
+        state = self._place.stream_state(next_batch)
+        if state is None:
+            return {}
+        if can_hold(state):
+            return {_STREAM: state}
+        if not self._is_stream_missed:
+            self._is_stream_missed = True
+            self._tell(STREAM_NOT_SAVED)
+        return {}
+
+    def _measure(self) -> int:
+        self._is_measured = True
+        weights, state = self._collect()
+        return on_all_ranks(self._group, lambda: measure({"weights": weights, "state": state}))
+
+    def _collect(self) -> tuple[Weights, dict[str, Any]]:
+        """Return the state to save. An error on one rank, e.g. in a `state_dict()`, is raised on all. Collective."""
+        return on_all_ranks(self._group, lambda: self._things.collect(self._group))
+
+    def _exit(self, name: str, is_written: bool) -> NoReturn:
+        path = self._require("leaving").folder.path
+        self._tell(
+            f"{name}: {say_saved(path, is_written)}; leaving epoch {self._place.epoch} with exit code {EXIT_REQUEUE}. "
+            "The same command resumes there."
+        )
+        raise SystemExit(EXIT_REQUEUE)
+
+    def _tell(self, text: str) -> None:
+        if self._group.is_rank_zero:
+            tell_stderr(text)
+
+    def _require(self, did: str) -> JointCheckpoints:
+        if self._joint is None:
+            raise self._refuse(did, "this loop has no directory for checkpoints", "Make it with `checkpoint_dir=`.")
+        return self._joint
+
+    def _said_best(self) -> str:
+        return str(self._options and self._options.best)
+
+    def _refuse(self, did: str, found: str, fix: str) -> LoopError:
+        return LoopError(did, found=found, fix=fix, rank=self._group.rank)

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Things`: the objects whose state a checkpoint holds (models, optimizers, anything with a state_dict), by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.swa_utils import AveragedModel
+
+from ddpilot.checkpoint.format import Checkpoint
+from ddpilot.checkpoint.names import plain_names
+from ddpilot.checkpoint.safetensors_file import DTYPE_NAMES
+from ddpilot.checkpoint.weights import match_weights
+from ddpilot.errors import CheckpointError, LoopError, MismatchedCheckpointError
+from ddpilot.group.protocol import GroupLike
+from ddpilot.training.models.ddp import sync_buffers
+from ddpilot.training.models.optimizers import check_groups, full_state, load_full_state
+
+Weights = dict[str, dict[str, torch.Tensor]]
+
+
+def has_state(thing: object) -> bool:
+    """True if `thing` has `state_dict` and `load_state_dict`."""
+    return all(callable(getattr(thing, method, None)) for method in ("state_dict", "load_state_dict"))
+
+
+class Things:
+    """The objects that a run saves, by name, in the order in which they were added."""
+
+    def __init__(self) -> None:
+        self._things: dict[str, Any] = {}
+        self._optional: set[str] = set()
+
+    def add(self, thing: Any, name: str | None = None, *, optional: bool = False) -> None:
+        """Add `thing`; without a `name` it is named after its kind, such as "model" or "optimizer2".
+
+        An object that was added before, also inside a different DDP model, is replaced and gets the new name.
+        `optional`: True if a checkpoint may lack it. Raises LoopError if the name is taken or is not made of letters,
+        digits and `_`, and for an object without `state_dict` and `load_state_dict`.
+        """
+        if not has_state(thing):
+            raise _refuse(f"a {type(thing).__name__}", "Keep what has `state_dict` and `load_state_dict`.")
+        before = next((known for known, other in self._things.items() if _inner(other) is _inner(thing)), None)
+        if name is None:
+            name = before or self._free_name(_kind(thing))
+        if not re.fullmatch(r"[A-Za-z0-9_]+", name):
+            raise _refuse(f"the name {name!r}", "Use letters, digits and `_`: it becomes a file's.")
+        if name in self._things and name != before:
+            raise _refuse(f"a second {name!r}", "Choose another name.")
+        self._things = {name if known == before else known: other for known, other in self._things.items()}
+        self._things[name] = thing
+        if optional:
+            self._optional.add(name)
+
+    def replace(self, old: Optimizer, new: Optimizer) -> None:
+        """Replace `old` by `new` under the same name, and remove schedulers of `old`."""
+        things = {name: other for name, other in self._things.items() if other is not new}
+        is_schedule = (LRScheduler, ReduceLROnPlateau)
+        self._things = {
+            name: new if other is old else other
+            for name, other in things.items()
+            if not (isinstance(other, is_schedule) and getattr(other, "optimizer", None) is old)
+        }
+
+    def name_of(self, thing: object) -> str:
+        """Return the name of `thing`, also inside a different DDP model; "" if it was not added."""
+        return next((name for name, other in self._things.items() if _inner(other) is _inner(thing)), "")
+
+    def collect(self, group: GroupLike) -> tuple[Weights, dict[str, Any]]:
+        """Return the models' weights and the state dicts of the other objects; those of rank 0 are saved.
+
+        Broadcasts the buffers of rank 0 first. Collective, also on a rank where an object fails: CheckpointError, with
+        the name of the first one that failed, is raised at the end.
+        """
+        weights: Weights = {}
+        failure: CheckpointError | None = None
+        state: dict[str, Any] = {"optimizers": {}, "others": {}, "extra": {}, "kinds": {}}
+        for name, thing in self._things.items():
+            try:
+                if isinstance(thing, nn.Module):
+                    sync_buffers(_inner(thing), group)
+                    weights[name], state["extra"][name] = _split(thing)
+                elif isinstance(thing, Optimizer):
+                    state["optimizers"][name] = full_state(thing)
+                    state["kinds"][name] = _class_of(thing)
+                else:
+                    state["others"][name] = thing.state_dict()
+            except Exception as error:  # noqa: BLE001  (raised below: the other ranks are in the collectives to come)
+                found = f"{name!r} ({type(thing).__name__}) raised {type(error).__name__}: {error}"
+                failure = failure or CheckpointError("collecting what is to be saved", found=found, rank=group.rank)
+                failure.__cause__ = failure.__cause__ or error
+        if failure is not None:
+            raise failure
+        return weights, state
+
+    def match(self, found: Checkpoint) -> Callable[[], None]:
+        """Read and compare the checkpoint `found`; return a function that loads it into all objects.
+
+        Raises MismatchedCheckpointError with the differences in names, shapes, optimizer classes and parameter groups.
+        """
+        state = found.state()
+        self._check_names(found, state)
+        matched = {name: self._match(name, model, found, state) for name, model in self._models()}
+        for name, thing in self._things.items():
+            if name in state["optimizers"]:
+                _check_optimizer(name, thing, state["optimizers"][name], state["kinds"][name], found)
+        return lambda: self._load(found, matched, state)
+
+    def _load(self, found: Checkpoint, matched: Mapping[str, dict[str, Any]], state: Mapping[str, Any]) -> None:
+        for name, model in self._models():
+            _inner(model).load_state_dict(matched[name])
+            if isinstance(model, AveragedModel):
+                model.n_averaged.copy_(state["extra"][name]["n_averaged"])
+        for name, saved in (state["optimizers"] | state["others"]).items():
+            thing = self._things.get(name)
+            if thing is None:  # a scaler, and this run does not use fp16
+                continue
+            try:
+                load_full_state(thing, saved) if isinstance(thing, Optimizer) else thing.load_state_dict(saved)
+            except Exception as error:
+                what = f"{name!r} ({type(thing).__name__}) raised {type(error).__name__}: {error}"
+                raise _mismatch(found, what) from error
+
+    def _models(self) -> Iterator[tuple[str, nn.Module]]:
+        return ((name, thing) for name, thing in self._things.items() if isinstance(thing, nn.Module))
+
+    def _match(self, name: str, model: nn.Module, found: Checkpoint, state: Mapping[str, Any]) -> dict[str, Any]:
+        extra = {key: value for key, value in state["extra"][name].items() if key != "n_averaged"}
+        return match_weights(_inner(model), {**found.weights(name), **extra}, source=f"{name!r} of {found.path}")
+
+    def _check_names(self, found: Checkpoint, state: Mapping[str, Any]) -> None:
+        saved = [*state["extra"], *state["optimizers"], *state["others"]]
+        missing = [name for name in self._things if name not in saved and name not in self._optional]
+        unexpected = [name for name in saved if name not in self._things and name != "scaler"]
+        if missing or unexpected:
+            parts = [f"it lacks {', '.join(map(repr, missing))}"] * bool(missing)
+            parts += [f"it has {', '.join(map(repr, unexpected))}, which this run has not"] * bool(unexpected)
+            raise _mismatch(found, "; ".join(parts))
+
+    def _free_name(self, kind: str) -> str:
+        number = 1
+        while (name := kind if number == 1 else f"{kind}{number}") in self._things:
+            number += 1
+        return name
+
+
+def _kind(thing: object) -> str:
+    if isinstance(thing, AveragedModel):
+        return "averaged"
+    if isinstance(thing, nn.Module):
+        return "model"
+    if isinstance(thing, LRScheduler | ReduceLROnPlateau):
+        return "scheduler"
+    return "optimizer" if isinstance(thing, Optimizer) else type(thing).__name__.lower()
+
+
+def _class_of(optimizer: Optimizer) -> str:
+    """Return the class name that determines the format of the state: for a sharded optimizer, of its shard."""
+    return type(getattr(optimizer, "optim", optimizer)).__name__
+
+
+def _inner(thing: Any) -> Any:
+    """Return the module whose weights are saved: without DDP, and without the wrapper of `AveragedModel`."""
+    return _inner(thing.module) if isinstance(thing, DistributedDataParallel | AveragedModel) else thing
+
+
+def _split(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Split the state of a model, by plain names, into tensors that safetensors supports and the rest."""
+    state: dict[str, Any] = _inner(model).state_dict()
+    plain = {short: state[full] for full, short in plain_names(state).items()}
+    weights = {
+        name: value
+        for name, value in plain.items()
+        if isinstance(value, torch.Tensor) and value.dtype in DTYPE_NAMES and value.layout == torch.strided
+    }
+    extra = {name: value for name, value in plain.items() if name not in weights}
+    if isinstance(model, AveragedModel):
+        extra["n_averaged"] = model.n_averaged
+    return weights, extra
+
+
+def _check_optimizer(name: str, own: Any, saved: Mapping[str, Any], kind: str, found: Checkpoint) -> None:
+    if kind != _class_of(own):
+        raise _mismatch(found, f"{name!r} was a {kind} and is a {_class_of(own)}")
+    check_groups(own, saved)
+
+
+def _mismatch(found: Checkpoint, what: str) -> MismatchedCheckpointError:
+    return MismatchedCheckpointError(
+        f"resuming from {found.path}",
+        found=what,
+        fix="Prepare what was prepared when it was saved, in the same order; or start from scratch (`resume=False`) "
+        "with the weights alone (`loop.load`).",
+    )
+
+
+def _refuse(found: str, fix: str) -> LoopError:
+    return LoopError("adding to what a run saves", found=found, fix=fix)

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Accumulation`: the context of `Loop.accumulate` around the forward and backward pass of one batch."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from types import TracebackType
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpilot.errors import DdpilotError, LoopError
+from ddpilot.group.protocol import GroupLike
+from ddpilot.training.batches import CurrentBatch
+from ddpilot.training.coordination.out_of_memory import explain_out_of_memory, is_out_of_memory
+from ddpilot.training.models.ddp import find_ddp
+from ddpilot.training.step.precision import Precision
+from ddpilot.training.step.update import Updates
+
+
+class Accumulation:
+    """The context manager of `Loop.accumulate`; `sharing` holds the other ranks on this rank's device.
+
+    It enters `no_sync()` and autocast where needed, and adds rank, batch and cause to errors raised inside.
+    A class, because a generator-based context manager would cost several times as much per batch.
+    """
+
+    def __init__(
+        self,
+        models: tuple[nn.Module, ...],
+        updates: Updates,
+        precision: Precision,
+        group: GroupLike,
+        sharing: tuple[int, ...],
+    ) -> None:
+        self._models = models
+        self._updates = updates
+        self._precision = precision
+        self._group = group
+        self._sharing = sharing
+        self._outside: tuple[nn.Module, ...] = ()
+        self._stack: ExitStack | None = None
+
+    def __enter__(self) -> None:
+        self._outside, self._updates.accumulating = self._updates.accumulating, self._models
+        if self._updates.is_update and not self._precision.is_mixed:
+            return
+        self._stack = ExitStack()
+        for model in self._models:
+            ddp = None if self._updates.is_update else find_ddp(model)
+            if ddp is not None and not _has_to_see(ddp):
+                self._stack.enter_context(ddp.no_sync())
+        self._stack.enter_context(self._precision.autocast())
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._updates.accumulating = self._outside
+        if self._stack is not None:
+            self._stack.close()
+        try:
+            if error is None:
+                if self._updates.is_update:
+                    self._updates.bypasses.check_all(self._models)
+            elif not isinstance(error, DdpilotError):
+                self._explain(error, self._updates.batch)
+        except DdpilotError as found:
+            self._updates.locate(found)
+            raise
+
+    def _explain(self, error: BaseException, batch: CurrentBatch | None) -> None:
+        self._updates.reductions.explain(error)
+        if is_out_of_memory(error):
+            raise explain_out_of_memory(error, self._group, self._sharing, batch) from error
+        if isinstance(error, RuntimeError | ValueError | IndexError) and batch is not None and not batch.count:
+            raise _empty_forward_failed(batch, self._group, error) from error
+
+
+def _has_to_see(ddp: DistributedDataParallel) -> bool:
+    # With static_graph, DDP records the graph in the first backward pass, which fails under no_sync(). The gradients
+    # all-reduced then are equal on all ranks, and remain so when the group's last batch all-reduces them again.
+    return ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued
+
+
+def _empty_forward_failed(batch: CurrentBatch, group: GroupLike, error: Exception) -> LoopError:
+    return LoopError(
+        f"training on batch {batch.index} of epoch {batch.epoch}",
+        found=f"it has {batch.global_count} samples for {group.world_size} ranks, none of them here, and what is "
+        f"computed does not run on zero rows ({error})",
+        fix="Write x.flatten(1) for x.view(len(x), -1); or use drop_last=True or another global_batch_size.",
+        rank=group.rank,
+    )

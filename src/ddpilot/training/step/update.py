@@ -1,0 +1,543 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Backward passes of an update: weights losses, all-reduces gradients exactly once, and checks them before the step."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from ddpilot.errors import DdpilotError, LoopError
+from ddpilot.group.accelerator import wire_device
+from ddpilot.group.protocol import GroupLike
+from ddpilot.training.batches import CurrentBatch
+from ddpilot.training.checks.ddp_bypass import BypassWatch
+from ddpilot.training.checks.gradients import GraphWatch, GroupWatch, LeftoverWatch, SharedWatch
+from ddpilot.training.checks.loss_means import MeanWatch
+from ddpilot.training.checks.nonfinite import FiniteWatch, raise_nonfinite
+from ddpilot.training.coordination.stop import Decider, Decision
+from ddpilot.training.losses import (
+    NUM_COUNTS,
+    NamedLoss,
+    Objective,
+    decode,
+    encode,
+    has_gather,
+    read_losses,
+    silencing,
+)
+from ddpilot.training.models.ddp import sync_buffers, unwrap
+from ddpilot.training.models.reducer import Reductions, reduced
+from ddpilot.training.step.empty_batch import StandIns
+from ddpilot.training.step.precision import parameters_of
+from ddpilot.training.weighting import CountTotals, backward_weighted
+
+
+def clear_gradients(optimizer: Optimizer) -> None:
+    """Clear the gradients of `optimizer`, as `zero_grad()` does, but without the profiler overhead of torch's own."""
+    if getattr(optimizer.zero_grad, "__func__", None) is not Optimizer.zero_grad:
+        optimizer.zero_grad(set_to_none=True)
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
+
+
+class Updates:
+    """The current batch, the models in training, and their gradients up to the next update."""
+
+    def __init__(self, group: GroupLike, decider: Decider, watch: FiniteWatch | None) -> None:
+        self._group = group
+        self._device_type = group.device.type
+        self._decider = decider
+        self._watch = watch
+        self._totals: dict[tuple[int, ...], CountTotals] = {}
+        self._is_due = self._has_backward = self._is_spoilt = self._is_left = False
+        self._graphs = GraphWatch(group.rank)
+        self._means = MeanWatch(group.rank, group.device)
+        self._stand_ins = StandIns()
+        self._loss: weakref.ref[torch.Tensor] | None = None
+        self._last_count = 0
+        self._stepped: set[Optimizer] = set()  # in the current update
+        self._had_samples: bool | None = None  # in a batch of which some rank has no samples
+        self.objective: Objective | None = None
+        """The loss of the current update over its backward passes; None unless it is needed."""
+        self._is_whole = False  # the last backward pass is known to have used all parameters
+        self._reduced: set[int] = set()
+        self._checked: set[int] = set()  # parameters whose gradients were checked since the last backward pass
+        self.reductions = Reductions(group.rank)
+        """The parameters that DDP waits for, by name."""
+        self.groups = GroupWatch(group.rank)
+        """Detects gradients of an accumulation group that were cleared before its update."""
+        self.leftovers = LeftoverWatch(group.rank)
+        """Detects gradients from before a step of a different optimizer."""
+        self.shared = SharedWatch(group.rank)
+        """Detects optimizers whose gradients were cleared by one of the same parameters."""
+        self.bypasses = BypassWatch(group.rank)
+        """Detects DDP models that an update bypasses."""
+        self.models: list[nn.Module] = []
+        """The models as `prepare` returned them."""
+        self.accumulating: tuple[nn.Module, ...] = ()
+        """The models of the current `Loop.accumulate`."""
+        self.batch: CurrentBatch | None = None
+        """The current batch; None outside `batches`."""
+
+    def add(self, model: nn.Module) -> None:
+        """Train `model`, as `prepare` returns it; replaces an earlier one with the same module."""
+        self.models = [*(one for one in self.models if unwrap(one) is not unwrap(model)), model]
+        self.reductions.watch(model)
+        self.leftovers.watch(model)
+        if isinstance(model, DistributedDataParallel):
+            self.bypasses.watch(model, reduced(model).values())
+            if self._watch is not None:
+                self._watch.taps.watch(model.module, reduced(model).values())
+        self._reduced |= {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+
+    @property
+    def is_update(self) -> bool:
+        """True if the gradients are complete after this batch; also True outside `batches`."""
+        return self.batch is None or self.batch.is_last
+
+    def enter(self, batch: CurrentBatch) -> None:
+        """Set the current batch."""
+        self.leave()
+        self.batch = batch
+        if batch.has_empty_rank:
+            self._had_samples = batch.count > 0
+        if not batch.count:
+            self._stand_ins.begin([unwrap(model) for model in self.models])
+        self._is_due = batch.is_last and self._decider.next_update()
+        self._is_whole = False
+        self._forget_checks()
+        if batch.is_last:
+            self.bypasses.begin()
+        if batch.is_first:
+            self._stepped.clear()
+            self._totals.clear()
+            self.groups.begin()
+            self.leftovers.begin_group()
+            if self.objective is not None:
+                self.objective.begin()
+            self._has_backward = False
+
+    @property
+    def has_backward(self) -> bool:
+        """True if a backward pass of the accumulation group has run."""
+        return self._has_backward
+
+    def share_buffers(self) -> None:
+        """Broadcast the buffers of the first rank with samples, after a batch in which some rank had none.
+
+        Collective. Values that a forward pass without rows writes to a buffer (a step counter, a power iteration) are
+        missing or wrong.
+        """
+        had_samples, self._had_samples = self._had_samples, None
+        models = [one for one in map(unwrap, self.models) if one.training and any(True for _ in one.buffers())]
+        if self._group.world_size == 1 or not models or had_samples is None:
+            return
+        number = self._group.rank if had_samples else self._group.world_size
+        first = torch.tensor(number, device=wire_device(self._group))
+        src = int(self._group.all_reduce(first, "min").item())
+        for model in models:
+            sync_buffers(model, self._group, src)
+
+    def share_owed_buffers(self) -> None:
+        """Call `share_buffers` after a loop that was left in such a batch. Collective."""
+        if self._had_samples is not None:
+            self.share_buffers()
+
+    def count_behind(self, value: object) -> float:
+        """Return the number of samples behind `value` on this rank, also for the batch's loss afterwards; else 1."""
+        if self.batch is not None:
+            return float(self.batch.count)
+        return float(self._last_count) if self._loss is not None and self._loss() is value else 1.0
+
+    def leave(self) -> None:
+        """Reset the current batch."""
+        if self.batch is not None:
+            self._last_count = self.batch.count
+        self.batch = None
+        self._graphs.begin()
+        self._stand_ins.end()
+
+    def backward(
+        self, loss: torch.Tensor, count: float | None, scaler: torch.amp.GradScaler | None, retain_graph: bool
+    ) -> None:
+        """Implement `Loop.backward`. Collective if gradients are all-reduced or `count` is given."""
+        self._drop_spoilt()
+        self._forget_checks()
+        self._check_loss(loss)
+        self._is_whole = False
+        num_local = self._local_count(count)
+        if count is None:
+            self._means.check(loss, self.batch)
+        self._loss = weakref.ref(loss)
+        self._has_backward = True
+        total, correction = self._total(count)
+        seed = self._seed(loss, num_local * self._num_factors(scaler) / total) if num_local and total else None
+        if self._is_due and count is None and not self._decider.is_under_way:
+            self._begin()  # overlaps with the all-reduce of gradients
+        self._run((loss,), None if seed is None else (seed,), scaler, retain_graph)
+        if correction != 1.0:
+            gradients = [p.grad for model in self.accumulating for p in model.parameters() if p.grad is not None]
+            torch._foreach_mul_(gradients, correction)
+        if self.objective is not None:
+            self.objective.add(loss, num_local / total if total else 0.0, correction)
+
+    def backward_several(
+        self, losses: Mapping[Any, Any], count: float | None, scaler: torch.amp.GradScaler | None, retain_graph: bool
+    ) -> None:
+        """Run `backward` for several named losses, each with or without its own count. Collective."""
+        self._drop_spoilt()
+        self._forget_checks()
+        if count is not None:
+            raise self._refuse("`count` with several losses", 'Give each its own: {"box": (loss, count)}.')
+        parts = self._read(losses)
+        for one in parts:
+            if one.count is None:
+                self._means.check(one.value, self.batch, one.name)
+        self._is_whole = False
+        self._loss = None
+        self._has_backward = True
+        factor = self._num_factors(scaler)
+        weights = [num * factor / total if num and total else 0.0 for num, total in self._shares(parts)]
+        if self.objective is not None:
+            for one, weight in zip(parts, weights, strict=True):
+                self.objective.add(one.value, weight / factor)
+        live = [(one, weight) for one, weight in zip(parts, weights, strict=True) if weight]
+        idle = [one.value for one, weight in zip(parts, weights, strict=True) if not weight]
+        if not live:
+            self._run(idle, None, scaler, retain_graph)
+            return
+        roots = [one.value for one, _ in live]
+        seeds = [self._seed(one.value, weight, one.name) for one, weight in live]
+        with silencing(idle, roots):
+            self._run([*roots, *idle], [*seeds, *[0.0] * len(idle)], scaler, retain_graph)
+
+    def _run(
+        self,
+        losses: Sequence[torch.Tensor],
+        seeds: Sequence[torch.Tensor | float] | None,
+        scaler: torch.amp.GradScaler | None,
+        retain_graph: bool,
+    ) -> None:
+        """Run one backward pass of all `losses`.
+
+        Without `seeds`, it adds only other ranks' gradients to gathered rows.
+        """
+        if seeds is None and self._watch is not None:
+            self._watch.taps.pause()
+        if seeds is None and has_gather(losses):
+            with silencing(losses, ()):
+                self._run(losses, [0.0] * len(losses), scaler, retain_graph)
+            return
+        accumulates = self.batch is not None and self.batch.group_size > 1
+        if accumulates:
+            self.groups.check(self.batch)
+        if (retain_graph or self._graphs.has_graph) and self.is_update:
+            self._graphs.look(losses, self.models, retains=retain_graph)
+        if self.batch is not None and self.batch.is_last and self.bypasses.looks_at_graphs:
+            self.bypasses.check_graph(losses)
+        if scaler is not None:
+            losses = [scaler.scale(loss) for loss in losses]
+        self.shared.begin_pass()
+        hooks = self.leftovers.begin_pass()
+        try:
+            if torch.is_autocast_enabled(self._device_type):
+                with torch.autocast(self._device_type, enabled=False):
+                    backward_weighted(losses, seeds, self.models, retain_graph=retain_graph)
+            else:
+                backward_weighted(losses, seeds, self.models, retain_graph=retain_graph)
+        except RuntimeError as error:
+            self.reductions.explain(error)
+            raise
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if self.is_update:
+            self.reductions.order_buckets()
+        if accumulates:
+            self.groups.note(self.accumulating or self.models)
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Mark the accumulated gradients of `optimizer` as applied and cleared."""
+        self.groups.note_step(optimizer)
+        self.shared.note_step(optimizer)
+        self.leftovers.note_step(optimizer, in_group=self.batch is not None and self.batch.group_size > 1)
+        if self.objective is not None:
+            self.objective.end()
+
+    def begins_update(self, optimizer: Optimizer) -> bool:
+        """True if the step that `optimizer` has just made is the first one of an update.
+
+        An update is at most one step of each optimizer: one that steps a second time begins the next update.
+        """
+        begins = not self._stepped or optimizer in self._stepped
+        if begins:
+            self._stepped.clear()
+        self._stepped.add(optimizer)
+        return begins
+
+    def keep_objective(self) -> Objective:
+        """Start to record the loss of each update for `objective`."""
+        if self.objective is None:
+            self.objective = Objective(self._group)
+        return self.objective
+
+    def evaluate(self, closure: Callable[[], object], optimizer: Optimizer) -> torch.Tensor:
+        """Run `closure`, which computes gradients for `optimizer`, and return the loss over all ranks. Collective.
+
+        Raises LoopError if it does not call `backward`, and NonFiniteError on all ranks alike.
+        """
+        objective = self.keep_objective()
+        objective.begin()
+        clear_gradients(optimizer)
+        with torch.enable_grad():
+            closure()
+        if not objective.is_known:
+            raise LoopError(
+                "updating the weights with a closure",
+                found="the closure did not call loop.backward()",
+                fix="Write loop.backward(loss) in the closure instead of loss.backward().",
+                rank=self._group.rank,
+            )
+        self.check_backward(optimizer)
+        self.settle()
+        self.check(optimizer)
+        self.check_pending()  # an optimizer that tries steps must not get a loss that is not finite
+        return objective.reduce()
+
+    def settle(self) -> None:
+        """Finish the exchange of this update, if it has one. Collective then.
+
+        Raises NonFiniteError on all ranks alike, and LoopError on a rank whose backward pass left a parameter out.
+        """
+        if not self._is_whole:
+            self.reductions.check()
+            self._is_whole = True
+        if self._is_due and not self._decider.is_under_way:
+            self._begin()
+        if self._decider.is_under_way:
+            self._finish()
+
+    def settle_outside(self) -> None:
+        """Exchange the ranks' flags between epochs. Collective."""
+        self.leave()
+        self._is_due = True
+        self.settle()
+        self.check_pending()
+
+    def settle_left(self) -> None:
+        """Raise NonFiniteError, on all ranks alike, for the updates before a `break` out of `batches`, once.
+
+        Collective after a `break` or an exception, and waits for the device; otherwise it does nothing.
+        """
+        if self._is_left and self._watch is not None:
+            self._is_left = False
+            self._watch.find_pending()
+            self._begin()  # an exception may have ended the last update of one rank before its check
+            self._finish()
+
+    def check_pending(self) -> None:
+        """Raise NonFiniteError, on all ranks alike, if gradients of an earlier update were not finite.
+
+        On an accelerator it waits for the device, whose results arrive late. Call it before weights are saved or
+        evaluated.
+        """
+        if self._watch is not None and self._watch.find_pending():
+            self._raise_nonfinite(self._watch)
+        self._means.check_arrived(waits=True)
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Raise NonFiniteError, on all ranks alike, if gradients that `optimizer` is about to apply are not finite."""
+        if self._watch is None:
+            return
+        known = self._reduced
+        reduced = [p for group in optimizer.param_groups for p in group["params"] if id(p) in known]
+        if reduced and not (self._checked and self._checked.issuperset(map(id, reduced))):
+            self._look(reduced)
+
+    def check_backward(self, optimizer: Optimizer) -> None:
+        """Raise LoopError if `optimizer` is about to apply gradients that bypassed `backward` or DDP."""
+        if self.batch is None or self._has_backward:
+            self.bypasses.check(p for group in optimizer.param_groups for p in group["params"])
+        elif any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+            raise LoopError(
+                "updating the weights",
+                found=f"there are gradients, and no loop.backward() was called for this update (batch "
+                f"{self.batch.index} of epoch {self.batch.epoch}), so they are not weighted by samples",
+                fix="Write loop.backward(loss) instead of loss.backward(). Gradients that you make in another way are "
+                "applied by optimizer.step().",
+                rank=self._group.rank,
+            )
+
+    def check_norm(self, parameters: Sequence[torch.Tensor], norm: torch.Tensor) -> None:
+        """Run `check` for `parameters` that were clipped, from the known `norm` of their gradients."""
+        clipped = {id(parameter) for parameter in parameters}
+        # The norm of gradients that were not all-reduced may differ between ranks.
+        if self._watch is not None and clipped <= self._reduced:
+            self._look(parameters, norm)
+            self._checked |= clipped
+
+    def locate(self, error: DdpilotError) -> None:
+        """Add the current batch to the message of `error`, unless it is there already."""
+        if self.batch is not None and "batch " not in error.did + error.found:
+            error.did += f" in batch {self.batch.index} of epoch {self.batch.epoch}"
+            error.args = (error.render(),)
+
+    def drop_unfinished(self) -> bool:
+        """Leave the current batch. True if it was within an accumulation group, whose gradients are cleared."""
+        unfinished = not self.is_update
+        self.leave()
+        self._is_left = True
+        for parameter in (parameter for model in self.models for parameter in model.parameters() if unfinished):
+            parameter.grad = None
+        return unfinished
+
+    def protect(self, optimizer: Optimizer) -> None:
+        """Before `optimizer` steps, set gradients to zeros that are not finite, which only the device knows yet."""
+        if self._watch is not None:
+            self._watch.protect(list(parameters_of(optimizer)))
+
+    def _look(self, parameters: Sequence[torch.Tensor], norm: torch.Tensor | None = None) -> None:
+        if self._watch is not None and self._watch.find(parameters, self.batch, norm):
+            self._raise_nonfinite(self._watch)
+
+    def _raise_nonfinite(self, watch: FiniteWatch) -> NoReturn:
+        self._is_spoilt = True
+        self._checked.clear()  # a program that catches the error may still step on these gradients
+        raise_nonfinite(self._group, watch, self.models, self.batch)
+
+    def _drop_spoilt(self) -> None:
+        """Clear the gradients that a NonFiniteError has kept for inspection: training continues without them."""
+        if self._is_spoilt:
+            self._is_spoilt = False
+            for model in self.models:
+                model.zero_grad(set_to_none=True)
+            self.groups.begin()
+
+    def _forget_checks(self) -> None:
+        """Have `check` look again at all gradients: a backward pass adds to them."""
+        self._checked.clear()
+        if self._watch is not None:
+            self._watch.drop_unprotected()
+
+    def _seed(self, loss: torch.Tensor, weight: float, name: str = "") -> torch.Tensor | float:
+        return weight if self._watch is None else self._watch.seed(loss, weight, self.batch, name)
+
+    def _num_factors(self, scaler: torch.amp.GradScaler | None) -> int:
+        # fp16 losses leave out DDP's factor world_size, so they overflow where a single process does: see `Precision`.
+        return self._group.world_size if scaler is None else 1
+
+    def _begin(self, count: float = 0.0, more: Sequence[float] = ()) -> None:
+        if self._decider.is_under_way:
+            self._finish()
+        is_bad = self.is_update and self._watch is not None and self._watch.is_bad
+        self._decider.begin(count=count, is_bad=is_bad, more=more)
+        self._is_due = False
+
+    def _finish(self) -> Decision:
+        decision = self._decider.finish()
+        if decision.num_bad and self._watch is not None:
+            self._raise_nonfinite(self._watch)
+        return decision
+
+    def _check_loss(self, loss: object, where: str = "") -> None:
+        if not isinstance(loss, torch.Tensor):
+            found = f"a {type(loss).__name__} in place of a loss{where}"
+            raise self._refuse(found, "Pass the tensor, not loss.item().")
+        if loss.ndim:
+            found = f"a loss of shape {tuple(loss.shape)}{where}"
+            raise self._refuse(found, "Pass its mean over this rank's samples.")
+        if not loss.requires_grad:
+            raise self._refuse(
+                f"a loss without a gradient{where}: nothing would be trained",
+                "Compute it from the model's output, without detach(), .item() or no_grad().",
+            )
+
+    def _local_count(self, count: float | None, which: str = "") -> float:
+        if count is not None:
+            if not 0 <= float(count) < math.inf:
+                raise self._refuse(
+                    f"`count`{which} is {count}", "Pass how many the mean is over on this rank: 0 or more."
+                )
+            return float(count)
+        if self.batch is None:
+            raise self._refuse(
+                "it is outside `batches`, so the number of samples is not known",
+                "Iterate over loop.batches(loader), or pass `count=`: samples (or tokens) behind this rank's mean.",
+            )
+        return float(self.batch.count)
+
+    def _total(self, count: float | None) -> tuple[float, float]:
+        """Return the divisor of this loss and the factor for the accumulated gradients after it.
+
+        Collective with `count`.
+        """
+        if count is None:
+            assert self.batch is not None  # checked by _local_count()
+            return float(self.batch.group_count), 1.0
+        self._begin(float(count))
+        global_count = self._finish().count
+        if self.batch is None or self.batch.group_size == 1:
+            return global_count, 1.0
+        totals = self._totals_of_group(global_count, self.batch)
+        totals.add(global_count)
+        return totals.reference, totals.correction if self.batch.is_last else 1.0
+
+    def _read(self, losses: Mapping[Any, Any]) -> tuple[NamedLoss, ...]:
+        parts = read_losses(losses)
+        if not parts:
+            raise self._refuse("a mapping without losses", 'Pass {"name": loss}, or {"name": (loss, count)}.')
+        for one in parts:
+            self._check_loss(one.value, f" under {one.name!r}")
+        if self.batch is not None and self.batch.group_size > 1 and any(one.count is not None for one in parts):
+            raise self._refuse(
+                "several losses with counts of their own in an accumulation group, whose totals are known too late",
+                "Do not accumulate, or give each loss as a mean over samples, without a count.",
+            )
+        return parts
+
+    def _shares(self, parts: Sequence[NamedLoss]) -> list[tuple[float, float]]:
+        """Return the number of items of each of `parts`, on this rank and on all ranks. Collective."""
+        local = [self._local_count(one.count, f" of {one.name!r}") for one in parts]
+        own = [num for num, one in zip(local, parts, strict=True) if one.count is not None]
+        self._begin(more=encode(parts, own))
+        totals = decode(self._finish().more, self._group.world_size)
+        if totals is None:
+            raise self._refuse(
+                f"the ranks have different losses: {', '.join(repr(one.name) for one in parts)} here",
+                "Give the same names on every rank, and a count of 0 where there is nothing: "
+                '{"box": (output.sum() * 0, 0)}.',
+            )
+        if rest := own[NUM_COUNTS:]:
+            self._begin(more=rest)
+            totals += self._finish().more
+        of_ranks = iter(totals)
+        in_group = 0.0 if self.batch is None else float(self.batch.group_count)
+        return [(num, in_group if one.count is None else next(of_ranks)) for num, one in zip(local, parts, strict=True)]
+
+    def _totals_of_group(self, global_count: float, batch: CurrentBatch) -> CountTotals:
+        models = tuple(id(model) for model in self.accumulating)
+        if not models:
+            raise self._refuse(
+                "`count=` with accumulation, and it is not known whose gradients are accumulated",
+                "Put forward and backward into `with loop.accumulate(model):`.",
+            )
+        if batch.is_first and models in self._totals:
+            raise self._refuse(
+                "two losses with `count=` for one model in one batch of an accumulation group",
+                "Add the losses and call backward() once, or do not accumulate.",
+            )
+        if batch.is_first:
+            self._totals[models] = CountTotals(global_count, batch.group_size)
+        return self._totals[models]
+
+    def _refuse(self, found: str, fix: str) -> LoopError:
+        return LoopError("running backward", found=found, fix=fix, rank=self._group.rank)

@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Watch a launch: give its ranks a folder to record in, observe them, and end the launch on a proven error."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+
+from ddpilot.errors import LaunchTimeoutError, RankError, WatchError
+from ddpilot.findings.display import Findings
+from ddpilot.findings.finding import Finding
+from ddpilot.launching.observer import Carrier, RankState
+from ddpilot.record.hook import HOOK, RING_DIR_VARIABLE
+from ddpilot.watch import job_folder
+from ddpilot.watch.calling import Caller
+from ddpilot.watch.cells import label_cells, rename_in
+from ddpilot.watch.explain.deaths import OF_ENDS, find_cause_of_end
+from ddpilot.watch.external.instrumentation import GUARD_HOOK
+from ddpilot.watch.known import find_known_error, put_first, without_waits
+from ddpilot.watch.nodes.exchange import Exchange
+from ddpilot.watch.observer import Observer
+from ddpilot.watch.options import WatchOptions
+from ddpilot.watch.repeated import Repeated
+from ddpilot.watch.report import Report
+from ddpilot.watch.snapshot.model import ErrorView, ProcessView
+from ddpilot.watch.snapshot.reader import RankFacts
+
+NOTHING: Mapping[str, str] = MappingProxyType({})
+_CALL_LIMIT_S = 5.0
+"""How long a job or cell that has ended well waits for the user's `on_finding`."""
+
+
+class Watcher:
+    """The `Companion` of a launch of `world_size` ranks, of which `ranks` are on this node.
+
+    `carrier` connects to the other nodes; None if there are none or they are not consulted. If the job's folder cannot
+    be created, the job is not watched, and one line reports it.
+    """
+
+    def __init__(
+        self,
+        options: WatchOptions,
+        name: str,
+        world_size: int,
+        ranks: tuple[int, ...] = (),
+        carrier: Carrier | None = None,
+        others: Callable[[], Sequence[str]] = tuple,
+    ) -> None:
+        self._options = options
+        self._name = name
+        self._others = others
+        self._exchange = Exchange(carrier, ranks) if carrier is not None else None
+        self._ranks: Sequence[RankState] = ()
+        self._lines: queue.SimpleQueue[tuple[str, bool]] = queue.SimpleQueue()
+        self._error: WatchError | None = None
+        self._num_resumed = 0
+        self._repeated = Repeated()
+        self._caller = self._make_caller()
+        self._since_ns = 0
+        self._observer: Observer | None = None
+        self._waking = threading.Lock()
+        self._is_over = False
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        os.set_blocking(self._reader, False)
+        self.hooks: tuple[str, ...] = ()
+        self.variables: Mapping[str, str] = {}
+        self._folder: Path | None = None
+        try:
+            self._folder, self._about = job_folder.make_job_folder(name, world_size, ranks)
+        except OSError as error:
+            self._say(f"this job is not watched: its folder cannot be made ({error})")
+            return
+        self.hooks = (HOOK, GUARD_HOOK) if options.guard else (HOOK,)
+        self.variables = {RING_DIR_VARIABLE: str(self._folder)}
+
+    @property
+    def fd(self) -> int:
+        """File descriptor that becomes readable when `take` has something to return."""
+        return self._reader
+
+    @property
+    def folder(self) -> Path | None:
+        """The job's folder; None if it could not be created."""
+        return self._folder
+
+    def begin(
+        self, ranks: Sequence[RankState], sources: Mapping[str, str] = NOTHING, *, is_paused: bool = False
+    ) -> None:
+        """Begin to observe ranks that are being started. `sources`: by name, the user's sources that are not in a file.
+
+        `is_paused`: do not look before `resume`.
+        """
+        self._ranks = ranks
+        if self._folder is None:
+            return
+        try:
+            self._observer = self._make_observer(self._folder)
+        except Exception as error:  # noqa: BLE001 - reported once, and the job runs
+            self._say(f"this job is not watched: {type(error).__name__}: {error}")
+            return
+        self._observer.add_sources(sources)
+        self._observer.start(is_paused=is_paused)
+
+    def _make_observer(self, folder: Path) -> Observer:
+        return Observer(
+            folder,
+            self._about.world_size,
+            facts=self._facts,
+            tell=self._hear,
+            options=self._options,
+            name=self._name,
+            ranks=self._about.ranks,
+            others=self._others,
+            exchange=self._exchange,
+        )
+
+    def resume(self, name: str, since_ns: int, sources: Mapping[str, str] = NOTHING) -> None:
+        """Observe again, as `name`, what is newer than `since_ns`; earlier findings may be reported again."""
+
+        def begin() -> None:
+            self._name, self._since_ns, self._error = name, since_ns, None
+            self._num_resumed += 1
+            self._repeated.begin()
+            self._caller = self._make_caller()
+            # What the last look found in an earlier cell is no longer of use.
+            for text, is_of_cell in [self._lines.get_nowait() for _ in range(self._lines.qsize())]:
+                if not is_of_cell:
+                    self._lines.put((text, is_of_cell))
+
+        if self._observer is not None:
+            self._observer.add_sources(sources)
+            self._observer.resume(since_ns, begin)
+
+    def pause(self, note: Callable[[str], None], *, is_ok: bool) -> WatchError | None:
+        """Stop observing until `resume`, at the end of a cell.
+
+        If the cell ended well (`is_ok`), guard's remaining findings are passed to `note`, and an error is returned if
+        one of them requires it. For a cell that failed or was stopped, unread notes are dropped: ranks that were
+        interrupted differ.
+        """
+        if self._observer is not None:
+            self._observer.pause(reports=is_ok)
+        if not is_ok:
+            return None
+        if self._caller is not None:
+            self._caller.wait(_CALL_LIMIT_S)
+        return self.take(note)
+
+    def take(self, note: Callable[[str], None]) -> WatchError | None:
+        """Pass pending output to `note`; return the error with which the launch is to end, if any."""
+        with suppress(BlockingIOError):
+            os.read(self._reader, 4096)
+        while not self._lines.empty():
+            note(self._lines.get_nowait()[0])
+        return self._error
+
+    def explain(self, error: RankError | LaunchTimeoutError) -> None:
+        """Add the findings to `error`; if the rank failed on its own, without those about how ranks ended."""
+        if self._observer is None:
+            return
+        if isinstance(error, LaunchTimeoutError):
+            error.findings = self._find_all()
+            return
+        failed = next((each for each in self._ranks if each.rank == error.rank), None)
+        is_own = failed is not None and _ended_by_itself(failed)
+        if not is_own:
+            self._observer.await_others()
+        found = self._find_all()
+        adds_place = failed is not None and failed.raised is None  # an exception already shows its line
+        findings = [
+            each for each in found if not (is_own and _is_of_end(each)) or (adds_place and each.place is not None)
+        ]
+        view = facts_of(failed).error if failed is not None else None
+        known = find_known_error(failed.rank, view, error.last_lines) if failed is not None else None
+        if known is not None and known.place is not None:
+            known = rename_in(known, label_cells([known.place.file]))
+        found, findings = without_waits(found, known), without_waits(findings, known)
+        if known is not None:
+            error.fix = put_first(known, findings) or error.fix
+        error.findings = Findings(self._repeated.without(findings))
+        is_victim = failed is not None and failed.raised is not None and failed.raised.is_victim
+        cause = find_cause_of_end(found, failed.rank) if failed is not None and is_victim else None
+        if cause is not None:
+            # It lost its connection to other ranks: show why first, and the fix for that.
+            error.found, error.fix = f"{cause.summary} ({cause.code}). So {error.found}", ""
+
+    def finish(self, note: Callable[[str], None]) -> WatchError | None:
+        """Look once more after all ranks have ended well; pass output to `note` and return an error if there is one."""
+        if self._observer is not None:
+            self._observer.stop()
+            self._observer.finish()
+        if self._caller is not None:
+            self._caller.wait(_CALL_LIMIT_S)
+        return self.take(note)
+
+    def end(self, is_clean: bool) -> None:
+        """Close the watch after the launch; the folder is removed after a clean end, else kept for `ddpilot watch`."""
+        if self._observer is not None:
+            self._observer.stop()
+        if self._folder is not None:
+            job_folder.close_job(self._folder, self._about, is_clean=is_clean)
+        with self._waking:
+            self._is_over = True
+            os.close(self._reader)
+            os.close(self._writer)
+
+    def _facts(self) -> dict[int, RankFacts]:
+        known = [each for each in self._ranks if each.pid is not None or each.exited is not None]
+        return {each.rank: facts_of(each, self._since_ns) for each in known}
+
+    def _hear(self, report: Report) -> None:
+        for line in report.notes:
+            self._say(line)
+        for line in report.status:
+            self._say(line, is_of_cell=True)
+        # The launcher reports the rank that failed, with the findings: see `explain`.
+        findings = Findings(each for each in report.findings if each.code != "DDP209")
+        if findings:
+            self._act(replace(report, findings=findings))
+        self._wake()
+
+    def _act(self, report: Report) -> None:
+        if self._options.action() == "stop" and any(finding.severity == "error" for finding in report.findings):
+            self._error = self._error or make_error(self._name, report)
+            return
+        # If a rank has failed, the launcher's error holds the findings.
+        new = self._repeated.without(report.findings)
+        shown = [each for each in new if each.severity != "error" or not self._has_failed()]
+        if shown:
+            self._say(str(Findings(shown)), is_of_cell=True)
+        if self._caller is not None:
+            self._caller.call(report)
+
+    def _make_caller(self) -> Caller | None:
+        action = self._options.action()
+        number = self._num_resumed
+
+        def stop(report: Report) -> None:
+            if number == self._num_resumed:  # otherwise the cell it was called for has ended
+                self._error = self._error or make_error(self._name, report)
+                self._wake()
+
+        return None if isinstance(action, str) else Caller(action, stop=stop, say=self._say)
+
+    def _find_all(self) -> Sequence[Finding]:
+        """Return all current findings; empty if the records cannot be read, which is reported."""
+        assert self._observer is not None
+        try:
+            return self._observer.report().findings
+        except Exception as fault:  # noqa: BLE001 - the error that ends the job matters more
+            self._say(f"what was recorded could not be read: {type(fault).__name__}: {fault}")
+            return ()
+
+    def _has_failed(self) -> bool:
+        facts = self._facts().values()
+        return any(each.error is not None or (each.process.state == "ended" and not each.returned) for each in facts)
+
+    def _say(self, text: str, *, is_of_cell: bool = False) -> None:
+        self._lines.put((text, is_of_cell))
+        self._wake()
+
+    def _wake(self) -> None:
+        # The user's function may return after the end.
+        with self._waking, suppress(BlockingIOError):
+            if not self._is_over:
+                os.write(self._writer, b"w")
+
+
+def facts_of(rank: RankState, since_ns: int = 0) -> RankFacts:
+    """Return what is known of `rank`, which has or had a process; an end before `since_ns` is ignored."""
+    exited, raised = rank.exited, rank.raised
+    process = ProcessView(pid=rank.pid or 0, state="running")
+    if exited is not None and exited.time_s * 1e9 < since_ns:
+        process = replace(process, state="unknown")
+    elif exited is not None:
+        process = replace(
+            process,
+            state="ended",
+            exitcode=exited.exitcode,
+            signal_name=exited.signal_name,
+            ended_ns=int(exited.time_s * 1e9),
+        )
+    error = (
+        None
+        if raised is None
+        else ErrorView(type_name=raised.type_name, message=raised.message, traceback=raised.traceback)
+    )
+    return RankFacts(process=process, error=error, returned=rank.has_returned)
+
+
+def make_error(name: str, report: Report) -> WatchError:
+    """Return the error that ends the job because of `report`."""
+    first = next((each for each in report.findings if each.severity == "error"), report.findings[0])
+    return WatchError(
+        f"running `{name}`",
+        found=f"{first.name} ({first.code}): {first.summary}",
+        fix=f"`ddpilot watch {report.job}` shows the report again",
+        rank=first.ranks[0] if len(first.ranks) == 1 else None,
+        findings=report.findings,
+    )
+
+
+def _ended_by_itself(rank: RankState) -> bool:
+    """True if the rank failed by its own exception or exit code, so that its error needs no further explanation."""
+    if rank.raised is not None:
+        return not rank.raised.is_victim
+    return rank.exited is not None and rank.exited.signal_name is None
+
+
+def _is_of_end(finding: Finding) -> bool:
+    return finding.code in OF_ENDS

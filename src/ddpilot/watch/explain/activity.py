@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Describe what a live rank does while other ranks wait for it. None of this is proof: the rank may still arrive."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ddpilot.watch.explain.text import say_place, say_s
+from ddpilot.watch.snapshot.model import Frame, RankView, StackView
+from ddpilot.watch.snapshot.stacks import innermost, passes
+
+SUBPROCESS = "/subprocess.py:"
+"""In the stack of a rank that waits for a child process or reads its output."""
+
+Moves = Literal["moves", "stands", "unknown"]
+
+_NO_PYTHON_NS = 1_000_000_000
+"""If a rank has run no Python for longer than this and nothing else is known, native code holds the GIL."""
+
+_COMPILES = (  # functions, since a module may merely be in the middle of its import
+    *("/convert_frame.py:_compile", "/compile_fx.py:compile_fx", "/async_compile.py:wait"),
+    "/triton/compiler/compiler.py:compile",
+)
+_WAITS_FOR_CHILD = "waits for a process that it has started"
+_KINDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("DDP213", "waits for a worker process of its DataLoader", (":_try_get_data", ":_get_data")),
+    ("DDP216", "is leaving its group (destroy_process_group)", (":destroy_process_group",)),
+    (
+        "DDP215",
+        "waits for all ranks to make a group",
+        (
+            *(":init_process_group", ":_store_based_barrier", ":_new_process_group_helper", ":new_group"),
+            *("/rendezvous.py:", "/ddpilot/group/creation.py:"),
+        ),
+    ),
+    ("DDP221", "compiles (torch.compile)", _COMPILES),
+    ("DDP214", _WAITS_FOR_CHILD, (SUBPROCESS,)),
+    (
+        "DDP214",
+        "is reading or writing: a checkpoint, a file or the network",
+        (
+            *(
+                "/torch/serialization.py:",
+                "/torch/distributed/checkpoint/",
+                "/safetensors/",
+                "/pickle.py:",
+                "/zipfile.py:",
+            ),
+            *("/urllib/", "/urllib3/", "/requests/", "/http/client.py", "/ssl.py:", "/shutil.py:", "/gzip.py:"),
+            *(
+                "/fsspec/",
+                "/huggingface_hub/",
+                "/numpy/lib/npyio.py:",
+                "/pathlib.py:read",
+                "/tarfile.py:",
+            ),
+        ),
+    ),
+)
+_IO_CALLS = ("open(", "torch.save(", "torch.load(", ".read(", ".write(", "np.load(", "np.save(", "pickle.", "urlopen(")
+_WHY = {
+    "DDP213": "a worker of the DataLoader is stuck or slow: a lock that fork copied, a file that does not answer, or "
+    "a sample that takes long",
+    "DDP214": "one rank writes or reads while the others wait in a collective",
+    "DDP215": "a group is made by all ranks together, and some are elsewhere",
+    "DDP216": "one rank ends its part while others still call collectives",
+    "DDP217": "its Python code still runs, so it may come",
+    "DDP218": "it is alive and calls no collective: it may come, or never will",
+    "DDP221": "this rank compiles what the others have in their caches",
+}
+_FIX = {
+    "DDP213": "look at what the dataset does there; try `num_workers=0`, `multiprocessing_context='forkserver'` and "
+    "DataLoader's `timeout=`",
+    "DDP214": "nothing, if it is meant to take long; else let no rank wait meanwhile, and raise the group's `timeout`",
+    "DDP215": "let all ranks call init_process_group and new_group, members of the new group or not, in the same order",
+    "DDP216": "let all ranks come to a barrier before destroy_process_group",
+    "DDP217": "look at what takes so long there; balance the work, or move it to where nobody waits",
+    "DDP218": "look at the line where it is: if it ends, all is well; if not, let it come to what the others are in",
+    "DDP221": "compile before the ranks part: warm up with one batch on all ranks, then a barrier; share the cache "
+    "directory (TORCHINDUCTOR_CACHE_DIR)",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Absence:
+    """What a rank does instead of the collective that others wait for."""
+
+    code: str
+    words: str
+    """What the rank does, as a clause without its subject."""
+    at: Frame | None
+    moves: Moves
+
+    @property
+    def why(self) -> str:
+        """Why the wait happens."""
+        return _WHY[self.code]
+
+    @property
+    def fix(self) -> str:
+        """What to do."""
+        return _FIX[self.code]
+
+
+def describe_absence(rank: RankView, earlier: RankView | None, now_ns: int) -> Absence:
+    """Describe where `rank` is now and whether it has moved since `earlier`."""
+    at = innermost(rank.stack)
+    moves = has_moved(rank, earlier)
+    code, words = _kind(rank, at)
+    if words == _WAITS_FOR_CHILD and rank.stack is not None and rank.stack.child:
+        words += f": {rank.stack.child}"
+    if moves == "moves" and code == "DDP218":
+        code, words = "DDP217", "is slow: its Python line moves"
+    if rank.process.os_state in ("T", "t"):
+        words = "is stopped (SIGSTOP, Ctrl-Z or a debugger)"
+    elif rank.log is not None and rank.log.closed_ns is not None:
+        words = "has come to the end of its program; the process has not ended yet"
+    elif code == "DDP218" and (silent_ns := _without_python_ns(rank, now_ns)) > _NO_PYTHON_NS:
+        words = f"has run no Python for {say_s(silent_ns)}: C code holds Python's lock"
+    return Absence(code=code, words=words, at=at, moves=moves)
+
+
+def _kind(rank: RankView, at: Frame | None) -> tuple[str, str]:
+    for code, words, parts in _KINDS:
+        if passes(rank.stack, *parts) is not None:
+            return code, words
+    if at is not None and rank.stack is not None and any(call in at.text for call in _IO_CALLS):
+        return "DDP214", "is reading or writing: a checkpoint, a file or the network"
+    return "DDP218", "is elsewhere"
+
+
+def has_moved(rank: RankView, earlier: RankView | None) -> Moves:
+    """Return "moves" if the rank's stack changed or it began collectives since `earlier`.
+
+    "unknown" if there are not two stacks to compare.
+    """
+    if earlier is None:
+        return "unknown"
+    if rank.log is not None and earlier.log is not None and rank.log.num_begun > earlier.log.num_begun:
+        return "moves"
+    if rank.stack is None or earlier.stack is None or rank.stack.taken_ns <= earlier.stack.taken_ns:
+        return "unknown"
+    is_running = rank.stack.is_running and earlier.stack.is_running
+    return "moves" if is_running or _lines(rank.stack) != _lines(earlier.stack) else "stands"
+
+
+def _lines(stack: StackView) -> list[tuple[str, int]]:
+    return [(frame.file, frame.line) for frame in stack.main_frames]
+
+
+def _without_python_ns(rank: RankView, now_ns: int) -> int:
+    if rank.log is None or rank.process.state != "running":
+        return 0
+    return now_ns - (rank.log.heartbeat_ns or rank.log.started_ns)
+
+
+def say_where(absence: Absence) -> str:
+    """Format the rank's line and whether it moves; empty if the line is unknown."""
+    standing = {"stands": " (has not moved)", "moves": " (moves)", "unknown": ""}[absence.moves]
+    return f"{say_place(absence.at)}{standing}" if absence.at is not None else ""

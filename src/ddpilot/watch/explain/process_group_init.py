@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Find ranks that wait in init_process_group: which ranks are missing, and whether they can still arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ddpilot.findings.catalog import make_finding
+from ddpilot.findings.finding import Finding
+from ddpilot.findings.text import render_ranks
+from ddpilot.record.flight_ring.log import RankLog
+from ddpilot.watch.explain.activity import describe_absence, say_where
+from ddpilot.watch.explain.text import lay_out, merge_rows, place_of, say_place, who_does
+from ddpilot.watch.explain.vacant import Vacancy, explain_vacancy, find_vacancy, say_vacancy
+from ddpilot.watch.matching.outcomes import Fate
+from ddpilot.watch.snapshot.model import Frame, JobView, RankView
+from ddpilot.watch.snapshot.stacks import innermost, passes
+
+_STACK_AGE_NS = 5_000_000_000
+_ALL_INSIDE_NS = 10_000_000_000
+"""All ranks being in init_process_group is reported this long after the start, or after they left a group."""
+_STARTS_NS = 10_000_000_000
+"""How long ranks may import and join before a status line shows how many have joined."""
+_SETTLED_NS = 1_000_000_000
+"""A rank that is still seen entering a group this long after another rank has returned will not complete it."""
+_MAX_STACKS = 64
+_TORCH = (":init_process_group", "/rendezvous.py:")
+_DDPILOT = ("/ddpilot/group/creation.py:", "/ddpilot/group/joining.py:")
+_IMPORTS = "<frozen importlib._bootstrap>:"
+_NO_TORCH = "not imported torch yet"
+_IN_TORCH = "waits in init_process_group"
+_AT_FIRST_USE = "waits to enter the process group"
+
+
+@dataclass(slots=True)
+class Rendezvous:
+    """Status lines and findings about ranks that wait in init_process_group."""
+
+    status: list[str] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    needs_stacks: list[int] = field(default_factory=list)
+
+
+def find_rendezvous(
+    view: JobView, earlier: JobView | None, fates: Mapping[int, Fate], stall_ns: int, warn_ns: int
+) -> Rendezvous:
+    """Examine ranks that are in no group: those in init_process_group, and those that they wait for."""
+    found = Rendezvous()
+    logs = {rank: seen.log for rank, seen in view.ranks.items() if seen.log is not None}
+    fresh = [rank for rank, log in logs.items() if not log.num_begun or log.left_ns is not None]
+    alive = [rank for rank in fresh if not fates[rank].is_gone and _age_ns(view, rank) > stall_ns]
+    found.needs_stacks = [rank for rank in alive if _is_old(view, rank)][:_MAX_STACKS]
+    vacancy = find_vacancy(view)
+    if vacancy is not None:
+        _say_vacancy(found, vacancy, fates, stall_ns, warn_ns)
+        return found
+    inside = [rank for rank in alive if _is_inside(view.ranks[rank])]
+    if not inside:
+        return found
+    if len(inside) == view.world_size:
+        _say_all_inside(found, view, earlier, inside, warn_ns)
+        return found
+    absent = [rank for rank in range(view.world_size) if rank not in inside]
+    gone = [rank for rank in absent if fates[rank].is_gone]
+    if _is_outdated(view, inside, absent) or not _is_settled(view, earlier, inside, gone):
+        found.needs_stacks = inside[:_MAX_STACKS]
+        return found
+    waited_ns = max(_age_ns(view, rank) for rank in inside)
+    elsewhere = {rank: _say_elsewhere(view, earlier, fates, rank) for rank in absent}
+    rows = [(rank, _say_inside(view.ranks[rank]), say_place(_line(view, rank))) for rank in inside]
+    merged = merge_rows([*rows, *((rank, *said) for rank, said in elsewhere.items())])
+    if gone or waited_ns > (stall_ns if _is_session(view, inside) else _STARTS_NS):
+        found.status.append(_say_joined(view, len(inside), elsewhere))
+    # Imports may take minutes: the status shows which ranks are importing. The time after them counts separately.
+    is_starting = all(_say_start(view, rank) or 0 < _age_ns(view, rank) < warn_ns for rank in absent)
+    if gone or (waited_ns > warn_ns and not is_starting):
+        found.findings.append(_explain_rendezvous(view, inside, gone or absent, lay_out(merged), bool(gone)))
+    return found
+
+
+def _is_session(view: JobView, inside: list[int]) -> bool:
+    """True if the ranks were running before the period under examination, so that none is importing or starting."""
+    return all((log := view.ranks[rank].log) is not None and log.started_ns < view.since_ns for rank in inside)
+
+
+def _is_settled(view: JobView, earlier: JobView | None, inside: list[int], gone: list[int]) -> bool:
+    """Return False if a rank of `gone` has only just returned: the ranks `inside` may be about to join the group."""
+    living = [rank for rank in gone if view.ranks[rank].returned and view.ranks[rank].process.state == "running"]
+    if not living:
+        return True
+    if earlier is None or not all(rank in earlier.ranks and earlier.ranks[rank].returned for rank in living):
+        return False
+    stacks = [stack for rank in inside if (stack := view.ranks[rank].stack) is not None]
+    return all(stack.taken_ns - earlier.now_ns >= _SETTLED_NS for stack in stacks)
+
+
+def _say_joined(view: JobView, num_inside: int, elsewhere: Mapping[int, tuple[str, str]]) -> str:
+    """Format how many ranks have joined, and where most of the others are if a line is known."""
+    line = f"{num_inside} of {view.world_size} ranks have joined the group"
+    rows = merge_rows((rank, *said) for rank, said in elsewhere.items())
+    others = [(ranks, what, where) for ranks, what, where in rows if where or _NO_TORCH in what]
+    return line + "".join(f"; {ranks} {what}{f': {where}' if where else ''}" for ranks, what, where in others[:1])
+
+
+def _is_outdated(view: JobView, inside: list[int], absent: list[int]) -> bool:
+    """True if absent ranks have ended, or met those `inside`, since the stacks of the latter were taken.
+
+    The ranks may then have joined the group.
+    """
+    for rank in absent:
+        seen = view.ranks.get(rank)
+        log = seen.log if seen is not None else None
+        ended_ns = (seen.process.ended_ns if seen is not None else None) or (log.closed_ns if log is not None else None)
+        for other in inside:
+            stack = view.ranks[other].stack
+            if stack is not None and ended_ns is not None and stack.taken_ns < ended_ns:
+                return True
+            if log is not None and _has_met(log, other, view.now_ns - _age_ns(view, other)):
+                return True
+    return False
+
+
+def _has_met(log: RankLog, other: int, since_ns: int) -> bool:
+    """True if the rank of `log` has completed a collective with the rank `other` since `since_ns`."""
+    return any(
+        entry.state == "done" and entry.start_ns > since_ns and entry.group is not None and other in entry.group.ranks
+        for entry in reversed(log.collectives)
+    )
+
+
+def _say_vacancy(found: Rendezvous, vacancy: Vacancy, fates: Mapping[int, Fate], stall_ns: int, warn_ns: int) -> None:
+    if vacancy.waited_ns < stall_ns:
+        return
+    if not any(fates[rank].is_gone for rank in vacancy.asking):
+        found.status.append(say_vacancy(vacancy))
+    if vacancy.is_proven or vacancy.waited_ns > warn_ns:
+        found.findings.append(explain_vacancy(vacancy))
+
+
+def _is_inside(rank: RankView | None) -> bool:
+    stack = rank.stack if rank is not None else None
+    return passes(stack, *_TORCH, *_DDPILOT) is not None
+
+
+def _say_inside(rank: RankView) -> str:
+    return _IN_TORCH if passes(rank.stack, *_DDPILOT) is None else _AT_FIRST_USE
+
+
+def _is_in_group(rank: RankView | None) -> bool:
+    """True if the rank has begun collectives in a group and has not left it."""
+    log = rank.log if rank is not None else None
+    return log is not None and log.num_begun > 0 and log.left_ns is None
+
+
+def _say_all_inside(found: Rendezvous, view: JobView, earlier: JobView | None, inside: list[int], warn_ns: int) -> None:
+    waited_ns = min(_age_ns(view, rank) for rank in inside)
+    if waited_ns < _ALL_INSIDE_NS or earlier is None or not all(_is_inside(earlier.ranks.get(rank)) for rank in inside):
+        return
+    line = _line(view, inside[0])
+    found.status.append(f"all ranks are in init_process_group at {say_place(line)}, and it does not end")
+    logs = [view.ranks[rank].log for rank in inside]
+    if waited_ns < warn_ns or not all(log is not None and log.left_ns for log in logs):
+        return  # before the first group it is unknown for how long they have been there
+    found.findings.append(
+        make_finding(
+            "DDP215",
+            summary="all ranks are in init_process_group, after they have destroyed a group, and it does not end",
+            ranks=tuple(inside),
+            line=place_of(line),
+            why="a rank that was faster has read the addresses that others left in the store for the old group, or has "
+            "ended the store with it",
+            fix="call dist.barrier() before destroy_process_group and give the new group a store or a port of its own; "
+            "or keep the group; ddpilot.init_group() can be entered again",
+        )
+    )
+
+
+def _explain_rendezvous(
+    view: JobView, inside: list[int], missing: list[int], evidence: tuple[str, ...], is_proven: bool
+) -> Finding:
+    summary = f"{who_does(inside, 'waits in init_process_group')} for {render_ranks(missing)}"
+    why = "a group is complete when all ranks have called init_process_group: these have not"
+    fix = "look at why they did not come: an error before, another WORLD_SIZE or address, a branch on the rank"
+    if _say_inside(view.ranks[inside[0]]) == _AT_FIRST_USE:
+        summary = f"{who_does(inside, 'waits')} for {render_ranks(missing)} to enter the process group"
+        why = "the group is entered at the first collective and is complete when all ranks have called one"
+        fix = "call the collective on all ranks: look at a branch on the rank, or at an error before"
+    left = [rank for rank in inside if (log := view.ranks[rank].log) is not None and log.left_ns is not None]
+    if left and all(_is_in_group(view.ranks.get(rank)) for rank in missing):
+        why = (
+            f"{who_does(left, 'has')} left the process group and {render_ranks(missing)} not; a new one needs all ranks"
+        )
+        fix = "call destroy_process_group on all ranks or on none"
+    return make_finding(
+        "DDP215",
+        severity="error" if is_proven else "warning",
+        summary=summary,
+        ranks=tuple(missing),
+        line=place_of(_line(view, inside[0])),
+        evidence=evidence,
+        why=why,
+        fix=fix,
+    )
+
+
+def _age_ns(view: JobView, rank: int) -> int:
+    seen = view.ranks.get(rank)
+    log = seen.log if seen is not None else None  # a rank of another node may not have been heard of yet
+    return view.now_ns - max(log.left_ns or log.started_ns, view.since_ns) if log is not None else 0
+
+
+def _is_old(view: JobView, rank: int) -> bool:
+    stack = view.ranks[rank].stack
+    return stack is None or view.now_ns - stack.taken_ns > _STACK_AGE_NS
+
+
+def _line(view: JobView, rank: int) -> Frame | None:
+    return innermost(view.ranks[rank].stack)
+
+
+def _say_elsewhere(view: JobView, earlier: JobView | None, fates: Mapping[int, Fate], rank: int) -> tuple[str, str]:
+    seen = view.ranks.get(rank)
+    if seen is None or fates[rank].state == "unknown":
+        return "is not seen here", ""
+    if fates[rank].is_gone:
+        return fates[rank].words, ""
+    absence = describe_absence(seen, earlier.ranks.get(rank) if earlier is not None else None, view.now_ns)
+    return _say_start(view, rank) or absence.words, say_where(absence)
+
+
+def _say_start(view: JobView, rank: int) -> str:
+    """Return what a starting rank is doing; empty for a rank that has started."""
+    seen = view.ranks.get(rank)
+    if seen is None or seen.process.state != "running":
+        return ""
+    if seen.log is None:
+        return f"has {_NO_TORCH}"
+    return "is importing" if passes(seen.stack, _IMPORTS) is not None else ""

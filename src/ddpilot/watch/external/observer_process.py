@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The observer of ranks that ddpilot has not started: a separate process per node that ends with the ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from ddpilot.environments.private_files import lock_file, open_own_file, read_own_text
+from ddpilot.errors import RecordError
+from ddpilot.findings.display import Findings
+from ddpilot.record.flight_ring.log import RankLog
+from ddpilot.record.flight_ring.reader import read_ring
+from ddpilot.record.hook import ring_path
+from ddpilot.watch.external.rank_process import RankProcess, error_path, find_rank_processes
+from ddpilot.watch.external.store_connection import Way
+from ddpilot.watch.job_folder import OBSERVER, JobAbout, locked, remove, remove_old, write_about
+from ddpilot.watch.nodes.exchange import Exchange
+from ddpilot.watch.observer import Observer
+from ddpilot.watch.options import WatchOptions
+from ddpilot.watch.report import Report
+from ddpilot.watch.snapshot.model import ErrorView
+from ddpilot.watch.snapshot.processes import look_at
+from ddpilot.watch.snapshot.reader import RankFacts
+from ddpilot.watch.told import keys_of
+
+_PAUSE_S = 0.1
+
+_GATHER_S = 10.0
+"""Time to wait for the ranks of this node after the first one records; later ones join the observation."""
+
+_SETTLED_NS = 1_000_000_000
+"""Only a modification time older than this is trusted: any later change would have given the folder a new one."""
+
+_TERM_GRACE_S = 3.0
+"""Time between SIGTERM and SIGKILL for ranks that are terminated."""
+
+
+class Observing:
+    """Observes the ranks that record in `folder` until all of them have ended.
+
+    The processes that the ranks have at one time are observed together. A new process of a rank, such as the second
+    attempt of a shell, and a rank that joins late restart the observation; what earlier processes did is dropped.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._ranks: dict[int, RankProcess] = {}
+        self._job: Mapping[str, Any] = {}
+        self._options = WatchOptions()
+        self._way: Way | None = None
+        self._shown: set[object] = set()
+        self._looked_ns = 0
+        self._is_stopping = self._has_errors = self._has_ended_ranks = False
+
+    def run(self) -> None:
+        """Observe until all ranks have ended; return at once if another process observes them."""
+        root = self._folder.parent
+        with locked(root):
+            fd = open_own_file(self._folder / OBSERVER, os.O_RDWR | os.O_CREAT)
+            if not lock_file(fd, wait=False):
+                os.close(fd)
+                return
+        is_over = False
+        while not is_over:
+            is_clean = self._observe()
+            with locked(root):  # a rank that starts after this starts its own observer
+                is_over = not any(self._is_new(*each) for each in find_rank_processes(self._folder).items())
+                if is_over:
+                    if is_clean:
+                        remove(self._folder)
+                    os.close(fd)
+        remove_old(root)
+
+    def _is_new(self, rank: int, process: RankProcess) -> bool:
+        return self._ranks.get(rank) != process and process.is_running
+
+    def _observe(self) -> bool:
+        """Observe the current processes until they end or change; return True if all of them ended cleanly."""
+        self._ranks = self._await_ranks()
+        if not self._ranks:
+            return not self._has_errors
+        first = min(self._ranks.values(), key=lambda each: int(each.job["local_rank"]))
+        self._job = first.job
+        if first.number:
+            _write_to_stderr_of(first)
+        self._options = WatchOptions(on_finding=self._job["on_finding"], stall_warn_s=self._job["stall_warn_s"])
+        self._write_about()
+        if self._way is None and self._job["way"] is not None:
+            self._way = Way(self._job["way"])
+        observer = self._make_observer()
+        observer.start()
+        while not all(map(_is_over, self._ranks.values())):
+            time.sleep(_PAUSE_S)
+            if self._is_stopping:
+                observer.stop()
+                self._end_ranks()
+            if self._has_changed():
+                observer.stop()
+                return False
+        observer.stop()
+        observer.finish(is_caused=self._has_ended_ranks)
+        if self._way is not None:
+            observer.say_farewell()
+            self._close_way()
+        return not self._has_errors and all(each.returned for each in self._facts().values())
+
+    def _make_observer(self) -> Observer:
+        ranks = tuple(self._ranks)
+        return Observer(
+            self._folder,
+            self._job["world_size"],
+            facts=self._facts,
+            tell=self._hear,
+            options=self._options,
+            name=self._job["name"],
+            ranks=ranks,
+            exchange=Exchange(self._way.post, ranks) if self._way is not None else None,
+        )
+
+    def _close_way(self) -> None:
+        if self._way is not None:
+            self._way.close()
+            self._way = None
+
+    def _await_ranks(self) -> dict[int, RankProcess]:
+        """Return the ranks of this node that record: all of them, or those that do `_GATHER_S` after the first one."""
+        since_s = None
+        while True:
+            present = find_rank_processes(self._folder)
+            found = {rank: each for rank, each in present.items() if self._records(rank, each, present)}
+            num_expected = max((each.job["local_world_size"] for each in present.values()), default=1)
+            if len(found) >= num_expected or all(map(_is_over, present.values())):
+                return found
+            since_s = since_s or (time.monotonic() if found else None)
+            if since_s is not None and time.monotonic() - since_s > _GATHER_S:
+                return found
+            time.sleep(_PAUSE_S)
+
+    def _records(self, rank: int, process: RankProcess, present: Mapping[int, RankProcess]) -> bool:
+        """True if `process` records, and not in a group that is older than the newest process of any rank."""
+        if self._ranks.get(rank) == process:
+            return True
+        log = self._read(rank) if process.is_running else None
+        if log is None or log.pid != process.pid or log.started_ns < process.since_ns:
+            return False
+        newest_ns = max((each.since_ns for each in present.values() if each.number), default=0)
+        return all(entry.start_ns > newest_ns for entry in log.collectives[:1])
+
+    def _read(self, rank: int) -> RankLog | None:
+        with suppress(RecordError, OSError):
+            return read_ring(ring_path(self._folder, rank))
+        return None
+
+    def _has_changed(self) -> bool:
+        """True if a rank has a new process, or a rank that is not observed has begun to record."""
+        try:
+            changed_ns = os.stat(self._folder).st_mtime_ns
+        except OSError:  # the folder was deleted, which the observer reports
+            return False
+        if changed_ns == self._looked_ns:
+            return False
+        self._looked_ns = changed_ns if time.time_ns() - changed_ns > _SETTLED_NS else 0
+        present = find_rank_processes(self._folder)
+        if any(present.get(rank, each) != each for rank, each in self._ranks.items()):
+            self._forget()
+            return True
+        return any(self._records(rank, each, present) for rank, each in present.items() if rank not in self._ranks)
+
+    def _forget(self) -> None:
+        self._ranks = {}
+        self._shown = set()
+        self._has_errors = self._has_ended_ranks = self._is_stopping = False
+        self._close_way()
+        for name in ("report.json", "report.txt"):
+            (self._folder / name).unlink(missing_ok=True)
+
+    def _write_about(self) -> None:
+        about = JobAbout(
+            id=self._folder.name,
+            name=self._job["name"],
+            command=tuple(self._job["command"]),
+            world_size=self._job["world_size"],
+            host=platform.node(),
+            pid=os.getpid(),
+            pid_started_s=psutil.Process().create_time(),
+            started_s=time.time(),
+            ranks=tuple(sorted(self._ranks)),
+        )
+        try:
+            write_about(self._folder, about)
+        except OSError as error:
+            _say(f"`ddpilot watch` does not list this job: {self._folder} cannot be written to ({error})")
+
+    def _facts(self) -> dict[int, RankFacts]:
+        found = {}
+        for rank, process in self._ranks.items():
+            view = look_at(process.pid)
+            may_return = process.may_return
+            if process.is_running:
+                # Its shell may try again, as after a failed download: that does not end the rank.
+                found[rank] = RankFacts(process=view, error=None if may_return else self._read_error(rank))
+            elif may_return:
+                found[rank] = RankFacts(process=replace(view, state="unknown"), is_away=True)
+            else:
+                log, error = self._read(rank), self._read_error(rank)
+                is_closed = log is not None and log.closed_ns is not None
+                view = replace(view, state="ended")
+                found[rank] = RankFacts(process=view, error=error, returned=is_closed and error is None)
+        return found
+
+    def _read_error(self, rank: int) -> ErrorView | None:
+        try:
+            name, message, text = json.loads(read_own_text(error_path(self._folder, rank)))
+        except (OSError, ValueError):
+            return None
+        return ErrorView(type_name=name, message=message, traceback=text)
+
+    def _hear(self, report: Report) -> None:
+        for line in (*report.notes, *report.status):
+            if line in report.status or line not in self._shown:
+                _say(line)
+        news = Findings(each for each in report.findings if self._shown.isdisjoint(keys_of(each)))
+        self._shown.update(report.notes, *map(keys_of, report.findings))
+        if not news:
+            return
+        _say(str(news))
+        if any(finding.severity == "error" for finding in news):
+            self._has_errors = True
+            self._is_stopping = self._options.action() == "stop"
+
+    def _end_ranks(self) -> None:
+        live = [found for each in self._ranks.values() if (found := _find(each)) is not None]
+        if live:
+            self._has_ended_ranks = True
+            _say(f"the ranks of this node are ended because of it; `ddpilot watch {self._folder.name}` shows it again")
+        _signal(live, signal.SIGTERM)
+        deadline_s = time.monotonic() + _TERM_GRACE_S
+        while any(map(_is_running, live)) and time.monotonic() < deadline_s:
+            time.sleep(_PAUSE_S)
+        _signal(live, signal.SIGKILL)
+        self._is_stopping = False
+
+
+def _is_over(process: RankProcess) -> bool:
+    return not (process.is_running or process.may_return)
+
+
+def _find(process: RankProcess) -> psutil.Process | None:
+    with suppress(psutil.Error):
+        return psutil.Process(process.pid) if process.is_running else None
+    return None
+
+
+def _write_to_stderr_of(process: RankProcess) -> None:
+    """Write to the stderr of `process`, which may differ from that of the process that started this observer."""
+    with suppress(OSError):  # it is a socket, or there is no /proc: stderr stays as it is
+        fd = os.open(f"/proc/{process.pid}/fd/2", os.O_WRONLY | os.O_APPEND | os.O_NOCTTY | os.O_CLOEXEC)
+        os.dup2(fd, 2)
+        os.close(fd)
+
+
+def _signal(processes: list[psutil.Process], number: signal.Signals) -> None:
+    for process in processes:
+        with suppress(psutil.Error):  # psutil checks that it is still the same process
+            process.send_signal(number)
+
+
+def _is_running(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):  # the reader of stderr is gone
+        sys.stderr.write(f"ddpilot: {text}\n")
+        sys.stderr.flush()
+
+
+def main(folder: Path) -> None:
+    """Observe the ranks in `folder`. An error here is reported in one line, and the ranks continue."""
+    try:
+        Observing(folder).run()
+    except Exception as error:  # noqa: BLE001 - reported; must not stop the training
+        _say(f"watching ended with an error of its own, and the job continues: {type(error).__name__}: {error}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[-1]))

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Connect the observers of several nodes if a launcher other than ddpilot started the ranks."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from ddpilot.environments.topology import Topology
+from ddpilot.launching.elastic.rendezvous.heartbeat import Peers
+from ddpilot.launching.elastic.rendezvous.mailbox import Post
+from ddpilot.launching.elastic.rendezvous.node_state import NodeState
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+_PULSE_S = 1.0
+_LAST_WORD_S = 1.0
+_MEET_LIMIT = timedelta(hours=1)
+_LEVEL_VARIABLE = "TORCH_CPP_LOG_LEVEL"
+
+
+def describe_way(topology: Topology, name: str, environ: Mapping[str, str]) -> dict[str, Any] | None:
+    """Return the arguments of `Way` as JSON-serializable values; None if there is only one node."""
+    if topology.nnodes == 1:
+        return None
+    return {
+        "node_rank": topology.node_rank,
+        "nnodes": topology.nnodes,
+        "nproc_per_node": topology.local_world_size,
+        "target": name,
+        "attempt": int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        "run_id": environ.get("TORCHELASTIC_RUN_ID", ""),
+        "addr": topology.master_addr,
+        "port": topology.master_port,
+    }
+
+
+class Way:
+    """The connection to the observers of the other nodes, through the store of the ranks. `said`: from `describe_way`.
+
+    A separate thread waits for that store and holds the only connection to it.
+    """
+
+    def __init__(self, said: Mapping[str, Any]) -> None:
+        about = {name: said[name] for name in ("node_rank", "nnodes", "nproc_per_node", "target", "attempt")}
+        me = NodeState(host=platform.node(), pid=os.getpid(), **about)
+        self._peers = Peers(_connect_to(said), me, pulse_s=_PULSE_S)
+        self.post: Post = self._peers.open_post(me.attempt)
+
+    def close(self) -> None:
+        """Wait at most one second for pending writes to reach the store, then disconnect."""
+        self._peers.flush(_LAST_WORD_S)
+        self._peers.stop()
+
+
+def _connect_to(said: Mapping[str, Any]) -> Callable[[], Store]:
+    def connect() -> Store:
+        os.environ.setdefault(_LEVEL_VARIABLE, "ERROR")  # else torch logs host names that do not resolve
+        from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+        store = TCPStore(said["addr"], said["port"], is_master=False, timeout=_MEET_LIMIT, wait_for_workers=False)
+        return PrefixStore(f"ddpilot-watch/{said['run_id']}/{said['attempt']}", store)
+
+    return connect

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compare what all ranks of a collective must agree on: op, dtypes, sizes, root, reduce-op. Does not import torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+from ddpilot.record.flight_ring.log import Collective, Tensor
+from ddpilot.watch.matching.all_to_all import EXCHANGES, find_unequal
+
+Aspect = Literal["op", "dtype", "size", "root", "shape", "reduce-op"]
+SILENT: frozenset[Aspect] = frozenset({"shape", "reduce-op"})
+"""Aspects in which ranks can differ without an error or a hang; the results are wrong."""
+
+REDUCING = frozenset(
+    {
+        *("all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor"),
+        "reduce_scatter_tensor_coalesced",
+    }
+)
+"""Ops whose record contains the reduce-op, which is added some time after the record is written."""
+
+# Ops whose sizes must be equal on all ranks. In the other ops each rank may send or receive a different number of
+# elements.
+_SAME_INPUTS = frozenset(
+    {
+        "all_reduce",
+        "all_reduce_coalesced",
+        "all_gather_into_tensor",
+        "broadcast",
+        "gather",
+        "reduce",
+        "reduce_scatter",
+        "reduce_scatter_tensor",
+    }
+)
+_SAME_OUTPUTS = frozenset({"scatter"})
+_ANY_DTYPE = frozenset({"barrier", "monitored_barrier"})
+
+
+@dataclass(frozen=True, slots=True)
+class Clash:
+    """A disagreement between the ranks of one collective."""
+
+    aspect: Aspect
+    said: tuple[tuple[str, tuple[int, ...]], ...]
+    """The differing values, as text, each with the ranks that passed it; the largest set of ranks first."""
+
+
+def find_clash(by_rank: Mapping[int, Collective]) -> Clash | None:
+    """Return the first aspect, in the order of `Aspect`, in which the collectives differ; None if all ranks agree.
+
+    An unknown value agrees with any other: a reduce-op is read up to 50 ms after the collective starts.
+    """
+    aspects: Sequence[tuple[Aspect, Callable[[Collective], Hashable]]] = (
+        ("op", lambda entry: entry.op),
+        ("dtype", _dtypes),
+        ("size", _sizes),
+        ("root", lambda entry: entry.root),
+        ("shape", _dims),
+        ("reduce-op", lambda entry: entry.reduce_op),
+    )
+    for aspect, value_of in aspects:
+        said: dict[Hashable, list[int]] = {}
+        for rank, entry in sorted(by_rank.items()):
+            value = value_of(entry)
+            if value is not None:
+                said.setdefault(value, []).append(rank)
+        if len(said) > 1 and (aspect != "shape" or _is_turned(said)):
+            by_size = sorted(said.items(), key=lambda item: (-len(item[1]), item[1][0]))
+            return Clash(aspect, tuple((_say(aspect, value), tuple(ranks)) for value, ranks in by_size))
+    return _find_unequal_parts(by_rank)
+
+
+def _find_unequal_parts(by_rank: Mapping[int, Collective]) -> Clash | None:
+    is_exchange = any(entry.op in EXCHANGES for entry in by_rank.values())
+    unequal = find_unequal(by_rank) if is_exchange else None
+    if unequal is None:
+        return None
+    giver, given, taker, expected = unequal
+    gives, takes = f"{given:,} elements for rank {taker}", f"{expected:,} elements from rank {giver}"
+    return Clash("size", ((gives, (giver,)), (takes, (taker,))))
+
+
+def terms_of(entry: Collective) -> Hashable:
+    """What must be equal on all ranks in a collective's op and tensors; equal if they cannot clash there."""
+    return entry.op, _dtypes(entry), _sizes(entry), _dims(entry)
+
+
+def _dtypes(entry: Collective) -> Hashable:
+    tensors = entry.inputs or entry.outputs
+    return tuple(sorted({tensor.dtype for tensor in tensors})) if tensors and entry.op not in _ANY_DTYPE else None
+
+
+def _sizes(entry: Collective) -> Hashable:
+    if entry.op in _SAME_INPUTS or (entry.op == "all_gather" and _expects_equal(entry)):
+        return tuple(map(_size, entry.inputs))
+    return tuple(map(_size, entry.outputs)) if entry.op in _SAME_OUTPUTS else None
+
+
+def _expects_equal(entry: Collective) -> bool:
+    """True if the rank expects as much from every rank as it sends. NCCL accepts unequal sizes too, as the same op."""
+    return bool(entry.inputs) and {_size(tensor) for tensor in entry.outputs} == {_size(entry.inputs[0])}
+
+
+def _size(tensor: Tensor) -> int:
+    return prod(tensor.shape)
+
+
+def _dims(entry: Collective) -> Hashable:
+    """The shape of the only tensor without dimensions of size 1; None if fewer than 2 remain: flat tensors fit any."""
+    if entry.op not in _SAME_INPUTS or len(entry.inputs) != 1:
+        return None
+    dims = tuple(size for size in entry.inputs[0].shape if size != 1)
+    return dims if len(dims) > 1 else None
+
+
+def _is_turned(said: Mapping[Hashable, object]) -> bool:
+    """True if one shape is a permutation of another. Different views such as [2, 6] and [4, 3] may be intended."""
+    return len({tuple(sorted(dims)) for dims in said if isinstance(dims, tuple)}) < len(said)
+
+
+def _say(aspect: Aspect, value: Hashable) -> str:
+    if aspect == "root":
+        return f"root {value}"
+    if not isinstance(value, tuple):
+        return str(value)
+    if aspect == "shape":
+        return str(list(value))
+    text = ", ".join(f"{part:,}" if isinstance(part, int) else str(part) for part in value[:4])
+    more = f" and {len(value) - 4} more" if len(value) > 4 else ""
+    return f"{text}{more} elements" if aspect == "size" else f"{text}{more}"

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Determine how a rank's process ended, and whether a live one is held up by a collective."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ddpilot.launching.victims import reads_like_victim
+from ddpilot.record.flight_ring.log import Collective
+from ddpilot.watch.snapshot.model import JobView, RankView
+from ddpilot.watch.snapshot.stacks import is_waiting, passes
+
+State = Literal["alive", "finished", "died", "victim", "unknown"]
+"""``victim``: it ended because another rank did, judging by its error; ``unknown``: nothing is known about it."""
+
+_MAX_CHARS = 100
+_STOPPING = ("SIGKILL", "SIGTERM", "SIGINT")
+_ERROR_NS = 1_500_000_000
+"""A rank may destroy its groups in a `finally` because of an error; by then the error is known."""
+_CUT_OFF_NS = 200_000_000
+"""The same for a rank whose peers have lost their connection to it."""
+_BEAT_NS = 60_000_000
+"""Slightly more than the interval between two heartbeats in a ring."""
+_OUTLIVED_NS = 200_000_000
+"""An error that another rank's exit causes may be raised this long before that exit is seen."""
+_LEAVES = "/ddpilot/group/teardown.py:wait_for_peers"
+_PATIENT_CALLS = ("send", "recv", "send_object_list", "recv_object_list")
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """The state of a rank, and its description."""
+
+    state: State
+    words: str = ""
+
+    @property
+    def is_gone(self) -> bool:
+        """True if the rank will begin no more collectives."""
+        return self.state in ("finished", "died", "victim")
+
+
+def fate_of(rank: RankView | None) -> Fate:
+    """Return the state of a rank; "unknown" for None."""
+    if rank is None:
+        return Fate("unknown")
+    error = rank.error
+    if error is not None and error.type_name == "SystemExit" and error.message in ("", "0", "None"):
+        return Fate("finished", "has exited")
+    if error is not None:
+        words = f"raised {error.type_name}: {_shorten(error.message)}".removesuffix(": ")
+        return Fate("victim" if reads_like_victim(error.type_name, error.message) else "died", words)
+    if rank.returned:
+        is_cut = rank.process.exitcode == 0 and rank.log is not None and rank.log.closed_ns is None
+        return Fate("finished", "has ended at once, as by os._exit(0)" if is_cut else "has returned")
+    return _fate_of_process(rank) if rank.process.state == "ended" else Fate("alive")
+
+
+def _fate_of_process(rank: RankView) -> Fate:
+    process = rank.process
+    if process.signal_name is not None:
+        return Fate("died", f"died of {process.signal_name}")
+    if process.exitcode is not None and process.exitcode < 0:
+        return Fate("died", f"died of signal {-process.exitcode}")
+    if process.exitcode:
+        return Fate("died", f"exited with status {process.exitcode}")
+    if process.exitcode == 0 or (rank.log is not None and rank.log.closed_ns is not None):
+        return Fate("finished", "has exited")
+    return Fate("died", "ended without closing the recording, as by a signal or os._exit")
+
+
+def _shorten(message: str) -> str:
+    line = next((line.strip() for line in message.splitlines() if line.strip()), "")
+    return line if len(line) <= _MAX_CHARS else f"{line[: _MAX_CHARS - 3]}..."
+
+
+def first_deaths(view: JobView, fates: Mapping[int, Fate]) -> list[int]:
+    """Return the ranks that died first: neither victims, nor ranks that were terminated after another one had died."""
+    died = [rank for rank, fate in fates.items() if fate.state == "died"]
+    of_itself = [rank for rank in died if view.ranks[rank].process.signal_name not in _STOPPING]
+    if any(view.ranks[rank].error for rank in of_itself):
+        return of_itself
+    firsts = _earliest(view, of_itself or died)
+    return _ended_before(view, fates, firsts) or firsts
+
+
+def _ended_before(view: JobView, fates: Mapping[int, Fate], stopped: Sequence[int]) -> list[int]:
+    """Return the victims that exited while all of `stopped` were running, if a launcher may have terminated `stopped`.
+
+    The connection that such a victim lost was to something else, for example to a server of a download.
+    """
+    signs_ns = [_last_sign_ns(view.ranks[rank]) for rank in stopped if _may_be_stopped(view.ranks[rank])]
+    lived_ns = [sign for sign in signs_ns if sign is not None]
+    if not lived_ns or len(lived_ns) < len(stopped):
+        return []
+    victims = {rank: _last_sign_ns(view.ranks[rank]) for rank, fate in fates.items() if fate.state == "victim"}
+    early = [rank for rank, end in victims.items() if end is not None and end + _OUTLIVED_NS < min(lived_ns)]
+    return _earliest(view, early) if early else []
+
+
+def _may_be_stopped(rank: RankView) -> bool:
+    process = rank.process
+    return process.signal_name in _STOPPING if process.signal_name is not None else process.exitcode is None
+
+
+def _last_sign_ns(rank: RankView) -> int | None:
+    """Return the time of the rank's exit, of the end of its recording or of its last heartbeat."""
+    log = rank.log
+    signs = (rank.process.ended_ns, *((log.closed_ns, log.heartbeat_ns) if log is not None else ()))
+    return next((sign for sign in signs if sign is not None), None)
+
+
+def _earliest(view: JobView, ranks: Iterable[int]) -> list[int]:
+    ends = {rank: view.ranks[rank].process.ended_ns for rank in ranks}
+    known = [end for end in ends.values() if end is not None]
+    if not known:
+        return _first_silent(view, list(ends))
+    return [rank for rank, end in ends.items() if end is not None and end <= min(known) + 100_000_000]
+
+
+def _first_silent(view: JobView, ranks: list[int]) -> list[int]:
+    """Return the ranks whose heartbeats stopped first, for ranks whose end was not observed."""
+    beats = {rank: log.heartbeat_ns for rank in ranks if (log := view.ranks[rank].log) is not None and log.heartbeat_ns}
+    if len(beats) < len(ranks):
+        return ranks
+    return [rank for rank, beat in beats.items() if beat <= min(beats.values()) + _BEAT_NS]
+
+
+def as_left(
+    rank: RankView | None, fate: Fate, last: Collective | None, now_ns: int, *, is_cut_off: bool = False
+) -> Fate:
+    """Return "finished" for a live rank that has left the group in which `last` was its newest collective, else `fate`.
+
+    `is_cut_off`: other ranks have lost their connection to it, so that the reason for leaving does not matter.
+    """
+    if rank is None or fate.state != "alive" or rank.log is None:
+        return fate
+    left_ns = rank.log.left_ns
+    has_ended = rank.log.closed_ns is not None
+    patience_ns = _CUT_OFF_NS if is_cut_off and not has_ended else _ERROR_NS
+    if left_ns is not None and last is not None and last.start_ns < left_ns and now_ns - left_ns > patience_ns:
+        return Fate("finished", "has come to its end" if has_ended else "has destroyed its process groups")
+    return Fate("finished", "leaves its group") if passes(rank.stack, _LEAVES) is not None else fate
+
+
+def holds_up(rank: RankView, fate: Fate, entry: Collective) -> bool | None:
+    """Return True if the rank cannot continue before `entry` completes; None if only a current stack can tell.
+
+    For a rank that has ended: True if it could not continue at that time.
+    """
+    is_over = entry.state == "done" or (entry.state == "unknown" and not entry.is_passed_over)
+    if fate.state == "finished" or (is_over and not entry.is_p2p):
+        return False
+    if fate.is_gone:
+        return True
+    if entry.state == "failed":
+        return False  # and the program continued
+    if entry.is_p2p:
+        # A call that returns at once and whose completion is not observed, as with NCCL, does not show where the rank
+        # is.
+        is_patient = entry.is_watched and entry.line is not None and entry.line.via in _PATIENT_CALLS
+        return True if is_patient else is_waiting(rank.stack, entry)
+    if not entry.is_watched and _may_end_alone(entry) and not _has_begun_more(rank, entry):
+        return is_waiting(rank.stack, entry)
+    if entry.ddp is not None or entry.is_async is not True:
+        return True
+    return is_waiting(rank.stack, entry)
+
+
+def _may_end_alone(entry: Collective) -> bool:
+    """True if this rank only sends in `entry`, so that it may complete before other ranks have begun it."""
+    is_root = entry.group is not None and entry.root == entry.group.rank
+    return (entry.op in ("broadcast", "scatter") and is_root) or (entry.op in ("reduce", "gather") and not is_root)
+
+
+def _has_begun_more(rank: RankView, entry: Collective) -> bool:
+    """True if the rank has begun a later collective of the group that cannot complete without the other ranks."""
+    later = (each for each in (rank.log.collectives if rank.log is not None else ()) if each.index > entry.index)
+    return any(
+        each.group == entry.group and not each.is_p2p and each.state == "begun" and not _may_end_alone(each)
+        for each in later
+    )

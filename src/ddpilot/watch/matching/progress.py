@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Find how far the ranks of each group have progressed, and collectives that only some of them have begun."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from ddpilot.record.flight_ring.log import Collective, GroupOfRanks, RankLog
+from ddpilot.watch.matching.mismatch import Clash
+from ddpilot.watch.snapshot.model import JobView
+
+GroupKey = tuple[str, tuple[int, ...]]
+"""Name and ranks; of successive groups with the same key only the newest counts."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """The collectives that the ranks of one group have begun in it, in order."""
+
+    group: GroupOfRanks
+    by_rank: dict[int, list[Collective]] = field(default_factory=dict)
+
+    def at(self, rank: int, seq: int) -> Collective | None:
+        """Return the collective with number `seq` of `rank`; None if it is unknown."""
+        entries = self.by_rank.get(rank, [])
+        found = bisect_left(entries, seq, key=_seq_of)
+        return entries[found] if found < len(entries) and entries[found].seq == seq else None
+
+    def last(self, rank: int) -> Collective | None:
+        """Return the newest collective of `rank`; None if it began none."""
+        entries = self.by_rank.get(rank)
+        return entries[-1] if entries else None
+
+    def position(self, rank: int) -> int:
+        """Return the number of the newest collective of `rank`; -1 if it began none."""
+        last = self.last(rank)
+        return _seq_of(last) if last is not None else -1
+
+    @property
+    def first_common(self) -> int:
+        """The lowest number that the logs of all ranks that used the group still hold."""
+        return max(_seq_of(entries[0]) for entries in self.by_rank.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """A collective that some ranks of its group have begun and others have not."""
+
+    progress: Progress
+    seq: int
+    arrived: Mapping[int, Collective]
+    missing: tuple[int, ...]
+    unknown: tuple[int, ...]
+    """Ranks whose progress cannot be seen."""
+
+    @property
+    def since_ns(self) -> int:
+        """When the first of the ranks began it."""
+        return min(entry.start_ns for entry in self.arrived.values())
+
+    @property
+    def newest_ns(self) -> int:
+        """When the last of the ranks began it."""
+        return max(entry.start_ns for entry in self.arrived.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Meet:
+    """A collective with different arguments on different ranks."""
+
+    progress: Progress
+    seq: int
+    clash: Clash
+    by_rank: Mapping[int, Collective]
+
+    @property
+    def newest_ns(self) -> int:
+        """When the last of the ranks began it."""
+        return max(entry.start_ns for entry in self.by_rank.values())
+
+
+def _seq_of(entry: Collective) -> int:
+    return -1 if entry.seq is None else entry.seq
+
+
+def find_progress(logs: Iterable[RankLog]) -> list[Progress]:
+    """Return the progress in the newest group of every name and set of ranks."""
+    newest: dict[GroupKey, tuple[int, int]] = {}
+    groups: dict[GroupKey, Progress] = {}
+    for log in logs:
+        known: dict[int, list[Collective] | None] = {}  # one lookup per group: it may have thousands of ranks
+        for entry in log.collectives:
+            if entry.group is None or entry.seq is None:
+                continue
+            number = id(entry.group)
+            if number not in known:
+                known[number] = _find_entries(entry.group, log.rank, newest, groups)
+            entries = known[number]
+            if entries is not None:
+                entries.append(entry)
+    return list(groups.values())
+
+
+def _find_entries(
+    group: GroupOfRanks, rank: int, newest: dict[GroupKey, tuple[int, int]], groups: dict[GroupKey, Progress]
+) -> list[Collective] | None:
+    if not group.ranks:
+        return None
+    key, age = (group.name, group.ranks), (group.attempt, group.incarnation)
+    if age < newest.get(key, (-1, -1)):
+        return None
+    if age > newest.get(key, (-1, -1)):
+        newest[key], groups[key] = age, Progress(group)
+    return groups[key].by_rank.setdefault(rank, [])
+
+
+def find_meetings(view: JobView, progress: Iterable[Progress]) -> Iterator[Meeting]:
+    """Yield, for each group in which some ranks are ahead of others, the first collective that these wait in."""
+    for each in progress:
+        meeting = _find_meeting(view, each)
+        if meeting is not None and meeting.newest_ns >= view.since_ns:
+            yield meeting
+
+
+def _find_meeting(view: JobView, progress: Progress) -> Meeting | None:
+    ahead = max(progress.position(rank) for rank in progress.by_rank)
+    behind = {rank: progress.position(rank) for rank in progress.group.ranks}
+    unknown = {rank for rank in progress.group.ranks if _may_have_come(view, progress, rank)}
+    lowest = min((at for rank, at in behind.items() if rank not in unknown), default=ahead)
+    if lowest == ahead:
+        return _find_full_meeting(progress, ahead, unknown)
+    seq, arrived = lowest + 1, _arrived(progress, lowest + 1)
+    # The part of a broadcast's root may be over without the others: it waits in what needs them.
+    while arrived and all(each.state == "done" for each in arrived.values()) and (later := _arrived(progress, seq + 1)):
+        seq, arrived = seq + 1, later
+    if not arrived:
+        return None
+    missing = tuple(rank for rank, at in behind.items() if at == lowest and rank not in unknown)
+    return Meeting(progress, seq, arrived, missing, tuple(sorted(unknown - arrived.keys())))
+
+
+def _arrived(progress: Progress, seq: int) -> dict[int, Collective]:
+    return {rank: entry for rank in progress.by_rank if (entry := progress.at(rank, seq)) is not None}
+
+
+def _find_full_meeting(progress: Progress, seq: int, unknown: set[int]) -> Meeting | None:
+    # All ranks whose progress can be seen have begun it.
+    arrived = _arrived(progress, seq)
+    return Meeting(progress, seq, arrived, (), tuple(sorted(unknown - arrived.keys()))) if arrived else None
+
+
+def _may_have_come(view: JobView, progress: Progress, rank: int) -> bool:
+    """True if `rank` may have begun more collectives in this group than can be seen."""
+    if rank in progress.by_rank:
+        return False
+    seen = view.ranks.get(rank)
+    if seen is None:
+        return True
+    if seen.log is None:
+        return seen.process.state != "ended" and not seen.returned and seen.error is None
+    entries = seen.log.collectives
+    first_ns = min(entries[0].start_ns for entries in progress.by_rank.values())
+    return bool(entries) and entries[0].index > 1 and entries[0].start_ns > first_ns

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Explain a job from its folder alone: a running one, one that has ended, or one whose parent was killed."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+
+from ddpilot.errors import DdpilotError
+from ddpilot.findings.display import Findings
+from ddpilot.findings.finding import Finding
+from ddpilot.findings.text import printable
+from ddpilot.guard.rules.registry import RuleBook, rules_for
+from ddpilot.record.hook import find_rings
+from ddpilot.watch.analysis import Analysis, analyze, say_end
+from ddpilot.watch.explain.deaths import OF_ENDS
+from ddpilot.watch.job_folder import JobAbout, check_jobs_root, jobs_root, list_jobs, read_about
+from ddpilot.watch.report import Report, read_report
+from ddpilot.watch.snapshot.model import JobView
+from ddpilot.watch.snapshot.reader import Gatherer, RankFacts
+from ddpilot.watch.told import newest
+
+_BETWEEN_S = 1.0
+"""Time between the two looks that show which ranks move."""
+
+
+def find_job(word: str) -> tuple[Path, JobAbout]:
+    """Return the job that `word` names: by its id or a part of it, the pid of one of its processes, or its folder.
+
+    The processes of a job are its ranks, the processes that started them, and those that the ranks have started. Raises
+    `DdpilotError` if no job matches, or more than one does.
+    """
+    if os.sep in word and Path(word).is_dir():
+        return Path(word), read_about(Path(word))
+    if not Path(word).is_dir():
+        check_jobs_root()
+    jobs = list_jobs()
+    found = (
+        [job for job in jobs if job[1].id == word]
+        or (_find_by_process(int(word), jobs) if word.isdecimal() else [])
+        or [job for job in jobs if job[1].id.startswith(word) or job[1].id.endswith(f"-{word}")]
+    )
+    if len(found) == 1:
+        return found[0]
+    if not found and Path(word).is_dir():
+        return Path(word), read_about(Path(word))
+    if not jobs:
+        fix = "Jobs that ended well are removed; the folder of a job can be given too"
+        raise DdpilotError(f"looking for the job {word!r}", found=f"no jobs in {jobs_root()}", fix=fix)
+    known = ", ".join(about.id for _, about in (found or jobs)[:5])
+    raise DdpilotError(
+        f"looking for the job {word!r}",
+        found=f"{len(found)} of the {len(jobs)} jobs in {jobs_root()} match",
+        fix=f"Give the id of one ({known}), the number of one of its processes, or its folder",
+    )
+
+
+def _find_by_process(pid: int, jobs: Sequence[tuple[Path, JobAbout]]) -> list[tuple[Path, JobAbout]]:
+    """Return the jobs that `pid` is closest to; if some of these are running, only those."""
+    ancestors = _ancestors(pid)
+    closest: dict[int, list[tuple[Path, JobAbout]]] = {}
+    for job in jobs:
+        distance = _distance(pid, ancestors, *job)
+        if distance is not None:
+            closest.setdefault(distance, []).append(job)
+    found = closest[min(closest)] if closest else []
+    return [job for job in found if job[1].is_running] or found
+
+
+def _distance(pid: int, ancestors: Container[int], folder: Path, about: JobAbout) -> int | None:
+    """Return 0 if `pid` is a rank or observes the job, 1 for an ancestor or descendant of these, else None."""
+    ranks = _pids(folder).values()
+    if pid in (about.pid, *ranks):
+        return 0
+    if not about.is_running:
+        return None  # a process that has ended may have had its pid reused
+    return 1 if any(each in ancestors or pid in _ancestors(each) for each in (about.pid, *ranks)) else None
+
+
+def _ancestors(pid: int) -> set[int]:
+    try:
+        return {parent.pid for parent in psutil.Process(pid).parents()}
+    except psutil.Error:
+        return set()
+
+
+def _pids(folder: Path) -> Mapping[int, int]:
+    ranks = list(find_rings(folder))
+    logs = Gatherer(folder, len(ranks), ranks, "").gather({}).ranks
+    return {rank: view.process.pid for rank, view in logs.items()}
+
+
+def explain_job(folder: Path, about: JobAbout) -> Report:
+    """Report the job's present state, and what its observer found while it ran. Takes the stacks of live ranks."""
+    saved = read_report(folder)
+    gatherer = Gatherer(folder, about.world_size, about.ranks, about.name)
+    rules = RuleBook(about.world_size, log=gatherer.full_log, rules=rules_for(about.world_size, about.ranks))
+    earlier = gatherer.gather({}) if about.is_running else None
+    if earlier is not None:
+        time.sleep(_BETWEEN_S)
+    view = gatherer.add_last_stacks(_gather(gatherer, about))
+    analysis = _analyze(gatherer, view, earlier)
+    findings = [*(saved.findings if saved else ()), *rules.feed(gatherer.read_entries(), view.now_ns)]
+    findings += [
+        *(() if about.is_running else rules.finish(view.now_ns)),
+        *_without_told_ends(analysis.findings, saved),
+    ]
+    end = say_end(analysis, findings)
+    complaints = gatherer.complaints()
+    unseen = tuple(r for r in range(about.world_size) if r not in view.ranks or view.ranks[r].log is None)
+    return Report(
+        job=about.id,
+        name=about.name,
+        world_size=about.world_size,
+        findings=Findings(newest(findings)),
+        status=analysis.status,
+        unseen=unseen,
+        notes=(_describe_state(about, view), *dict.fromkeys((*(saved.notes if saved else ()), *complaints, *end))),
+    )
+
+
+def _gather(gatherer: Gatherer, about: JobAbout) -> JobView:
+    """Gather the job's present state. On a different machine its processes have ended if its observer recorded that."""
+    view = gatherer.gather({})
+    if not (about.is_elsewhere and about.is_over):
+        return view
+    ended = {rank: replace(each.process, state="ended") for rank, each in view.ranks.items() if each.log is not None}
+    return gatherer.gather({rank: RankFacts(process=process) for rank, process in ended.items()})
+
+
+def _without_told_ends(findings: Iterable[Finding], saved: Report | None) -> list[Finding]:
+    """Drop ends of ranks that the observer has reported, or has caused because of an error that it reported.
+
+    The observer knew how the ranks ended; their rings only record whether they did.
+    """
+    known = saved.findings if saved else ()
+    if any(each.severity == "error" and each.code not in OF_ENDS for each in known):
+        return [each for each in findings if each.code not in OF_ENDS]
+    told = {rank for finding in known if finding.code in OF_ENDS for rank in finding.ranks}
+    return [each for each in findings if each.code not in OF_ENDS or told.isdisjoint(each.ranks)]
+
+
+def _analyze(gatherer: Gatherer, view: JobView, earlier: JobView | None) -> Analysis:
+    analysis = analyze(view, earlier)
+    if analysis.needs_stacks:
+        analysis = analyze(gatherer.add_stacks(view, analysis.needs_stacks), earlier)
+    return analysis
+
+
+def _describe_state(about: JobAbout, view: JobView) -> str:
+    command = printable(" ".join(about.command))
+    if about.is_elsewhere and about.ended_s is None:
+        seen = "whether it still runs can be seen only there"
+        return f"was started {_when(about.started_s)} on {about.host}, {seen}: {command}"
+    live = [rank for rank, each in view.ranks.items() if each.process.state == "running"]
+    if live or about.is_running:
+        return f"running since {_when(about.started_s)} on {about.host}: {command}"
+    how = "" if any(each.log and each.log.closed_ns for each in view.ranks.values()) else ", and not in an orderly way"
+    return f"has ended{how}; it was started {_when(about.started_s)} on {about.host}: {command}"
+
+
+def _when(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state of all ranks at one moment, and the readers that fill it; imports `record` and below."""

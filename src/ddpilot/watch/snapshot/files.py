@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read a rank's ring repeatedly: new collectives, and those that were unfinished before."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from ddpilot.errors import RecordError
+from ddpilot.record.flight_ring.log import Collective, GroupOfRanks, RankLog
+from ddpilot.record.flight_ring.reader import read_ring
+from ddpilot.watch.matching.mismatch import REDUCING
+
+NUM_HELD = 2048
+"""Maximum number of collectives held per rank; far fewer can still get an end or a reduce-op."""
+
+_NUM_REREAD = 512
+"""Older unfinished collectives are not read again; otherwise each look would read all that follow them."""
+
+_LATE_NS = 300_000_000
+"""The reduce-op of a collective has been written this long after its start."""
+
+_SETTLED_NS = 1_000_000_000
+"""The end and the reduce-op of a completed collective have been written this long after its start."""
+
+_NUM_WRITERS = 7
+"""More damaged records than this cannot be records that are just being written."""
+
+Key = tuple[str, int, int, tuple[int, ...]]
+"""One incarnation of a group."""
+
+
+class LogReader:
+    """The contents of the ring at `path` that are still needed; `forget` drops the rest."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._held: dict[int, Collective] = {}
+        self._started_ns = self._read_ns = 0
+        self.fault = ""
+        """Why the ring can no longer be read; empty if it can, and before the rank has started."""
+
+    def read(self) -> RankLog | None:
+        """Return the log with the collectives that are held, oldest first; None if no ring can be read."""
+        newest = max(self._held, default=0)
+        again = [index for index, entry in self._held.items() if self._may_change(entry)]
+        after = max(min([newest, *(index - 1 for index in again)]), newest - _NUM_REREAD)
+        self._read_ns = time.monotonic_ns()
+        try:
+            log = read_ring(self._path, after=after) if newest else read_ring(self._path, newest=NUM_HELD)
+        except (RecordError, OSError) as error:
+            self.fault = describe_fault(error, has_been_read=self._started_ns > 0)
+            return None
+        self.fault = f"{log.num_torn} records are damaged" if log.num_torn > _NUM_WRITERS else ""
+        if log.started_ns != self._started_ns:  # the rank was restarted
+            self._held, self._started_ns = {}, log.started_ns
+            log = read_ring(self._path, newest=NUM_HELD) if newest else log
+        self._held.update((entry.index, entry) for entry in log.collectives)
+        for index in sorted(self._held)[:-NUM_HELD]:
+            del self._held[index]
+        return replace(log, collectives=tuple(self._held[index] for index in sorted(self._held)))
+
+    def _may_change(self, entry: Collective) -> bool:
+        """True if `entry` was unfinished or may still get its reduce-op. Decoding entries again is the slowest part."""
+        if entry.state == "begun":
+            return True
+        return entry.reduce_op is None and entry.op in REDUCING and entry.start_ns > self._read_ns - _LATE_NS
+
+    def forget(self, passed: dict[Key, int], now_ns: int, num_kept: int) -> None:
+        """Drop collectives that all ranks of their group have `passed`, except for the newest `num_kept`."""
+        for index in sorted(self._held)[:-num_kept]:
+            entry = self._held[index]
+            is_settled = entry.state != "begun" and now_ns - entry.start_ns > _SETTLED_NS
+            if is_settled and (entry.seq is None or entry.seq < passed.get(key_of(entry), -1)):
+                del self._held[index]
+
+
+def describe_fault(error: RecordError | OSError, *, has_been_read: bool) -> str:
+    """Return why a file written by a rank cannot be read; empty if it does not exist yet."""
+    if isinstance(error, FileNotFoundError):
+        return "the file is gone, deleted or moved away" if has_been_read else ""
+    return error.found if isinstance(error, RecordError) else str(error.strerror or error)
+
+
+def passed_by_all(logs: Iterable[RankLog]) -> dict[Key, int]:
+    """Return by group the number up to which all of its ranks in `logs` have begun its collectives."""
+    reached: dict[Key, dict[int, int]] = {}
+    for log in logs:
+        by_group: dict[int, tuple[GroupOfRanks | None, int]] = {}  # one hash per group: it may have thousands of ranks
+        for entry in log.collectives:
+            if entry.seq is not None:
+                number = id(entry.group)
+                known = by_group.get(number)
+                if known is None or known[1] < entry.seq:
+                    by_group[number] = entry.group, entry.seq
+        for group, seq in by_group.values():
+            by_rank = reached.setdefault(_key_of_group(group), {})
+            by_rank[log.rank] = max(by_rank.get(log.rank, -1), seq)
+    return {key: min(by_rank.values()) for key, by_rank in reached.items()}
+
+
+def key_of(entry: Collective) -> Key:
+    """Return the key of the group of `entry`."""
+    return _key_of_group(entry.group)
+
+
+def _key_of_group(group: GroupOfRanks | None) -> Key:
+    return ("", 0, 0, ()) if group is None else (group.name, group.attempt, group.incarnation, group.ranks)

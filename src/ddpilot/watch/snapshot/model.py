@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state of a job at one moment as seen from outside: plain values, some of which may be unknown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ddpilot.record.flight_ring.log import RankLog
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessView:
+    """The process of a rank, as known to the operating system or to its parent."""
+
+    pid: int
+    host: str = ""
+    """Host name; empty if unknown."""
+    state: Literal["running", "ended", "unknown"] = "unknown"
+    """``unknown``: on a different machine, or not inspected."""
+    exitcode: int | None = None
+    """The negative signal number if a signal ended it; None while it runs or if unknown."""
+    signal_name: str | None = None
+    """Such as ``SIGKILL``; None if no signal ended it."""
+    ended_ns: int | None = None
+    """When its end was observed, on CLOCK_MONOTONIC."""
+    os_state: str = ""
+    """The operating system's process state, such as ``R``, ``S`` or ``D``; ``T``: stopped."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One call on a stack."""
+
+    file: str
+    line: int
+    function: str
+    text: str = ""
+    """The source line without indentation; empty if unknown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackView:
+    """The Python stacks of a rank's threads."""
+
+    taken_ns: int
+    """When they were taken, on CLOCK_MONOTONIC."""
+    threads: Mapping[int, tuple[Frame, ...]] = field(default_factory=dict)
+    """Frames, innermost first, by the operating system's thread id, or by any number if that is unknown."""
+    main: int = 0
+    """The key of the main thread in `threads`."""
+    child: str = ""
+    """The newest child process, such as ``rsync (pid 4711)``, if the stack is in `subprocess`; else empty."""
+
+    is_running: bool = False
+    """True if the main thread is known to run Python code rather than wait in a call."""
+
+    is_kept: bool = False
+    """True if the rank wrote the stack before it was asked, as it connected to a store: valid for one look, since the
+    rank removes it up to some time after it has connected."""
+
+    @property
+    def main_frames(self) -> tuple[Frame, ...]:
+        """Frames of the main thread, innermost first; empty if unknown."""
+        return self.threads.get(self.main, ())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorView:
+    """The exception that a rank raised."""
+
+    type_name: str
+    """Such as ``RuntimeError``."""
+    message: str
+    traceback: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankView:
+    """The state of one rank."""
+
+    rank: int
+    log: RankLog | None = None
+    """The contents of its ring, or the newest records; None if it does not record (yet)."""
+    journal: tuple[Any, ...] = ()
+    """Entries of guard (`ddpilot.record.journal.Entry`), oldest first."""
+    process: ProcessView = field(default_factory=lambda: ProcessView(pid=0))
+    stack: StackView | None = None
+    """None if no stack was taken or the rank did not respond."""
+    error: ErrorView | None = None
+    """The exception that ended its program or its cell; None if there was none."""
+    returned: bool = False
+    """True if its program or its cell ended without an error."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobView:
+    """The state of all ranks at one moment."""
+
+    world_size: int
+    ranks: Mapping[int, RankView]
+    """By rank; unknown ranks may be missing."""
+    now_ns: int
+    """When this was gathered, on CLOCK_MONOTONIC of the machine that gathered it."""
+    name: str = ""
+    """The job's name, as it is displayed."""
+    since_ns: int = 0
+    """Anything older is ignored: earlier cells of a session, or an earlier attempt of torchrun."""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Sources that cannot be read from a file here, such as cells, by the file name that their lines have."""

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Build a view of a job from the files in its folder and the state of its processes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ddpilot.errors import RecordError
+from ddpilot.findings.text import render_ranks
+from ddpilot.record.flight_ring.log import RankLog
+from ddpilot.record.flight_ring.reader import read_ring
+from ddpilot.record.hook import journal_path, ring_path
+from ddpilot.record.journal import Entry
+from ddpilot.watch.explain.activity import SUBPROCESS
+from ddpilot.watch.snapshot.files import LogReader, passed_by_all
+from ddpilot.watch.snapshot.journals import JournalReader
+from ddpilot.watch.snapshot.model import ErrorView, JobView, ProcessView, RankView, StackView
+from ddpilot.watch.snapshot.processes import look_at, name_child
+from ddpilot.watch.snapshot.stack_files import read_stack, take_stacks
+from ddpilot.watch.snapshot.stacks import passes
+
+_NUM_KEPT = 256
+"""Collectives of each rank that stay in view although all ranks have passed them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFacts:
+    """What the process that started a rank knows about it, beyond the rank's own records."""
+
+    process: ProcessView = field(default_factory=lambda: ProcessView(pid=0))
+    error: ErrorView | None = None
+    returned: bool = False
+    is_away: bool = False
+    """True if its process has ended and a new one may start: what the old one left is ignored."""
+
+
+class Gatherer:
+    """Reads the state of `ranks` of a job whose rings are in `folder`."""
+
+    def __init__(self, folder: Path, world_size: int, ranks: Sequence[int], name: str) -> None:
+        self._folder = folder
+        self._world_size = world_size
+        self._name = name
+        self._readers = {rank: LogReader(ring_path(folder, rank)) for rank in ranks}
+        self._journals = {rank: JournalReader(journal_path(folder, rank)) for rank in ranks}
+        self._away: set[int] = set()
+        self._unread: dict[int, tuple[Entry, ...]] = {}
+        self._stacks: dict[int, StackView] = {}
+        self._num_begun: dict[int, int] = {}
+        self._complained: set[tuple[int, str]] = set()
+        self.sources: dict[str, str] = {}
+        """Source texts that are not in a file, such as cells, by the file name that their lines have."""
+        self.logs: dict[int, RankLog] = {}
+        """By rank: the contents of the rings at the last call of `gather`."""
+
+    def read_entries(self) -> dict[int, tuple[Entry, ...]]:
+        """Return by rank what guard noted since the last call."""
+        self._read_journals()
+        found, self._unread = self._unread, {}
+        return found
+
+    def _read_journals(self) -> None:
+        for rank, journal in self._journals.items():
+            entries = () if rank in self._away else journal.read()
+            if entries:
+                self._unread[rank] = (*self._unread.get(rank, ()), *entries)
+
+    def complaints(self) -> list[str]:
+        """Return lines about files of ranks that can no longer be read, with the reason; each is returned once."""
+        found: dict[tuple[str, str], list[int]] = {}
+        for rank, reader in self._readers.items():
+            journal = self._journals[rank]
+            what, fault = ("recording", reader.fault) if reader.fault else ("notes of guard", journal.fault)
+            if fault and (rank, what) not in self._complained:
+                self._complained.add((rank, what))
+                found.setdefault((what, fault), []).append(rank)
+        return [
+            f"the {what} of {render_ranks(ranks)} in {self._folder} cannot be read: {fault}"
+            for (what, fault), ranks in found.items()
+        ]
+
+    def full_log(self, rank: int) -> RankLog | None:
+        """Read everything the ring of `rank` holds, which takes milliseconds; None if it cannot be read."""
+        try:
+            return read_ring(ring_path(self._folder, rank))
+        except (RecordError, OSError):
+            return None
+
+    def gather(self, facts: Mapping[int, RankFacts], since_ns: int = 0) -> JobView:
+        """Return the current state of the job. `facts`: by rank, may include ranks that record nothing."""
+        self._away = {rank for rank, each in facts.items() if each.is_away}
+        self._read_journals()
+        present = [(rank, reader) for rank, reader in self._readers.items() if rank not in self._away]
+        self.logs = logs = {rank: log for rank, reader in present if (log := reader.read()) is not None}
+        now_ns = time.monotonic_ns()
+        self._stacks = {
+            rank: stack for rank, stack in self._stacks.items() if stack.taken_ns >= since_ns and not stack.is_kept
+        }
+        passed = passed_by_all(logs.values())
+        for reader in self._readers.values():
+            reader.forget(passed, now_ns, _NUM_KEPT)
+        return JobView(
+            world_size=self._world_size,
+            ranks={
+                rank: self._view(rank, logs.get(rank), facts.get(rank)) for rank in sorted({*self._readers, *facts})
+            },
+            now_ns=now_ns,
+            name=self._name,
+            since_ns=since_ns,
+            sources=dict(self.sources),
+        )
+
+    def _view(self, rank: int, log: RankLog | None, facts: RankFacts | None) -> RankView:
+        if log is not None and self._num_begun.get(rank) != log.num_begun:
+            self._stacks.pop(rank, None)  # the rank has moved since then
+            self._num_begun[rank] = log.num_begun
+        if facts is None:
+            facts = RankFacts(process=look_at(log.pid, log.host)) if log is not None else RankFacts()
+        elif facts.process.state == "running":
+            # Its parent decides whether it is running: a process is gone before its exit status is known.
+            facts = replace(facts, process=replace(look_at(facts.process.pid), state="running"))
+        return RankView(
+            rank=rank,
+            log=log,
+            journal=tuple(self._journals[rank].held) if rank in self._journals else (),
+            process=facts.process,
+            stack=self._stacks.get(rank),
+            error=facts.error,
+            returned=facts.returned,
+        )
+
+    def add_stacks(self, view: JobView, ranks: Sequence[int]) -> JobView:
+        """Return `view` with the current stacks of `ranks`, as far as these respond, within 2 s."""
+        pids = {rank: view.ranks[rank].process.pid for rank in ranks if view.ranks[rank].process.state == "running"}
+        taken = take_stacks(self._folder, pids)
+        self._stacks |= {rank: _with_child(stack, pids[rank]) for rank, stack in taken.items()}
+        return self._with_stacks(view)
+
+    def add_last_stacks(self, view: JobView) -> JobView:
+        """Return `view` with the stacks that the ranks wrote last, including those of ranks that have ended."""
+        for rank, each in view.ranks.items():
+            pid = each.log.pid if each.log is not None else each.process.pid
+            stack = read_stack(self._folder, rank, pid)
+            if stack is not None:
+                self._stacks[rank] = _with_child(stack, pid)
+        return self._with_stacks(view)
+
+    def _with_stacks(self, view: JobView) -> JobView:
+        ranks = {rank: replace(each, stack=self._stacks.get(rank)) for rank, each in view.ranks.items()}
+        return replace(view, ranks=ranks)
+
+
+def _with_child(stack: StackView, pid: int) -> StackView:
+    """Return `stack` of the process `pid`, with the child process that it waits for, if any."""
+    return stack if passes(stack, SUBPROCESS) is None else replace(stack, child=name_child(pid))

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Find the user's own lines in a stack, a traceback, or the recorded line of a collective."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from ddpilot.record.flight_ring.log import Collective, Line
+from ddpilot.user_files import is_users, is_users_line
+from ddpilot.watch.snapshot.model import Frame, RankView, StackView
+
+_TRACE = re.compile(
+    r'^\s*File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)(?:\n    (?P<text>\S.*))?', re.MULTILINE
+)
+_CELL = re.compile(r"^\s*(?:File )?(?P<file>Cell In\[\d+\]),? line (?P<line>\d+)", re.MULTILINE)
+
+# User code that itself waits for an asynchronous operation.
+_WAITS = re.compile(r"\.(wait|wait_stream|synchronize|result|value|item|cpu|numpy|tolist)\(|\bfloat\(")
+_BLOCKING_FILES = (
+    *("/torch/distributed/", "/torch/autograd/graph.py", "/torch/nn/parallel/distributed.py"),
+    *("/torch/_tensor.py", "/torch/_tensor_str.py", "/torch/amp/grad_scaler.py"),  # read numbers from a device
+    "/ddpilot/record/collectives/kernels.py",  # calls the operators: a first send or recv waits there for its peer
+)
+
+Chain = tuple[Frame, ...]
+"""Calls in the user's code, outermost first: each is the line that made the next call."""
+
+
+def user_chain(frames: Iterable[Frame]) -> Chain:
+    """Return the user's calls among `frames`, which are innermost first."""
+    chain: list[Frame] = []
+    called = ""
+    for frame in frames:
+        if is_users_line(frame.file, frame.function, called):
+            chain.append(frame)
+        called = frame.file
+    return tuple(reversed(chain))
+
+
+def innermost(stack: StackView | None) -> Frame | None:
+    """Return the user's innermost line of the main thread; None if there is none."""
+    chain = user_chain(stack.main_frames) if stack is not None else ()
+    return chain[-1] if chain else None
+
+
+def chain_of(rank: RankView, entry: Collective | None) -> Chain:
+    """Return the user's calls that lead to `entry`; if None, to where the rank is now or where its error was raised.
+
+    If the stack is not in `entry`, only the innermost calls are known, which were recorded with it.
+    """
+    for chain in (_from_stack(rank, entry), _from_traceback(rank)):
+        if chain and entry is None:
+            return chain
+        if chain and entry is not None and (cut := _cut_at(chain, entry.line)):
+            return cut
+    return chain_of_line(entry.line) if entry is not None else ()
+
+
+def _from_stack(rank: RankView, entry: Collective | None) -> Chain:
+    if rank.stack is None or (entry is not None and rank.stack.taken_ns < entry.start_ns):
+        return ()
+    threads = rank.stack.threads
+    frames = threads.get(entry.thread, rank.stack.main_frames) if entry is not None else rank.stack.main_frames
+    return user_chain(frames)
+
+
+def _from_traceback(rank: RankView) -> Chain:
+    text = rank.error.traceback if rank.error is not None else ""
+    found = (_TRACE.finditer(text), _CELL.finditer(text))
+    frames = [_frame(match) for matches in found for match in matches]
+    return user_chain(reversed(frames))
+
+
+def _frame(match: re.Match[str]) -> Frame:
+    said = match.groupdict()
+    return Frame(said["file"], int(said["line"]), said.get("function") or "", said.get("text") or "")
+
+
+def _with_text(frame: Frame, text: str) -> Frame:
+    return frame if frame.text else Frame(frame.file, frame.line, frame.function, text)
+
+
+def _cut_at(chain: Chain, line: Line | None) -> Chain:
+    """Return `chain` up to `line`; empty if it does not pass through `line`."""
+    if line is None:
+        return ()
+    for number in range(len(chain) - 1, -1, -1):
+        if (chain[number].file, chain[number].line) == (line.file, line.line):
+            return (*chain[:number], _with_text(chain[number], line.text))
+    return ()
+
+
+def chain_of_line(line: Line | None) -> Chain:
+    """Return the user's calls that were recorded with a collective's line."""
+    if line is None or not line.file:
+        return ()
+    callers = tuple(Frame(*caller) for caller in reversed(line.callers) if is_users(caller[0]))
+    return (*callers, Frame(line.file, line.line, line.function, line.text))
+
+
+def is_waiting(stack: StackView | None, entry: Collective) -> bool | None:
+    """Return True if the main thread waits in torch or for an asynchronous operation; None without a current stack."""
+    if stack is None or stack.taken_ns < entry.start_ns or not stack.main_frames:
+        return None
+    frame = stack.main_frames[0]
+    if frame.function == "synchronize" or any(part in frame.file for part in _BLOCKING_FILES):
+        return True
+    return bool(_WAITS.search(frame.text)) and is_users(frame.file)
+
+
+def passes(stack: StackView | None, *parts: str) -> Frame | None:
+    """Return the innermost main-thread frame whose ``file:function`` contains one of `parts`; None if none does."""
+    for frame in stack.main_frames if stack is not None else ():
+        if any(part in f"{frame.file}:{frame.function}" for part in parts):
+            return frame
+    return None

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From words to options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from ddpilot.cli.app import app
+from ddpilot.cli.run_command import read_options, read_watch_options
+from ddpilot.cli.run_words import OPTIONS, split_words
+from ddpilot.errors import LaunchError
+from ddpilot.launching.elastic.options import RunOptions
+
+
+def read(line: str, **environ: str) -> RunOptions:
+    """The options that a command line means."""
+    return read_options(split_words(line.split()), environ)
+
+
+def test_read_options_takes_every_option_of_torchrun() -> None:
+    """Each lands in its field, as the type that it has there."""
+    line = (
+        "--nnodes 2:4 --nproc-per-node gpu --node-rank 1 --master-addr [::1] --master-port 29501 --max-restarts 3 "
+        "--rdzv-backend c10d --rdzv-endpoint host:1 --rdzv-id job --rdzv-conf timeout=60,read_timeout=5 --role trainer "
+        "--monitor-interval 0.5 --log-dir logs -r 0:1 -t 3 --local-ranks-filter 0,2 --local-addr me "
+        "--signals-to-handle SIGTERM,SIGUSR1 --shutdown-timeout 9 --node-timeout 7 -m pkg.train -x"
+    )
+    assert read(line) == RunOptions(
+        target="pkg.train",
+        kind="module",
+        args=("-x",),
+        nnodes=(2, 4),
+        nproc_per_node="gpu",
+        node_rank=1,
+        master_addr="::1",
+        master_port=29501,
+        max_restarts=3,
+        rdzv_backend="c10d",
+        rdzv_endpoint="host:1",
+        rdzv_id="job",
+        rdzv_conf={"read_timeout": "5"},
+        rdzv_timeout_s=60.0,
+        role="trainer",
+        monitor_interval_s=0.5,
+        log_dir=Path("logs"),
+        redirects="0:1",
+        tee="3",
+        shown_local_ranks=frozenset({0, 2}),
+        local_addr="me",
+        signals=("SIGTERM", "SIGUSR1"),
+        shutdown_timeout_s=9.0,
+        node_timeout_s=7.0,
+    )
+
+
+def test_a_wrong_on_finding_names_what_a_command_line_can_say() -> None:
+    """Not a function, nor None."""
+    with pytest.raises(LaunchError, match=r"reading --on-finding: 'maybe'. Give stop or report$"):
+        read_watch_options(split_words(["train.py", "--on-finding", "maybe"]), {})
+
+
+def test_read_options_reads_torchruns_variables_below_the_words() -> None:
+    """PET_NPROC_PER_NODE and its kind, which job operators set; a word beats them."""
+    options = read("train.py", PET_NPROC_PER_NODE="4", PET_MAX_RESTARTS="2", PET_STANDALONE="0")
+    assert (options.nproc_per_node, options.max_restarts) == (4, 2)
+    assert read("-n 2 train.py", PET_NPROC_PER_NODE="4").nproc_per_node == 2
+
+
+def test_read_options_lets_standalone_win_as_torchrun_does() -> None:
+    """The other rendezvous options are ignored then, and two nodes are a contradiction."""
+    options = read("--standalone --rdzv-backend c10d --master-port 1 train.py")
+    assert (options.rdzv_backend, options.master_port) == ("static", None)
+    with pytest.raises(LaunchError, match="--standalone and --nnodes 2"):
+        read("--standalone --nnodes 2 train.py")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("-n x train.py", "reading --nproc-per-node: 'x'. Give a number of ranks from 1 to 1024, or auto"),
+        ("-n 0 train.py", "reading --nproc-per-node: 0. Give a number of ranks from 1 to 1024"),
+        ("--nnodes 1:2 train.py", "a range needs --rdzv-backend c10d"),
+        ("--nnodes 2 --node-rank 2 train.py", "with --nnodes 2 the last is 1"),
+        ("--max-restarts x train.py", "reading --max-restarts: 'x'. Give a whole number"),
+        ("--tee 9 train.py", "reading --tee: '9'. Give 3 (both streams), 1 (stdout), 2 (stderr) or 0 (neither)"),
+        ("--tee a:1 train.py", "reading --tee: 'a:1'. Give 3"),
+        ("--local-ranks-filter a train.py", "reading --local-ranks-filter: 'a'. Give local ranks: 0,2"),
+        ("--max-restarts -1 train.py", "reading --max-restarts: -1"),
+        ("--master-port 70000 train.py", "reading --master-port: 70000"),
+        ("--node-timeout nan train.py", "reading --node-timeout: 'nan'"),
+        ("--redirects 4 train.py", "reading --redirects: '4'"),
+        ("--rdzv-conf timeout train.py", "reading --rdzv-conf: 'timeout'"),
+        ("--rdzv-conf timeout=soon train.py", "reading --rdzv-conf: 'soon'"),
+        ("--signals-to-handle SIGKILL train.py", "reading --signals-to-handle: 'SIGKILL'"),
+        ("-m --no-python train.py", "-m and --no-python"),
+        ("--standalone", "no script is given"),
+    ],
+)
+def test_read_options_refuses_what_cannot_be_meant(line: str, said: str) -> None:
+    """The option, its value and what it takes."""
+    with pytest.raises(LaunchError) as caught:
+        read(line)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(("words", "status"), [(["run", "--help"], 0), (["run", "-h"], 0), (["run"], 2)])
+def test_run_help_has_every_option(words: list[str], status: int) -> None:
+    """Asked for or not, the help lists each option with a line."""
+    shown = CliRunner().invoke(app, words)
+    assert shown.exit_code == status
+    for option in OPTIONS:
+        assert f"--{option.name}" in shown.output
+        assert option.help in shown.output
+
+
+def test_run_gives_its_words_to_nobody_else(tmp_path: Path, monkeypatch: Any) -> None:
+    """typer neither drops a `--` nor takes an option of the script's for its own."""
+    seen: list[Any] = []
+
+    def note(words: list[str], *_: object) -> int:
+        seen.append(words)
+        return 0
+
+    monkeypatch.setattr("ddpilot.cli.run_command.run_words", note)
+    words = ["train.py", "-n", "2", "--", "--help", "--", "-n", "--version"]
+    assert CliRunner().invoke(app, ["run", *words]).exit_code == 0
+    assert seen == [words]

@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loaders without workers: what the ranks of any world read is what one process reads."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
+
+from ddpilot.data.loaders import ShardedLoader, make_loader, make_stream_loader
+from ddpilot.errors import DataError
+from tests.unit.data.samples import Augmented, Counted, Resumable, SizedStream, Stream, read_world, rows
+
+
+def world(dataset: Any, world_size: int, size: int = 4, **options: Any) -> list[ShardedLoader]:
+    """The loaders of all ranks."""
+    return [
+        make_loader(dataset, rank=rank, world_size=world_size, global_batch_size=size, **options)
+        for rank in range(world_size)
+    ]
+
+
+def stream_world(dataset: Any, world_size: int, size: int = 4, **options: Any) -> list[Any]:
+    """The loaders of all ranks, for a stream."""
+    return [
+        make_stream_loader(dataset, rank=rank, world_size=world_size, global_batch_size=size, **options)
+        for rank in range(world_size)
+    ]
+
+
+@pytest.mark.parametrize("num", [0, 1, 13, 16])
+def test_loader_reads_the_same_batches_at_any_world_size(num: int) -> None:
+    """Samples and what augments them, in the same order; ranks that have none of a last batch yield an empty one."""
+    options = {"shuffle": True} if num else {}
+    expected = read_world(world(Augmented(num), 1, seed=3, **options), epoch=2)
+    assert sorted(row[0] for batch in expected for row in batch) == list(range(num))
+    for world_size in (2, 3, 4):
+        loaders = world(Augmented(num), world_size, seed=3, **options)
+        assert read_world(loaders, epoch=2) == expected
+        assert {len(loader) for loader in loaders} == {len(expected)}
+
+
+def test_loader_augments_by_seed_epoch_and_sample_alone() -> None:
+    """Sample 5 draws the same in any order and batch, and something else in another epoch or with another seed."""
+
+    def draws(epoch: int = 1, **options: Any) -> Any:
+        loader = make_loader(Augmented(9), rank=0, world_size=1, **options)
+        return next(row for batch in loader.iterate(epoch) for row in rows(batch.data) if row[0] == 5)
+
+    same = [draws(global_batch_size=4), draws(global_batch_size=7, shuffle=True), draws(batch_size_per_rank=1)]
+    assert same == [same[0]] * 3
+    others = [same[0], draws(global_batch_size=4, epoch=0), draws(global_batch_size=4, seed=1)]
+    assert len({value for row in others for value in row[1:]}) == 9
+
+
+def test_loader_augments_each_draw_of_a_sample_anew() -> None:
+    """A sample that its weight brings up several times would else be the same picture each time."""
+    options: Any = {"weights": [1.0, 0.0], "num_draws": 6}
+    seen = [read_world(world(Augmented(2), world_size, **options)) for world_size in (1, 2, 3)]
+    assert seen == [seen[0]] * 3
+    drawn = [row for batch in seen[0] for row in batch]
+    assert ({row[0] for row in drawn}, len({row[1] for row in drawn})) == ({0}, 6)
+
+
+def test_loader_goes_on_at_a_batch_as_if_it_had_read_the_ones_before() -> None:
+    """The rest of an epoch is the same from any batch on and at another world size; nothing before it is read."""
+    expected = read_world(world(Augmented(23), 2, shuffle=True), epoch=3)
+    assert read_world(world(Augmented(23), 3, shuffle=True), epoch=3, first_batch=4) == expected[4:]
+    dataset = Counted(23)
+    read_world(world(dataset, 3, shuffle=True), epoch=3, first_batch=4)
+    assert dataset.num_read == 23 - 16
+    assert read_world(world(dataset, 3, shuffle=True), first_batch=6) == []
+    with pytest.raises(DataError, match=r"\[rank 1\] starting at batch 7: an epoch of 6 batches"):
+        next(world(dataset, 2)[1].iterate(0, 7))
+
+
+def test_loader_leaves_the_random_state_of_the_rank_alone() -> None:
+    """The model's dropout draws the same whatever was read, and what the dataset draws does not depend on it."""
+
+    def draw() -> tuple[float, float, float]:
+        return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+    loader = world(Augmented(9), 1)[0]
+    torch.manual_seed(1), random.seed(1), np.random.seed(1)
+    expected = [draw() for _ in range(3)]
+    torch.manual_seed(1), random.seed(1), np.random.seed(1)
+    assert [draw() for _ in loader.iterate(0)] == expected
+
+
+def test_loader_collates_with_the_same_random_state_on_every_rank() -> None:
+    """What a collate function draws for a batch, such as the weight of a mix-up, is drawn alike by all ranks."""
+    loaders = world(range(8), 2, collate_fn=lambda samples: torch.full((len(samples),), random.random()))
+    drawn = [{value for (value,) in batch} for batch in read_world(loaders)]
+    assert [len(values) for values in drawn] == [1, 1]
+    assert drawn[0] != drawn[1]
+
+
+def test_loader_seeds_nothing_when_told_or_where_nothing_can_draw() -> None:
+    """Tensors handed out as they are need no seeding; a dataset's own way to read many is used without it."""
+
+    class Many(Augmented):
+        def __getitems__(self, numbers: list[int]) -> list[int]:
+            return [number * 10 for number in numbers]
+
+    assert read_world(world(Many(5), 2, seed_samples=False)) == [[(0,), (10,), (20,), (30,)], [(40,)]]
+    tensors = TensorDataset(torch.arange(5))
+    nested: Dataset[Any] = ConcatDataset([Subset(tensors, [0]), tensors])
+    assert not world(nested, 1)[0]._reader.seeded
+    assert world(ConcatDataset([nested, Augmented(1)]), 1)[0]._reader.seeded
+    assert read_world(world(nested, 2, shuffle=True)) == read_world(world(nested, 1, shuffle=True))
+
+
+def test_loader_seeds_what_a_subclass_of_a_plain_dataset_draws() -> None:
+    """The `__getitem__` of a Subset or ConcatDataset of one's own may augment what a plain dataset stores."""
+
+    class Noisy(Subset[Any]):
+        def __getitem__(self, number: Any) -> Any:
+            return self.dataset[number], random.random()
+
+        def __getitems__(self, numbers: list[int]) -> list[Any]:
+            return [self[number] for number in numbers]
+
+    class Joined(ConcatDataset[Any]):
+        def __getitem__(self, number: int) -> Any:
+            return self.datasets[0][number], random.random()
+
+    numbers = list(range(9))
+    for dataset in (Noisy(numbers, numbers), Joined([numbers])):  # type: ignore[arg-type, list-item]
+        assert read_world(world(dataset, 2)) == read_world(world(dataset, 1))
+
+
+def test_loader_seeds_only_the_collating_of_stored_samples() -> None:
+    """A list draws nothing by itself; what its `collate_fn` draws is that of the batch."""
+
+    def collate(samples: list[Any]) -> Any:
+        return torch.tensor(samples) + random.random()
+
+    expected = read_world(world(Counted(9), 1, collate_fn=lambda rows: collate([number for (number,) in rows])))
+    assert read_world(world(list(range(9)), 1, collate_fn=collate)) == expected
+
+
+@pytest.mark.parametrize("first_drawn", [0, 6])
+def test_loader_seeds_each_sample_of_a_dataset_that_keeps_what_it_draws(first_drawn: int) -> None:
+    """Samples made at the first access are those of one process with any number of ranks and workers, read once."""
+
+    class Lazy(Counted):
+        def __init__(self, num: int) -> None:
+            super().__init__(num)
+            self.kept: dict[int, float] = {}
+
+        def __getitem__(self, number: int) -> Any:
+            self.num_read += 1
+            if number not in self.kept:
+                self.kept[number] = random.random() if number >= first_drawn else 0.0
+            return number, self.kept[number]
+
+    expected = [row for batch in read_world(world(Augmented(12), 1)) for row in batch]
+    for world_size, num_workers in ((1, 0), (2, 0), (1, 1)):
+        datasets = [Lazy(12) for _ in range(world_size)]
+        loaders = [
+            make_loader(each, rank=rank, world_size=world_size, global_batch_size=4, num_workers=num_workers)
+            for rank, each in enumerate(datasets)
+        ]
+        read = [row for batch in read_world(loaders) for row in batch]
+        assert read == [(number, drawn if number >= first_drawn else 0.0) for number, drawn, *_ in expected]
+        assert num_workers or [each.num_read for each in datasets] == [12 // world_size] * world_size
+
+
+def test_loader_tells_a_dataset_the_epoch() -> None:
+    """Also where it is read, which with workers is another process."""
+
+    class Curriculum(Counted):
+        epoch = -1
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def __getitem__(self, number: int) -> Any:
+            return number, self.epoch
+
+    loaders = world(Curriculum(4), 2)
+    for epoch in (3, 1):
+        assert read_world(loaders, epoch) == [[(number, epoch) for number in range(4)]]
+
+
+def test_loader_names_the_sample_that_cannot_be_read() -> None:
+    """With its rank, batch and epoch, and the original exception as the cause."""
+
+    class Broken(Augmented):
+        def __getitem__(self, number: int) -> Any:
+            if number == 6:
+                raise OSError("no such picture")
+            return super().__getitem__(number)
+
+    loader = world(Broken(8), 2)[1]
+    text = r"\[rank 1\] reading sample 6 \(batch 1 of epoch 2\): OSError: no such picture. Look at `dataset\[6\]`."
+    with pytest.raises(DataError, match=text) as caught:
+        list(loader.iterate(2))
+    assert isinstance(caught.value.__cause__, OSError)
+    loader = make_loader([torch.zeros(1), torch.zeros(2)], rank=0, world_size=1, global_batch_size=2)
+    with pytest.raises(DataError, match=r"collating samples \[0, 1\] \(batch 0 of epoch 0\): RuntimeError"):
+        list(loader.iterate(0))
+
+
+@pytest.mark.parametrize("num", [0, 1, 11, 12])
+def test_stream_loader_reads_the_same_batches_at_any_world_size(num: int) -> None:
+    """Every rank sees the whole stream, its end too, so that nobody has to be asked how many samples there are."""
+    dataset = SizedStream(num)
+    expected = read_world(stream_world(Stream(num), 1, seed=5), epoch=2)
+    assert [int(row[0]) for batch in expected for row in batch] == list(range(num))
+    for world_size in (1, 2, 3):
+        loaders = stream_world(dataset, world_size, seed=5)
+        assert read_world(loaders, epoch=2) == expected
+        assert read_world(loaders, epoch=2, first_batch=2) == expected[2:]
+        assert len(loaders[0]) == len(expected)
+        assert not loaders[0].is_joint
+        whole = read_world(stream_world(dataset, world_size, drop_last=True))
+        assert [len(batch) for batch in whole] == [4] * (num // 4)
+
+
+def test_stream_loader_goes_on_from_a_state_without_reading_what_lies_before() -> None:
+    """The state after a batch is the same on every rank, and goes to any world size."""
+    dataset = Resumable(22)
+    loaders = stream_world(dataset, 1)
+    expected, states = [], []
+    for batch in loaders[0].iterate(0):
+        expected.append(rows(batch.data))
+        states.append(batch.stream_state)
+    assert states[2] == {"position": 12}
+    for rank in range(2):
+        fresh = Resumable(22)
+        loader = make_stream_loader(fresh, rank=rank, world_size=2, global_batch_size=4)
+        rest = list(loader.iterate(0, 3, states[2]))
+        assert fresh.num_read == 10
+        assert [batch.index for batch in rest] == [3, 4, 5]
+        assert all(rows(batch.data)[0] in expected[batch.index] for batch in rest)
+        assert next(loader.iterate(1)).sample_ids.tolist() == [0, 1] if rank == 0 else [2, 3]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_stream_loader_goes_on_with_empty_batches_when_the_dataset_divides_itself(world_size: int) -> None:
+    """Each sample comes once, from the rank that has it; a rank that has run out, or never had any, does not end."""
+    loaders = stream_world(Stream(4, own=True), world_size, size=5, divides_itself=True)
+    assert all(loader.is_joint for loader in loaders)
+    batches = read_world(loaders)
+    assert sorted(int(row[0]) for batch in batches for row in batch) == [0, 1, 2, 3]
+    assert read_world(loaders) == batches
+    last = loaders[-1].iterate(0)
+    counts = [next(last).count for _ in range(9)]
+    assert sum(counts) == len(range(world_size - 1, 4, world_size))
+    after = next(last)
+    assert (after.index, after.count, after.global_count) == (9, 0, None)
+    assert after.data is None if world_size == 5 else rows(after.data) == []
+    last.close()
+
+
+def test_stream_loader_says_where_a_stream_broke() -> None:
+    """With the position in the stream, on every rank that was to read on."""
+
+    class Broken(Stream):
+        def __iter__(self) -> Any:
+            yield from (0, 1, 2)
+            raise OSError("connection reset")
+
+    with pytest.raises(DataError, match=r"\[rank 1\] reading sample 3 of the stream \(batch 0 of epoch 0\): OSError"):
+        next(stream_world(Broken(9), 2)[1].iterate(0))
+
+
+def test_make_loader_refuses_what_it_cannot_do() -> None:
+    """Each with what was given and what to do."""
+    with pytest.raises(DataError, match="`global_batch_size=None` and `batch_size_per_rank=None`. Give one of them"):
+        make_loader([1], rank=0, world_size=1)
+    with pytest.raises(DataError, match="`batch_size_per_rank=2` with unequal `shares`. Give `global_batch_size`"):
+        make_loader([1], rank=0, world_size=2, batch_size_per_rank=2, shares=[1, 2])
+    with pytest.raises(
+        DataError, match="SizedStream is an iterable dataset. For an iterable dataset, use `make_stream_loader`"
+    ):
+        make_loader(SizedStream(3), rank=0, world_size=1, global_batch_size=2)
+    with pytest.raises(DataError, match="generator has not both `__len__` and `__getitem__`"):
+        make_loader((number for number in range(3)), rank=0, world_size=1, global_batch_size=2)
+    with pytest.raises(DataError, match="`drop_last` with `divides_itself`"):
+        stream_world(Stream(3), 1, drop_last=True, divides_itself=True)
+    with pytest.raises(DataError, match="a global batch of 1 sample among 2 ranks"):
+        stream_world(Stream(3), 2, size=1)
+    with pytest.raises(DataError, match="rank 2 of 2 ranks"):
+        make_loader([1], rank=2, world_size=2, global_batch_size=2)
+    with pytest.raises(TypeError, match="how many batches Stream has is known when they have been read"):
+        len(stream_world(Stream(3), 1)[0])

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When a step is checked: by what led to it, and by how long steps and checks take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ddpilot.guard.probe import Notes
+from ddpilot.guard.probes.parameters.parameter_sets import Unit, UnitBook
+from ddpilot.record.call_sites import SiteFinder
+from ddpilot.record.journal import JournalWriter, read_journal
+
+
+def checked_steps(monkeypatch: pytest.MonkeyPatch, num_steps: int, step_s: float, cost_s: float) -> list[int]:
+    """Those of `num_steps` steps of parameters without DDP that are checked."""
+    now_s = 1000.0
+    monkeypatch.setattr("ddpilot.guard.probes.parameters.parameter_sets.time.monotonic", lambda: now_s)
+    unit = Unit(number=1, key=[], model=None)
+    checked = []
+    for _ in range(num_steps):
+        now_s += step_s
+        count, _, is_due = unit.advance()
+        if is_due:
+            now_s += cost_s
+            unit.checked(count, cost_s)
+            checked.append(count)
+    return checked
+
+
+@pytest.mark.parametrize(
+    ("step_s", "cost_s", "stride"),
+    [(0.001, 0.0005, 25), (0.02, 0.001, 25), (0.04, 0.001, 5), (0.2, 0.001, 1), (0.2, 0.02, 5), (0.2, 0.5, 25)],
+)
+def test_steps_are_checked_by_how_long_they_take(
+    monkeypatch: pytest.MonkeyPatch, step_s: float, cost_s: float, stride: int
+) -> None:
+    """At most 0.75 s apart where that takes no more than a fiftieth of the time; ranks that differ in it meet."""
+    steps = checked_steps(monkeypatch, 200, step_s, cost_s)
+    assert steps[:5] == [1, 2, 3, 4, 5]
+    assert 16 in steps
+    assert [step for step in steps if step > 16] == [step for step in range(17, 201) if step % stride == 0]
+
+
+def test_a_pause_between_steps_has_the_next_one_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an evaluation, say; from then on it goes on as before."""
+    now_s = 1000.0
+    monkeypatch.setattr("ddpilot.guard.probes.parameters.parameter_sets.time.monotonic", lambda: now_s)
+    unit = Unit(number=1, key=[], model=None)
+    checked = []
+    for number in range(1, 101):
+        now_s += 60.0 if number == 50 else 0.02
+        count, _, is_due = unit.advance()
+        if is_due:
+            unit.checked(count, 0.001)
+            checked.append(count)
+    assert checked == [1, 2, 3, 4, 5, 16, 25, 50, 51, 75, 100]
+
+
+@pytest.fixture
+def book(tmp_path: Path) -> Iterator[UnitBook]:
+    """Without a DDP model, noting into a journal."""
+    finder = SiteFinder(torch="torch", ours="ddpilot")
+    journal = JournalWriter(tmp_path / "journal", rank=0)
+    yield UnitBook(Notes("steps", journal, rank=0, finder=finder, tell=pytest.fail), list)
+    journal.close()
+
+
+@pytest.fixture
+def num_plans(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """How often an optimizer's parameters were looked through."""
+    plans, plan = [], UnitBook._plan
+
+    def counted(*args: Any) -> None:
+        plans.append(args)
+        plan(*args)
+
+    monkeypatch.setattr(UnitBook, "_plan", counted)
+    return lambda: len(plans)
+
+
+@pytest.mark.usefixtures("compiler_is_loaded")
+def test_parameters_are_looked_through_once_for_the_first_step(book: UnitBook, num_plans: Callable[[], int]) -> None:
+    """Not once more since it is checked, too."""
+    book.step(torch.optim.SGD(nn.Linear(2, 2).parameters()), "era")
+    assert num_plans() == 1
+
+
+@pytest.mark.usefixtures("compiler_is_loaded")
+def test_what_cannot_be_compared_is_looked_through_more_and_more_seldom(
+    book: UnitBook, num_plans: Callable[[], int]
+) -> None:
+    """An optimizer of sharded parameters only, as with FSDP: at steps 1, 2, 4, 8, ... of 1,000."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(3, device="meta"))])
+    for _ in range(1000):
+        book.step(optimizer, "era")
+    assert num_plans() == 10
+
+
+@pytest.mark.usefixtures("compiler_is_loaded")
+def test_what_is_added_to_an_optimizer_later_is_compared_from_some_step_on(book: UnitBook, tmp_path: Path) -> None:
+    """A parameter group that can be compared joins one that cannot."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(3, device="meta"))])
+    for number in range(1, 9):
+        if number == 6:
+            optimizer.add_param_group({"params": nn.Linear(2, 2).parameters()})
+        book.step(optimizer, "era")
+    assert [entry.kind for entry in read_journal(tmp_path / "journal").entries] == ["unit", "step"]
+
+
+@pytest.mark.usefixtures("compiler_is_loaded")
+def test_tensors_of_no_module_are_not_compared(book: UnitBook, tmp_path: Path) -> None:
+    """Latents or inputs that each rank fits to samples of its own: no wrapper was forgotten."""
+    latents = torch.optim.SGD([torch.zeros(3, requires_grad=True)])
+    both = torch.optim.SGD([torch.zeros(3, requires_grad=True), nn.Parameter(torch.zeros(3))])
+    book.step(latents, "era")
+    assert read_journal(tmp_path / "journal").entries == ()
+    book.step(both, "era")
+    assert [entry.kind for entry in read_journal(tmp_path / "journal").entries] == ["unit", "step"]

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an app changes in a library is changed back."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+from types import ModuleType
+
+import pytest
+
+from ddpilot.integrations.libraries import holders, replace, wrap
+
+
+class Library:
+    """Stands for somebody else's code."""
+
+    limit = 3
+
+    def double(self, number: int) -> int:
+        """Twice the number."""
+        return 2 * number
+
+
+def test_replace_lasts_until_cleanup() -> None:
+    """Attribute values come back, the last change first."""
+    with ExitStack() as cleanup:
+        replace(cleanup, Library, "limit", 4)
+        replace(cleanup, Library, "limit", 5)
+        assert Library.limit == 5
+    assert Library.limit == 3
+
+
+def test_wrap_hands_the_original_to_the_wrapper_until_cleanup() -> None:
+    """A method's wrapper gets it with `self` and the arguments, and it keeps its name and its documentation."""
+    with ExitStack() as cleanup:
+        wrap(cleanup, Library, "double", lambda original, self, number: original(self, number) + 1)
+        assert Library().double(4) == 9
+        assert Library.double.__doc__ == "Twice the number."
+    assert Library().double(4) == 8
+
+
+def test_holders_finds_the_copies_that_star_imports_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules of the package that hold the same object, not others of that name, nor other packages."""
+    value = object()
+    for name, held in (("pack", value), ("pack.part", value), ("pack.other", 1), ("package", value)):
+        module = ModuleType(name)
+        vars(module)["thing"] = held
+        monkeypatch.setitem(sys.modules, name, module)
+    assert [module.__name__ for module in holders("pack", "thing", value)] == ["pack", "pack.part"]

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What nodes tell each other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ddpilot.errors import LaunchError, RankError, RendezvousError, WatchError
+from ddpilot.findings.display import Findings
+from ddpilot.findings.finding import Finding
+from ddpilot.launching.elastic.rendezvous.node_state import (
+    NodeState,
+    asks_for_requeue,
+    check_agreement,
+    decode_state,
+    pack_error,
+    render_nodes,
+    unpack_error,
+    with_failure,
+)
+from ddpilot.launching.elastic.signals import RunStoppedError
+
+ZERO = NodeState(node_rank=0, host="here", pid=7, nnodes=2, nproc_per_node=1, target="train.py", attempt=3)
+FAILED = RankError(
+    "running `train.py` on 2 ranks",
+    found="rank 1 raised ValueError: bad",
+    rank=1,
+    host="there",
+    rank_traceback="Traceback ...",
+    last_lines=("a", "b"),
+    others="Rank 0 failed because of it.",
+)
+
+
+def test_node_state_survives_the_store() -> None:
+    """With the failure that it carries, of the attempt that it is in."""
+    state = with_failure(ZERO, FAILED)
+    assert decode_state(state.encode()) == decode_state(decode_state(state.encode()).encode())
+    assert decode_state(state.encode()).failed_attempt == 3
+
+
+def test_unpack_error_is_the_other_nodes_error_with_what_became_of_this_one() -> None:
+    """Rank, host and traceback are the other node's."""
+    error = unpack_error(with_failure(ZERO, FAILED).failure or {}, "On this node, rank 0 had to end.")
+    assert isinstance(error, RankError)
+    assert (error.rank, error.host, error.last_lines) == (1, "there", ("a", "b"))
+    assert str(error).endswith("On this node, rank 0 had to end.")
+    plain = unpack_error(pack_error(LaunchError("doing", found="that", fix="This")), "")
+    assert str(plain) == "doing: that. This"
+
+
+@pytest.mark.parametrize(("exitcode", "expected"), [(75, True), (1, False)])
+def test_asks_for_requeue_reads_the_exit_code_of_the_other_node(exitcode: int, expected: bool) -> None:
+    """Of ranks that left by themselves and of a node that a signal stopped; its own exit code is decided here."""
+    stopped = RunStoppedError("running", found="stopped by SIGTERM", exitcode=exitcode)
+    left = RankError("running", found="rank 0 left", rank=0, host="there", exitcode=exitcode)
+    failures = [decode_state(with_failure(ZERO, error).encode()).failure for error in (stopped, left)]
+    assert [asks_for_requeue(failure) for failure in failures] == [expected, expected]
+    assert type(unpack_error(failures[0] or {}, "")) is LaunchError
+    assert not asks_for_requeue(None)
+
+
+def test_unpack_error_has_the_findings_of_the_other_node() -> None:
+    """Of a rank's error, and of one by what was seen; what it says to do names the machine where that can be done."""
+    found = Findings([Finding(code="DDP201", name="desync", severity="error", ranks=(0, 1))])
+    failed = RankError("running", found="rank 1 died", rank=1, host="there")
+    failed.findings = found
+    watched = WatchError("running", found="desync", fix="`ddpilot watch 7` shows it", findings=found)
+    for error, kind in ((failed, RankError), (watched, WatchError)):
+        state = decode_state(with_failure(ZERO, error).encode())
+        assert state.failure is not None
+        other = unpack_error(state.failure, "")
+        assert type(other) is kind
+        assert other.findings == found
+    assert "`ddpilot watch 7` shows it on node 0 (here)" in str(other)
+
+
+def test_render_nodes_has_hosts_where_they_are_known() -> None:
+    """In order of their numbers."""
+    assert render_nodes({2, 0}, {0: ZERO}) == "node 0 (here), node 2"
+
+
+def test_check_agreement_names_both_when_they_were_started_differently() -> None:
+    """A node that believes in another number of nodes would wait for ever."""
+    other = replace(ZERO, node_rank=1, host="there", nnodes=3)
+    check_agreement(ZERO, {0: ZERO})
+    with pytest.raises(RendezvousError, match="node 0 .here. has --nnodes 2, node 1 .there. has --nnodes 3"):
+        check_agreement(ZERO, {0: ZERO, 1: other})
+    restarts = replace(ZERO, node_rank=1, host="there", max_restarts=2)
+    with pytest.raises(RendezvousError, match="has --max-restarts 0, node 1 .there. has --max-restarts 2. Start every"):
+        check_agreement(ZERO, {0: ZERO, 1: restarts})

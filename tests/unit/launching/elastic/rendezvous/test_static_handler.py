@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When the static rendezvous considers all nodes ready, and with which port."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from torch._C._distributed_c10d import HashStore
+
+from ddpilot.errors import RendezvousError
+from ddpilot.launching.elastic.rendezvous.heartbeat import Peers
+from ddpilot.launching.elastic.rendezvous.network import Endpoint
+from ddpilot.launching.elastic.rendezvous.node_state import NodeState
+from ddpilot.launching.elastic.rendezvous.static_handler import Meeting
+
+ZERO = NodeState(node_rank=0, host="here", pid=7, nnodes=2, nproc_per_node=1, target="train.py")
+ONE = replace(ZERO, node_rank=1, host="there")
+
+
+def test_a_node_is_ready_only_after_it_has_published_the_port_of_the_ranks_store() -> None:
+    """The first heartbeat may reach the store before that: ranks connected to port 0 until they timed out."""
+    store = HashStore()
+    store.set("node/1", replace(ONE, attempt=0).encode())
+    meeting = Meeting(Endpoint(addr="here", port=29500), ZERO, run_id="", timeout_s=0.0, node_timeout_s=60.0, say=print)
+    meeting._attempt = 0
+    peers = Peers(lambda: store, ZERO)
+    try:
+        peers.flush(10.0)
+        with pytest.raises(RendezvousError, match=r"node 0 \(here\) never came in 0 s; here: node 1"):
+            meeting._wait_for_all(peers)
+        peers.tell(lambda me: replace(me, attempt=0, ranks_port=29500))
+        peers.flush(10.0)
+        assert meeting._wait_for_all(peers).states[0].ranks_port == 29500
+    finally:
+        peers.stop()
+        meeting._standstill.stop()

@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Waiting in a thread."""
+
+from __future__ import annotations
+
+import pytest
+
+from ddpilot.launching.elastic.rendezvous.torch_backends import Waiter
+
+
+def test_waiter_returns_and_raises_what_the_call_does() -> None:
+    """As if it had been called here; nothing is said of a short wait."""
+    said: list[str] = []
+    assert Waiter(lambda: 7, said.append, str).wait() == 7
+    with pytest.raises(ValueError, match="bad"):
+        Waiter(lambda: int("bad"), said.append, str).wait()
+    assert said == []

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is kept of a rank's output for its error."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from ddpilot.launching.elastic.output_thread import Screen
+from ddpilot.output.writer import Display
+
+
+@pytest.mark.parametrize(
+    ("written", "kept"),
+    [(b"one\n\n\x1b[0m\x1b[K\n", ("one",)), (b"\x1b[0m\n \0\n", ()), (b"\n\x1b[31mred\n", ("", "\x1b[31mred"))],
+)
+def test_screen_keeps_last_lines_up_to_the_last_that_shows_anything(written: bytes, kept: tuple[str, ...]) -> None:
+    """A rank whose library resets the colours at exit has no last output because of that."""
+    with Screen(Display("labelled", None)) as screen:
+        path = screen.begin_attempt([1], [(1, "stdout")], {}, None)[1, "stdout"]
+        os.write(int(path.rpartition("/")[2]), written)
+        assert screen.last_lines(1) == kept

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Signals before there are ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from ddpilot.launching.elastic.signals import StopSignal, signals_raise
+
+
+def test_signals_raise_and_everything_is_as_before_afterwards() -> None:
+    """Handlers and the variable by which torch's agent is told, also that of a child's end."""
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGCHLD)
+    before = [signal.getsignal(number) for number in numbers], dict(os.environ)
+    with signals_raise(["SIGTERM", "SIGUSR1"]):
+        assert os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] == "SIGTERM,SIGUSR1"
+        assert signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL
+        with pytest.raises(StopSignal) as caught:
+            signal.raise_signal(signal.SIGUSR1)
+        assert caught.value.number == signal.SIGUSR1
+    assert ([signal.getsignal(number) for number in numbers], dict(os.environ)) == before

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Is forking this process safe?"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from ddpilot.launching.rank_server import fork
+
+
+@contextmanager
+def extra_thread(name: str) -> Iterator[None]:
+    """A thread that lives inside the block."""
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait, name=name)
+    thread.start()
+    yield
+    stop.set()
+    thread.join()
+
+
+def test_clean_watch_blames_the_module_that_started_a_thread() -> None:
+    """Threads of before do not count; the first culprit stays the culprit."""
+    watch = fork.CleanWatch()
+    with extra_thread("old"):
+        watch.begin()
+        watch.check("numpy")
+        with extra_thread("poller"):
+            watch.check("my_logger")
+            watch.check("another")
+        assert str(watch.dirty).startswith("importing `my_logger` started 1 thread (")
+        assert "poller" in str(watch.dirty)
+
+
+def test_clean_watch_blames_the_module_that_initialised_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver in use is worse than a thread and is said first."""
+    watch = fork.CleanWatch()
+    watch.begin()
+    monkeypatch.setattr(fork, "cuda_driver_in_use", lambda: True)
+    watch.check("cupy")
+    assert watch.dirty == "importing `cupy` initialised the CUDA driver"
+
+
+def test_count_threads_sees_this_process() -> None:
+    """One more thread is one more."""
+    before = fork.count_threads()
+    with extra_thread("one"):
+        assert fork.count_threads() == before + 1
+
+
+def test_cuda_driver_in_use_is_false_without_a_driver() -> None:
+    """No library of the driver is mapped into this process, so nothing can have been initialised."""
+    with open("/proc/self/maps") as maps:
+        if "libcuda.so" in maps.read():
+            pytest.skip("another test of this process loaded the CUDA driver")
+    assert not fork.cuda_driver_in_use()

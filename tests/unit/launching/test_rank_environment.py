@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The environment of a rank."""
+
+from __future__ import annotations
+
+import pytest
+
+from ddpilot.launching.rank_environment import (
+    choose_num_threads,
+    count_cores,
+    default_variables,
+    import_time_variables,
+    rank_variables,
+)
+
+
+def variables_of(rank: int, backend: str | None = None) -> dict[str, str]:
+    """The variables of one of three ranks."""
+    return rank_variables(
+        launch_id="abc", rank=rank, nproc_per_node=3, master_port=4711, num_threads=2, backend=backend
+    )
+
+
+def test_rank_variables_number_the_rank_and_the_world() -> None:
+    """Rank, sizes, address and run id are torchrun's for a single node."""
+    found = variables_of(2)
+    assert [found[name] for name in ("RANK", "LOCAL_RANK", "ROLE_RANK", "GROUP_RANK")] == ["2", "2", "2", "0"]
+    sizes = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE", "GROUP_WORLD_SIZE")
+    assert [found[name] for name in sizes] == ["3", "3", "3", "1"]
+    assert (found["MASTER_ADDR"], found["MASTER_PORT"]) == ("127.0.0.1", "4711")
+    assert found["TORCHELASTIC_RUN_ID"] == found["DDPILOT_LAUNCH"] == "abc"
+    assert found["TORCHELASTIC_USE_AGENT_STORE"] == "True"
+    assert found["OMP_NUM_THREADS"] == "2"
+
+
+def test_rank_variables_carry_the_backend_only_when_it_was_given() -> None:
+    """Without `backend`, `init_group` chooses, so no variable says anything."""
+    assert "DDPILOT_BACKEND" not in variables_of(0)
+    assert variables_of(0, "gloo")["DDPILOT_BACKEND"] == "gloo"
+
+
+def test_default_variables_pin_collectives_to_loopback() -> None:
+    """gloo and NCCL listen on the loopback interface of a single-node group."""
+    defaults = default_variables()
+    assert {defaults["GLOO_SOCKET_IFNAME"], defaults["NCCL_SOCKET_IFNAME"]} <= {"lo", "lo0"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("TORCH_X", "TORCHDYNAMO_DISABLE", "PYTORCH_JIT", "ATEN_CPU_CAPABILITY", "CUDA_VISIBLE_DEVICES"),
+        *("OMP_NUM_THREADS", "GOMP_X", "KMP_X", "MKL_X", "OPENBLAS_X", "ONEDNN_X"),
+        *("PYTHONPATH", "LD_PRELOAD", "MALLOC_ARENA_MAX", "LANG", "LC_ALL"),
+    ],
+)
+def test_import_time_variables_keep_what_libraries_read_on_import(name: str) -> None:
+    """Such a variable needs a new rank server when it changes."""
+    assert import_time_variables({name: "1", "HOME": "h", "RANK": "0"}) == {name: "1"}
+
+
+def test_import_time_variables_leave_out_what_torch_sets_itself() -> None:
+    """A first optimizer in the notebook must not cost a new rank server."""
+    assert import_time_variables({"TORCHINDUCTOR_CACHE_DIR": "/somewhere", "TORCH_LOGS": "a"}) == {"TORCH_LOGS": "a"}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("3", 3), ("4,2", 4), (" 5 ", 5), ("0", None), ("-2", None), ("many", None), ("", None)]
+)
+def test_choose_num_threads_follows_omp_num_threads_when_it_is_a_number(text: str, expected: int | None) -> None:
+    """The first number counts; nonsense, zero and negative numbers mean cores / ranks."""
+    alone = max(1, count_cores() // 2)
+    assert choose_num_threads({"OMP_NUM_THREADS": text}, 2) == (expected or alone)
+
+
+def test_choose_num_threads_shares_the_cores_and_gives_at_least_one() -> None:
+    """Cores / ranks, and 1 where there are more ranks than cores."""
+    assert choose_num_threads({}, 1) == count_cores()
+    assert choose_num_threads({}, 1000 * count_cores()) == 1
+
+
+def test_default_variables_let_ranks_that_stay_outlive_errors_of_nccl() -> None:
+    """A watchdog that ends the process would take the variables of a session with it."""
+    assert default_variables()["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
+    assert default_variables(stays=True) == default_variables() | {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}

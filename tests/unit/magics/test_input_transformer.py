@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which cells go to the ranks."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from IPython.core.interactiveshell import InteractiveShell
+
+from ddpilot.magics.input_transformer import EVERYWHERE, HERE, Router
+from ddpilot.magics.shell_session import Desk
+from tests.unit.magics.samples import ipython_shell
+
+
+@pytest.fixture(scope="module")
+def shell() -> Iterator[InteractiveShell]:
+    """A shell whose transformers are used."""
+    with ipython_shell() as shell:
+        yield shell
+
+
+@pytest.fixture
+def desk(shell: InteractiveShell) -> Desk:
+    """A desk with auto on."""
+    desk = Desk(shell)
+    desk.is_auto = True
+    return desk
+
+
+def route(desk: Desk, cell: str) -> str:
+    """The cell as IPython would go on with it."""
+    return "".join(Router(desk)(cell.splitlines(keepends=True)))
+
+
+def sent(line: str) -> str:
+    """The code in a line that sends it to the ranks."""
+    call = ast.parse(line).body[0]
+    assert isinstance(call, ast.Expr)
+    assert isinstance(call.value, ast.Call)
+    name, option, code = (ast.literal_eval(arg) for arg in call.value.args)
+    assert (name, option) == ("ddp", "--whole")
+    return str(code)
+
+
+def test_router_sends_plain_cells_to_the_ranks(desk: Desk) -> None:
+    """All of it, as it is, so that line numbers stay."""
+    cell = "x = 1\n\nif x:\n    print('%ddp')\n"
+    assert sent(route(desk, cell)) == cell
+    assert sent(route(desk, "%time x = train()\n")) == "%time x = train()\n"
+    assert sent(route(desk, "files = !ls\nx")) == "files = !ls\nx"
+
+
+NOTEBOOKS = (
+    *("", "\n", "# a comment\n", "!ls\n", "!ls\n!pwd\n", "%pip install x\n", "%ddp status\n", "r = %ddp run f()\n"),
+    *("%load_ext ddpilot\n", "%reload_ext ddpilot\n"),
+    *("%%time\nx\n", "%%bash\nls\n", "%%ddp\nx\n", "%%ddp --ranks 0\nx\n"),
+)
+
+
+@pytest.mark.parametrize("cell", NOTEBOOKS)
+def test_router_leaves_cells_that_are_the_notebooks(desk: Desk, cell: str) -> None:
+    """Other cell magics, shell commands, installers and `%ddp` itself; what is empty stays empty."""
+    assert route(desk, cell) == cell
+
+
+def test_router_sends_setting_up_everywhere(desk: Desk) -> None:
+    """`%matplotlib inline` and the like change the notebook and the ranks."""
+    cell = "%load_ext autoreload\n# why\n%autoreload 2"
+    first, rest = route(desk, cell).split("get_ipython()")
+    assert first == f"{cell}\n"
+    assert sent(f"get_ipython(){rest}") == cell
+    assert "ddp" not in EVERYWHERE | HERE
+    assert not EVERYWHERE & HERE
+
+
+def test_router_splits_cells_at_lines_of_the_notebook(desk: Desk) -> None:
+    """In order, and with the numbers of the cell's lines."""
+    lines = route(desk, "%ddp push x\ny = x\n%pip list\nz = y\n1/0\n%ddp pull z").splitlines(keepends=True)
+    assert [lines[0], lines[2], lines[4]] == ["%ddp push x\n", "%pip list\n", "%ddp pull z\n"]
+    assert sent(lines[1]) == "# %ddp push x\ny = x\n"
+    assert sent(lines[3]) == "# %ddp push x\n# y = x\n# %pip list\nz = y\n1/0\n"
+
+
+@pytest.mark.parametrize("is_auto", [True, False])
+def test_router_makes_local_cells_plain_code(desk: Desk, is_auto: bool) -> None:
+    """IPython runs them as any other; their lines keep their numbers."""
+    desk.is_auto = is_auto
+    assert route(desk, "%%ddp --local\nx = 1\nx\n") == "# %%ddp --local\nx = 1\nx\n"
+    nested = "%%ddp --local\n%%time\nx\n"
+    assert route(desk, nested) == nested
+
+
+def test_router_makes_cells_for_everywhere_plain_code_behind_the_ranks(desk: Desk) -> None:
+    """The ranks come first, in the line of `%%ddp`."""
+    call, *body = route(desk, "%%ddp --everywhere\nimport os\nos\n").splitlines(keepends=True)
+    assert sent(call) == "# %%ddp --everywhere\nimport os\nos\n"
+    assert body == ["import os\n", "os\n"]
+
+
+def test_router_leaves_everything_while_auto_is_off(desk: Desk) -> None:
+    """Also inside what is run on purpose in the notebook, and what a front end runs for itself."""
+    with desk.local():
+        assert route(desk, "x\n") == "x\n"
+    assert route(desk, "x\n") != "x\n"
+    desk.is_auto = False
+    assert route(desk, "x\n") == "x\n"
+
+
+def test_router_leaves_what_a_front_end_runs_for_itself(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list of variables is asked for with a silent request."""
+    parent: dict[str, Any] = {"content": {"silent": True}}
+    monkeypatch.setattr(desk.shell, "get_parent", lambda: parent, raising=False)
+    assert route(desk, "x\n") == "x\n"
+    parent["content"]["silent"] = False
+    assert route(desk, "x\n") != "x\n"
+
+
+def test_router_does_not_change_when_a_cell_is_complete(desk: Desk) -> None:
+    """A terminal asks whether to go on with a block: about what was typed, not about a cell magic."""
+    router = Router(desk)
+    desk.shell.input_transformers_cleanup.append(router)
+    try:
+        assert desk.shell.check_complete("x = 1")[0] == "complete"
+        assert desk.shell.check_complete("for i in x:")[0] == "incomplete"
+        assert "run_cell_magic" in desk.shell.transform_cell("x = 1")
+    finally:
+        desk.shell.input_transformers_cleanup.remove(router)
+
+
+def test_router_leaves_the_end_of_a_terminal_to_ipython(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`exit` ends the shell in front of a person; in a notebook it goes to the ranks, which say how to stop them."""
+    for word in ("exit", "quit()\n"):
+        assert route(desk, word) == word
+    monkeypatch.setattr(desk.shell, "kernel", object(), raising=False)
+    assert sent(route(desk, "exit\n")) == "exit\n"
+
+
+@pytest.mark.parametrize("is_auto", [False, True])
+@pytest.mark.parametrize("line", ["%ddp", "%ddp --ranks 0", "%ddp  "])
+def test_router_refuses_code_below_one_percent_sign_where_two_were_meant(desk: Desk, line: str, is_auto: bool) -> None:
+    """Nothing of the cell runs in the notebook, whose variables would be others."""
+    desk.is_auto = is_auto
+    option = line[4:].strip()
+    expected = f"get_ipython().run_line_magic('ddp', '{f'--above-code {option}'.rstrip()}')\n"
+    assert route(desk, f"{line}\nx = 1\n") == expected
+
+
+@pytest.mark.parametrize("cell", ["%ddp", "%ddp\n# why\n", "%ddp -h\nx\n", "%ddp --help\nx", "%ddp start -n 2\nx\n"])
+def test_router_leaves_lines_that_are_meant_so(desk: Desk, cell: str) -> None:
+    """Alone it lists the verbs; a verb may stand above code."""
+    desk.is_auto = False
+    assert route(desk, cell) == cell

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process that writes its stack when it is asked."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ddpilot.record.main_thread import stacks_path
+from ddpilot.watch.snapshot.stack_files import take_stacks
+
+ENDING = """
+import faulthandler, os, sys
+from pathlib import Path
+from ddpilot.record.main_thread import WATCH_SIGNAL, answer_with_stacks
+
+answer_with_stacks(Path(sys.argv[1]))
+os.kill(os.getpid(), WATCH_SIGNAL)
+faulthandler.unregister(WATCH_SIGNAL)  # as Python does when it ends
+os.kill(os.getpid(), WATCH_SIGNAL)
+"""
+
+
+def test_being_asked_while_it_ends_does_not_kill_a_process(tmp_path: Path) -> None:
+    """Who asks cannot know that the answer is being taken back: the process ends as it would have."""
+    done = subprocess.run([sys.executable, "-c", ENDING, str(tmp_path / "stacks")], check=False, timeout=60)
+    assert done.returncode == 0
+    assert (tmp_path / "stacks").read_text().count("most recent call first") == 1
+
+
+ANSWERING = """
+import ctypes, sys
+from pathlib import Path
+from ddpilot.record.main_thread import answer_with_stacks
+
+answer_with_stacks(Path(sys.argv[1]))
+
+print(flush=True)
+if sys.argv[2] == "loop":
+    while True:
+        pass
+elif sys.argv[2] == "busy":
+    while True:
+        list(map(lambda number: number + 1, range(50)))
+else:
+    ctypes.PyDLL(None).getchar()  # keeps the GIL
+"""
+
+
+@contextmanager
+def answering(folder: Path, how: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that can be asked as rank 0: in a "loop", "busy" calling functions, or "stuck" in C with the GIL."""
+    command = [sys.executable, "-c", ANSWERING, str(stacks_path(folder, 0)), how]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_process_that_runs_python_code_survives_being_asked_often(tmp_path: Path) -> None:
+    """The fault handler, in its place, ends it at about one signal in a hundred (Python 3.11 to 3.13)."""
+    with answering(tmp_path, "busy") as process:
+        stacks = [take_stacks(tmp_path, {0: process.pid}) for _ in range(200)]
+        assert process.poll() is None
+    functions = {stack.main_frames[-1].function for found in stacks for stack in found.values()}
+    assert functions == {"<module>"}
+    assert sum(map(len, stacks)) > 100  # a loaded machine may miss some
+
+
+def test_a_process_whose_gil_is_held_by_c_code_answers(tmp_path: Path) -> None:
+    """By the fault handler, which reads frames that do not change."""
+    with answering(tmp_path, "stuck") as process:
+        found = take_stacks(tmp_path, {0: process.pid})
+        assert [frame.function for frame in found[0].main_frames] == ["<module>"]
+        assert not found[0].is_running
+        assert process.poll() is None
+
+
+def test_a_process_in_a_loop_is_known_to_run(tmp_path: Path) -> None:
+    """Though the GIL is taken from it at the same line each time."""
+    with answering(tmp_path, "loop") as process:
+        found = take_stacks(tmp_path, {0: process.pid})
+        assert found[0].is_running
+        assert process.poll() is None
